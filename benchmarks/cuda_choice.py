@@ -12,9 +12,8 @@ from aoffload.cuda import CudaOptions
 from aoffload.ledger import Direction
 from aoffload.transfer.backends.cuda import Pieces
 from aoffload.transfer.backends.cuda.method import PUBLISHED
-from aoffload.transfer.backends.cuda.trials import scattered
 
-from .cuda_copying import BLOCK_BYTES, Copying, cuda_device, rate_row
+from .cuda_copying import BLOCK_BYTES, NUM_BLOCKS_MOVED, SECONDS, Copying, cuda_device, rate_row
 from .harness import Row, Subject, interleave, timed
 from .peer import Peer
 
@@ -27,10 +26,10 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
         yield from choice_rows(device, CudaOptions())
 
 
-def choice_rows(device: torch.device, options: CudaOptions, seconds: float = 1.0) -> Iterator[Row]:
+def choice_rows(device: torch.device, options: CudaOptions, seconds: float = SECONDS / 3) -> Iterator[Row]:
     """The break-even, and for a size on each side of it the chosen way beside the better one. No rows without a kernel,
     because there is no choice then."""
-    copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=16)
+    copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=min(16, NUM_BLOCKS_MOVED))
     try:
         if not copying.backend.has_kernel:
             print(f"cuda_choice: not run, since no kernel copies here: {copying.backend!r}", file=sys.stderr)
@@ -54,9 +53,7 @@ def _rows(copying: Copying, direction: Direction, seconds: float) -> Iterator[Ro
 
 
 def _choice_row(copying: Copying, direction: Direction, share: str, size: int, seconds: float) -> Row:
-    num_bytes = copying.large[direction].numel() // size * size
-    on_device, on_host = copying.large[direction].data_ptr(), copying.backend.host.address
-    pieces = scattered(direction, on_device, on_host, num_bytes, size)
+    pieces = copying.scattered(direction, size)
 
     def subject(copy: Callable[[Pieces, Direction], None]) -> Subject:
         return lambda: timed(lambda: copy(pieces, direction))
@@ -66,5 +63,5 @@ def _choice_row(copying: Copying, direction: Direction, share: str, size: int, s
     chosen = "kernel" if size < copying.backend.break_even.of(direction) else "engine"
     better = min(found, key=lambda name: found[name].median_s)
     name = f"{direction.value}, {share} the break-even, by what is chosen"
-    row = rate_row(name, num_bytes / 1e9, found[chosen], found[better], 0.95)
+    row = rate_row(name, pieces.num_bytes / 1e9, found[chosen], found[better], 0.95)
     return attrs.evolve(row, against=f"{size // 1024} KiB, chosen: {chosen}, better: {better}")

@@ -11,9 +11,8 @@ import torch
 
 from aoffload.cuda import CudaOptions
 from aoffload.ledger import Direction
-from aoffload.transfer.backends.cuda.trials import scattered
 
-from .cuda_copying import BLOCK_BYTES, NUM_BLOCKS_MOVED, SECONDS, Copying, cuda_device, rate_row
+from .cuda_copying import NUM_BLOCKS_MOVED, SECONDS, Copying, cuda_device, rate_row
 from .harness import Row, Subject, interleave, timed
 from .peer import Peer
 
@@ -63,9 +62,8 @@ def piece_rows(device: torch.device, options: CudaOptions, num_moved: int = 8, s
 
 
 def _piece_row(copying: Copying, direction: Direction, seconds: float) -> Row:
-    num_pieces = copying.num_moved * BLOCK_BYTES // SMALL_PIECE_BYTES
-    on_device, on_host = copying.large[direction].data_ptr(), copying.backend.host.address
-    pieces = scattered(direction, on_device, on_host, num_pieces * SMALL_PIECE_BYTES, SMALL_PIECE_BYTES)
+    pieces = copying.scattered(direction, SMALL_PIECE_BYTES)
+    num_pieces = len(pieces)
     subjects: dict[str, Subject] = {
         "pieces": lambda: timed(lambda: copying.copy_by_engine(pieces, direction)),
         "large": lambda: timed(lambda: copying.move_large(direction)),

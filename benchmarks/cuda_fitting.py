@@ -14,6 +14,7 @@ from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from .cuda_copying import SECONDS, cuda_device, share_row
 from .harness import Row, Sample, interleave
 from .peer import Peer
+from .sizes import sized
 
 __all__ = ["Serving", "fitting_row", "run"]
 
@@ -40,7 +41,11 @@ class Serving:
     """Requests one after the other, each a forward of some matrix products in a worker thread, as an engine's are."""
 
     def __init__(
-        self, device: torch.device, num_requests: int = 40, num_products: int = 64, product_side: int = 4096
+        self,
+        device: torch.device,
+        num_requests: int = sized(40, 3),
+        num_products: int = sized(64, 1),
+        product_side: int = sized(4096, 8),
     ) -> None:
         self._num_requests, self._num_products = num_requests, num_products
         self._pool = torch.zeros(num_requests * BLOCKS_PER_REQUEST + 1, VALUES_PER_BLOCK, device=device)

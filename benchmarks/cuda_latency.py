@@ -18,11 +18,12 @@ from aoffload.transfer.turns import Turns
 from .cuda_copying import cuda_device
 from .harness import Row
 from .peer import Peer
+from .sizes import sized
 
-__all__ = ["latency_rows", "run"]
+__all__ = ["TURN_S", "latency_rows", "run", "turns_of"]
 
 TURN_S = 300e-6
-NUM_WAITS = 200
+NUM_WAITS = sized(200, 5)
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
@@ -49,7 +50,7 @@ async def _latencies(device: torch.device, policies: dict[str, WaitPolicy], turn
     regions = regions_of(torch.zeros(4, 1024, device=device))
     backends = {name: CudaBackend(regions, options=CudaOptions(waiting=policy)) for name, policy in policies.items()}
     found: dict[str, list[float]] = {name: [] for name in policies}
-    turning, turns = asyncio.create_task(_turns(turn_s)), Turns()
+    turning, turns = asyncio.create_task(turns_of(turn_s)), Turns()
     turns.begin()  # threads get their turn as they do while a transport copies
     for _ in range(NUM_WAITS):
         for name, backend in backends.items():
@@ -59,7 +60,8 @@ async def _latencies(device: torch.device, policies: dict[str, WaitPolicy], turn
     return found
 
 
-async def _turns(turn_s: float) -> None:
+async def turns_of(turn_s: float) -> None:
+    """Keep the event loop busy with turns of Python of that length; not at all if it is 0."""
     while turn_s:
         end = time.perf_counter() + turn_s
         while time.perf_counter() < end:

@@ -14,10 +14,11 @@ from aoffload.ledger import Direction
 from .cuda_copying import NUM_BLOCKS_MOVED, SECONDS, Copying, cuda_device, share_row
 from .harness import Measured, Row, Sample, interleave, timed
 from .peer import Peer
+from .sizes import sized
 
 __all__ = ["overlap_rows", "run", "traffic"]
 
-PRODUCT_SIDE = 8192
+PRODUCT_SIDE = sized(8192, 64)
 NUM_PRODUCTS = 40
 
 
@@ -66,8 +67,11 @@ def _timed_by_device(work: Callable[[], None]) -> Sample:
 
 
 @contextmanager
-def traffic(copying: Copying, moved: list[Sample]) -> Iterator[None]:
-    """Copy all blocks both ways, again and again, from before the block is entered to its end; the times go to `moved`.
+def traffic(
+    copying: Copying, moved: list[Sample], directions: tuple[Direction, ...] = tuple(Direction)
+) -> Iterator[None]:
+    """Copy all blocks in `directions`, again and again, from before the block is entered to its end; the times go to
+    `moved`.
 
     Raises the error that ended the copies early, since the block ran without copies then.
     """
@@ -77,7 +81,7 @@ def traffic(copying: Copying, moved: list[Sample]) -> Iterator[None]:
     def feed() -> None:
         try:
             while not is_over.is_set():
-                moved.append(timed(lambda: copying.move(*Direction)))
+                moved.append(timed(lambda: copying.move(*directions)))
                 has_begun.set()
         except BaseException as error:  # noqa: BLE001 - raised below, in the thread that measures
             errors.append(error)
