@@ -11,7 +11,7 @@ from .harness import Row, interleave, timed
 from .peer import Peer
 from .sizes import sized
 
-__all__ = ["ceiling_rows", "run"]
+__all__ = ["PUBLISHED_GBPS", "ceiling_rows", "run"]
 
 NUM_BYTES = sized(KIB * MIB, 4 * MIB)
 PUBLISHED_GBPS = {"load": 50.0, "store": 50.0, "both ways": 83.0}

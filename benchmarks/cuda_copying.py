@@ -75,11 +75,14 @@ class Copying:
         self.hear: Callable[[Completion], object] = self.completions.put
         """Called with each completion, in a copy thread. `move` needs the default."""
         # Both ways at once need blocks of their own.
-        self.transport.open(2 * num_moved, verify=False, deliver=lambda found: self.hear(found), env=Env())
+        self.transport.open(2 * num_moved, verify=False, deliver=self._deliver, env=Env())
         order = np.random.default_rng(0).permutation(np.arange(1, num_blocks, dtype=np.int32))
         self._on_device = {Direction.STORE: order[:num_moved], Direction.LOAD: order[num_moved:]}
         self._first_host = {Direction.STORE: 0, Direction.LOAD: num_moved}
         self._job_ids = itertools.count(1)
+
+    def _deliver(self, completion: Completion) -> None:
+        self.hear(completion)
 
     @property
     def backend(self) -> CudaBackend:

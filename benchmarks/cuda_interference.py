@@ -12,6 +12,7 @@ import torch
 
 from aoffload.cuda import CudaOptions
 
+from .cuda_ceilings import PUBLISHED_GBPS
 from .cuda_copying import ENGINE, KERNEL, KIB, Copying, cuda_device
 from .cuda_overlap import traffic
 from .harness import Measured, Row, Sample
@@ -62,14 +63,15 @@ def _rows(
     alone += _steps(step, seconds / 2)
     ours, limit = Steps.of(beside), Steps.of(alone)
     yield Row(
-        name=name, value=ours.p50_s * 1e6, unit="us", spread=f"p99 {ours.p99_s * 1e6:.0f}, alone {limit.p99_s * 1e6:.0f}",
-        against="alone", limit=limit.p50_s * 1e6, ratio=ours.p50_s / limit.p50_s, wanted=most if is_judged else None,
-        is_at_most=True,
+        name=name, value=ours.p50_s * 1e6, unit="us",
+        spread=f"p99 {ours.p99_s * 1e6:.0f}, alone {limit.p99_s * 1e6:.0f}", against="alone", limit=limit.p50_s * 1e6,
+        ratio=ours.p50_s / limit.p50_s, wanted=most if is_judged else None, is_at_most=True,
     )  # fmt: skip
-    rate, large = 2 * copying.gigabytes / Measured.of(moved).median_s, 83.0
+    rate, limit_rate = 2 * copying.gigabytes / Measured.of(moved).median_s, PUBLISHED_GBPS["both ways"]
     yield Row(
-        name=f"{name}: the copies", value=rate, unit="GB/s", against="vLLM, published", limit=large, ratio=rate / large
-    )
+        name=f"{name}: the copies", value=rate, unit="GB/s", against="vLLM, published", limit=limit_rate,
+        ratio=rate / limit_rate,
+    )  # fmt: skip
 
 
 @attrs.frozen
@@ -84,7 +86,7 @@ class Steps:
 
 def _steps(step: Callable[[], None], seconds: float) -> list[float]:
     """What each step took until its result was there, as for a token that the next step needs."""
-    took_s, stream = [], torch.cuda.current_stream()
+    took_s, stream = list[float](), torch.cuda.current_stream()
     end_s = time.perf_counter() + seconds
     while not took_s or time.perf_counter() < end_s:
         began_s = time.perf_counter()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import attrs
 import numpy as np
@@ -89,7 +90,7 @@ async def _loads(copying: Copying, num_blocks: int, num_rounds: int) -> list[Loa
     loop, took = asyncio.get_running_loop(), []
     for _ in range(num_rounds):
         heard: asyncio.Future[Completion] = loop.create_future()
-        copying.hear = lambda found, heard=heard: loop.call_soon_threadsafe(heard.set_result, found)  # type: ignore[misc]
+        copying.hear = partial(loop.call_soon_threadsafe, heard.set_result)
         began_s = time.perf_counter()
         copying.launch_job(Direction.LOAD, 0, num_blocks)
         launched_s = time.perf_counter() - began_s

@@ -1,5 +1,6 @@
-"""Batches again and again, which some drivers do not survive (580.159: vllm-project/vllm#49276): run it last, and in a
-process of its own. It ends with wrong bytes, with a batch that never ends, or with a row for each hundred of batches."""
+"""Batches of thousands of pieces, again and again. Run it last, and in a process of its own, because some drivers crash
+or hang (580.159: vllm-project/vllm#49276). It raises if bytes are wrong. The last line of its output says how far it
+came."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def held_row(device: torch.device) -> Row:
 
 
 def _launches(counters: torch.Tensor) -> list[float]:
-    took_s, end_s = [], time.perf_counter() + HELD_S
+    took_s, end_s = list[float](), time.perf_counter() + HELD_S
     while not took_s or time.perf_counter() < end_s:
         began_s = time.perf_counter()
         counters.add_(1)
@@ -81,7 +82,7 @@ def stress_rows(
     batches = Batches(copying)
     for about, outstanding in ((f"{OUTSTANDING} outstanding", OUTSTANDING), ("none awaited", max(numbers))):
         for number in numbers:
-            print(f"stress: {number} batches, {about} ...", file=sys.stderr, flush=True)  # a log that ends here says where
+            print(f"cuda_stress: {number} batches, {about} ...", file=sys.stderr, flush=True)
             each_us = batches.copy(max(1, number // FEWER), outstanding) / number * 1e6
             yield expected_row(f"{number:,} batches of 4,096 pieces, {about}", each_us, "us", EXPECTED_US)
     copying.close()
@@ -131,5 +132,6 @@ class Batches:
         copying, pieces = self._copying, self._pieces[direction]
         on_device = pieces.sources if direction is Direction.STORE else pieces.destinations
         order = (on_device - np.uint64(copying.large[direction].data_ptr())) // np.uint64(PIECE_BYTES)
-        host = torch.from_numpy(copying.host_bytes(direction)).view(PIECES_PER_BATCH, PIECE_BYTES)
-        return host, copying.large[direction].view(PIECES_PER_BATCH, PIECE_BYTES), torch.from_numpy(order.astype(np.int64))
+        host, device = torch.from_numpy(copying.host_bytes(direction)), copying.large[direction]
+        shape = (PIECES_PER_BATCH, PIECE_BYTES)
+        return host.view(shape), device.view(shape), torch.from_numpy(order.astype(np.int64))

@@ -1,5 +1,5 @@
-"""Pieces of every size, each way: one batch for the copy engine, a call for each piece, and the kernel; and the CPU time
-that it takes to submit a piece. All of a size is measured in turns, beside the same bytes in one large copy."""
+"""Pieces of every size, each way: in one batch for the copy engine, with a call for each piece, and by the kernel; and
+the time that it takes to submit a piece. The ways take turns, with one large copy of the same bytes among them."""
 
 from __future__ import annotations
 

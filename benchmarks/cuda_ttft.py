@@ -19,6 +19,7 @@ from aoffload.env import Env
 from aoffload.ledger import Completion, Outcome, TransferPlan
 from aoffload.transport import LocalTransport
 
+from .cuda_ceilings import PUBLISHED_GBPS
 from .cuda_copying import ENGINE, cuda_device
 from .harness import Measured, Row, interleave, timed
 from .peer import Peer
@@ -75,11 +76,11 @@ def ttft_rows(
         }
         found = interleave(subjects, seconds=seconds, least=3)
         yield _row(num_tokens, found)
-        gigabytes, load = prompt.num_bytes / 1e9, found["load"]
+        gigabytes, load, published = prompt.num_bytes / 1e9, found["load"], PUBLISHED_GBPS["load"]
         yield Row(
             name=f"the load of {num_tokens:,} tokens", value=gigabytes / load.median_s, unit="GB/s",
-            spread=f"{load.median_s * 1e3:.2f} ms", against="vLLM, published", limit=50.0,
-            ratio=gigabytes / load.median_s / 50.0,
+            spread=f"{load.median_s * 1e3:.2f} ms", against="vLLM, published", limit=published,
+            ratio=gigabytes / load.median_s / published,
         )  # fmt: skip
         prompt.close()
 
@@ -94,7 +95,8 @@ def _row(num_tokens: int, found: dict[str, Measured]) -> Row:
 
 
 class Model:
-    """The layers of a decoder with grouped-query attention, random weights, and no positions: what counts is the work."""
+    """The layers of a decoder with grouped-query attention, with random weights and without positions: only the work
+    counts."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -120,10 +122,11 @@ class Model:
         return torch.zeros(size, device=self.device, dtype=torch.bfloat16)
 
     def forward(self, cache: torch.Tensor, start: int, stop: int) -> float:
-        """Compute the tokens from `start` to `stop`, whole blocks; those before are in `cache`. Waits for the result."""
+        """Compute the tokens from `start` to `stop`, which are multiples of a block, and wait for the result. `cache`
+        has the tokens before."""
         shape = self.shape
         kv_width = shape.num_kv_heads * shape.head
-        width = (shape.num_heads * shape.head, kv_width, kv_width)
+        width = [shape.num_heads * shape.head, kv_width, kv_width]
         blocks = slice(1 + start // BLOCK_SIZE, 1 + stop // BLOCK_SIZE)
         given = torch.zeros(stop - start, shape.hidden, device=self.device, dtype=torch.bfloat16)
         for number, (attend, merge, widen, narrow) in enumerate(self._layers):

@@ -2,8 +2,8 @@
 
 The parts' own code runs, as small as it can be, over the stub of libcuda and a fake of `torch.cuda`. That shows nothing
 about a GPU, and finds what would waste a run on one: a wrong import, name or argument, a part that does not start, a
-figure that nobody prints. Exit status: 0 if there is nothing of the kind; 1 if there is; 2 if there is no C compiler, or
-no bindings, to run it with.
+figure that no part prints. Exit status: 0 if there is nothing of the kind; 1 if there is; 2 if it cannot run, because a
+C compiler or a package is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .__main__ import look, run_parts
 from .keeping import Kept
-from .parts import PARTS, SMALL, Part
+from .parts import PARTS, SMALL
 from .readings import ALL_TESTS
 from .report import PartReport
 

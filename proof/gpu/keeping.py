@@ -75,6 +75,7 @@ class Kept:
         file = self.file(part)
         file.unlink(missing_ok=True)
         self._went[part.name] = Went(RUNNING)
+        self.keep()
         return file
 
     def end(self, part: Part, problem: str, took_s: float | None = None) -> PartReport:

@@ -126,7 +126,7 @@ def _interferences() -> list[Figure]:
 
 def _regions() -> list[Figure]:
     return [
-        Figure(f"{name}_{blocks}", f"{words}, load of {blocks} blocks", f"load of {blocks} blocks of 32 layers, {source}")
+        Figure(f"{name}_{blocks}", f"{words}, {blocks} blocks", f"load of {blocks} blocks of 32 layers, {source}")
         for name, words, source in (
             ("first_layer", "until the first of 32 layers may run", "first layer"),
             ("by_layer", "loading layer by layer", "by layer"),
@@ -154,10 +154,8 @@ def _latencies() -> list[Figure]:
 
 def _stresses() -> list[Figure]:
     kinds = {"bounded": "4 outstanding", "unbounded": "none awaited"}
-    return [
-        Figure(f"stress_{name}", f"1,000 batches of 4,096 pieces each way, {words}", f"1,000 batches of 4,096 pieces, {words}")
-        for name, words in kinds.items()
-    ]  # fmt: skip
+    about = "1,000 batches of 4,096 pieces"
+    return [Figure(f"stress_{name}", f"{about}, {words}, each", f"{about}, {words}") for name, words in kinds.items()]
 
 
 def _soak(seconds: int) -> tuple[str, ...]:
@@ -221,7 +219,8 @@ SECOND = (
     _of_benchmark(
         "cuda_ttft", 40,
         *(Figure(f"ttft_{name}", f"first token of an 8B shape at {tokens} tokens, loading over computing",
-                 f"first token of {tokens} tokens in host memory") for name, tokens in (("8k", "8,192"), ("2k", "2,048"))),
+                 f"first token of {tokens} tokens in host memory")
+          for name, tokens in (("8k", "8,192"), ("2k", "2,048"))),
         Figure("ttft_load", "the load of 8,192 tokens", "the load of 8,192 tokens"),
     ),
     Part("soak", _soak(25), 45, soak, (Figure("soak", "every byte and owner on real streams", "soak"),),
@@ -235,7 +234,7 @@ SECOND = (
     _of_benchmark("cuda_latency", 20, *_latencies()),
     _of_benchmark("cuda_choice", 30, *_choices("store"), *_choices("load"), needs=("triton", "cuda.bindings")),
     Part(
-        "demo", _demo("--model", "1b"), 45, demo,
+        "demo", _demo("--model", "1b", "--requests", "24"), 45, demo,
         (Figure("demo_outputs", "the outputs with and without offload", "outputs"),),
         small=_demo("--requests", "8"),
     ),
@@ -243,7 +242,8 @@ SECOND = (
 """What serving meets: the other tests, what copies cost the forward, and what they save."""
 LONG = (
     _of_benchmark(
-        "cuda_overlap", 40,
+        "cuda_overlap",
+        40,
         Figure("overlap_products", "bf16 products beside copies both ways", "matrix products beside copies both ways"),
         Figure("overlap_copies", "the copies beside those products", "the copies beside those products"),
     ),
@@ -253,7 +253,8 @@ LONG = (
 )
 """What only a run of everything has time for."""
 LAST = _of_benchmark(
-    "cuda_stress", 30, Figure("held", "a launch while 65,536 pieces wait for a fence", "a launch beside held copies, p99"),
+    "cuda_stress", 30,
+    Figure("held", "a launch while 65,536 pieces wait for a fence", "a launch beside held copies, p99"),
     *_stresses(),
 )  # fmt: skip
 """In a process of its own, and after everything else, because it may hang the driver."""

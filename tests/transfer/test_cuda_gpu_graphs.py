@@ -82,7 +82,10 @@ def overwritten(copies: Copies, pool: torch.Tensor, reader: Reader, value: int) 
     return reader.saw(value) and bool((pool[5] == value + 1).all())
 
 
-@pytest.mark.parametrize(("rule", "mutant"), [(loaded, Unproven), (overwritten, Unfenced)], ids=["loaded", "overwritten"])
+@pytest.mark.parametrize(
+    ("rule", "mutant"),
+    [pytest.param(loaded, Unproven, id="loaded"), pytest.param(overwritten, Unfenced, id="overwritten")],
+)
 def test_gpu_a_graph_reads_what_was_loaded_and_nothing_that_comes_later(
     open_copies: Callable[..., Copies], rule: Any, mutant: type[CudaBackend], record_property: Any
 ) -> None:

@@ -32,6 +32,7 @@ FACTORIES = (
     "ones", "ones_like", "rand", "randint", "randn", "randperm", "tensor", "zeros", "zeros_like",
 )  # fmt: skip
 """Functions of torch that take a device."""
+DOES_NOTHING = ("_sleep", "empty_cache", "reset_peak_memory_stats", "set_device", "synchronize")
 OF_TENSORS = ("to", "new_empty", "new_full", "new_ones", "new_zeros")
 handles = itertools.count(0x9000, 16)
 
@@ -117,18 +118,18 @@ def _names(device: Any) -> dict[str, Any]:
 
     Stream.context = staticmethod(stream)
     Event.device = Stream.device = device
-    nothing = lambda *args, **kwargs: None  # noqa: E731 - one for many names
+    # A function for each name, because torch's compiler keeps a table by function.
+    nothing = {name: (lambda *args, **kwargs: None) for name in DOES_NOTHING}
     return {
-        "CUDAGraph": Graph, "Event": Event, "ExternalStream": External, "Stream": Stream, "current_stream": current_stream,
-        "default_stream": lambda device=None: default, "graph": graph, "stream": stream,
-        "is_current_stream_capturing": is_current_stream_capturing, "device": Device,
+        "CUDAGraph": Graph, "Event": Event, "ExternalStream": External, "Stream": Stream,
+        "current_stream": current_stream, "default_stream": lambda device=None: default,
+        "graph": graph, "stream": stream, "is_current_stream_capturing": is_current_stream_capturing, "device": Device,
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
         "current_device": lambda: 0, "get_device_name": lambda device=None: NAME,
         "get_device_properties": lambda device=None: properties, "get_device_capability": lambda device=None: (9, 0),
         "mem_get_info": lambda device=None: (MEMORY_BYTES, MEMORY_BYTES), "memory_allocated": lambda device=None: 0,
         "max_memory_allocated": lambda device=None: 0, "memory_reserved": lambda device=None: 0,
-        "cudart": lambda: runtime, "synchronize": nothing, "empty_cache": nothing, "set_device": nothing,
-        "reset_peak_memory_stats": nothing, "_sleep": nothing,
+        "cudart": lambda: runtime, **nothing,
     }  # fmt: skip
 
 
