@@ -49,7 +49,11 @@ async def _move(copying: Copying, direction: Direction, turn_s: float) -> Sample
     """Launch the jobs for all blocks in the loop, and wait until the loop has heard of all of them."""
     loop = asyncio.get_running_loop()
     heard: asyncio.Queue[Completion] = asyncio.Queue()
-    copying.hear = partial(loop.call_soon_threadsafe, heard.put_nowait)
+
+    def hear(completion: Completion) -> None:
+        loop.call_soon_threadsafe(heard.put_nowait, completion)
+
+    copying.hear = hear
     turning = asyncio.create_task(turns_of(turn_s))
     await asyncio.sleep(0)  # the first turn
     cpu, began_s = time.thread_time(), time.perf_counter()

@@ -31,8 +31,8 @@ def choice_rows(device: torch.device, options: CudaOptions, seconds: float = SEC
     because there is no choice then."""
     copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=min(16, NUM_BLOCKS_MOVED))
     try:
-        if not copying.backend.has_kernel:
-            print(f"cuda_choice: not run, since no kernel copies here: {copying.backend!r}", file=sys.stderr)
+        if problem := copying.why_no_kernel():
+            print(f"cuda_choice: not run, since {problem}", file=sys.stderr)
             return
         for direction in Direction:
             yield from _rows(copying, direction, seconds)

@@ -137,6 +137,16 @@ class Copying:
             self.backend.copy_by_engine(pieces, direction)
             self.backend.settle(direction)
 
+    def why_no_kernel(self) -> str:
+        """Why the kernel copies nothing here, after a try; empty if it does. Triton may be there and not compile."""
+        if not self.backend.has_kernel:
+            return f"no kernel copies here: {self.backend!r}"
+        try:
+            self.copy_by_kernel(self._one_piece(Direction.LOAD), Direction.LOAD)
+        except Exception as error:  # noqa: BLE001 - whatever a compiler may raise
+            return f"the kernel cannot be used: {error!r}"
+        return ""
+
     def copy_by_kernel(self, pieces: Pieces, direction: Direction) -> None:
         with self.backend.driver.bound():
             self.backend.copy_by_kernel(pieces, direction)

@@ -3,6 +3,7 @@ pieces of several sizes by the copy engine, and beside copies by the kernel."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -47,7 +48,9 @@ def interference_rows(device: torch.device, seconds: float = SECONDS_PER_ROW) ->
     ways = Decode(device).ways()
     for name, options, piece_bytes in BESIDE:
         copying = Copying(device, options, piece_bytes, num_moved=NUM_MOVED)
-        if options is ENGINE or copying.backend.has_kernel:
+        if options is KERNEL and (problem := copying.why_no_kernel()):
+            print(f"cuda_interference: not beside {name}, since {problem}", file=sys.stderr)
+        else:
             for way, step in ways.items():
                 yield from _rows(copying, f"{way} step beside {name}", step, seconds, options is ENGINE, MOST[way])
         copying.close()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import attrs
 import numpy as np
@@ -29,6 +28,8 @@ SMALLER = sized(1, 64)
 NUM_BLOCKS = (1, 256, 8, 32)
 """What is asked for first, first."""
 NUM_ROUNDS = sized(200, 5)
+BESIDE = sized(64, 1)
+"""Blocks of 2 MiB that are stored meanwhile, again and again."""
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
@@ -49,7 +50,7 @@ def load_rows(
     large = interleave({"large": lambda: timed(lambda: copying.move_large(Direction.LOAD))}, seconds=0.0)["large"]
     for num_blocks in sizes:
         yield from _rows(copying, num_blocks, num_rounds, large, "")
-    stores = Copying(device, options, piece_bytes=64 * KIB, num_moved=sized(64, 1))
+    stores = Copying(device, options, piece_bytes=64 * KIB, num_moved=BESIDE)
     for num_blocks in sizes[:2]:
         with traffic(stores, [], (Direction.STORE,)):
             yield from _rows(copying, num_blocks, num_rounds, large, " beside stores")
@@ -87,14 +88,21 @@ class Load:
 
 
 async def _loads(copying: Copying, num_blocks: int, num_rounds: int) -> list[Load]:
-    loop, took = asyncio.get_running_loop(), []
-    for _ in range(num_rounds):
-        heard: asyncio.Future[Completion] = loop.create_future()
-        copying.hear = partial(loop.call_soon_threadsafe, heard.set_result)
-        began_s = time.perf_counter()
-        copying.launch_job(Direction.LOAD, 0, num_blocks)
-        launched_s = time.perf_counter() - began_s
-        completion = await heard
-        took.append(Load(launched_s, time.perf_counter() - began_s))
-        assert completion.outcome is Outcome.LANDED, completion
-    return took
+    return [await _load(copying, num_blocks) for _ in range(num_rounds)]
+
+
+async def _load(copying: Copying, num_blocks: int) -> Load:
+    loop = asyncio.get_running_loop()
+    heard: asyncio.Future[Completion] = loop.create_future()
+
+    def hear(completion: Completion) -> None:
+        loop.call_soon_threadsafe(heard.set_result, completion)
+
+    copying.hear = hear
+    began_s = time.perf_counter()
+    copying.launch_job(Direction.LOAD, 0, num_blocks)
+    launched_s = time.perf_counter() - began_s
+    completion = await heard
+    loaded_s = time.perf_counter() - began_s
+    assert completion.outcome is Outcome.LANDED, completion
+    return Load(launched_s, loaded_s)

@@ -30,7 +30,7 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
 
 def overlap_rows(
     device: torch.device, options: CudaOptions, num_moved: int = NUM_BLOCKS_MOVED, seconds: float = SECONDS
-) -> list[Row]:
+) -> Iterator[Row]:
     """Large matrix products with copies at full rate both ways, beside the same alone; and the rate of those copies."""
     left, right = (torch.randn(PRODUCT_SIDE, PRODUCT_SIDE, dtype=torch.bfloat16, device=device) for _ in range(2))
 
@@ -46,14 +46,12 @@ def overlap_rows(
             return _timed_by_device(multiply)
 
     found = interleave({"alone": lambda: _timed_by_device(multiply), "beside": beside}, seconds=2 * seconds)
+    yield share_row("matrix products beside copies both ways", NUM_PRODUCTS, "1/s", found, "alone", "beside", 0.97)
     copies = {"beside": Measured.of(moved)}
     copies |= interleave({"alone": lambda: timed(lambda: copying.move(*Direction))}, seconds=seconds)
     copying.close()
     gigabytes = 2 * copying.gigabytes
-    return [
-        share_row("matrix products beside copies both ways", NUM_PRODUCTS, "1/s", found, "alone", "beside", 0.97),
-        share_row("the copies beside those products", gigabytes, "GB/s", copies, "alone", "beside", 0.9),
-    ]
+    yield share_row("the copies beside those products", gigabytes, "GB/s", copies, "alone", "beside", 0.9)
 
 
 def _timed_by_device(work: Callable[[], None]) -> Sample:

@@ -27,7 +27,8 @@ NUM_BATCHES = (10, 100, 1000)
 FEWER = sized(1, 100)
 """How many times fewer there are in a dry run."""
 OUTSTANDING = 4
-EXPECTED_US = PIECES_PER_BATCH * 0.6
+EXPECTED_US = 2 * PIECES_PER_BATCH * 0.6
+"""For a batch each way, if it takes as long as it takes to submit it."""
 NUM_HELD = sized(512, 4)
 """Blocks of 2 MiB in pieces of 16 KiB that wait for a fence."""
 HELD_S = sized(0.15, 0.01)
@@ -76,7 +77,7 @@ def _launches(counters: torch.Tensor) -> list[float]:
 def stress_rows(
     device: torch.device, options: CudaOptions = ENGINE, numbers: tuple[int, ...] = NUM_BATCHES
 ) -> Iterator[Row]:
-    """Microseconds a batch; first with a few outstanding, then with none awaited before the last."""
+    """Microseconds for a batch each way; first with a few outstanding, then with none awaited before the last."""
     num_moved = PIECES_PER_BATCH * PIECE_BYTES // (2 * KIB * KIB)
     copying = Copying(device, options, 64 * KIB, num_moved=num_moved)
     batches = Batches(copying)

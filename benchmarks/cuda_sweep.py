@@ -3,6 +3,7 @@ the time that it takes to submit a piece. The ways take turns, with one large co
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -35,13 +36,17 @@ def sweep_rows(
     device: torch.device, options: CudaOptions = ENGINE, num_moved: int = NUM_MOVED, seconds: float = SECONDS_PER_SIZE
 ) -> Iterator[Row]:
     copying = Copying(device, options, piece_bytes=64 * KIB, num_moved=num_moved)
+    if problem := copying.why_no_kernel():
+        print(f"cuda_sweep: no rows of the kernel, since {problem}", file=sys.stderr)
     for kib in SIZES_KIB:
         for direction in Direction:
-            yield from _rows(copying, direction, kib, seconds)
+            yield from _rows(copying, direction, kib, seconds, has_kernel=not problem)
     copying.close()
 
 
-def _rows(copying: Copying, direction: Direction, kib: int, seconds: float) -> Iterator[Row]:
+def _rows(
+    copying: Copying, direction: Direction, kib: int, seconds: float, *, has_kernel: bool
+) -> Iterator[Row]:  # fmt: skip
     pieces, backend = copying.scattered(direction, kib * KIB), copying.backend
 
     def one_by_one() -> None:
@@ -65,7 +70,7 @@ def _rows(copying: Copying, direction: Direction, kib: int, seconds: float) -> I
         "large": lambda: timed(lambda: copying.move_large(direction)),
         "submission": submitted,
     }
-    if backend.has_kernel:
+    if has_kernel:
         subjects["kernel"] = subject(copying.copy_by_kernel)
     found = interleave(subjects, seconds=seconds, least=3)
     about = f"{direction.value}, pieces of {kib} KiB"

@@ -67,7 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = [known[name] for name in given.names or known]
         run_parts(parts, kept, time.monotonic() + sum(part.limit_s for part in parts), is_small=True)
     wrong = [problem for part in kept.report().parts for problem in problems(part)]
-    print(*(f"gpu-dry: {problem}" for problem in wrong), sep="\n", file=sys.stderr)
+    for problem in wrong:
+        print(f"gpu-dry: {problem}", file=sys.stderr)
+    num_readings = sum(len(part.readings) for part in kept.report().parts)
+    print(f"gpu-dry: {len(parts)} parts, {num_readings} readings, {len(wrong)} problems")
     return 1 if wrong else 0
 
 

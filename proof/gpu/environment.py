@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["CONNECTIONS", "environment"]
+__all__ = ["CONNECTIONS", "QUERY", "environment"]
 
 QUERY = (
     "driver_version", "pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current",

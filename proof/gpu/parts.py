@@ -200,7 +200,7 @@ FIRST = (
 """What decides about the design: what the link can do, whether the rules hold, and what copies reach."""
 SECOND = (
     _of_tests(
-        "tests", (*SUITES, "--deselect", RULES, "--deselect", EARLY), 80,
+        "tests", (*SUITES, "--deselect", RULES, "--deselect", EARLY), 85,
         Figure("tests", "all other GPU tests", ALL_TESTS),
         Figure("loss_code", "what the driver says of a lost device", "test_gpu_a_lost_device_is_an_outcome"),
         *(Figure(f"loss_{code}", f"what the backend says of {words} ({code})",
@@ -215,15 +215,15 @@ SECOND = (
         Figure("captured", "a capture bears copies in other threads",
                "test_gpu_a_graph_captured_beside_copies_is_not_harmed"),
     ),
-    _of_benchmark("cuda_interference", 35, *_interferences()),
+    _of_benchmark("cuda_interference", 40, *_interferences()),
     _of_benchmark(
-        "cuda_ttft", 40,
+        "cuda_ttft", 45,
         *(Figure(f"ttft_{name}", f"first token of an 8B shape at {tokens} tokens, loading over computing",
                  f"first token of {tokens} tokens in host memory")
           for name, tokens in (("8k", "8,192"), ("2k", "2,048"))),
         Figure("ttft_load", "the load of 8,192 tokens", "the load of 8,192 tokens"),
     ),
-    Part("soak", _soak(25), 45, soak, (Figure("soak", "every byte and owner on real streams", "soak"),),
+    Part("soak", _soak(45), 70, soak, (Figure("soak", "every byte and owner on real streams", "soak"),),
          small=_soak(1)),
     _of_benchmark("cuda_regions", 20, *_regions()),
     _of_benchmark(
@@ -233,24 +233,20 @@ SECOND = (
     ),
     _of_benchmark("cuda_latency", 20, *_latencies()),
     _of_benchmark("cuda_choice", 30, *_choices("store"), *_choices("load"), needs=("triton", "cuda.bindings")),
-    Part(
-        "demo", _demo("--model", "1b", "--requests", "24"), 45, demo,
-        (Figure("demo_outputs", "the outputs with and without offload", "outputs"),),
-        small=_demo("--requests", "8"),
-    ),
 )  # fmt: skip
 """What serving meets: the other tests, what copies cost the forward, and what they save."""
 LONG = (
     _of_benchmark(
-        "cuda_overlap",
-        40,
+        "cuda_overlap", 40,
         Figure("overlap_products", "bf16 products beside copies both ways", "matrix products beside copies both ways"),
         Figure("overlap_copies", "the copies beside those products", "the copies beside those products"),
     ),
     _of_benchmark(
         "cuda_fitting", 40, Figure("fitting", "requests that fit on the device", "requests that fit on the device")
     ),
-)
+    Part("demo", _demo("--model", "1b"), 60, demo,
+         (Figure("demo_outputs", "the outputs with and without offload", "outputs"),), small=_demo("--requests", "8")),
+)  # fmt: skip
 """What only a run of everything has time for."""
 LAST = _of_benchmark(
     "cuda_stress", 30,
