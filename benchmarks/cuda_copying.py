@@ -142,7 +142,7 @@ class Copying:
         if not self.backend.has_kernel:
             return f"no kernel copies here: {self.backend!r}"
         try:
-            self.copy_by_kernel(self._one_piece(Direction.LOAD), Direction.LOAD)
+            self.copy_by_kernel(self.scattered(Direction.LOAD, 4 * KIB), Direction.LOAD)
         except Exception as error:  # noqa: BLE001 - whatever a compiler may raise
             return f"the kernel cannot be used: {error!r}"
         return ""

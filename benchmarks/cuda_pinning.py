@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import attrs
 import torch
@@ -20,7 +22,7 @@ from .harness import Row
 from .peer import Peer
 from .sizes import sized
 
-__all__ = ["pinning_rows", "run"]
+__all__ = ["free_bytes", "pinning_rows", "run"]
 
 SIZES_MIB = (4096, 1024, 16384)
 SMALLER = sized(1, 256)
@@ -28,7 +30,8 @@ SMALLER = sized(1, 256)
 BEAT_S = 0.001
 EXPECTED_GIB_PER_S = 3.0
 MOST_OF_MEMORY = 0.5
-"""A larger pool than this share of the free memory is not tried: a container's limit kills, it does not refuse."""
+"""A larger pool than this share of the free memory is not tried: the limit of a container kills, it does not refuse."""
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
@@ -41,8 +44,8 @@ def pinning_rows(
     device: torch.device, options: CudaOptions = ENGINE, sizes_mib: tuple[int, ...] = SIZES_MIB
 ) -> Iterator[Row]:
     for mib in sizes_mib:
-        if mib * MIB // SMALLER > MOST_OF_MEMORY * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-            print(f"cuda_pinning: {mib} MiB are too much of the free memory here")
+        if mib * MIB // SMALLER > MOST_OF_MEMORY * free_bytes():
+            print(f"cuda_pinning: not {mib} MiB, since {free_bytes() // MIB} MiB are free", file=sys.stderr)
             continue
         found = asyncio.run(_opened(device, options, mib // SMALLER))
         gib, about = mib / 1024, f"{mib} MiB of host memory"
@@ -54,6 +57,16 @@ def pinning_rows(
             name=f"longest gap of the event loop, opening {about}", value=found.gap_s * 1e3, unit="ms",
             against="idle loop", limit=found.idle_gap_s * 1e3, ratio=found.gap_s / found.idle_gap_s,
         )  # fmt: skip
+
+
+def free_bytes(cgroup: Path = CGROUP) -> int:
+    """Free memory of the machine, or of the container that this process is in, if that is less."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit, used = ((cgroup / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:  # no such limit here
+        return free
+    return free if limit == "max" else min(free, int(limit) - int(used))
 
 
 @attrs.frozen

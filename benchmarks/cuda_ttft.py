@@ -56,7 +56,7 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
         yield from ttft_rows(device)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not in inference mode, whose tensors other threads may not write
 def ttft_rows(
     device: torch.device,
     options: CudaOptions = ENGINE,

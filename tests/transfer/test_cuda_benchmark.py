@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -251,6 +252,21 @@ def test_a_first_token_from_host_memory_has_the_bytes_that_were_computed() -> No
     prompt.load()
     prompt.close()
     assert torch.equal(prompt._cache, wanted)
+
+
+def test_no_pool_is_opened_that_a_container_would_die_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its limit counts where it is less than what the machine has free; a size that is left out is said."""
+    of_machine = cuda_pinning.free_bytes(tmp_path / "none")
+    for name, value in (("max", 3 * 2**20), ("current", 2**20)):
+        (tmp_path / f"memory.{name}").write_text(f"{value}\n")
+    assert cuda_pinning.free_bytes(tmp_path) == 2**21
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cuda_pinning.free_bytes(tmp_path) == pytest.approx(of_machine, rel=0.5)
+    monkeypatch.setattr(cuda_pinning, "free_bytes", lambda: 2**21)
+    assert list(cuda_pinning.pinning_rows(CPU, on(SimulatedCuda()), sizes_mib=(4,))) == []
+    assert capsys.readouterr().err == "cuda_pinning: not 4 MiB, since 2 MiB are free\n"
 
 
 def test_stress_notices_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:

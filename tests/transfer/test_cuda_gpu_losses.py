@@ -32,7 +32,7 @@ KERNELS = b'''
 .target sm_80
 .address_size 64
 .visible .entry illegal() { .reg .b64 %at; mov.u64 %at, 64; st.global.u64 [%at], %at; ret; }
-.visible .entry trapped() { trap; }
+.visible .entry trapped() { trap; ret; }
 '''
 
 def asked(found):
