@@ -65,8 +65,7 @@ class KeptRows:
         self._write(after)
 
     def _write(self, after: dict[str, float] | None) -> None:
-        """Replace the file as a whole, because whoever cuts the run off may do so at any point. `after` is None until
-        the end."""
+        """Replace the file as a whole, because the run may be cut off at any point. `after` is None until the end."""
         found = {"rows": [row.as_dict() for row in self.rows], "before": self.before, "after": after}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         written = self._file.with_name(f"{self._file.name}.new")

@@ -12,7 +12,7 @@ import torch
 from aoffload.cuda import CudaOptions
 from aoffload.ledger import Completion, Direction, Outcome
 
-from .cuda_copying import ENGINE, KIB, SECONDS, Copying, cuda_device, share_row
+from .cuda_copying import ENGINE, KIB, NUM_BLOCKS_MOVED, SECONDS, Copying, cuda_device, share_row
 from .cuda_latency import TURN_S, turns_of
 from .harness import Row, Sample, interleave
 from .peer import Peer
@@ -27,10 +27,13 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
 
 
 def busy_rows(
-    device: torch.device, options: CudaOptions = ENGINE, num_moved: int | None = None, seconds: float = SECONDS / 2
+    device: torch.device,
+    options: CudaOptions = ENGINE,
+    num_moved: int = NUM_BLOCKS_MOVED,
+    seconds: float = SECONDS / 2,
 ) -> Iterator[Row]:
     """Each way: gigabytes a second beside turns of 300 us, against those of an idle loop."""
-    copying = Copying(device, options, 64 * KIB, **({} if num_moved is None else {"num_moved": num_moved}))
+    copying = Copying(device, options, 64 * KIB, num_moved)
     for direction in Direction:
         subjects = {
             state: partial(_sample, copying, direction, turn_s) for state, turn_s in (("idle", 0.0), ("busy", TURN_S))

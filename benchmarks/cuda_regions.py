@@ -27,7 +27,7 @@ __all__ = ["region_rows", "run"]
 
 NUM_LAYERS = 32
 SLOT_BYTES = sized(64 * KIB, KIB)
-"""Of a block of 16 tokens, a layer's KV of an 8B model."""
+"""Bytes of one layer of an 8B model in a block of 16 tokens."""
 NUM_BLOCKS = (8, 64, 256)
 
 

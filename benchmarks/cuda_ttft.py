@@ -116,7 +116,7 @@ class Model:
         return 0.02 * torch.randn(rows, columns, device=self.device, dtype=torch.bfloat16)
 
     def cache(self, num_blocks: int) -> torch.Tensor:
-        """KV `[blocks, layers, 2, tokens, KV heads, head]`; block 0 is nobody's."""
+        """KV `[blocks, layers, 2, tokens, KV heads, head]`; no request has block 0."""
         shape = self.shape
         size = (num_blocks + 1, shape.num_layers, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head)
         return torch.zeros(size, device=self.device, dtype=torch.bfloat16)

@@ -28,7 +28,8 @@ def test_the_cuda_backend_is_there_without_a_gpu() -> None:
 
 
 def test_a_tree_that_is_not_installed_is_imported() -> None:
-    """Whoever has the sources on the path, and no metadata of an installation, has the package; its version says so."""
+    """Sources on the path are enough: the package imports without the metadata of an installation, and its version says
+    so."""
     program = (
         "import importlib.metadata as metadata\n"
         "def version(name): raise metadata.PackageNotFoundError(name)\n"

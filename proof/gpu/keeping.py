@@ -26,7 +26,7 @@ RUNS = "runs.json"
 WAITING = "its turn has not come"
 RUNNING = "it has not ended"
 EVERY_S = 10.0
-"""While a part runs, what it has written so far is kept that often."""
+"""How often the report and the archive are replaced while a part runs."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Kept:
             _replace(self.out / REPORT, lambda file: file.write_text(markdown))
 
     def report(self) -> Report:
-        """Of all parts that have run, or are to run, on this device."""
+        """The report on all parts that have run, or are to run, on this device."""
         parts = [self._report_of(part) for part in self._known if part.name in self._went]
         return Report(self.about, parts, self._environment)
 

@@ -38,8 +38,8 @@ def awaited() -> dict[str, str]:
 
 
 def test_each_figure_that_the_page_waits_for_has_one_part() -> None:
-    """Neither a figure that nobody prints, nor one that the page does not know, nor one twice; and both call it the
-    same."""
+    """Every figure of the page is printed, every printed figure is on the page, once, and both describe it in the same
+    words."""
     figures = [figure for part in PARTS for figure in part.figures]
     assert {figure.name: figure.about for figure in figures} == awaited()
     assert len({figure.name for figure in figures}) == len(figures)

@@ -218,7 +218,7 @@ def test_what_no_page_names_is_in_the_report(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_ended_keeps_the_rows_of_its_part(tmp_path: Path) -> None:
-    """Whoever ends the whole run, in the middle of a part: what this part has written by then is in the report."""
+    """If the whole run is ended in the middle of a part, the report has what this part has written by then."""
     writes_and_hangs = WRITES + "; import signal; print('up', flush=True); signal.pause()"
 
     def ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
