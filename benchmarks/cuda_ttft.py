@@ -128,7 +128,7 @@ class Model:
         kv_width = shape.num_kv_heads * shape.head
         width = [shape.num_heads * shape.head, kv_width, kv_width]
         blocks = slice(1 + start // BLOCK_SIZE, 1 + stop // BLOCK_SIZE)
-        given = torch.zeros(stop - start, shape.hidden, device=self.device, dtype=torch.bfloat16)
+        given = torch.randn(stop - start, shape.hidden, device=self.device, dtype=torch.bfloat16)
         for number, (attend, merge, widen, narrow) in enumerate(self._layers):
             normed = functional.rms_norm(given, (shape.hidden,))
             queries, *written = torch.split(functional.linear(normed, attend), width, -1)
