@@ -31,6 +31,8 @@ from .running import GRACE_S, Clock, Ends, ends_within, run_process
 __all__ = ["look", "main", "run_parts"]
 
 WORK = Path("build/gpu")
+DRY = "A dry run, whose figures mean nothing"
+"""Begins the report of one, which so adds nothing to the report of a real run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gpu: not run, since {found['problem']}", file=sys.stderr)
         return 2
     _warn(found)
-    kept = Kept(WORK, found["about"], found["environment"], given.out)
+    about = f"{DRY}; {found['about']}" if given.small else found["about"]
+    kept = Kept(WORK, about, found["environment"], given.out)
     deadline_s = time.monotonic() + (limits_of(given.parts) if given.seconds is None else given.seconds)
     ends = keeping(kept.keep, ends_within)
     return run_parts(given.parts, kept, deadline_s, missing=found["missing"], ends=ends, is_small=given.small)

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from proof.gpu.__main__ import run_parts
+from proof.gpu.__main__ import _parsed, _warn, run_parts
 from proof.gpu.keeping import Kept, keeping
-from proof.gpu.parts import Figure, Part
+from proof.gpu.parts import LONG, PARTS, PHASES, Figure, Part, limits_of
 from proof.gpu.readings import Reading
 from proof.gpu.running import GRACE_S, Ended, Ends, ends_within, run_process
 
@@ -384,11 +384,37 @@ def test_it_runs_where_nothing_is_installed() -> None:
 
 def test_two_calls_have_their_parts_and_their_time() -> None:
     """Each with the look for a device within 4 and 6.5 minutes; and both together are all parts but the long ones."""
-    from proof.gpu.parts import LONG, PARTS, PHASES, limits_of
-
     known = {each.name: each for each in PARTS}
     for (names, seconds), most_s in zip(PHASES.values(), (240, 390), strict=True):
         assert limits_of(known[name] for name in names) <= seconds <= most_s - 25
     both = [name for names, _ in PHASES.values() for name in names]
     assert sorted([*both, *(each.name for each in LONG)]) == sorted(known)
     assert both[-1] == "cuda_stress"
+
+
+def test_parts_run_in_the_order_in_which_they_are_named() -> None:
+    """With the time that is given, or what they may take; a phase has its own parts and its own time."""
+    given = _parsed(["soak", "rules", "--seconds", "100", "--out", "there"])
+    assert [each.name for each in given.parts] == ["soak", "rules"]
+    assert (given.seconds, given.out) == (100.0, Path("there"))
+    assert _parsed(["soak"]).seconds is None
+    for number, (names, seconds) in PHASES.items():
+        phase = _parsed(["--phase", str(number)])
+        assert ([each.name for each in phase.parts], phase.seconds) == (list(names), seconds)
+    assert [each.name for each in _parsed([]).parts] == [each.name for each in PARTS]
+
+
+def test_a_phase_has_no_other_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names beside it are refused."""
+    with pytest.raises(SystemExit):
+        _parsed(["--phase", "1", "soak"])
+    assert "--phase: not with names of parts" in capsys.readouterr().err
+
+
+def test_what_will_be_missing_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A package that some parts need, and a setting that has copies and compute wait for each other."""
+    _warn({"missing": ["triton"], "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}})
+    assert capsys.readouterr().err.splitlines() == [
+        "gpu: triton is missing: cuda_choice will not run",
+        "gpu: CUDA_DEVICE_MAX_CONNECTIONS is 1: copies and compute wait for each other in one queue",
+    ]
