@@ -21,6 +21,8 @@ from proof.gpu import probe
 from proof.gpu.environment import CONNECTIONS, QUERY, environment
 from proof.gpu.parts import PARTS, PYTEST, limits_of
 from proof.gpu.readings import ALL_TESTS, Reading, benchmark, demo, soak, suite
+from proof.soak import Length
+from proof.soak import soak as run_soak
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs/cuda.md"
@@ -200,6 +202,14 @@ def test_a_soak_is_one_figure(tmp_path: Path) -> None:
     assert found.is_met == (status == 0) == result["has_passed"]
     (wrong,) = soak(json.dumps({**result, "problems": ["wrong bytes: here"], "has_passed": False})).values()
     assert wrong.verdict == "MISSED" and "wrong bytes: here" in wrong.text
+
+
+def test_a_soak_that_is_cut_off_has_its_figure() -> None:
+    """At every rest, what was found so far can be read."""
+    kept: list[str] = []
+    result = run_soak(length=Length(num_clients=2, num_rests=2), keep=lambda found: kept.append(found.as_json()))
+    so_far, whole = (soak(text)["soak"].text for text in kept)
+    assert so_far != whole and f"{result.num_requests:,} requests" in whole
 
 
 SUITE = """
