@@ -292,7 +292,7 @@ def test_a_kernel_that_does_not_compile_costs_its_own_rows(capsys: pytest.Captur
     """Triton may be there without a compiler: the other rows of the sweep are there, and a line says why."""
 
     class Broken:
-        def copy(self, pieces: object) -> None:
+        def copy(self, *given: object) -> None:
             raise RuntimeError("no compiler")
 
     options = on(SimulatedCuda(), kernel=lambda device: Broken(), break_even=BreakEven(0, 0))

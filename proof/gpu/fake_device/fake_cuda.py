@@ -215,7 +215,7 @@ class Graph:
 class HostKernel:
     """A `CopyKernel` whose pieces are copied when it is called."""
 
-    def copy(self, pieces: Any) -> None:
+    def copy(self, pieces: Any, *settings: object) -> None:
         columns = (pieces.destinations.tolist(), pieces.sources.tolist(), pieces.sizes.tolist())
         for destination, source, num_bytes in zip(*columns, strict=True):
             ctypes.memmove(destination, source, num_bytes)
