@@ -33,15 +33,13 @@ def busy_rows(
     seconds: float = SECONDS / 2,
 ) -> Iterator[Row]:
     """Each way: gigabytes a second beside turns of 300 us, against those of an idle loop."""
-    copying = Copying(device, options, 64 * KIB, num_moved)
-    for direction in Direction:
-        subjects = {
-            state: partial(_sample, copying, direction, turn_s) for state, turn_s in (("idle", 0.0), ("busy", TURN_S))
-        }
-        found = interleave(subjects, seconds=seconds)
-        about = f"{direction.value} beside turns of {TURN_S * 1e6:.0f} us"
-        yield share_row(about, copying.gigabytes, "GB/s", found, "idle", "busy", 0.9)
-    copying.close()
+    turns_s = {"idle": 0.0, "busy": TURN_S}
+    with Copying(device, options, 64 * KIB, num_moved) as copying:
+        for direction in Direction:
+            subjects = {name: partial(_sample, copying, direction, turn_s) for name, turn_s in turns_s.items()}
+            found = interleave(subjects, seconds=seconds)
+            about = f"{direction.value} beside turns of {TURN_S * 1e6:.0f} us"
+            yield share_row(about, copying.gigabytes, "GB/s", found, "idle", "busy", 0.9)
 
 
 def _sample(copying: Copying, direction: Direction, turn_s: float) -> Sample:

@@ -29,15 +29,12 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
 def choice_rows(device: torch.device, options: CudaOptions, seconds: float = SECONDS / 3) -> Iterator[Row]:
     """The break-even, and for a size on each side of it the chosen way beside the better one. No rows without a kernel,
     because there is no choice then."""
-    copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=min(16, NUM_BLOCKS_MOVED))
-    try:
+    with Copying(device, options, piece_bytes=64 * 1024, num_moved=min(16, NUM_BLOCKS_MOVED)) as copying:
         if problem := copying.why_no_kernel():
             print(f"cuda_choice: not run, since {problem}", file=sys.stderr)
             return
         for direction in Direction:
             yield from _rows(copying, direction, seconds)
-    finally:
-        copying.close()
 
 
 def _rows(copying: Copying, direction: Direction, seconds: float) -> Iterator[Row]:

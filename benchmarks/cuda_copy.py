@@ -55,10 +55,9 @@ def copy_rows(
 
 def piece_rows(device: torch.device, options: CudaOptions, num_moved: int = 8, seconds: float = 1.0) -> Iterator[Row]:
     """Time of the copy engine for each of many small pieces, beside that of its bytes in one large copy."""
-    copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=num_moved)
-    for direction in Direction:
-        yield _piece_row(copying, direction, seconds)
-    copying.close()
+    with Copying(device, options, piece_bytes=64 * 1024, num_moved=num_moved) as copying:
+        for direction in Direction:
+            yield _piece_row(copying, direction, seconds)
 
 
 def _piece_row(copying: Copying, direction: Direction, seconds: float) -> Row:

@@ -51,7 +51,10 @@ def cuda_device(benchmark: str) -> torch.device | None:
 
 
 class Copying:
-    """A transport whose blocks lie in pieces of `piece_bytes`, no two neighbours on the device, and one large copy."""
+    """A transport whose blocks lie in pieces of `piece_bytes`, no two neighbours on the device, and one large copy.
+
+    It is closed by `close`, or at the end of a `with` block.
+    """
 
     def __init__(
         self,
@@ -163,6 +166,12 @@ class Copying:
         ends = (device, host) if direction is Direction.STORE else (host, device)
         size = self.large[direction].numel()
         return Pieces(*(np.array([number], dtype=np.uint64) for number in (*ends, size)))
+
+    def __enter__(self) -> Copying:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         assert self.transport.close(timeout_s=10)

@@ -47,13 +47,12 @@ def interference_rows(device: torch.device, seconds: float = SECONDS_PER_ROW) ->
     """The median step beside copies, against the median of steps alone before and after; and what those copies did."""
     ways = Decode(device).ways()
     for name, options, piece_bytes in BESIDE:
-        copying = Copying(device, options, piece_bytes, num_moved=NUM_MOVED)
-        if options is KERNEL and (problem := copying.why_no_kernel()):
-            print(f"cuda_interference: not beside {name}, since {problem}", file=sys.stderr)
-        else:
+        with Copying(device, options, piece_bytes, num_moved=NUM_MOVED) as copying:
+            if options is KERNEL and (problem := copying.why_no_kernel()):
+                print(f"cuda_interference: not beside {name}, since {problem}", file=sys.stderr)
+                continue
             for way, step in ways.items():
                 yield from _rows(copying, f"{way} step beside {name}", step, seconds, options is ENGINE, MOST[way])
-        copying.close()
 
 
 def _rows(

@@ -46,16 +46,14 @@ def load_rows(
 ) -> Iterator[Row]:
     """Percentiles for each number of blocks, beside the time of as many bytes at the rate of one large copy."""
     size = BLOCK_BYTES // SMALLER
-    copying = Copying(device, options, size, num_moved=max(sizes), block_bytes=size)
-    large = interleave({"large": lambda: timed(lambda: copying.move_large(Direction.LOAD))}, seconds=0.0)["large"]
-    for num_blocks in sizes:
-        yield from _rows(copying, num_blocks, num_rounds, large, "")
-    stores = Copying(device, options, piece_bytes=64 * KIB, num_moved=BESIDE)
-    for num_blocks in sizes[:2]:
-        with traffic(stores, [], (Direction.STORE,)):
-            yield from _rows(copying, num_blocks, num_rounds, large, " beside stores")
-    stores.close()
-    copying.close()
+    with Copying(device, options, size, num_moved=max(sizes), block_bytes=size) as copying:
+        large = interleave({"large": lambda: timed(lambda: copying.move_large(Direction.LOAD))}, seconds=0.0)["large"]
+        for num_blocks in sizes:
+            yield from _rows(copying, num_blocks, num_rounds, large, "")
+        with Copying(device, options, piece_bytes=64 * KIB, num_moved=BESIDE) as stores:
+            for num_blocks in sizes[:2]:
+                with traffic(stores, [], (Direction.STORE,)):
+                    yield from _rows(copying, num_blocks, num_rounds, large, " beside stores")
 
 
 def _rows(copying: Copying, num_blocks: int, num_rounds: int, large: Measured, beside: str) -> Iterator[Row]:

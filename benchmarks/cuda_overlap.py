@@ -38,20 +38,19 @@ def overlap_rows(
         for _ in range(NUM_PRODUCTS):
             torch.mm(left, right)
 
-    copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=num_moved)
     moved: list[Sample] = []
+    with Copying(device, options, piece_bytes=64 * 1024, num_moved=num_moved) as copying:
 
-    def beside() -> Sample:
-        with traffic(copying, moved):
-            return _timed_by_device(multiply)
+        def beside() -> Sample:
+            with traffic(copying, moved):
+                return _timed_by_device(multiply)
 
-    found = interleave({"alone": lambda: _timed_by_device(multiply), "beside": beside}, seconds=2 * seconds)
-    yield share_row("matrix products beside copies both ways", NUM_PRODUCTS, "1/s", found, "alone", "beside", 0.97)
-    copies = {"beside": Measured.of(moved)}
-    copies |= interleave({"alone": lambda: timed(lambda: copying.move(*Direction))}, seconds=seconds)
-    copying.close()
-    gigabytes = 2 * copying.gigabytes
-    yield share_row("the copies beside those products", gigabytes, "GB/s", copies, "alone", "beside", 0.9)
+        found = interleave({"alone": lambda: _timed_by_device(multiply), "beside": beside}, seconds=2 * seconds)
+        yield share_row("matrix products beside copies both ways", NUM_PRODUCTS, "1/s", found, "alone", "beside", 0.97)
+        copies = {"beside": Measured.of(moved)}
+        copies |= interleave({"alone": lambda: timed(lambda: copying.move(*Direction))}, seconds=seconds)
+        gigabytes = 2 * copying.gigabytes
+        yield share_row("the copies beside those products", gigabytes, "GB/s", copies, "alone", "beside", 0.9)
 
 
 def _timed_by_device(work: Callable[[], None]) -> Sample:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from queue import SimpleQueue
 
@@ -43,22 +44,21 @@ def region_rows(
     sizes: tuple[int, ...] = NUM_BLOCKS,
     seconds: float = SECONDS / 3,
 ) -> Iterator[Row]:
-    loads = LayeredLoads(device, options, max(sizes))
-    for num_blocks in sizes:
-        subjects: dict[str, Subject] = {
-            "by block": lambda n=num_blocks: timed(lambda: loads.load(n)),  # type: ignore[misc]
-            "by layer": lambda n=num_blocks: timed(lambda: loads.load_by_layer(n)),  # type: ignore[misc]
-            "first layer": lambda n=num_blocks: loads.first_layer(n),  # type: ignore[misc]
-        }
-        found = interleave(subjects, seconds=seconds)
-        about = f"load of {num_blocks} blocks of {NUM_LAYERS} layers"
-        for name in ("first layer", "by layer"):
-            ours, whole = found[name], found["by block"]
-            yield Row(
-                name=f"{about}, {name}", value=ours.median_s * 1e6, unit="us", spread=ours.spread,
-                against="all of it, by block", limit=whole.median_s * 1e6, ratio=ours.median_s / whole.median_s,
-            )  # fmt: skip
-    loads.close()
+    with closing(LayeredLoads(device, options, max(sizes))) as loads:
+        for num_blocks in sizes:
+            subjects: dict[str, Subject] = {
+                "by block": lambda n=num_blocks: timed(lambda: loads.load(n)),  # type: ignore[misc]
+                "by layer": lambda n=num_blocks: timed(lambda: loads.load_by_layer(n)),  # type: ignore[misc]
+                "first layer": lambda n=num_blocks: loads.first_layer(n),  # type: ignore[misc]
+            }
+            found = interleave(subjects, seconds=seconds)
+            about = f"load of {num_blocks} blocks of {NUM_LAYERS} layers"
+            for name in ("first layer", "by layer"):
+                ours, whole = found[name], found["by block"]
+                yield Row(
+                    name=f"{about}, {name}", value=ours.median_s * 1e6, unit="us", spread=ours.spread,
+                    against="all of it, by block", limit=whole.median_s * 1e6, ratio=ours.median_s / whole.median_s,
+                )  # fmt: skip
 
 
 class LayeredLoads:

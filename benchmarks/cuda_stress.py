@@ -14,7 +14,7 @@ import torch
 from aoffload.cuda import CudaOptions
 from aoffload.ledger import Direction, Outcome
 
-from .cuda_copying import ENGINE, KIB, Copying, cuda_device, expected_row
+from .cuda_copying import BLOCK_BYTES, ENGINE, KIB, Copying, cuda_device, expected_row
 from .harness import Row
 from .peer import Peer
 from .sizes import sized
@@ -45,19 +45,18 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
 
 def held_row(device: torch.device) -> Row:
     """Launches of compute while thousands of pieces wait for a fence: a driver may have them wait, too."""
-    copying = Copying(device, ENGINE, 16 * KIB, num_moved=NUM_HELD)
     counters, other, held = torch.zeros(1024, device=device), torch.cuda.Stream(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-    alone = _launches(counters)
-    with torch.cuda.stream(other):
-        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-        held.record()
-    share = max(1, copying.num_moved // OUTSTANDING)
-    jobs = [copying.launch_job(Direction.STORE, at, share, held) for at in range(0, copying.num_moved, share)]
-    beside = _launches(counters)
-    torch.cuda.synchronize()
-    for _ in jobs:
-        assert copying.completions.get(timeout=60).outcome is Outcome.LANDED
-    copying.close()
+    with Copying(device, ENGINE, 16 * KIB, num_moved=NUM_HELD) as copying:
+        alone = _launches(counters)
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+            held.record()
+        share = max(1, copying.num_moved // OUTSTANDING)
+        jobs = [copying.launch_job(Direction.STORE, at, share, held) for at in range(0, copying.num_moved, share)]
+        beside = _launches(counters)
+        torch.cuda.synchronize()
+        for _ in jobs:
+            assert copying.completions.get(timeout=60).outcome is Outcome.LANDED
     ours, limit = (float(np.percentile(took, 99)) * 1e6 for took in (beside, alone))
     return Row(
         name="a launch beside held copies, p99", value=ours, unit="us", spread=f"longest {max(beside) * 1e6:.0f}",
@@ -78,15 +77,15 @@ def stress_rows(
     device: torch.device, options: CudaOptions = ENGINE, numbers: tuple[int, ...] = NUM_BATCHES
 ) -> Iterator[Row]:
     """Microseconds for a batch each way; first with a few outstanding, then with none awaited before the last."""
-    num_moved = PIECES_PER_BATCH * PIECE_BYTES // (2 * KIB * KIB)
-    copying = Copying(device, options, 64 * KIB, num_moved=num_moved)
-    batches = Batches(copying)
-    for about, outstanding in ((f"{OUTSTANDING} outstanding", OUTSTANDING), ("none awaited", max(numbers))):
-        for number in numbers:
-            print(f"cuda_stress: {number} batches, {about} ...", file=sys.stderr, flush=True)
-            each_us = batches.copy(max(1, number // FEWER), outstanding) / number * 1e6
-            yield expected_row(f"{number:,} batches of 4,096 pieces, {about}", each_us, "us", EXPECTED_US)
-    copying.close()
+    num_moved = PIECES_PER_BATCH * PIECE_BYTES // BLOCK_BYTES
+    with Copying(device, options, 64 * KIB, num_moved=num_moved) as copying:
+        batches = Batches(copying)
+        for about, outstanding in ((f"{OUTSTANDING} outstanding", OUTSTANDING), ("none awaited", max(numbers))):
+            for number in numbers:
+                print(f"cuda_stress: {number} batches, {about} ...", file=sys.stderr, flush=True)
+                actual = max(1, number // FEWER)
+                each_us = batches.copy(actual, outstanding) / actual * 1e6
+                yield expected_row(f"{number:,} batches of 4,096 pieces, {about}", each_us, "us", EXPECTED_US)
 
 
 class Batches:

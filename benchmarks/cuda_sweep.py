@@ -35,13 +35,12 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
 def sweep_rows(
     device: torch.device, options: CudaOptions = ENGINE, num_moved: int = NUM_MOVED, seconds: float = SECONDS_PER_SIZE
 ) -> Iterator[Row]:
-    copying = Copying(device, options, piece_bytes=64 * KIB, num_moved=num_moved)
-    if problem := copying.why_no_kernel():
-        print(f"cuda_sweep: no rows of the kernel, since {problem}", file=sys.stderr)
-    for kib in SIZES_KIB:
-        for direction in Direction:
-            yield from _rows(copying, direction, kib, seconds, has_kernel=not problem)
-    copying.close()
+    with Copying(device, options, piece_bytes=64 * KIB, num_moved=num_moved) as copying:
+        if problem := copying.why_no_kernel():
+            print(f"cuda_sweep: no rows of the kernel, since {problem}", file=sys.stderr)
+        for kib in SIZES_KIB:
+            for direction in Direction:
+                yield from _rows(copying, direction, kib, seconds, has_kernel=not problem)
 
 
 def _rows(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from queue import SimpleQueue
 
@@ -21,7 +22,7 @@ from aoffload.transport import LocalTransport
 
 from .cuda_ceilings import PUBLISHED_GBPS
 from .cuda_copying import ENGINE, cuda_device
-from .harness import Measured, Row, interleave, timed
+from .harness import Measured, Row, Subject, interleave, timed
 from .peer import Peer
 from .sizes import sized
 
@@ -66,23 +67,26 @@ def ttft_rows(
 ) -> Iterator[Row]:
     model = Model(shape, device)
     for num_tokens in lengths:
-        prompt = StoredPrompt(model, options, max(2 * BLOCK_SIZE, num_tokens // SHORTER))
-        prompt.compute()
-        prompt.store()
-        subjects = {
-            "with": lambda: timed(prompt.compute_last),  # noqa: B023 - called in this turn
-            "without": lambda: timed(prompt.compute),  # noqa: B023
-            "load": lambda: timed(prompt.load),  # noqa: B023
-        }
-        found = interleave(subjects, seconds=seconds, least=3)
-        yield _row(num_tokens, found)
-        gigabytes, load, published = prompt.num_bytes / 1e9, found["load"], PUBLISHED_GBPS["load"]
-        yield Row(
-            name=f"the load of {num_tokens:,} tokens", value=gigabytes / load.median_s, unit="GB/s",
-            spread=f"{load.median_s * 1e3:.2f} ms", against="vLLM, published", limit=published,
-            ratio=gigabytes / load.median_s / published,
-        )  # fmt: skip
-        prompt.close()
+        with closing(StoredPrompt(model, options, max(2 * BLOCK_SIZE, num_tokens // SHORTER))) as prompt:
+            yield from _rows(prompt, num_tokens, seconds)
+
+
+def _rows(prompt: StoredPrompt, num_tokens: int, seconds: float) -> Iterator[Row]:
+    prompt.compute()
+    prompt.store()
+    subjects: dict[str, Subject] = {
+        "with": lambda: timed(prompt.compute_last),
+        "without": lambda: timed(prompt.compute),
+        "load": lambda: timed(prompt.load),
+    }
+    found = interleave(subjects, seconds=seconds, least=3)
+    yield _row(num_tokens, found)
+    gigabytes, load, published = prompt.num_bytes / 1e9, found["load"], PUBLISHED_GBPS["load"]
+    yield Row(
+        name=f"the load of {num_tokens:,} tokens", value=gigabytes / load.median_s, unit="GB/s",
+        spread=f"{load.median_s * 1e3:.2f} ms", against="vLLM, published", limit=published,
+        ratio=gigabytes / load.median_s / published,
+    )  # fmt: skip
 
 
 def _row(num_tokens: int, found: dict[str, Measured]) -> Row:
