@@ -33,7 +33,7 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
 def fitting_row(serving: Serving, seconds: float = 2 * SECONDS) -> Row:
     """Rounds of requests per second, as a share of the rate without offload."""
     subjects = {policy: partial(serving.once, policy) for policy in ("eager", "off")}
-    found = interleave(subjects, seconds=seconds, least=5)
+    found = interleave(subjects, seconds=seconds, least=sized(5, 1))
     return share_row("requests that fit on the device", 1.0, "rounds/s", found, "off", "eager", 0.99)
 
 

@@ -18,9 +18,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .__main__ import look, run_parts
+from .__main__ import DRY, look, run_parts
 from .keeping import Kept
-from .parts import PARTS, SMALL
+from .parts import PARTS, SMALL, Part, limits_of
 from .readings import ALL_TESTS
 from .report import PartReport
 
@@ -29,6 +29,7 @@ __all__ = ["build_stub", "fake_environment", "main", "problems"]
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 WORK = Path("build/gpu-dry")
+"""Has a folder for each run, by the name of its first part."""
 STUB = ROOT / "tests/transfer/stub_libcuda.c"
 CAN_FAIL = (
     "test_gpu_with_the_rule_never_and_without_it_sometimes", "test_gpu_how_early_copies_read",
@@ -50,27 +51,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if unknown := set(given.names) - set(known):
         parser.error(f"there is no part called {', '.join(sorted(unknown))}")
-    shutil.rmtree(WORK, ignore_errors=True)
+    return _run([known[name] for name in given.names]) if given.names else _run_all()
+
+
+def _run_all() -> int:
+    """The tests, and everything else, side by side: a core for each."""
+    halves = [[part.name for part in PARTS if ("pytest" in part.words) is is_suite] for is_suite in (True, False)]
+    running = [subprocess.Popen([sys.executable, "-m", "proof.gpu.dry", *names]) for names in halves]
+    return max(process.wait() for process in running)
+
+
+def _run(parts: Sequence[Part]) -> int:
+    work = WORK / parts[0].name
+    shutil.rmtree(work, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         if (compiler := shutil.which("cc") or shutil.which("gcc")) is None or sys.platform != "linux":
             print("gpu-dry: not run, since there is no C compiler for the stub of libcuda", file=sys.stderr)
             return 2
         build_stub(compiler, Path(folder))
         os.environ.update(fake_environment(Path(folder)))
-        found = look(WORK)
+        found = look(work)
         # The fake copies small pieces itself, where there is no Triton.
         missing = [name for name in found.get("missing", ()) if name != "triton"]
         if "problem" in found or missing:
             print(f"gpu-dry: not run, since {found.get('problem') or f'{missing} are missing'}", file=sys.stderr)
             return 2
-        kept = Kept(WORK, found["about"], found["environment"])
-        parts = [known[name] for name in given.names or known]
-        run_parts(parts, kept, time.monotonic() + sum(part.limit_s for part in parts), is_small=True)
-    wrong = [problem for part in kept.report().parts for problem in problems(part)]
+        kept = Kept(work, f"{DRY}; {found['about']}", found["environment"])
+        run_parts(parts, kept, time.monotonic() + limits_of(parts), is_small=True)
+    reports = kept.report().parts
+    wrong = [problem for part in reports for problem in problems(part)]
     for problem in wrong:
         print(f"gpu-dry: {problem}", file=sys.stderr)
-    num_readings = sum(len(part.readings) for part in kept.report().parts)
-    print(f"gpu-dry: {len(parts)} parts, {num_readings} readings, {len(wrong)} problems")
+    num_readings = sum(len(part.readings) for part in reports)
+    print(f"gpu-dry: {len(parts)} parts, {num_readings} readings, {len(wrong)} problems", flush=True)
     return 1 if wrong else 0
 
 

@@ -43,7 +43,7 @@ pytestmark = [
 SLEEP_CYCLES = 20_000_000
 """About 10 ms of a busy compute stream: long enough for an unfenced copy to overtake what follows."""
 NUM_ROUNDS = sized(30, 3)
-SOAK_S = sized(3.0, 1.0)
+SOAK_S = sized(3.0, 0.4)
 
 
 def nvidia(regions: Any) -> NvidiaDriver:
