@@ -260,4 +260,4 @@ PHASES = {
     1: (tuple(part.name for part in FIRST), 215.0),
     2: (tuple(part.name for part in (*SECOND, LAST)), 365.0),
 }
-"""By number: the parts and the seconds of a call. With 25 s to look for a device, it takes 4 and 6.5 minutes at most."""
+"""By number: parts and seconds of a call. With 25 s to look for a device, calls take 4 and 6.5 minutes at most."""
