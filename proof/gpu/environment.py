@@ -30,6 +30,7 @@ VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
 )  # fmt: skip
 FILES = {
+    "kernel module of the driver": ("/proc/driver/nvidia/version",),
     "cgroup memory.max": ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"),
     "transparent huge pages": ("/sys/kernel/mm/transparent_hugepage/enabled",),
     "clock source": ("/sys/devices/system/clocksource/clocksource0/current_clocksource",),
@@ -53,6 +54,9 @@ def _asked() -> str:
 def _of_device(query: Callable[[], str], devices: Path) -> Iterator[tuple[str, str]]:
     try:
         values = [value.strip() for value in query().strip().split(",")]
+    except subprocess.CalledProcessError as error:  # it does not know a field
+        yield "nvidia-smi", f"refused: {error.stdout}"
+        return
     except (OSError, subprocess.SubprocessError) as error:
         yield "nvidia-smi", f"not asked: {error!r}"
         return

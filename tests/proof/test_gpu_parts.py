@@ -99,7 +99,11 @@ def test_the_environment_has_what_figures_depend_on(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     ("answer", "said"),
-    [(FileNotFoundError("nvidia-smi"), "not asked: FileNotFoundError('nvidia-smi')"), ("lost", "not understood: lost")],
+    [
+        (FileNotFoundError("nvidia-smi"), "not asked: FileNotFoundError('nvidia-smi')"),
+        (subprocess.CalledProcessError(2, "nvidia-smi", "no such field"), "refused: no such field"),
+        ("lost", "not understood: lost"),
+    ],
 )
 def test_an_environment_without_its_tool_has_the_rest(answer: Any, said: str, tmp_path: Path) -> None:
     """`nvidia-smi` may be missing, or say something else: the limits of the host are there."""
