@@ -14,7 +14,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed s3-server bench bench-peers compiled test-compiled lockstep alike compiled-memory compiled-soak compiled-vllm wheels clean
+.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu gpu-dry attacks vllm vllm-installed s3-server bench bench-peers compiled test-compiled lockstep alike compiled-memory compiled-soak compiled-vllm wheels clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
@@ -100,9 +100,13 @@ attacks: $(VENV)/.installed
 tiers: $(VENV)/.installed
 	$(BIN)/python -m proof.tiers $(TIERS_ARGS)
 
-# Everything that needs a device, in nine minutes at most; the figures are in build/gpu/report.md.
+# Everything that needs a device, in twelve minutes at most; the figures are in build/gpu/report.md.
 gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(VENV)/.installed)
 	@$(PYTHON_GPU) -m proof.gpu $(GPU_ARGS)
+
+# The code of those parts over a device that is not there, so that nothing silly wastes a run on a real one: a minute.
+gpu-dry: $(VENV)/.installed
+	$(BIN)/python -m proof.gpu.dry $(GPU_ARGS)
 
 # The connector inside vLLM's engine, in twelve minutes at most beside the installation; the table is in
 # build/vllm/report.md. VLLM_ARGS="--short" for what every change has to pass, or the name of a part.

@@ -8,6 +8,7 @@ in modules of its own: `aoffload.ledger`, `aoffload.transport`, `aoffload.ranks`
 """
 
 from importlib import import_module as _import_module
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 from warnings import warn as _warn
@@ -47,7 +48,10 @@ if TYPE_CHECKING:
     from .steps import Computed
     from .transfer.region import KVRegion
 
-__version__ = _version("aoffload")
+try:
+    __version__ = _version("aoffload")
+except _PackageNotFoundError:  # a source tree that is on the path, but not installed
+    __version__ = "0+unknown"
 
 # Imported on first access (PEP 562): torch takes seconds to import, and a program around the `Ledger` needs none.
 _NEEDS_TORCH = {

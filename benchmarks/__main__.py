@@ -1,7 +1,8 @@
-"""Run the benchmarks and print one table: `python -m benchmarks [NAME ...]`. The rows are kept in build/bench, too.
+"""Run the benchmarks: `python -m benchmarks [NAME ...]`. Each row is printed and kept as soon as it is measured.
 
-Peers run in environments of their own (`make bench-peers`). Without a peer, rows are compared with a limit that needs
-none.
+The rows are kept in build/bench, and printed as one table at the end. A benchmark that is interrupted keeps the rows
+that it had. Peers run in environments of their own (`make bench-peers`). Without a peer, rows are compared with a limit
+that needs none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,11 +20,12 @@ from .peer import MissingPeerError, Peer
 
 BENCHMARKS = (
     "cycle", "eager_store", "tokens_in", "api", "tiers", "replay", "copy", "disk", "disk_start", "disk_hung",
-    "disk_replay", "disk_slow", "remote", "against_lmcache", "cuda_copy", "cuda_choice", "cuda_overlap", "cuda_fitting",
-    "cuda_latency", "lag", "growth", "memory", "serving", "trace_page", "plan",
+    "disk_replay", "disk_slow", "remote", "against_lmcache", "cuda_ceilings", "cuda_sweep", "cuda_loads", "cuda_copy",
+    "cuda_interference", "cuda_ttft", "cuda_regions", "cuda_busy", "cuda_latency", "cuda_choice", "cuda_pinning",
+    "cuda_overlap", "cuda_fitting", "cuda_stress", "lag", "growth", "memory", "serving", "trace_page", "plan",
     "load_choice", "eviction",
 )  # fmt: skip
-"""Modules of this package. Each has `run(vllm)`, which returns rows."""
+"""Modules of this package. Each has `run(vllm)`, which yields rows."""
 HEADING = ("what", "value", "unit", "10%-90%", "beside it", "value", "ratio", "wanted")
 OUT = Path("build/bench")
 
@@ -34,16 +36,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help=f"write the rows there (default: in {OUT})")
     given = parser.parse_args(arguments)
     names = given.names or BENCHMARKS
-    before = calibrate()
+    kept = KeptRows(given.json or OUT / f"{'_'.join(names)}.json", calibrate())
     with ExitStack() as stack:
-        rows = collect(names, _vllm(stack))
+        for row in collect(names, _vllm(stack)):
+            kept.add(row)
+            print(as_line(row), flush=True)
     after = calibrate()
-    print(as_table(rows))
+    kept.end(after)
+    print(as_table(kept.rows))
+    before = kept.before
     print("this machine, before and after: " + ", ".join(f"{key} {before[key]:.3g}/{after[key]:.3g}" for key in before))
-    found = {"rows": [row.as_dict() for row in rows], "before": before, "after": after}
-    file = given.json or OUT / f"{'_'.join(names)}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=1))
+
+
+class KeptRows:
+    """The rows of a run, in a JSON file that is replaced after each of them: a run that is cut off keeps its rows."""
+
+    def __init__(self, file: Path, before: dict[str, float]) -> None:
+        self.rows: list[Row] = []
+        self.before = before
+        self._file = file
+        self._write(None)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self._write(None)
+
+    def end(self, after: dict[str, float]) -> None:
+        self._write(after)
+
+    def _write(self, after: dict[str, float] | None) -> None:
+        """Replace the file as a whole, because the run may be cut off at any point. `after` is None until the end."""
+        found = {"rows": [row.as_dict() for row in self.rows], "before": self.before, "after": after}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        written = self._file.with_name(f"{self._file.name}.new")
+        written.write_text(json.dumps(found, indent=1))
+        written.replace(self._file)
 
 
 def _vllm(stack: ExitStack) -> Peer | None:
@@ -54,9 +81,9 @@ def _vllm(stack: ExitStack) -> Peer | None:
         return None
 
 
-def collect(names: Iterable[str], vllm: Peer | None) -> list[Row]:
-    """The rows of every benchmark in `names`, in order; exits with a message if one is missing."""
-    rows: list[Row] = []
+def collect(names: Iterable[str], vllm: Peer | None) -> Iterator[Row]:
+    """The rows of every benchmark in `names`, in order, each as soon as it is measured; exits with a message if a
+    benchmark is missing."""
     for name in names:
         module = f"{__package__}.{name}"
         try:
@@ -65,9 +92,15 @@ def collect(names: Iterable[str], vllm: Peer | None) -> list[Row]:
             if error.name != module:
                 raise
             raise SystemExit(f"benchmarks: there is no {module}, so there is nothing to run for {name!r}") from None
-        print(f"running {name} ...", file=sys.stderr)
-        rows += found.run(vllm)
-    return rows
+        print(f"running {name} ...", file=sys.stderr, flush=True)
+        yield from found.run(vllm)
+
+
+def as_line(row: Row) -> str:
+    """One row on a line of its own, before the widths of the table are known."""
+    what, value, unit, spread, against, limit, ratio, verdict = _cells(row)
+    spread = f" ({spread})" if spread else ""
+    return f"{what}: {value} {unit}{spread}; {against}: {limit}; ratio {ratio}{'; ' if verdict else ''}{verdict}"
 
 
 def as_table(rows: Iterable[Row]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 
 import anyio
 import torch
@@ -28,13 +29,11 @@ BACKENDS = ("asyncio", "trio")
 FLOATS_PER_BLOCK = 16
 
 
-def run(vllm: Peer | None) -> list[Row]:
+def run(vllm: Peer | None) -> Iterator[Row]:
     """A row for each length of the prompt and each event loop."""
-    return [
-        anyio.run(measure, num_blocks, wanted, backend, vllm, backend=backend)
-        for num_blocks, wanted in zip(SIZES, WANTED, strict=True)
-        for backend in BACKENDS
-    ]
+    for num_blocks, wanted in zip(SIZES, WANTED, strict=True):
+        for backend in BACKENDS:
+            yield anyio.run(measure, num_blocks, wanted, backend, vllm, backend=backend)
 
 
 async def measure(num_blocks: int, wanted: float, backend: str, vllm: Peer | None) -> Row:

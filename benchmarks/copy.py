@@ -81,9 +81,11 @@ SHAPES = (
 LAYERS = SHAPES[1]
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """One row per shape, direction and loop: GB/s of payload beside one plain memmove; two of loads by region."""
-    return [row for shape in SHAPES for row in measure(shape)] + measure_regions(LAYERS)
+    for shape in SHAPES:
+        yield from measure(shape)
+    yield from measure_regions(LAYERS)
 
 
 def measure(shape: Shape) -> list[Row]:

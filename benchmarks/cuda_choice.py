@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import attrs
 import torch
@@ -12,52 +12,45 @@ from aoffload.cuda import CudaOptions
 from aoffload.ledger import Direction
 from aoffload.transfer.backends.cuda import Pieces
 from aoffload.transfer.backends.cuda.method import PUBLISHED
-from aoffload.transfer.backends.cuda.trials import scattered
 
-from .cuda_copying import BLOCK_BYTES, Copying, cuda_device, rate_row
+from .cuda_copying import BLOCK_BYTES, NUM_BLOCKS_MOVED, SECONDS, Copying, cuda_device, rate_row
 from .harness import Row, Subject, interleave, timed
 from .peer import Peer
 
 __all__ = ["choice_rows", "run"]
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """All rows; without a CUDA device none, and a message."""
-    device = cuda_device("cuda_choice")
-    return [] if device is None else choice_rows(device, CudaOptions())
+    if (device := cuda_device("cuda_choice")) is not None:
+        yield from choice_rows(device, CudaOptions())
 
 
-def choice_rows(device: torch.device, options: CudaOptions, seconds: float = 1.0) -> list[Row]:
+def choice_rows(device: torch.device, options: CudaOptions, seconds: float = SECONDS / 3) -> Iterator[Row]:
     """The break-even, and for a size on each side of it the chosen way beside the better one. No rows without a kernel,
     because there is no choice then."""
-    copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=16)
-    try:
-        if not copying.backend.has_kernel:
-            print(f"cuda_choice: not run, since no kernel copies here: {copying.backend!r}", file=sys.stderr)
-            return []
-        return [row for direction in Direction for row in _rows(copying, direction, seconds)]
-    finally:
-        copying.close()
+    with Copying(device, options, piece_bytes=64 * 1024, num_moved=min(16, NUM_BLOCKS_MOVED)) as copying:
+        if problem := copying.why_no_kernel():
+            print(f"cuda_choice: not run, since {problem}", file=sys.stderr)
+            return
+        for direction in Direction:
+            yield from _rows(copying, direction, seconds)
 
 
-def _rows(copying: Copying, direction: Direction, seconds: float) -> list[Row]:
+def _rows(copying: Copying, direction: Direction, seconds: float) -> Iterator[Row]:
     at, published = copying.backend.break_even.of(direction), PUBLISHED.of(direction)
     below = max(1024, (at or published) // 2 // 1024 * 1024)
     above = min(BLOCK_BYTES // 2, max(1, (at or published) // 1024) * 2048)
-    return [
-        Row(
-            name=f"{direction.value}, break-even", value=at / 1024, unit="KiB", against="as published",
-            limit=published / 1024, ratio=at / published,
-        ),
-        _choice_row(copying, direction, "half", below, seconds),
-        _choice_row(copying, direction, "twice", above, seconds),
-    ]  # fmt: skip
+    yield Row(
+        name=f"{direction.value}, break-even", value=at / 1024, unit="KiB", against="as published",
+        limit=published / 1024, ratio=at / published,
+    )  # fmt: skip
+    yield _choice_row(copying, direction, "half", below, seconds)
+    yield _choice_row(copying, direction, "twice", above, seconds)
 
 
 def _choice_row(copying: Copying, direction: Direction, share: str, size: int, seconds: float) -> Row:
-    num_bytes = copying.large[direction].numel() // size * size
-    on_device, on_host = copying.large[direction].data_ptr(), copying.backend.host.address
-    pieces = scattered(direction, on_device, on_host, num_bytes, size)
+    pieces = copying.scattered(direction, size)
 
     def subject(copy: Callable[[Pieces, Direction], None]) -> Subject:
         return lambda: timed(lambda: copy(pieces, direction))
@@ -67,5 +60,5 @@ def _choice_row(copying: Copying, direction: Direction, share: str, size: int, s
     chosen = "kernel" if size < copying.backend.break_even.of(direction) else "engine"
     better = min(found, key=lambda name: found[name].median_s)
     name = f"{direction.value}, {share} the break-even, by what is chosen"
-    row = rate_row(name, num_bytes / 1e9, found[chosen], found[better], 0.95)
+    row = rate_row(name, pieces.num_bytes / 1e9, found[chosen], found[better], 0.95)
     return attrs.evolve(row, against=f"{size // 1024} KiB, chosen: {chosen}, better: {better}")

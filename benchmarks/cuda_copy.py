@@ -5,13 +5,14 @@ All that is compared is measured in the same run, in turns. Without a GPU there 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from aoffload.cuda import CudaOptions
 from aoffload.ledger import Direction
-from aoffload.transfer.backends.cuda.trials import scattered
 
-from .cuda_copying import BLOCK_BYTES, NUM_BLOCKS_MOVED, SECONDS, Copying, cuda_device, rate_row
+from .cuda_copying import NUM_BLOCKS_MOVED, SECONDS, Copying, cuda_device, rate_row
 from .harness import Row, Subject, interleave, timed
 from .peer import Peer
 
@@ -20,16 +21,13 @@ __all__ = ["copy_rows", "piece_rows", "run"]
 SMALL_PIECE_BYTES = 4 * 1024
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """All rows; without a CUDA device none, and a message."""
-    device = cuda_device("cuda_copy")
-    if device is None:
-        return []
-    return [
-        *copy_rows(device, CudaOptions(), piece_bytes=64 * 1024, wanted=0.9),
-        *copy_rows(device, CudaOptions(), piece_bytes=16 * 1024, wanted=0.7),
-        *piece_rows(device, CudaOptions()),
-    ]
+    if (device := cuda_device("cuda_copy")) is None:
+        return
+    yield from copy_rows(device, CudaOptions(), piece_bytes=64 * 1024, wanted=0.9)
+    yield from copy_rows(device, CudaOptions(), piece_bytes=16 * 1024, wanted=0.7)
+    yield from piece_rows(device, CudaOptions())
 
 
 def copy_rows(
@@ -55,18 +53,16 @@ def copy_rows(
     ]  # fmt: skip
 
 
-def piece_rows(device: torch.device, options: CudaOptions, num_moved: int = 8, seconds: float = 1.0) -> list[Row]:
+def piece_rows(device: torch.device, options: CudaOptions, num_moved: int = 8, seconds: float = 1.0) -> Iterator[Row]:
     """Time of the copy engine for each of many small pieces, beside that of its bytes in one large copy."""
-    copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=num_moved)
-    rows = [_piece_row(copying, direction, seconds) for direction in Direction]
-    copying.close()
-    return rows
+    with Copying(device, options, piece_bytes=64 * 1024, num_moved=num_moved) as copying:
+        for direction in Direction:
+            yield _piece_row(copying, direction, seconds)
 
 
 def _piece_row(copying: Copying, direction: Direction, seconds: float) -> Row:
-    num_pieces = copying.num_moved * BLOCK_BYTES // SMALL_PIECE_BYTES
-    on_device, on_host = copying.large[direction].data_ptr(), copying.backend.host.address
-    pieces = scattered(direction, on_device, on_host, num_pieces * SMALL_PIECE_BYTES, SMALL_PIECE_BYTES)
+    pieces = copying.scattered(direction, SMALL_PIECE_BYTES)
+    num_pieces = len(pieces)
     subjects: dict[str, Subject] = {
         "pieces": lambda: timed(lambda: copying.copy_by_engine(pieces, direction)),
         "large": lambda: timed(lambda: copying.move_large(direction)),

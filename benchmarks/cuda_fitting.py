@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from .cuda_copying import SECONDS, cuda_device, share_row
 from .harness import Row, Sample, interleave
 from .peer import Peer
+from .sizes import sized
 
 __all__ = ["Serving", "fitting_row", "run"]
 
@@ -22,16 +24,16 @@ VALUES_PER_BLOCK = 64 * 1024
 """Values of four bytes: 256 KiB."""
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """The row; without a CUDA device none, and a message."""
-    device = cuda_device("cuda_fitting")
-    return [] if device is None else [fitting_row(Serving(device))]
+    if (device := cuda_device("cuda_fitting")) is not None:
+        yield fitting_row(Serving(device))
 
 
 def fitting_row(serving: Serving, seconds: float = 2 * SECONDS) -> Row:
     """Rounds of requests per second, as a share of the rate without offload."""
     subjects = {policy: partial(serving.once, policy) for policy in ("eager", "off")}
-    found = interleave(subjects, seconds=seconds, least=5)
+    found = interleave(subjects, seconds=seconds, least=sized(5, 1))
     return share_row("requests that fit on the device", 1.0, "rounds/s", found, "off", "eager", 0.99)
 
 
@@ -39,7 +41,11 @@ class Serving:
     """Requests one after the other, each a forward of some matrix products in a worker thread, as an engine's are."""
 
     def __init__(
-        self, device: torch.device, num_requests: int = 40, num_products: int = 64, product_side: int = 4096
+        self,
+        device: torch.device,
+        num_requests: int = sized(40, 3),
+        num_products: int = sized(64, 1),
+        product_side: int = sized(4096, 8),
     ) -> None:
         self._num_requests, self._num_products = num_requests, num_products
         self._pool = torch.zeros(num_requests * BLOCKS_PER_REQUEST + 1, VALUES_PER_BLOCK, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -17,34 +18,31 @@ from aoffload.transfer.turns import Turns
 from .cuda_copying import cuda_device
 from .harness import Row
 from .peer import Peer
+from .sizes import sized
 
-__all__ = ["latency_rows", "run"]
+__all__ = ["TURN_S", "latency_rows", "run", "turns_of"]
 
 TURN_S = 300e-6
-NUM_WAITS = 200
+NUM_WAITS = sized(200, 5)
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """All rows; without a CUDA device none, and a message."""
-    device = cuda_device("cuda_latency")
-    return [] if device is None else latency_rows(device)
+    if (device := cuda_device("cuda_latency")) is not None:
+        yield from latency_rows(device)
 
 
-def latency_rows(device: torch.device) -> list[Row]:
+def latency_rows(device: torch.device) -> Iterator[Row]:
     """From the end on the device to the waiting task, p50 and p99, for both ways to wait, the loop idle and busy."""
     policies: dict[str, WaitPolicy] = {"blocking": BlockingWait(), "polling": AdaptivePolling()}
-    rows = []
     for state, turn_s in (("idle", 0.0), ("busy", TURN_S)):
         found = asyncio.run(_latencies(device, policies, turn_s))
         for share in (50, 99):
             blocking, polling = (float(np.percentile(found[name], share)) * 1e6 for name in policies)
-            rows.append(
-                Row(
-                    name=f"fence to task, loop {state}, p{share}, blocking", value=blocking, unit="us",
-                    against="polling", limit=polling, ratio=blocking / polling,
-                )
+            yield Row(
+                name=f"fence to task, loop {state}, p{share}, blocking", value=blocking, unit="us",
+                against="polling", limit=polling, ratio=blocking / polling,
             )  # fmt: skip
-    return rows
 
 
 async def _latencies(device: torch.device, policies: dict[str, WaitPolicy], turn_s: float) -> dict[str, list[float]]:
@@ -52,7 +50,7 @@ async def _latencies(device: torch.device, policies: dict[str, WaitPolicy], turn
     regions = regions_of(torch.zeros(4, 1024, device=device))
     backends = {name: CudaBackend(regions, options=CudaOptions(waiting=policy)) for name, policy in policies.items()}
     found: dict[str, list[float]] = {name: [] for name in policies}
-    turning, turns = asyncio.create_task(_turns(turn_s)), Turns()
+    turning, turns = asyncio.create_task(turns_of(turn_s)), Turns()
     turns.begin()  # threads get their turn as they do while a transport copies
     for _ in range(NUM_WAITS):
         for name, backend in backends.items():
@@ -62,7 +60,8 @@ async def _latencies(device: torch.device, policies: dict[str, WaitPolicy], turn
     return found
 
 
-async def _turns(turn_s: float) -> None:
+async def turns_of(turn_s: float) -> None:
+    """Keep the event loop busy with turns of Python of that length; not at all if it is 0."""
     while turn_s:
         end = time.perf_counter() + turn_s
         while time.perf_counter() < end:

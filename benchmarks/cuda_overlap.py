@@ -14,22 +14,23 @@ from aoffload.ledger import Direction
 from .cuda_copying import NUM_BLOCKS_MOVED, SECONDS, Copying, cuda_device, share_row
 from .harness import Measured, Row, Sample, interleave, timed
 from .peer import Peer
+from .sizes import sized
 
 __all__ = ["overlap_rows", "run", "traffic"]
 
-PRODUCT_SIDE = 8192
+PRODUCT_SIDE = sized(8192, 64)
 NUM_PRODUCTS = 40
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """All rows; without a CUDA device none, and a message."""
-    device = cuda_device("cuda_overlap")
-    return [] if device is None else overlap_rows(device, CudaOptions())
+    if (device := cuda_device("cuda_overlap")) is not None:
+        yield from overlap_rows(device, CudaOptions())
 
 
 def overlap_rows(
     device: torch.device, options: CudaOptions, num_moved: int = NUM_BLOCKS_MOVED, seconds: float = SECONDS
-) -> list[Row]:
+) -> Iterator[Row]:
     """Large matrix products with copies at full rate both ways, beside the same alone; and the rate of those copies."""
     left, right = (torch.randn(PRODUCT_SIDE, PRODUCT_SIDE, dtype=torch.bfloat16, device=device) for _ in range(2))
 
@@ -37,22 +38,19 @@ def overlap_rows(
         for _ in range(NUM_PRODUCTS):
             torch.mm(left, right)
 
-    copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=num_moved)
     moved: list[Sample] = []
+    with Copying(device, options, piece_bytes=64 * 1024, num_moved=num_moved) as copying:
 
-    def beside() -> Sample:
-        with traffic(copying, moved):
-            return _timed_by_device(multiply)
+        def beside() -> Sample:
+            with traffic(copying, moved):
+                return _timed_by_device(multiply)
 
-    found = interleave({"alone": lambda: _timed_by_device(multiply), "beside": beside}, seconds=2 * seconds)
-    copies = {"beside": Measured.of(moved)}
-    copies |= interleave({"alone": lambda: timed(lambda: copying.move(*Direction))}, seconds=seconds)
-    copying.close()
-    gigabytes = 2 * copying.gigabytes
-    return [
-        share_row("matrix products beside copies both ways", NUM_PRODUCTS, "1/s", found, "alone", "beside", 0.97),
-        share_row("the copies beside those products", gigabytes, "GB/s", copies, "alone", "beside", 0.9),
-    ]
+        found = interleave({"alone": lambda: _timed_by_device(multiply), "beside": beside}, seconds=2 * seconds)
+        yield share_row("matrix products beside copies both ways", NUM_PRODUCTS, "1/s", found, "alone", "beside", 0.97)
+        copies = {"beside": Measured.of(moved)}
+        copies |= interleave({"alone": lambda: timed(lambda: copying.move(*Direction))}, seconds=seconds)
+        gigabytes = 2 * copying.gigabytes
+        yield share_row("the copies beside those products", gigabytes, "GB/s", copies, "alone", "beside", 0.9)
 
 
 def _timed_by_device(work: Callable[[], None]) -> Sample:
@@ -66,8 +64,11 @@ def _timed_by_device(work: Callable[[], None]) -> Sample:
 
 
 @contextmanager
-def traffic(copying: Copying, moved: list[Sample]) -> Iterator[None]:
-    """Copy all blocks both ways, again and again, from before the block is entered to its end; the times go to `moved`.
+def traffic(
+    copying: Copying, moved: list[Sample], directions: tuple[Direction, ...] = tuple(Direction)
+) -> Iterator[None]:
+    """Copy all blocks in `directions`, again and again, from before the block is entered to its end; the times go to
+    `moved`.
 
     Raises the error that ended the copies early, since the block ran without copies then.
     """
@@ -77,7 +78,7 @@ def traffic(copying: Copying, moved: list[Sample]) -> Iterator[None]:
     def feed() -> None:
         try:
             while not is_over.is_set():
-                moved.append(timed(lambda: copying.move(*Direction)))
+                moved.append(timed(lambda: copying.move(*directions)))
                 has_begun.set()
         except BaseException as error:  # noqa: BLE001 - raised below, in the thread that measures
             errors.append(error)

@@ -32,12 +32,12 @@ SECONDS_PER_ROW = 4.0
 ROOT = Root("benchmark")
 
 
-def run(vllm: Peer | None) -> list[Row]:
+def run(vllm: Peer | None) -> Iterator[Row]:
     """A row for each length of the prompt, and one more with the compiled core where it was made."""
     with ExitStack() as held:
         compiled = None if (peer := Peer.compiled()) is None else held.enter_context(peer)
-        rows = (measure(size, vllm, compiled) for size in SIZES)
-        return sorted((row for both in rows for row in both), key=lambda row: "compiled" in row.name)
+        for size in SIZES:
+            yield from measure(size, vllm, compiled)
 
 
 def measure(num_blocks: int, vllm: Peer | None, compiled: Peer | None = None) -> list[Row]:

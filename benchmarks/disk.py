@@ -15,7 +15,7 @@ import queue
 import random
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -51,9 +51,11 @@ Calls: TypeAlias = list[list[NDArray[np.uint8]]]
 SECONDS = 8.0
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """A store and a load for each size of a block and number of jobs."""
-    return [row for block_bytes in SIZES for num_jobs in NUM_JOBS for row in job_rows(block_bytes, num_jobs, vllm=vllm)]
+    for block_bytes in SIZES:
+        for num_jobs in NUM_JOBS:
+            yield from job_rows(block_bytes, num_jobs, vllm=vllm)
 
 
 def job_rows(

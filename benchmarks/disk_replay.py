@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import anyio
@@ -54,15 +54,16 @@ class Hits:
         return self.above + self.on_disk
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """Three rows for each size of host memory, and the cap; none without a trace."""
     named = os.environ.get("TRACE")
     if named is None:
         print("disk_replay: TRACE=FILE names the trace", file=sys.stderr)
-        return []
+        return
     prompts = read_trace(Path(named), NUM_REQUESTS)
-    rows = [row for num_host in NUM_HOSTS for row in _of_host(prompts, num_host)]
-    return [*rows, *_capped(prompts, NUM_HOSTS[0])]
+    for num_host in NUM_HOSTS:
+        yield from _of_host(prompts, num_host)
+    yield from _capped(prompts, NUM_HOSTS[0])
 
 
 def _of_host(prompts: list[Tokens], num_host: int) -> list[Row]:

@@ -8,7 +8,7 @@ peer does the same work without computing its digests; if it is not installed, a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from aoffload import Ledger, Tier
 
@@ -29,9 +29,10 @@ MOST_BLOCKS, MOST_REQUESTS = 2**19, 512
 PEER_BLOCKS = 2**12
 
 
-def run(vllm: Peer | None) -> list[Row]:
+def run(vllm: Peer | None) -> Iterator[Row]:
     """For each length of the prompt a row with a free and one with a full host."""
-    return [row for num_blocks in SIZES for row in measure(num_blocks, vllm)]
+    for num_blocks in SIZES:
+        yield from measure(num_blocks, vllm)
 
 
 def measure(num_blocks: int, vllm: Peer | None, seconds: float = SECONDS_PER_LENGTH) -> list[Row]:

@@ -41,8 +41,10 @@ NUM_TIMED, TIMED_SIZE, MOST_TIME = 3, 10_000, 1.3
 NUM_TOUCHES, MOST_TOUCH_US = 100_000, 2.0
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
-    return [*_on_traces(), *_on_made_traces(), _touch()]
+def run(vllm: Peer | None = None) -> Iterator[Row]:
+    yield from _on_traces()
+    yield from _on_made_traces()
+    yield _touch()
 
 
 def _row(name: str, value: float, unit: str, limit: float, ratio: float, wanted: float, *, at_most: bool) -> Row:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -42,21 +42,24 @@ MOST_BY_POOL, MOST_BY_FLIGHT = 1.3, 2.0
 PICTURE = Path("build/bench/growth.png")
 
 
-def run(vllm: Peer | None) -> list[Row]:
+def run(vllm: Peer | None) -> Iterator[Row]:
     """A row for each point of each curve."""
-    curves = [
-        by_pool(POOLS),
-        by_length(LENGTHS),
-        by_flight(IN_FLIGHT),
-        by_flight_in_runtime("runtime, others parked", ParkedBeside, IN_FLIGHT),
-        by_flight_in_runtime("runtime, all at once", AllAtOnce, IN_FLIGHT),
-        by_groups(GROUPS),
-    ]
+    measured: tuple[Callable[[], Curve], ...] = (
+        lambda: by_pool(POOLS),
+        lambda: by_length(LENGTHS),
+        lambda: by_flight(IN_FLIGHT),
+        lambda: by_flight_in_runtime("runtime, others parked", ParkedBeside, IN_FLIGHT),
+        lambda: by_flight_in_runtime("runtime, all at once", AllAtOnce, IN_FLIGHT),
+        lambda: by_groups(GROUPS),
+    )
+    curves = []
+    for measure in measured:
+        curves.append(measure())
+        yield from rows_of(curves[-1])
     try:
         draw(curves, PICTURE)
     except MissingPlotterError as missing:
         print(f"growth: {missing}", file=sys.stderr)
-    return [row for curve in curves for row in rows_of(curve)]
 
 
 def by_pool(sizes: Sequence[int], seconds: float = SECONDS) -> Curve:

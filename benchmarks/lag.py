@@ -12,6 +12,7 @@ import itertools
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 
 import anyio
 import numpy as np
@@ -38,9 +39,10 @@ FLOATS_PER_BLOCK = 64 * 1024
 MOST_MS, MOST_WITH_DISK_MS = 3.0, 8.0
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """Milliseconds that the load adds to the lag at its 99th percentile, without and with a disk."""
-    return [lag_row(with_disk=False), lag_row(with_disk=True)]
+    for with_disk in (False, True):
+        yield lag_row(with_disk=with_disk)
 
 
 def lag_row(*, with_disk: bool, num_pairs: int = NUM_PAIRS, num_beats: int = NUM_BEATS) -> Row:

@@ -204,8 +204,9 @@ class Simulation:
         self._compute()
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
-    return [*_on_trace(), _choosing()]
+def run(vllm: Peer | None = None) -> Iterator[Row]:
+    yield from _on_trace()
+    yield _choosing()
 
 
 def _requests(path: Path) -> list[tuple[float, Prefix]]:

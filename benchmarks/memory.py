@@ -39,19 +39,19 @@ STATM = Path("/proc/self/statm")
 Found = dict[str, float]
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """Two rows for the index, one for a collection of garbage, one for each kind of idle request."""
     if not STATM.exists():
         print("memory: the resident set is read from /proc", file=sys.stderr)
-        return []
-    found = {kind: in_fresh_process(kind, NUM_BLOCKS) for kind in ("alone", "branching")}
-    rows = [index_row(kind, one) for kind, one in found.items()]
-    rows.append(collection_row(found["alone"]))
-    rows.append(idle_row("Ledger", in_fresh_process("holdings", NUM_REQUESTS), "its token ids"))
+        return
+    alone = in_fresh_process("alone", NUM_BLOCKS)
+    yield index_row("alone", alone)
+    yield index_row("branching", in_fresh_process("branching", NUM_BLOCKS))
+    yield collection_row(alone)
+    yield idle_row("Ledger", in_fresh_process("holdings", NUM_REQUESTS), "its token ids")
     for backend in ("asyncio", "trio"):
         idle = in_fresh_process(f"requests {backend}", NUM_REQUESTS)
-        rows.append(idle_row(f"runtime, {backend}", idle, "a task that only waits"))
-    return rows
+        yield idle_row(f"runtime, {backend}", idle, "a task that only waits")
 
 
 def index_row(kind: str, found: Found) -> Row:

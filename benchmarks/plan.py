@@ -62,10 +62,14 @@ MOST_OF_A_REQUEST = 0.02
 MOST_OF_FIRST_TOKEN = 0.2
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     with TemporaryDirectory() as directory:
         at = Path(directory)
-        return [_takes(at), *_against_replays(), *(_records(at, number) for number in RECORDED), _first_tokens(at)]
+        yield _takes(at)
+        yield from _against_replays()
+        for number in RECORDED:
+            yield _records(at, number)
+        yield _first_tokens(at)
 
 
 def _row(name: str, value: float, unit: str, against: str, limit: float, ratio: float, wanted: float) -> Row:

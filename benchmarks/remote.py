@@ -56,14 +56,16 @@ TURN_S = 1.0
 AT_ONCE = 4
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """Loads and stores of three sizes, sealed in both ways, and a cluster that loses a node in two ways."""
     try:
-        rows = [row for size in SIZES for secret in (None, SECRET) for row in job_rows(size, secret)]
-        return rows + [row for is_killed in (True, False) for row in cluster_rows(is_killed)]
+        for size in SIZES:
+            for secret in (None, SECRET):
+                yield from job_rows(size, secret)
+        for is_killed in (True, False):
+            yield from cluster_rows(is_killed)
     except (NoServerError, MissingExtra) as missing:
         print(f"remote: {missing}", file=sys.stderr)
-        return []
 
 
 class Jobs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -40,13 +40,13 @@ class Side:
         return Sample(**self.peer.ask(kind, num_blocks=num_blocks, **more))
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """Rows for the ledger and for the runtime."""
     before = os.environ.get("BEFORE")
-    return tier_rows(None if before is None else Path(before))
+    yield from tier_rows(None if before is None else Path(before))
 
 
-def tier_rows(before: Path | None, seconds: float = SECONDS) -> list[Row]:
+def tier_rows(before: Path | None, seconds: float = SECONDS) -> Iterator[Row]:
     with ExitStack() as held:
         disk = str(held.enter_context(directory()))
 
@@ -56,8 +56,9 @@ def tier_rows(before: Path | None, seconds: float = SECONDS) -> list[Row]:
         sides = {"off": side(HERE, None), "on": side(HERE, disk)}
         if before is not None:
             sides["before"] = side(before, None)
-        ledgers = [row for size in SIZES for row in _rows("ledger", size, sides, seconds)]
-        return ledgers + [row for size in RUNTIME_SIZES for row in _rows("runtime", size, sides, seconds)]
+        for kind, sizes in (("ledger", SIZES), ("runtime", RUNTIME_SIZES)):
+            for size in sizes:
+                yield from _rows(kind, size, sides, seconds)
 
 
 def _rows(kind: str, num_blocks: int, sides: dict[str, Side], seconds: float) -> list[Row]:

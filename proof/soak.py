@@ -150,8 +150,15 @@ _LENGTH = Length()
 class Soak:
     """One run; ends early at the first problem."""
 
-    def __init__(self, backend: str, seed: int, length: Length, memory: MakeMemory = HostMemory) -> None:
-        self._backend, self._seed, self._length = backend, seed, length
+    def __init__(
+        self,
+        backend: str,
+        seed: int,
+        length: Length,
+        memory: MakeMemory = HostMemory,
+        keep: Callable[[SoakResult], object] = lambda result: None,
+    ) -> None:
+        self._backend, self._seed, self._length, self._keep = backend, seed, length, keep
         self._workload = Workload(seed)
         self._numbers = itertools.count()
         self._found: list[str] = []
@@ -175,6 +182,7 @@ class Soak:
                 await self._work()
                 await self._rest()
                 self._sample()
+                self._keep(self._result(time.monotonic() - self._began))
         self._found += [f"left behind: {thread.name}" for thread in threading.enumerate() if _copies(thread)]
         return self._result(time.monotonic() - self._began)
 
@@ -332,11 +340,15 @@ def _copies(thread: threading.Thread) -> bool:
 
 
 def soak(
-    backend: str = "asyncio", seed: int = 0, length: Length = _LENGTH, memory: MakeMemory = HostMemory
+    backend: str = "asyncio",
+    seed: int = 0,
+    length: Length = _LENGTH,
+    memory: MakeMemory = HostMemory,
+    keep: Callable[[SoakResult], object] = lambda result: None,
 ) -> SoakResult:
-    """Run a soak in an event loop of that kind, on that memory."""
+    """Run a soak in an event loop of that kind, on that memory. `keep` gets the result so far at every rest."""
     name, options = BACKENDS[backend]
-    return anyio.run(Soak(backend, seed, length, memory).run, backend=name, backend_options=options)
+    return anyio.run(Soak(backend, seed, length, memory, keep).run, backend=name, backend_options=options)
 
 
 def cuda_memory(shape: tuple[int, int], num_tensors: int) -> DeviceMemory:
@@ -360,10 +372,17 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: not run, since torch sees no CUDA device")
     length = Length(options.clients, num_rests=options.rests, seconds=options.seconds)
-    result = soak(options.backend, options.seed, length, MEMORIES[options.device])
+
+    def keep(result: SoakResult) -> None:
+        """Replace the file as a whole, because a soak may be cut off at any point."""
+        if options.json is not None:
+            written = options.json.with_name(f"{options.json.name}.new")
+            written.write_text(result.as_json() + "\n")
+            written.replace(options.json)
+
+    result = soak(options.backend, options.seed, length, MEMORIES[options.device], keep)
     print(result.table())
-    if options.json is not None:
-        options.json.write_text(result.as_json() + "\n")
+    keep(result)
     sys.exit(not result.has_passed)
 
 

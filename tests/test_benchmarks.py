@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import benchmarks.__main__
 from benchmarks import against_lmcache, eager_store, flights, growth, memory, peer, policies, pools
 from benchmarks.__main__ import BENCHMARKS, as_table, collect
 from benchmarks.cycle import prompts_of
@@ -77,7 +80,54 @@ def test_a_peer_that_is_not_installed_is_named() -> None:
 def test_a_missing_benchmark_is_named() -> None:
     """Whoever runs it reads which module is missing, not a traceback."""
     with pytest.raises(SystemExit, match=r"no benchmarks\.unheard_of"):
-        collect(["unheard_of"], None)
+        list(collect(["unheard_of"], None))
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, run: Callable[[Any], Iterator[Row]]) -> None:
+    """A benchmark called `planted`, and no calibration."""
+    monkeypatch.setitem(sys.modules, "benchmarks.planted", SimpleNamespace(run=run))  # type: ignore[arg-type]
+    monkeypatch.setattr(benchmarks.__main__, "calibrate", lambda: {"loop_ns": 1.0})
+
+
+def test_each_row_is_printed_and_kept_before_the_next_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While a benchmark measures a row, the file and the screen have the rows before it, and at the end there is one
+    table."""
+    file, seen = tmp_path / "kept" / "rows.json", []
+
+    def look() -> None:
+        seen.append(([row["name"] for row in json.loads(file.read_text())["rows"]], capsys.readouterr().out))
+
+    def run(vllm: Any) -> Iterator[Row]:
+        for row in ROWS:
+            look()
+            yield row
+        look()
+
+    planted(monkeypatch, run)
+    benchmarks.__main__.main(["planted", "--json", str(file)])
+    names = [row.name for row in ROWS]
+    assert [kept for kept, _ in seen] == [[], names[:1], names]
+    assert seen[0][1] == ""
+    assert seen[1][1] == "cycle of 1,024 tokens: 14.5 us (14-16); peer: 302; ratio 20.8; at least 15: met\n"
+    assert seen[2][1] == "lag: 12,346 us; idle: 3; ratio 4.1; at most 3: MISSED\n"
+    assert as_table(ROWS) in capsys.readouterr().out
+    assert json.loads(file.read_text())["after"] == {"loop_ns": 1.0}
+
+
+def test_a_benchmark_that_is_cut_off_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends it: the rows before are in the file, and the rates of the machine from before them."""
+    file = tmp_path / "rows.json"
+
+    def run(vllm: Any) -> Iterator[Row]:
+        yield ROWS[0]
+        raise KeyboardInterrupt
+
+    planted(monkeypatch, run)
+    with pytest.raises(KeyboardInterrupt):
+        benchmarks.__main__.main(["planted", "--json", str(file)])
+    assert json.loads(file.read_text()) == {"rows": [ROWS[0].as_dict()], "before": {"loop_ns": 1.0}, "after": None}
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

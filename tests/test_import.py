@@ -27,6 +27,18 @@ def test_the_cuda_backend_is_there_without_a_gpu() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 
 
+def test_a_tree_that_is_not_installed_is_imported() -> None:
+    """Sources on the path are enough: the package imports without the metadata of an installation, and its version says
+    so."""
+    program = (
+        "import importlib.metadata as metadata\n"
+        "def version(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version = version\n"
+        "import aoffload; assert aoffload.__version__ == '0+unknown', aoffload.__version__"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
 BLOCKED = """
 import sys
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -12,19 +13,32 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .environment import environment
+from .parts import PACKAGE
+
 DISTRIBUTIONS = ("triton", "cuda-bindings", "numpy", "pytest", "transformers")
 """Packages whose versions the report names, besides torch."""
+OURS = ("aoffload", "aoffload.cuda", "aoffload.transport")
+"""Modules that every part imports."""
+WHEELS = (
+    "Bring the wheels in a folder. With a network: python -m pip download --no-deps --dest wheels {names}. Here: "
+    "python -m pip install --no-index --no-deps --target site wheels/*.whl, and put site on PYTHONPATH"
+)
 
 
 def main(file: str, *modules: str) -> None:
-    found = {**_device(), "missing": [name for name in modules if not _is_there(name)]}
+    missing = [name for name in modules if not _is_there(name)]
+    found = {**_device(missing), "missing": missing, "environment": environment()}
     Path(file).write_text(json.dumps(found))
 
 
-def _device() -> dict[str, Any]:
+def _device(missing: Iterable[str]) -> dict[str, Any]:
     """`problem`, or `about`, which the report begins with."""
     if not _is_there("torch"):
         return {"problem": "torch is missing"}
+    if lacks := [name for name in PACKAGE if name in missing]:
+        are = "is" if len(lacks) == 1 else "are"
+        return {"problem": f"{', '.join(lacks)} {are} missing. {WHEELS.format(names=' '.join(lacks))}"}
     import torch
 
     if torch.version.cuda is None:
@@ -35,6 +49,8 @@ def _device() -> dict[str, Any]:
     if not is_available:
         why = "".join(f": {' '.join(str(each.message).split())}" for each in said[:1])
         return {"problem": f"torch sees no CUDA device{why}"}
+    if problem := _imported():
+        return {"problem": problem}
     properties = torch.cuda.get_device_properties(0)
     about = (
         f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability "
@@ -44,6 +60,16 @@ def _device() -> dict[str, Any]:
         f"Python {platform.python_version()}",
     )
     return {"about": "; ".join(about)}
+
+
+def _imported() -> str:
+    """Why the package cannot be imported; empty if it can."""
+    for name in OURS:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - whatever it is, each part would die of it
+            return f"{name} cannot be imported: {error!r}"
+    return ""
 
 
 def _versions(names: Iterable[str]) -> list[str]:

@@ -1,10 +1,9 @@
-"""The report: a line for each part, and one for each figure that docs/cuda.md names."""
+"""The report: a line for each part, for each figure that docs/cuda.md names, and for everything else that was found."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from .parts import Figure, Part
 from .readings import Reading
@@ -15,9 +14,10 @@ __all__ = ["PartReport", "Report"]
 @dataclass
 class PartReport:
     part: Part
-    took_s: float | None = None
+    took_s: float | None
     """None: it has not run."""
-    problem: str = "its turn has not come"
+    problem: str
+    """Empty: it has passed."""
     readings: Mapping[str, Reading] = field(default_factory=dict)
 
     @property
@@ -29,6 +29,11 @@ class PartReport:
             missing = Reading(self.problem or "not in its output", is_missing=True)
             yield figure, self.readings.get(figure.source, missing)
 
+    def others(self) -> Iterator[tuple[str, Reading]]:
+        """What the part has found besides the figures that the page of docs names."""
+        named = {figure.source for figure in self.part.figures}
+        return ((name, reading) for name, reading in self.readings.items() if name not in named)
+
     def line(self) -> str:
         """One line for the console."""
         took = "" if self.took_s is None else f" in {self.took_s:.0f} s"
@@ -39,25 +44,19 @@ class PartReport:
 class Report:
     about: str
     parts: list[PartReport]
-
-    @property
-    def is_good(self) -> bool:
-        """Every part has run, and every figure meets its target."""
-        return all(part.is_good for part in self.parts)
-
-    def write(self, file: Path) -> None:
-        """Write the report to `file`, as a whole or not at all."""
-        written = file.with_suffix(".new")
-        written.write_text(self.markdown())
-        written.replace(file)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def markdown(self) -> str:
         figures = [self._figure(*pair) for part in self.parts for pair in part.figures()]
+        others = [_row(part.part.name, *self._found(*pair)) for part in self.parts for pair in part.others()]
         return "\n".join(
             [
                 "# On a device", "", self.about, "",
-                "| Part | How it went | Took |", "|---|---|---|", *map(self._part, self.parts), "",
-                "| Figure | Means | Found | Wanted | Verdict |", "|---|---|---|---|---|", *figures, "",
+                *_table("Part | How it went | Took", [self._part(part) for part in self.parts]),
+                *_table("Figure | Means | Found | Wanted | Verdict", figures),
+                *(_table("Part | Also found | Value | Verdict", others) if others else ()),
+                *(_table("Environment | Value", [_row(*pair) for pair in self.environment.items()])
+                  if self.environment else ()),
             ]
         )  # fmt: skip
 
@@ -67,6 +66,14 @@ class Report:
 
     def _figure(self, figure: Figure, reading: Reading) -> str:
         return _row(f"`{figure.name}`", figure.about, reading.text, reading.wanted, reading.verdict)
+
+    def _found(self, name: str, reading: Reading) -> tuple[str, str, str]:
+        return name, reading.text, reading.verdict
+
+
+def _table(heading: str, rows: list[str]) -> list[str]:
+    cells = heading.split(" | ")
+    return [_row(*cells), "|" + "---|" * len(cells), *rows, ""]
 
 
 def _row(*cells: str) -> str:

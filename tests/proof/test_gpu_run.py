@@ -9,16 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from proof.gpu.__main__ import run_parts
-from proof.gpu.parts import Figure, Part
+from proof.gpu.__main__ import _parsed, _warn, run_parts
+from proof.gpu.keeping import Kept, keeping
+from proof.gpu.parts import LONG, PARTS, PHASES, Figure, Part, limits_of
 from proof.gpu.readings import Reading
-from proof.gpu.running import Ended, Ends, ends_within, run_process
+from proof.gpu.running import GRACE_S, Ended, Ends, ends_within, run_process
 
 ROOT = Path(__file__).parent.parent.parent
 GUARD_S = 60.0
@@ -54,21 +56,25 @@ def writing(name: str, text: str, **options: Any) -> Part:
     return part(name, WRITES, "{out}", text, **options)
 
 
-def run(*parts: Part, out: Path, **options: Any) -> tuple[int, dict[str, str], dict[str, str]]:
+def run(
+    *parts: Part, out: Path, known: tuple[Part, ...] = (), about: str = "a device", **options: Any
+) -> tuple[int, dict[str, str], dict[str, str]]:
     """The exit status; and of the report, how each part went, and each figure with its verdict."""
-    deadline_s = sum(each.limit_s for each in parts)
+    kept = Kept(out, about, known=known or parts)
     options.setdefault("clock", lambda: 0.0)
-    status = run_parts(parts, out, deadline_s, about="a device", **options)
-    return status, *tables(out)
+    deadline_s = options.pop("deadline_s", sum(each.limit_s for each in parts))
+    status = run_parts(parts, kept, deadline_s, **options)
+    return status, *tables(out, about)
 
 
-def tables(out: Path) -> tuple[dict[str, str], dict[str, str]]:
+def tables(out: Path, about: str = "a device") -> tuple[dict[str, str], dict[str, str]]:
     text = (out / "report.md").read_text()
-    assert text.startswith("# On a device\n\na device\n")
+    assert text.startswith(f"# On a device\n\n{about}\n")
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:2] == "| "]
-    heads = [index for index, row in enumerate(rows) if row[0] in ("Part", "Figure")]
+    heads = [index for index, row in enumerate(rows) if row[0] in ("Part", "Figure") or row[1:2] == ["Also found"]]
     went = {row[0]: row[1] for row in rows[heads[0] + 1 : heads[1]]}
-    return went, {row[0].strip("`"): f"{row[2]}: {row[4].strip()}" for row in rows[heads[1] + 1 :]}
+    figures = rows[heads[1] + 1 : heads[2] if len(heads) > 2 else None]
+    return went, {row[0].strip("`"): f"{row[2]}: {row[4].strip()}" for row in figures}
 
 
 def test_all_that_passes_is_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +123,7 @@ def test_no_figure_of_an_earlier_run_is_told(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_cut_off_has_its_figures(tmp_path: Path) -> None:
-    """The report is written after each part, and before the first: the others have their line, too."""
+    """The report is written before each part, and after it: the others have their line, too."""
     seen = []
 
     def look(process: subprocess.Popen[bytes], seconds: float) -> bool:
@@ -126,9 +132,9 @@ def test_a_run_that_is_cut_off_has_its_figures(tmp_path: Path) -> None:
 
     parts = (writing("a", "one=1"), writing("b", "one=2"))
     run(*parts, out=tmp_path, ends=look)
-    waiting = "its turn has not come"
-    assert seen[0] == ({"a": waiting, "b": waiting}, {"a_one": f"{waiting}: not run", "b_one": f"{waiting}: not run"})
-    assert seen[1] == ({"a": "passed", "b": waiting}, {"a_one": "1: met", "b_one": f"{waiting}: not run"})
+    running, waiting = "it has not ended", "its turn has not come"
+    assert seen[0] == ({"a": running, "b": waiting}, {"a_one": f"{running}: not run", "b_one": f"{waiting}: not run"})
+    assert seen[1] == ({"a": "passed", "b": running}, {"a_one": "1: met", "b_one": f"{running}: not run"})
 
 
 def test_what_a_part_prints_is_kept(tmp_path: Path) -> None:
@@ -151,7 +157,106 @@ def test_time_that_is_left_over_goes_to_who_comes_next(tmp_path: Path) -> None:
     assert limits == [shorter, shorter + GUARD_S - 30, shorter + 2 * (GUARD_S - 30)]
 
 
-# -- what hangs -------------------------------------------------------------------------------------------------------
+def test_the_first_parts_have_the_time_that_is_too_short_for_all(tmp_path: Path) -> None:
+    """In the order given, each its own limit, the next what is left; and one for which nothing is left says so."""
+    limits, now_s = [], 0.0
+
+    def take(process: subprocess.Popen[bytes], seconds: float) -> bool:
+        nonlocal now_s
+        now_s += seconds + GRACE_S
+        limits.append(seconds + GRACE_S)
+        return ends_within(process, GUARD_S)
+
+    parts = tuple(writing(name, "one=1") for name in "cab")
+    status, went, _ = run(*parts, out=tmp_path, ends=take, clock=lambda: now_s, deadline_s=GUARD_S + 20)
+    assert limits == [GUARD_S, 20]
+    assert status == 1
+    assert went == {"c": "passed", "a": "passed", "b": "not run: no time was left"}
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_a_report_has_the_figures_of_earlier_runs(tmp_path: Path) -> None:
+    """On the same device: of parts that did not run again, and of those whose turn has not come again. Each run judges
+    its own parts only."""
+    first, second, third = parts = (writing("a", "one=1!"), writing("b", "one=2"), writing("c", "one=3"))
+    assert run(first, out=tmp_path, known=parts)[0] == 1
+    seen = []
+
+    def look(process: subprocess.Popen[bytes], seconds: float) -> bool:
+        seen.append(tables(tmp_path))
+        return ends_within(process, seconds)
+
+    status, went, figures = run(third, second, out=tmp_path, known=parts, ends=look)
+    assert seen[0][1] == {
+        "a_one": "1: MISSED", "b_one": "its turn has not come: not run", "c_one": "it has not ended: not run"
+    }  # fmt: skip
+    assert status == 0
+    assert went == {"a": "passed", "b": "passed", "c": "passed"}
+    assert figures == {"a_one": "1: MISSED", "b_one": "2: met", "c_one": "3: met"}
+
+
+def test_figures_of_another_device_are_not_shown(tmp_path: Path) -> None:
+    """Nor those of other packages, which the line about the device names, too."""
+    first, second = parts = (writing("a", "one=1"), writing("b", "one=2"))
+    run(first, out=tmp_path, known=parts)
+    assert run(second, out=tmp_path, known=parts, about="another")[1] == {"b": "passed"}
+
+
+def test_a_part_that_finds_no_time_keeps_its_earlier_figures(tmp_path: Path) -> None:
+    """It has not run now, so the run has failed, and nothing was lost."""
+    run(writing("a", "one=1"), out=tmp_path)
+    status, went, figures = run(writing("a", "one=2"), out=tmp_path, deadline_s=0.0)
+    assert (status, went, figures) == (1, {"a": "passed"}, {"a_one": "1: met"})
+
+
+def test_what_no_page_names_is_in_the_report(tmp_path: Path) -> None:
+    """A table of its own has every reading that is no figure."""
+    run(writing("a", "one=1\nother=2 GB/s!"), out=tmp_path)
+    assert "| a | other | 2 GB/s | MISSED |" in (tmp_path / "report.md").read_text().splitlines()
+
+
+def test_a_run_that_is_ended_keeps_the_rows_of_its_part(tmp_path: Path) -> None:
+    """If the whole run is ended in the middle of a part, the report has what this part has written by then."""
+    writes_and_hangs = WRITES + "; import signal; print('up', flush=True); signal.pause()"
+
+    def ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+        while not (tmp_path / "a.log").read_text():
+            assert not ends_within(process, 0.01)
+        raise KeyboardInterrupt
+
+    parts = (part("a", writes_and_hangs, "{out}", "one=1"), writing("b", "one=2"))
+    with pytest.raises(KeyboardInterrupt):
+        run(*parts, out=tmp_path, ends=ended)
+    went, figures = tables(tmp_path)
+    assert went == {"a": "the run was ended while it ran", "b": "its turn has not come"}
+    assert figures["a_one"] == "1: met"
+
+
+def test_few_files_go_elsewhere_and_have_everything(tmp_path: Path) -> None:
+    """The report, and one archive of all: also while a part runs, so that a machine that goes away leaves them."""
+    work, out, calls = tmp_path / "work", tmp_path / "out", []
+    kept = Kept(work, "a device", {"driver": "1.2"}, out, known=(each := part("a", "pass"),))
+
+    def hangs_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
+        calls.append((seconds, (out / "report.md").read_text()))
+        (work / "a.json").write_text(f"one={len(calls)}")
+        return len(calls) == 3 and ends_within(process, GUARD_S)
+
+    ends = keeping(kept.keep, hangs_for, every_s=10.0)
+    assert run_parts([each], kept, 25.0 + GRACE_S, ends=ends, clock=lambda: 0.0) == 0
+    assert [seconds for seconds, _ in calls] == [10.0, 10.0, 5.0]
+    rows = [[line for line in text.splitlines() if line.startswith("| `a_one`")] for _, text in calls]
+    assert rows == [[f"| `a_one` | the one of a | {found} |"] for found in (
+        "it has not ended |  | not run", "1 | much | met", "2 | much | met"
+    )]  # fmt: skip
+    assert sorted(file.name for file in out.iterdir()) == ["gpu.tgz", "report.md"]
+    assert "| driver | 1.2 |" in (out / "report.md").read_text()
+    with tarfile.open(out / "gpu.tgz") as archive:
+        assert sorted(archive.getnames()) == ["gpu/a.json", "gpu/a.log", "gpu/report.md", "gpu/runs.json"]
+        found = archive.extractfile("gpu/report.md")
+        assert found is not None and found.read() == (out / "report.md").read_bytes()
 
 
 @pytest.fixture
@@ -199,15 +304,19 @@ def test_what_hangs_is_ended_with_all_that_it_started(
     assert select.select([pipe[0]], [], [], GUARD_S)[0] and os.read(pipe[0], 1) == b""  # nobody holds the other end
 
 
-def test_a_part_without_any_time_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_a_part_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
     """Its line says so, and the run has failed."""
-    late_s = iter([1000.0, 1000.0, 1007.0, 0.0])
+    now_s, waited = iter([0.0, 1000.0, 1007.0]), []
 
     def clock() -> float:
-        return next(late_s, 0.0)
+        return next(now_s, 0.0)
+
+    def never_first(process: subprocess.Popen[bytes], seconds: float) -> bool:
+        waited.append(seconds)
+        return len(waited) > 1 and ends_within(process, GUARD_S)
 
     hanging = part("hangs", "import signal; signal.pause()")
-    status, went, figures = run(hanging, writing("next", "one=5"), out=tmp_path, clock=clock)
+    status, went, figures = run(hanging, writing("next", "one=5"), out=tmp_path, clock=clock, ends=never_first)
     assert status == 1
     assert went == {"hangs": "ended after 7 s, its limit", "next": "passed"}
     assert figures == {"hangs_one": "ended after 7 s, its limit: not run", "next_one": "5: met"}
@@ -271,3 +380,41 @@ def test_it_runs_where_nothing_is_installed() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=without_device(), check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("gpu: not run, since torch ")
+
+
+def test_two_calls_have_their_parts_and_their_time() -> None:
+    """Each with the look for a device within 4 and 6.5 minutes; and both together are all parts but the long ones."""
+    known = {each.name: each for each in PARTS}
+    for (names, seconds), most_s in zip(PHASES.values(), (240, 390), strict=True):
+        assert limits_of(known[name] for name in names) <= seconds <= most_s - 25
+    both = [name for names, _ in PHASES.values() for name in names]
+    assert sorted([*both, *(each.name for each in LONG)]) == sorted(known)
+    assert both[-1] == "cuda_stress"
+
+
+def test_parts_run_in_the_order_in_which_they_are_named() -> None:
+    """With the time that is given, or what they may take; a phase has its own parts and its own time."""
+    given = _parsed(["soak", "rules", "--seconds", "100", "--out", "there"])
+    assert [each.name for each in given.parts] == ["soak", "rules"]
+    assert (given.seconds, given.out) == (100.0, Path("there"))
+    assert _parsed(["soak"]).seconds is None
+    for number, (names, seconds) in PHASES.items():
+        phase = _parsed(["--phase", str(number)])
+        assert ([each.name for each in phase.parts], phase.seconds) == (list(names), seconds)
+    assert [each.name for each in _parsed([]).parts] == [each.name for each in PARTS]
+
+
+def test_a_phase_has_no_other_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names beside it are refused."""
+    with pytest.raises(SystemExit):
+        _parsed(["--phase", "1", "soak"])
+    assert "--phase: not with names of parts" in capsys.readouterr().err
+
+
+def test_what_will_be_missing_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A package that some parts need, and a setting that has copies and compute wait for each other."""
+    _warn({"missing": ["triton"], "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}})
+    assert capsys.readouterr().err.splitlines() == [
+        "gpu: triton is missing: cuda_choice will not run",
+        "gpu: CUDA_DEVICE_MAX_CONNECTIONS is 1: copies and compute wait for each other in one queue",
+    ]

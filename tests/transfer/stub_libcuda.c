@@ -34,9 +34,12 @@ static int version(void) {
     return given ? atoi(given) : 13000;
 }
 
+/* What a kernel that ended the context has every later call say, from the first wait on that comes after it. */
+static CUresult launched = OK, ended = OK;
+
 static CUresult answer(void) { /* STUB_LOST: the code that a lost device answers with */
     const char *code = getenv("STUB_LOST");
-    return code ? atoi(code) : OK;
+    return code ? atoi(code) : ended;
 }
 
 CUresult cuInit(unsigned flags) { say("init %u", flags); return OK; }
@@ -102,6 +105,7 @@ CUresult cuEventSynchronize(void *event) {
     const char *wait = getenv("STUB_WAIT_MS");
     say("synchronize %zx", (size_t)event);
     if (wait) usleep(1000 * atoi(wait));
+    if (launched) ended = launched;
     return unsafe(answer());
 }
 CUresult cuEventDestroy(void *event) { say("destroy event %zx", (size_t)event); return OK; }
@@ -110,6 +114,18 @@ CUresult cuMemcpyAsync(uint64_t destination, uint64_t source, size_t size, void 
     memcpy((void *)destination, (void *)source, size);
     say("copy %zu on %zx", size, (size_t)stream);
     return answer();
+}
+
+/* Two kernels that end the context: an illegal access, and a launch that fails. */
+CUresult cuModuleLoadData(void **module, const void *image) { *module = (void *)(last_handle += 16); say("module"); return answer(); }
+CUresult cuModuleGetFunction(void **function, void *module, const char *name) {
+    *function = (void *)(uintptr_t)(strcmp(name, "illegal") ? 719 : 700);
+    return answer();
+}
+CUresult cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                        unsigned block_z, unsigned shared, void *stream, void **parameters, void **extra) {
+    launched = (CUresult)(uintptr_t)function;
+    return OK;
 }
 
 typedef struct { int order; struct { int type, id; } source, destination; unsigned flags; } Attributes;
@@ -139,7 +155,7 @@ static const char *const names[] = {
     "cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuDeviceGetAttribute", "cuDeviceGetPCIBusId", "cuCtxPushCurrent", "cuCtxPopCurrent",
     "cuCtxGetStreamPriorityRange", "cuThreadExchangeStreamCaptureMode", "cuStreamIsCapturing", "cuMemHostRegister", "cuMemHostUnregister", "cuStreamCreateWithPriority",
     "cuStreamDestroy", "cuStreamWaitEvent", "cuEventCreate", "cuEventRecord", "cuEventQuery", "cuEventSynchronize",
-    "cuEventDestroy", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuGetProcAddress", NULL};
+    "cuEventDestroy", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuGetProcAddress", NULL};
 
 CUresult cuGetProcAddress_v2(const char *symbol, void **found, int wanted, uint64_t flags, int *status);
 

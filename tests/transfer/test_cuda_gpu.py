@@ -32,6 +32,7 @@ from aoffload.transfer.backends.cuda.nvidia import NvidiaDriver
 from aoffload.transfer.backends.cuda.plain import TorchDriver
 from aoffload.transfer.fence import PASSED
 from aoffload.transfer.region_fences import RegionFences
+from benchmarks.sizes import sized
 from proof.soak import Length, soak
 from proof.soak_memory import DeviceMemory, cuda_compute
 
@@ -41,8 +42,8 @@ pytestmark = [
 ]
 SLEEP_CYCLES = 20_000_000
 """About 10 ms of a busy compute stream: long enough for an unfenced copy to overtake what follows."""
-NUM_ROUNDS = 30
-SOAK_S = 3.0
+NUM_ROUNDS = sized(30, 3)
+SOAK_S = sized(3.0, 0.4)
 
 
 def nvidia(regions: Any) -> NvidiaDriver:
