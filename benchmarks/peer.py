@@ -52,6 +52,7 @@ class Peer:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait()
 
     def ask(self, call: str, **arguments: Any) -> Any:
         """Make a call in the peer; returns its answer. If the peer ends, its log says why."""

@@ -84,9 +84,10 @@ def test_a_missing_benchmark_is_named() -> None:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, run: Callable[[Any], Iterator[Row]]) -> None:
-    """A benchmark called `planted`, and no calibration."""
+    """A benchmark called `planted`, without a calibration and without a peer, wherever peers are installed."""
     monkeypatch.setitem(sys.modules, "benchmarks.planted", SimpleNamespace(run=run))  # type: ignore[arg-type]
     monkeypatch.setattr(benchmarks.__main__, "calibrate", lambda: {"loop_ns": 1.0})
+    monkeypatch.setattr(benchmarks.__main__, "_vllm", lambda stack: None)
 
 
 def test_each_row_is_printed_and_kept_before_the_next_is_measured(

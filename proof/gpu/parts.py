@@ -135,11 +135,11 @@ def _regions() -> list[Figure]:
     ]  # fmt: skip
 
 
-def _choices(way: str) -> list[Figure]:
-    shares = {share: f"{way}, {share} the break-even, by what is chosen" for share in ("half", "twice")}
+def _choices() -> list[Figure]:
+    shares = {share: f"load, {share} the break-even, by what is chosen" for share in ("half", "twice")}
     return [
-        Figure(f"break_even_{way}", f"{way}: the size from which on the copy engine wins", f"{way}, break-even"),
-        *(Figure(f"choice_{way}_{share}", source, source) for share, source in shares.items()),
+        Figure("break_even_load", "load: the size up to which the kernel wins by its margin", "load, break-even"),
+        *(Figure(f"choice_load_{share}", source, source) for share, source in shares.items()),
     ]
 
 
@@ -232,7 +232,7 @@ SECOND = (
           for way in ("load", "store")),
     ),
     _of_benchmark("cuda_latency", 20, *_latencies()),
-    _of_benchmark("cuda_choice", 30, *_choices("store"), *_choices("load"), needs=("triton", "cuda.bindings")),
+    _of_benchmark("cuda_choice", 30, *_choices(), needs=("triton", "cuda.bindings")),
 )  # fmt: skip
 """What serving meets: the other tests, what copies cost the forward, and what they save."""
 LONG = (

@@ -82,22 +82,20 @@ def test_torch_alone_reaches_all_that_is_copied(direction: Direction) -> None:
 
 
 def test_the_choice_is_looked_at_on_both_sides() -> None:
-    """Each way the break-even that was found, and a size below and above it, beside the better of engine and kernel."""
+    """The break-even that was found for loads, and a size below and above it, beside the better of engine and kernel.
+    The engine may be slower by the margin that the kernel has to win by."""
     cuda = SimulatedCuda()
     options = on(cuda, kernel=lambda device: SimulatedKernel(cuda), break_even=BreakEven(32 * 1024, 16 * 1024))
     rows = list(cuda_choice.choice_rows(CPU, options, seconds=0.0))
     assert [row.name for row in rows] == [
-        f"{way}, {what}"
-        for way in ("load", "store")
-        for what in (
-            "break-even", "half the break-even, by what is chosen", "twice the break-even, by what is chosen"
-        )
-    ]  # fmt: skip
-    assert [row.value for row in rows[::3]] == [32, 16]
+        "load, break-even",
+        "load, half the break-even, by what is chosen",
+        "load, twice the break-even, by what is chosen",
+    ]
+    assert rows[0].value == 32
+    assert [row.wanted for row in rows[1:]] == [0.95, pytest.approx(0.95 / 1.5)]
     chosen = [row.against.partition(", better")[0] for row in rows if row.wanted is not None]
-    assert chosen == [
-        "16 KiB, chosen: kernel", "64 KiB, chosen: engine", "8 KiB, chosen: kernel", "32 KiB, chosen: engine"
-    ]  # fmt: skip
+    assert chosen == ["16 KiB, chosen: kernel", "64 KiB, chosen: engine"]
 
 
 def test_a_kernel_that_never_wins_is_looked_at_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +104,7 @@ def test_a_kernel_that_never_wins_is_looked_at_too(capsys: pytest.CaptureFixture
     cuda = SimulatedCuda()
     options = on(cuda, kernel=lambda device: SimulatedKernel(cuda), break_even=BreakEven(0, 0))
     rows = list(cuda_choice.choice_rows(CPU, options, seconds=0.0))
-    assert [row.against.partition(",")[0] for row in rows] == 2 * ["as published", "14 KiB", "56 KiB"]
+    assert [row.against.partition(",")[0] for row in rows] == ["as published", "14 KiB", "56 KiB"]
     assert all("chosen: engine" in row.against for row in rows if row.wanted is not None)
     assert list(cuda_choice.choice_rows(CPU, on(SimulatedCuda()), seconds=0.0)) == []
     assert "not run, since no kernel copies here" in capsys.readouterr().err
