@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from queue import SimpleQueue
+from collections.abc import Callable
 
 import attrs
 import numpy as np
-
-from ..env import Env
-from .starting import started_thread
 
 __all__ = ["MOST_BYTES", "TURN_BYTES", "TURN_COPIES", "AtOnce", "hand_over_bytes"]
 
@@ -51,33 +48,17 @@ class AtOnce:
         self._left_copies -= 1
 
 
-def hand_over_bytes(env: Env) -> int:
-    """How many bytes a thread copies in the time that it takes to hand a job to another thread and back, `MOST_BYTES`
-    at most. Takes about a millisecond. `TransferRefused` where no thread can be started."""
-    there: SimpleQueue[bool] = SimpleQueue()
-    back: SimpleQueue[bool] = SimpleQueue()
-
-    def answer() -> None:
-        while there.get():
-            back.put(True)
-
-    def hand_over() -> None:
-        there.put(True)
-        back.get()
-
+def hand_over_bytes(hand_over: Callable[[], object]) -> int:
+    """How many bytes a thread copies in the time that `hand_over` takes, at most `MOST_BYTES`. `hand_over` hands a job
+    to another thread and waits for the answer. Takes about a millisecond."""
     source = np.ones(SAMPLE_BYTES, dtype=np.uint8)
     destination = np.ones_like(source)
-    thread = started_thread(env, answer, "aoffload-measure")
-    try:
-        handed, copied = [], []
-        for _ in range(NUM_ROUNDS):
-            began_s = time.perf_counter()
-            hand_over()
-            handed.append(time.perf_counter() - began_s)
-            began_s = time.perf_counter()
-            np.copyto(destination, source)
-            copied.append(time.perf_counter() - began_s)
-    finally:
-        there.put(False)
-        thread.join()
+    handed, copied = [], []
+    for _ in range(NUM_ROUNDS):
+        began_s = time.perf_counter()
+        hand_over()
+        handed.append(time.perf_counter() - began_s)
+        began_s = time.perf_counter()
+        np.copyto(destination, source)
+        copied.append(time.perf_counter() - began_s)
     return min(MOST_BYTES, int(SAMPLE_BYTES * statistics.median(handed) / max(1e-9, statistics.median(copied))))

@@ -98,8 +98,8 @@ class CopyLane:
         self._deliver = deliver
         self._env = env
         self._loss = loss
-        self._queue: SimpleQueue[_Job | _Stop] = SimpleQueue()
-        """Launched, for the submitting thread."""
+        self._queue: SimpleQueue[_Job | _Stop | SimpleQueue[None]] = SimpleQueue()
+        """Launched, for the submitting thread; a queue is answered at once."""
         self._ends: SimpleQueue[_End | _Stop] = SimpleQueue()
         """Submitted, for the completing thread."""
         self._in_hand: _Job | None = None
@@ -158,6 +158,12 @@ class CopyLane:
                 deliver(completion)
         return True
 
+    def hand_over(self) -> None:
+        """Wait until the submitting thread has answered: to measure how long that takes."""
+        answered: SimpleQueue[None] = SimpleQueue()
+        self._queue.put(answered)
+        answered.get()
+
     def stop_launching(self) -> None:
         """Refuse new jobs, and end the threads after the launched ones. May be called twice."""
         with self._gate:
@@ -181,6 +187,9 @@ class CopyLane:
         try:
             with self._backend.thread_scope(self.direction):
                 while (job := self._queue.get()) is not _Stop.STOP:
+                    if isinstance(job, SimpleQueue):
+                        job.put(None)
+                        continue
                     self._in_hand = job
                     self._pass_on(self._submitted(job))
                     self._in_hand = None
@@ -235,7 +244,7 @@ class CopyLane:
             self._pass_on(_End(died_with.plan, died_with.number, partial(_in_doubt, died_with.plan, reason)))
         while not self._queue.empty():
             job = self._queue.get()
-            if job is not _Stop.STOP:
+            if isinstance(job, _Job):
                 self._pass_on(_End(job.plan, job.number, partial(_never_started, job.plan, reason)))
         self._ends.put(_Stop.STOP)
         if died_with is not None:

@@ -143,9 +143,6 @@ class LocalTransport:
 
         for hop, direction in _HOPS.items():
             self._lanes[hop] = CopyLane(direction, self.backend, checksums, over, env, self._loss)
-        # Only of the CPU's own backend it is known that a copy never waits. Verifying takes longer than copying.
-        if type(self.backend) is CpuBackend and not verify:
-            self._at_once.most_bytes = hand_over_bytes(env)
         if isinstance(self.backend, HasHostRows):
             if self._disk is not None:
                 self._disk.open(self.backend.host_rows, checksums, over, env)
@@ -153,6 +150,9 @@ class LocalTransport:
             if self._remote is not None:
                 self._remote.open(self.backend.host_rows, checksums, over, env)
                 self._num_blocks[Tier.REMOTE] = self._remote.num_blocks
+        # A copy of the CPU's own backend is known never to wait. With `verify`, it takes several times as long.
+        if type(self.backend) is CpuBackend and not verify:
+            self._at_once.most_bytes = hand_over_bytes(next(iter(self._lanes.values())).hand_over)
 
     def record_fence(self) -> Fence:
         """`TransferRefused` if the device records none; `DeviceGone` if it is lost."""

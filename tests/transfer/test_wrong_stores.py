@@ -364,4 +364,4 @@ def test_a_thread_that_cannot_be_started_leaves_none(name: str) -> None:
     with pytest.raises(TransferRefused, match=name):
         RemoteCopies(SimulatedStore(), env=Few())
     assert not [thread for thread in started if thread.is_alive()]
-    assert len(started) == NAMES.index(name) + 3, "and the two of the device, and one that measured"
+    assert len(started) == NAMES.index(name) + 2, "and the two of the device"
