@@ -35,7 +35,7 @@ from .slow import SlowWatch
 from .step_fences import StepFences
 from .telemetry import Telemetry
 from .transfer.fence import Fence
-from .transfer.transport import Transport, WaitsBehind
+from .transfer.transport import Transport, WaitsOnlyAfter
 from .worker import CopyWorker
 
 __all__ = ["Entered", "RequestOptions", "Session"]
@@ -129,8 +129,8 @@ class Session(BoundSession):
         """For hashing threads. The program's threads may fill the default limiter while they wait for the runtime."""
         # Weak, or an abandoned request would never be noticed.
         self._entered: dict[str, ref[Entered]] = {}
-        waits_behind = isinstance(transport, WaitsBehind) and transport.waits_behind
-        self._step_fences = StepFences() if waits_behind else None
+        waits_only_after = isinstance(transport, WaitsOnlyAfter) and transport.waits_only_after
+        self._step_fences = StepFences() if waits_only_after else None
         self._fences: dict[str, Fence | None] = {}
         """The fence of each live request's last commit; stores at the end of the request wait for it, too."""
 

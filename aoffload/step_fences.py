@@ -9,7 +9,7 @@ from collections import deque
 
 import attrs
 
-from .transfer.fence import PASSED, Behind, Fence
+from .transfer.fence import PASSED, Fence, OnlyAfter
 
 __all__ = ["StepFences"]
 
@@ -31,12 +31,13 @@ class StepFences:
             self._pending.append((number, fence))
         self._forget_passed()
 
-    def before_load(self, number: int) -> Behind | None:
+    def before_load(self, number: int) -> OnlyAfter | None:
         """What a load waits for whose destinations were touched by steps up to `number`. None: by all compute so far,
         because it is not known what has touched them, or a fence is missing."""
         self._forget_passed()
-        fences = [fence for step, fence in self._pending if step <= number]
-        return None if not number or None in fences else Behind(tuple(fence for fence in fences if fence is not None))
+        found = [fence for step, fence in self._pending if step <= number]
+        fences = tuple([fence for fence in found if fence is not None])
+        return OnlyAfter(fences) if number and len(fences) == len(found) else None
 
     def _forget_passed(self) -> None:
         pending = self._pending

@@ -4,14 +4,14 @@
 """
 
 from .errors import DeviceGone, RegionError, RegionNotLoaded, TransferRefused
-from .transfer.fence import ORDERED, Behind, Fence, PassedFence
+from .transfer.fence import ORDERED, Fence, OnlyAfter, PassedFence
 from .transfer.local import LocalTransport
 from .transfer.region_fences import LoadedRegion
 from .transfer.transport import TransferStatistics, Transport
 
 __all__ = [
     "ORDERED",
-    "Behind",
+    "OnlyAfter",
     "DeviceGone",
     "Fence",
     "LoadedRegion",

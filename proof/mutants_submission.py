@@ -20,13 +20,13 @@ _STEPS = (
         "load waits for no step",
         SESSION,
         "None if fences is None else fences.before_load(self.ledger.last_step(plans))",
-        "None if fences is None else Behind()",
+        "None if fences is None else OnlyAfter()",
         _OWN_STEPS,
         also=(
             Patch(
                 SESSION,
                 "from .transfer.fence import Fence\n",
-                "from .transfer.fence import Behind, Fence\n",
+                "from .transfer.fence import OnlyAfter, Fence\n",
             ),
         ),
     ),
@@ -49,8 +49,8 @@ _STEPS = (
     Mutant(
         "step without a fence taken for over",
         FENCES,
-        "None if not number or None in fences else",
-        "None if not number else",
+        "if number and len(fences) == len(found) else None",
+        "if number else None",
         _OWN_STEPS,
         test="tests/shell/test_step_fences.py::test_a_step_without_a_fence_is_waited_for_with_all_others",
     ),

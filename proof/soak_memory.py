@@ -38,7 +38,11 @@ class KVMemory(Protocol):
         ...
 
     def spoil(self, ids: Sequence[int]) -> None:
-        """Fill the blocks with garbage."""
+        """Fill the blocks with garbage, as a forward does that fails."""
+        ...
+
+    def spoil_freed(self, ids: Sequence[int]) -> None:
+        """Fill blocks that change hands with garbage, if that can be done before anything else touches them."""
         ...
 
     def compare(self, about: str, ids: Sequence[int], blocks: NDArray[np.int64]) -> str:
@@ -72,6 +76,9 @@ class HostMemory:
     def spoil(self, ids: Sequence[int]) -> None:
         for rows in self._rows:
             rows[ids] = GARBAGE
+
+    def spoil_freed(self, ids: Sequence[int]) -> None:
+        self.spoil(ids)
 
     def compare(self, about: str, ids: Sequence[int], blocks: NDArray[np.int64]) -> str:
         for rows, wanted in zip(self._rows, blocks, strict=True):
@@ -154,6 +161,10 @@ class DeviceMemory:
         index = self._on_device(np.array(ids, dtype=np.int64))
         with self._order:
             self._fill(index)
+
+    def spoil_freed(self, ids: Sequence[int]) -> None:
+        """Does nothing: the stream runs it late, outside of every step, and a load into the block does not wait for it.
+        What an earlier owner has left there is wrong for every other prompt, too."""
 
     def compare(self, about: str, ids: Sequence[int], blocks: NDArray[np.int64]) -> str:
         index, wanted = self._on_device(np.array(ids, dtype=np.int64)), self._on_device(np.ascontiguousarray(blocks))

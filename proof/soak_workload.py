@@ -192,7 +192,7 @@ class Server:
         config = OffloadConfig(groups=[group], num_host_blocks=NUM_HOST_BLOCKS, namespace="soak", verify=verify)
         transport = OwnedTransport(self.memory.tensors, self.memory.backend, report)
         self.runtime = OffloadRuntime(config, transport=transport, logger=logger)
-        self._owners = transport.owners = Owners(self.runtime, self.memory.spoil)
+        self._owners = transport.owners = Owners(self.runtime, self.memory.spoil_freed)
         self.num_checked = self.num_failed_forwards = 0
         self._counting = threading.Lock()
 
@@ -249,9 +249,10 @@ class Server:
     async def _fail(self, request: Request, ticket: Ticket, num_ready: int) -> None:
         """Commit a forward and invalidate it; at once: it left garbage, which no request may ever read."""
         ids, first, last = request.block_ids[0], num_ready // BLOCK_SIZE, ticket.num_prompt_tokens // BLOCK_SIZE
-        self._write(ids, ticket, first, last)
-        if ticket.fails == "at once":
-            self.memory.spoil(ids[first:last])
+        with self.runtime.step([request]):
+            self._write(ids, ticket, first, last)
+            if ticket.fails == "at once":
+                self.memory.spoil(ids[first:last])
         request.commit(ticket.num_prompt_tokens)
         if ticket.fails == "later":
             await turns(4)
@@ -263,9 +264,11 @@ class Server:
             self.memory.write(ids[first:last], ticket.conversation.blocks[:, first:last])
 
     async def _check(self, request: Request, ticket: Ticket, num_ready: int) -> None:
-        """Check the ready blocks, unless the request is cancelled already, for example by an invalidation."""
+        """Check the ready blocks, unless the request is cancelled already, for example by an invalidation. In a step,
+        because a device reads them later."""
         await anyio.lowlevel.checkpoint_if_cancelled()
-        self._compare(request.block_ids[0], ticket, num_ready // BLOCK_SIZE)
+        with self.runtime.step([request]):
+            self._compare(request.block_ids[0], ticket, num_ready // BLOCK_SIZE)
 
     def _compare(self, ids: list[int], ticket: Ticket, num_blocks: int) -> None:
         about = f"{ticket.name} of {ticket.conversation.name}"

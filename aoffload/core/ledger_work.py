@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ..arguments import as_tuple, check_callable
+from ..arguments import as_tuple, check_callable, check_type
 from ..errors import InvalidArgument, WrongState
 from ..prefix import TokenIds
 from .answer import PrefixMatch
@@ -208,8 +208,8 @@ class WorkingRequests(BeginningRequests):
         It is known where every forward runs in a step. One commit of what no step has computed ends that for good.
         """
         number = 0
-        for plan in plans:
-            if plan.destination is not Tier.DEVICE:
+        for plan in as_tuple("plans", plans, "TransferPlan"):
+            if check_type("plans", plan, TransferPlan).destination is not Tier.DEVICE:
                 continue
             latest = self.cache.last_uses.latest(plan.destination_ids)
             if not latest:

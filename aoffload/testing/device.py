@@ -67,7 +67,7 @@ class Stream:
         if len(self._queue) == 1:
             self._schedule()
 
-    def behind_uses_of(self, block_id: int, run: Callable[[], None]) -> None:
+    def after_uses_of(self, block_id: int, run: Callable[[], None]) -> None:
         """Run `run` behind the last piece that touches the block: at once, if none is left. Other pieces may be behind
         it: whoever waits for the uses of this block alone goes on then."""
         for piece in reversed(self._queue):

@@ -24,7 +24,7 @@ from ..transfer.transport import (
     SlowToOpen,
     TransferStatistics,
     Transport,
-    WaitsBehind,
+    WaitsOnlyAfter,
 )
 
 __all__ = ["FaultyTransport", "JobFault"]
@@ -113,8 +113,8 @@ class FaultyTransport:
         return isinstance(self.transport, SlowToOpen) and self.transport.opens_slowly
 
     @property
-    def waits_behind(self) -> bool:
-        return isinstance(self.transport, WaitsBehind) and self.transport.waits_behind
+    def waits_only_after(self) -> bool:
+        return isinstance(self.transport, WaitsOnlyAfter) and self.transport.waits_only_after
 
     def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
         if isinstance(self.transport, ReportsPinning):

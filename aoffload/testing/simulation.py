@@ -341,6 +341,6 @@ def _poison(memory: Any, stream: Stream | None) -> Callable[[Any], None]:
 
     def poison(block_ids: Any) -> None:
         for block_id in block_ids:
-            stream.behind_uses_of(block_id, partial(memory.poison, (block_id,)))
+            stream.after_uses_of(block_id, partial(memory.poison, (block_id,)))
 
     return poison

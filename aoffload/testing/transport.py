@@ -11,7 +11,7 @@ from ..disk_tier import DiskTier
 from ..env import Env
 from ..errors import DeviceGone, TransferRefused
 from ..remote_tier import RemoteTier
-from ..transfer.fence import PASSED, Behind, Fence
+from ..transfer.fence import PASSED, Fence, OnlyAfter
 from ..transfer.region_fences import RegionFences
 from ..transfer.transport import TransferStatistics
 from .copies import LATE_S, Copy, otherwise
@@ -35,7 +35,7 @@ class SimulatedTransport:
     """
 
     num_regions = 2
-    waits_behind = True
+    waits_only_after = True
 
     def __init__(
         self,
@@ -177,9 +177,9 @@ class SimulatedTransport:
         return Copy(plan, source, destination, *before, lambda: self.is_doomed(plan.job_id))
 
     def _begin(self, copy: Copy, after: Fence | None, late: bool = False) -> None:
-        fences = [*after.fences] if isinstance(after, Behind) else [after]
+        fences = [*after.fences] if isinstance(after, OnlyAfter) else [after]
         is_load = copy.plan.direction is Direction.LOAD
-        if self.stream is not None and (after is None or (is_load and not isinstance(after, Behind))):
+        if self.stream is not None and (after is None or (is_load and not isinstance(after, OnlyAfter))):
             fences.append(self.stream.fence())
         if late:
             copy.is_told = True

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import attrs
 
-__all__ = ["ORDERED", "PASSED", "Behind", "Fence", "PassedFence"]
+__all__ = ["ORDERED", "PASSED", "OnlyAfter", "Fence", "PassedFence"]
 
 
 @runtime_checkable
@@ -34,10 +34,10 @@ class PassedFence:
 
 
 @attrs.frozen
-class Behind:
-    """Given as `after=`: a copy waits for `fences` and for nothing else, because they are behind all that touches its
-    blocks. `LocalTransport` then records no fence of its own for a load. Any other transport may take it for an
-    ordinary fence, and waits for more than is needed."""
+class OnlyAfter:
+    """Given as `after=`: the copy waits for `fences` and for nothing else. Use it if all work that touches the copy's
+    blocks is over once these fences have passed. `LocalTransport` then records no fence of its own. Other transports
+    may wait for more."""
 
     fences: tuple[Fence, ...] = ()
 
@@ -50,6 +50,6 @@ class Behind:
 
 
 PASSED = PassedFence()
-ORDERED = Behind()
-"""The engine's own streams order the copy behind all that touches its blocks. Right only where the engine frees blocks
-behind its streams and hands none out before."""
+ORDERED = OnlyAfter()
+"""Your own streams run the copy after all work that touches its blocks. Use it only if a block is freed after that work
+in stream order, and is not handed out earlier."""

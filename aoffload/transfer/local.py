@@ -22,7 +22,7 @@ from .backends.base import CopyBackend, HasHostRows
 from .backends.cpu import CpuBackend
 from .backends.cuda import CudaBackend
 from .checksums import BlockChecksums
-from .fence import Behind, Fence
+from .fence import Fence, OnlyAfter
 from .lane import CopyLane, LaneCounts
 from .loss import DeviceLoss
 from .region import KVRegion, regions_of
@@ -111,7 +111,7 @@ class LocalTransport:
         return self.backend.bytes_per_s if isinstance(self.backend, CudaBackend) else 0.0
 
     @property
-    def waits_behind(self) -> bool:
+    def waits_only_after(self) -> bool:
         return True
 
     def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
@@ -247,9 +247,9 @@ class LocalTransport:
 
     def _fences(self, direction: Direction, after: Fence | None) -> tuple[Fence, ...]:
         """The fences to wait for. A load overwrites blocks that compute may still read, and a store without `after`
-        reads blocks that it may still write, so both wait for all compute so far, too. `Behind` says that there is
+        reads blocks that it may still write, so both wait for all compute so far, too. `OnlyAfter` says that there is
         nothing else to wait for."""
-        if isinstance(after, Behind):
+        if isinstance(after, OnlyAfter):
             return after.fences
         given = () if after is None else (after,)
         if direction is Direction.LOAD or not given:

@@ -20,7 +20,7 @@ from .fence import Fence
 __all__ = [
     "TRANSPORTS", "CopiesAtOnce", "DiskStatistics", "GivesUp", "HasDisk", "HasRemote", "KnowsItsLink",
     "PinProgress", "RemoteStatistics", "ReportsPinning", "SlowToOpen", "TransferStatistics", "Transport",
-    "TransportDisk", "TransportRemote", "WaitsBehind",
+    "TransportDisk", "TransportRemote", "WaitsOnlyAfter",
 ]  # fmt: skip
 
 
@@ -137,12 +137,12 @@ class CopiesAtOnce(Protocol):
 
 
 @runtime_checkable
-class WaitsBehind(Protocol):
-    """A transport that says whether its loads wait for the fences of a `Behind` and for nothing else. Fences are then
-    recorded at the ends of steps."""
+class WaitsOnlyAfter(Protocol):
+    """A transport that says whether a load with an `OnlyAfter` waits for its fences alone. If so, the runtime records a
+    fence at the end of each step."""
 
     @property
-    def waits_behind(self) -> bool: ...
+    def waits_only_after(self) -> bool: ...
 
 
 @runtime_checkable
@@ -295,7 +295,8 @@ class Transport(Protocol):
         """Start copying once `after` has passed. `TransferRefused`: nothing was started, and no completion follows.
 
         A load, and a store without `after`, also wait for all compute on the caller's stream so far: it may still read
-        the load's destination, or write the store's source. With `Behind` as `after`, its fences see to that.
+        the load's destination, or write the store's source. With `OnlyAfter` as `after`, it waits for
+        those fences alone.
         """
         ...
 

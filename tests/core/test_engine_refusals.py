@@ -61,7 +61,7 @@ EVERYWHERE = {
     "take_forgotten_slots", "restore", "num_fetch_blocks", "num_remote_fetch_blocks", "plan_remote_stores",
     "take_forgotten_cells",
 }  # fmt: skip
-IDLE = {"accept", "withdraw", "cancel", "cancel_cache_transfers", "plan_write_back"}
+IDLE = {"accept", "withdraw", "cancel", "cancel_cache_transfers", "last_step", "plan_write_back"}
 """Calls about what is never made there."""
 
 

@@ -15,7 +15,7 @@ from aoffload.core.last_uses import MANY, LastUses
 from aoffload.core.lifecycle import RequestState
 from aoffload.core.owners import Holding
 from aoffload.core.plan import TransferPlan
-from aoffload.errors import OutOfBlocks
+from aoffload.errors import InvalidArgument, OutOfBlocks
 
 A, B, C = (prompt(name, 4 * BLOCK + 1) for name in (1, 2, 3))
 HALF = [KVCacheGroup("full", FullAttention(), BLOCK), KVCacheGroup("window", SlidingWindow(2 * BLOCK), BLOCK)]
@@ -95,6 +95,14 @@ def test_without_steps_nothing_is_known() -> None:
     driven.on_host_only(A)
     holding = driven.allocated(A)
     assert driven.ledger.last_step(driven.ledger.plan_load(holding)) == 0
+
+
+@pytest.mark.parametrize("plans", [None, 7, [None], ["job"]])
+def test_plans_that_are_none_are_refused(plans: Any) -> None:
+    """The error names the argument."""
+    with pytest.raises(InvalidArgument) as raised:
+        Driven(5).ledger.last_step(plans)
+    assert raised.value.argument == "plans"
 
 
 def test_a_commit_that_no_step_covers_ends_it_for_good() -> None:

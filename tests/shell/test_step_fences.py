@@ -9,7 +9,7 @@ from serving import BACKENDS, Engine, on_the_host_only, prompt, scripted
 
 from aoffload.step_fences import StepFences
 from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport
-from aoffload.transfer.fence import PASSED, Behind
+from aoffload.transfer.fence import PASSED, OnlyAfter
 
 A, B, C = (prompt(name, 16) for name in (1, 2, 3))
 
@@ -43,7 +43,7 @@ async def test_a_load_does_not_wait_for_steps_of_others(anyio_backend: Any) -> N
         await engine.serve(B)  # so that the blocks for A were last used in a step that is over
         launched = await loaded_beside(engine, transport, ScriptedFence())
         assert launched.recorded is None, "it waits for the whole stream"
-        assert launched.after == Behind()
+        assert launched.after == OnlyAfter()
 
 
 async def test_a_load_waits_for_the_step_that_used_its_blocks(anyio_backend: Any) -> None:
@@ -63,7 +63,7 @@ async def test_a_load_waits_for_the_step_that_used_its_blocks(anyio_backend: Any
             transport.auto = False
             pending = request.load_nowait()
             launched = transport.launched[-1]
-            assert launched.after == Behind((fence,)) and not launched.may_start
+            assert launched.after == OnlyAfter((fence,)) and not launched.may_start
             fence.has_passed = True
             assert launched.may_start
             transport.land_all()
@@ -74,14 +74,14 @@ async def test_a_step_without_a_fence_is_waited_for_with_all_others(anyio_backen
     """If no fence can be recorded for a step, a load waits for the caller's stream, until a later step has one."""
     fences, running = StepFences(), ScriptedFence()
     fences.ended(1, PASSED)
-    assert fences.before_load(1) == Behind()
+    assert fences.before_load(1) == OnlyAfter()
     assert fences.before_load(0) is None, "nobody knows what has touched the destinations"
     fences.ended(2, None)
     fences.ended(3, None)
-    assert fences.before_load(1) == Behind()
+    assert fences.before_load(1) == OnlyAfter()
     assert fences.before_load(2) is None
     fences.ended(4, running)
-    assert fences.before_load(2) == Behind((running,)) == fences.before_load(4)
-    assert fences.before_load(1) == Behind()
+    assert fences.before_load(2) == OnlyAfter((running,)) == fences.before_load(4)
+    assert fences.before_load(1) == OnlyAfter()
     running.has_passed = True
-    assert fences.before_load(4) == Behind()
+    assert fences.before_load(4) == OnlyAfter()

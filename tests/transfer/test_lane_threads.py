@@ -16,7 +16,7 @@ from aoffload.core.hops import Outcome, Tier
 from aoffload.core.plan import Completion, TransferPlan
 from aoffload.env import Env
 from aoffload.errors import TransferRefused
-from aoffload.transfer.fence import ORDERED, PASSED, Behind
+from aoffload.transfer.fence import ORDERED, PASSED, OnlyAfter
 from aoffload.transfer.local import LocalTransport
 
 
@@ -124,7 +124,7 @@ def test_a_load_behind_given_fences_waits_for_nothing_else(open_copies: Callable
     copies.launch_load([0], [3], after=ORDERED)
     assert copies.next().outcome is Outcome.LANDED
     mine = GateFence()
-    copies.launch_load([0], [4], after=Behind((mine, PASSED)))
+    copies.launch_load([0], [4], after=OnlyAfter((mine, PASSED)))
     assert mine.is_waited_for.wait(GUARD_S)
     assert not backend.started[2].is_set() and not running.is_waited_for.is_set()
     backend.fences[2].gate.set()

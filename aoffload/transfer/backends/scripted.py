@@ -11,7 +11,7 @@ from ...core.hops import Direction, Outcome, Tier
 from ...core.plan import Completion, TransferPlan
 from ...env import Env
 from ...errors import TransferRefused
-from ..fence import PASSED, Behind, Fence
+from ..fence import PASSED, Fence, OnlyAfter
 from ..transport import TransferStatistics
 
 __all__ = ["TORN", "UNWRITTEN", "Launched", "ScriptedFence", "ScriptedTransport"]
@@ -81,7 +81,7 @@ class ScriptedTransport:
         self._deliver = deliver
 
     @property
-    def waits_behind(self) -> bool:
+    def waits_only_after(self) -> bool:
         return True
 
     def record_fence(self) -> Fence:
@@ -94,7 +94,7 @@ class ScriptedTransport:
             self._num_refusals -= 1
             raise TransferRefused("refused by the script")
         self._check(plan)
-        is_on_its_own = after is None or (plan.direction is Direction.LOAD and not isinstance(after, Behind))
+        is_on_its_own = after is None or (plan.direction is Direction.LOAD and not isinstance(after, OnlyAfter))
         recorded = self.record_fence() if is_on_its_own else None
         launched = Launched(plan, after, recorded)
         self.launched.append(launched)

@@ -15,7 +15,7 @@ from ...core.hops import Outcome
 from ...core.plan import Completion, TransferPlan
 from ...env import Env
 from ...errors import ConfigError, DeviceGone, TransferRefused, WrongState
-from ..fence import Behind, Fence, PassedFence
+from ..fence import Fence, OnlyAfter, PassedFence
 from ..transport import PinProgress, ReportsPinning, TransferStatistics
 from .process import spawn_ranks
 from .rank import RANKS, Rank
@@ -215,7 +215,7 @@ class RankTransport:
             self._report(index, Completion(plan.job_id, Outcome.FAILED, error=reason))
 
     def _number(self, after: Fence | None) -> int | None:
-        if after is None or isinstance(after, PassedFence | Behind):
+        if after is None or isinstance(after, PassedFence | OnlyAfter):
             return None  # the rank records its own fence, which is later than any that has passed
         if isinstance(after, RankFence) and after in self._fences:
             return after.number
