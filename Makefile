@@ -104,7 +104,7 @@ tiers: $(VENV)/.installed
 gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(VENV)/.installed)
 	@$(PYTHON_GPU) -m proof.gpu $(GPU_ARGS)
 
-# The code of those parts over a device that is not there, so that nothing silly wastes a run on a real one: a minute.
+# The code of those parts on a fake GPU, to find mistakes before a run on a real one: a minute.
 gpu-dry: $(VENV)/.installed
 	$(BIN)/python -m proof.gpu.dry $(GPU_ARGS)
 

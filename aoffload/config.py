@@ -134,10 +134,11 @@ class OffloadConfig:
     verify: bool = attrs.field(default=False, validator=_bool)
     """A checksum per block at store, compared at load; a mismatch is a miss."""
     max_jobs_in_flight: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(1, 1024)))
-    """Of each hop: loads and stores are counted apart, so that a load never waits for the room of stores. None: 4; on
-    a GPU, as many of the largest jobs as may be in flight."""
+    """Maximum jobs in flight, counted for each hop, so that a load never waits for stores. None: 4, or on one GPU as
+    many of the largest jobs as fit in the byte bound, if that is more."""
     max_bytes_in_flight: int | str | None = None
-    """Of each hop. A larger job goes alone. None: 128 MiB, or what a GPU's link copies in 20 ms if that is more."""
+    """Maximum bytes in flight, counted for each hop. A larger job goes alone. None: 128 MiB, or on one GPU what its
+    link copies in 20 ms, if that is more."""
     max_job_bytes: int | str = "32MiB"
     """Larger transfers are split into several jobs."""
     load_timeout_s: float = attrs.field(default=30.0, validator=_seconds)
@@ -246,6 +247,6 @@ class OffloadConfig:
 
     @property
     def bytes_in_flight(self) -> int:
-        """In flight of a hop, at most; where `max_bytes_in_flight` is None, a fast link may have more."""
+        """Maximum bytes in flight of a hop. `hop_of` raises it for a fast link if `max_bytes_in_flight` is None."""
         given = self.max_bytes_in_flight
         return BYTES_IN_FLIGHT if given is None else parse_bytes("max_bytes_in_flight", given)

@@ -52,7 +52,7 @@ class AwaitedLoad:
             holding, max_tokens, self._request._wake, max_job_bytes=self._max_job_bytes, into=self._into
         )
         self._watch(holding)
-        session.submit_loads(plans)
+        session.submit_transfers(plans)
 
     @property
     def _max_job_bytes(self) -> int | None:

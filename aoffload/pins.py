@@ -115,7 +115,7 @@ class _Pending(ABC, Generic[AnyTransfer]):
         self._session = session
         self._waiting: set[anyio.Event] = set()
         self._transfer = self._start(prefix, self._wake)
-        session.submit_loads(self._transfer.plans)
+        session.submit_transfers(self._transfer.plans)
 
     @abstractmethod
     def _start(self, prefix: Prefix, wake: Callable[[], None]) -> AnyTransfer: ...

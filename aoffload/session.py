@@ -228,12 +228,13 @@ class Session(BoundSession):
     # -- loads ----------------------------------------------------------------------------------------------------
 
     def step_ends(self) -> None:
-        """A step is about to end in the ledger: record what loads into its blocks wait for."""
+        """Called before a step ends in the ledger: record the fence for loads that need blocks of this step."""
         if self._step_fences is not None:
             self._step_fences.ended(self.ledger.num_steps_ended + 1, self._fence())
 
-    def submit_loads(self, plans: Sequence[TransferPlan]) -> None:
-        """Launch loads behind the steps that have used their destinations; without steps, behind all compute so far."""
+    def submit_transfers(self, plans: Sequence[TransferPlan]) -> None:
+        """Launch planned copies. A load waits for the steps that used its destinations, or for all compute so far if
+        those steps are unknown. A store waits for all compute so far."""
         if plans:
             fences = self._step_fences
             self.worker.submit(plans, None if fences is None else fences.before_load(self.ledger.last_step(plans)))

@@ -1,4 +1,4 @@
-"""The fences with which steps ended, for loads that wait only for those who used their destinations.
+"""The fences of ended steps, so that a load waits only for the steps that used its destinations.
 
 See `aoffload.core.last_uses` for the other half: which step that was.
 """
@@ -16,24 +16,24 @@ __all__ = ["StepFences"]
 
 @attrs.define(eq=False)
 class StepFences:
-    """The last steps by number, in the order in which they ended, until their fences are known to have passed."""
+    """Ended steps whose fences may not have passed yet, by number, the oldest first."""
 
     _pending: deque[tuple[int, Fence | None]] = attrs.field(factory=deque)
-    """None: no fence could be recorded. The next one that can be is later, and stands for it."""
+    """A fence is None if none could be recorded. The next fence that is recorded is later, and replaces it."""
 
     def ended(self, number: int, fence: Fence | None) -> None:
-        """Step `number` ends with `fence`, which is behind all compute so far."""
+        """Step `number` has ended; `fence` is after all compute so far."""
         if fence is not None:
             pending = self._pending
             while pending and pending[-1][1] is None:
-                number = pending.pop()[0]  # from the first one without a fence on
+                number = pending.pop()[0]  # the fence also covers the earlier steps that have none
         if fence is not PASSED:
             self._pending.append((number, fence))
         self._forget_passed()
 
     def before_load(self, number: int) -> OnlyAfter | None:
-        """What a load waits for whose destinations were touched by steps up to `number`. None: by all compute so far,
-        because it is not known what has touched them, or a fence is missing."""
+        """The fences for a load whose destinations were used by steps up to `number`. None: the load has to wait for
+        all compute so far, because the steps are unknown (0), or one of them has no fence."""
         self._forget_passed()
         found = [fence for step, fence in self._pending if step <= number]
         fences = tuple([fence for fence in found if fence is not None])

@@ -26,15 +26,16 @@ _STEPS = (
             Patch(
                 SESSION,
                 "from .transfer.fence import Fence\n",
-                "from .transfer.fence import OnlyAfter, Fence\n",
+                "from .transfer.fence import Fence, OnlyAfter\n",
             ),
         ),
+        test="tests/shell/test_step_fences.py::test_a_load_waits_for_the_step_that_used_its_blocks",
     ),
     Mutant(
-        "step's fence noted for the step before",
+        "step's fence noted for the step after",
         SESSION,
         "self._step_fences.ended(self.ledger.num_steps_ended + 1, self._fence())",
-        "self._step_fences.ended(self.ledger.num_steps_ended, self._fence())",
+        "self._step_fences.ended(self.ledger.num_steps_ended + 2, self._fence())",
         _OWN_STEPS,
         test="tests/shell/test_step_fences.py::test_a_load_waits_for_the_step_that_used_its_blocks",
     ),
@@ -60,6 +61,7 @@ _STEPS = (
         "            self.cache.last_uses.gave_up(holding, table.ids)\n",
         "            pass\n",
         _OWN_STEPS,
+        test="tests/core/test_last_uses.py::test_no_step_is_missed",
     ),
     Mutant(
         "block that left a window forgets its step",
@@ -126,8 +128,8 @@ _LANES = (
     Mutant(
         "copy that is over overtakes one that is not",
         LANE,
-        "        if self._num_over == end.number and end.is_over and not self._death:\n",
-        "        if end.is_over and not self._death:\n",
+        "        if self._num_over == end.number and end.is_over and not self._completing_ended:\n",
+        "        if end.is_over and not self._completing_ended:\n",
         _ORDER,
         test="tests/transfer/test_lane_threads.py::test_a_burst_is_delivered_in_launch_order",
     ),

@@ -1,15 +1,15 @@
-"""Last uses: which step touched each device block last, so that a load waits only for its own destinations.
+"""Last uses: the step that touched each device block last, so that a load waits only for uses of its destinations.
 
-A forward may still be running on the device when the step that held its blocks has ended on the host. A load must not
-write into a block before that forward is over. Steps are numbered in the order in which they end, and whoever drives
-the ledger records a fence at the end of each. Step `n` stands for all steps up to `n`.
+A forward may still run on the device when the step that holds its blocks has ended on the host. A load must not write
+to a block before that forward is over. Steps are numbered in the order in which they end. The runtime records a fence
+at the end of each step. Waiting for step `n` means waiting for the fences of all steps up to `n`.
 
     a request gives up a block    the block remembers the number of the request's last step
-    a load takes blocks           it waits for the fences of the steps up to the largest of their numbers
+    a load takes blocks           it waits for the steps up to the largest number of its blocks
 
-A request that may have computed outside of its steps (it was in none, or was forked) leaves the number of the next step
-to end: the fence of that one comes later than whatever was computed until now. Before it is recorded, the load waits
-for all compute so far. Once something was committed that no step covers, every load does, for good.
+A request that was in no step, or was forked, may have computed outside of its steps. Its blocks get the number of the
+next step to end, because that step's fence is later than all compute so far. Until that fence is recorded, the load
+waits for all compute so far. After one commit that no step covers, every later load waits for all compute so far.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class LastUses:
     def __init__(self, num_blocks: int) -> None:
         """`num_blocks`: with the null block; 0 if an engine owns the blocks, whose uses are not known."""
         self._of_block = array("q", [1]) * num_blocks
-        """What happened before the first step is over with it."""
+        """Number of the last step that used each block. It is 1 at first, because earlier work counts as step 1."""
         self.num_ended = 0
         """Steps that have ended."""
         self.are_covered = num_blocks > 0
-        """Whether every commit so far was of a step."""
+        """Whether a step has covered every commit so far. False, too, if an engine owns the blocks."""
 
     def step_ended(self) -> int:
         """Returns the number of the step that ends now."""
@@ -49,14 +49,14 @@ class LastUses:
         return self.num_ended
 
     def computed(self, holding: Holding) -> None:
-        """`holding` is about to commit what it has computed."""
+        """Called before `holding` commits computed tokens: note whether a step covers them."""
         if holding.computing is Computing.NOTHING and not holding.num_steps:
             self.are_covered = False
 
     def gave_up(self, holding: Holding, block_ids: array[int]) -> None:
-        """`holding` gives up these blocks of its tables, null blocks among them."""
+        """Note the last step of `holding` for blocks of its tables that it gives up. They may contain null blocks."""
         if not self.are_covered or not (holding.last_step or holding.state in _COMPUTING):
-            return  # or it has computed nothing: its blocks are what they were when it got them
+            return  # `holding` has computed nothing, so the blocks keep their numbers
         number, of_block = holding.last_step or self.num_ended + 1, self._of_block
         if len(block_ids) < MANY:
             for block_id in block_ids:
@@ -67,7 +67,8 @@ class LastUses:
             known[at] = np.maximum(known[at], number)
 
     def latest(self, block_ids: array[int]) -> int:
-        """The steps up to this number have touched these blocks; 0: it is not known which."""
+        """The number of the last step that may have touched these blocks; 0 if it is unknown or that step has not
+        ended."""
         if not self.are_covered or not block_ids:
             return 0
         if len(block_ids) < MANY:

@@ -201,11 +201,11 @@ class WorkingRequests(BeginningRequests):
         return self.cache.last_uses.num_ended
 
     def last_step(self, plans: Iterable[TransferPlan]) -> int:
-        """The steps up to this number, in the order in which they ended, have touched the device blocks that `plans`
-        write to: the loads have to wait for their fences, and for nothing else. 0: it is not known which, so the loads
-        have to wait for all compute so far.
+        """The number of the last step that may have touched the device blocks that `plans` write to. These loads have
+        to wait for the fences of the steps up to that number, and for nothing else.
 
-        It is known where every forward runs in a step. One commit of what no step has computed ends that for good.
+        0: unknown, or the step has not ended; then the loads have to wait for all compute so far. Numbers are known as
+        long as every forward runs in a step. After one commit of tokens that no step has computed, all answers are 0.
         """
         number = 0
         for plan in as_tuple("plans", plans, "TransferPlan"):

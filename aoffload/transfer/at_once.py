@@ -2,8 +2,8 @@
 
 Handing a job to a copy thread and back costs a few microseconds when the process is idle, and many times that while the
 event loop holds the interpreter lock. A small copy costs less than that, so it is made in `launch`. Its completion goes
-the usual way and is settled in the next turn of the loop. Two bounds keep the loop responsive: the size of one copy,
-which is measured when the transport opens, and the bytes copied in one turn.
+the usual way and is settled in the next turn of the loop. Three bounds keep the loop responsive: the size of one copy,
+which is measured when the transport opens, and the bytes and the number of copies in one turn.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["MOST_BYTES", "TURN_BYTES", "TURN_COPIES", "AtOnce", "hand_over_bytes
 MOST_BYTES = 64 * 1024
 """Larger copies go to a thread, however slow the threads of the machine are."""
 TURN_BYTES = 512 * 1024
-"""Copied at once in one turn of the event loop, at most: some 50 microseconds of copying."""
+"""Maximum bytes copied at once in one turn of the event loop. Copying them takes some 50 microseconds."""
 TURN_COPIES = 128
-"""The same in copies, each of which costs some 15 microseconds, however small it is."""
+"""Maximum copies made at once in one turn, because each costs some 15 microseconds, however small it is."""
 NUM_ROUNDS = 15
 SAMPLE_BYTES = 2**20
 
 
 @attrs.define
 class AtOnce:
-    """The bounds on copies that are made at once. Nothing is, until the first turn begins: whoever settles completions
-    in turns says so."""
+    """The bounds on copies that `launch` makes itself. No copy is made before the first `begin_turn`, because only a
+    caller that settles completions in turns calls it."""
 
     most_bytes: int = 0
     """Of one copy. 0: no copy is made at once."""

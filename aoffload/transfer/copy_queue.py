@@ -52,10 +52,10 @@ class RecordsFences(Protocol):
 class CopyQueue:
     """Launches the jobs that `ledger` plans on `transport`, and settles their completions in the ledger.
 
-    At most `max_jobs_in_flight` jobs and `max_bytes_in_flight` bytes of each hop are in flight; a job above the bound
-    goes alone. A job without a completion after `transfer_timeout_s` (a store: `store_timeout_s`) is given up: its
-    destination is quarantined, and its hop launches nothing more until it reports. A stalled transport thus makes
-    misses, not queues. If the ledger itself fails, or the device is lost, the cache turns itself off: nothing is
+    At most `Hop.max_jobs` jobs that run and `Hop.max_bytes` bytes of each hop are in flight (see `hop_of`); a job above
+    the bound goes alone. A job without a completion after `transfer_timeout_s` (a store: `store_timeout_s`) is given
+    up: its destination is quarantined, and its hop launches nothing more until it reports. A stalled transport thus
+    makes misses, not queues. If the ledger itself fails, or the device is lost, the cache turns itself off: nothing is
     launched any more, and requests see only misses.
 
     `clock` counts seconds, such as `time.monotonic`. All calls belong to the ledger's thread, except for `deliver`.

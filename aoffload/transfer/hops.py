@@ -18,7 +18,8 @@ __all__ = ["DISK_BYTES", "JOBS_IN_FLIGHT", "REMOTE_BYTES", "Hop", "InFlight", "h
 
 JOBS_IN_FLIGHT = 4
 LINK_S = 0.02
-"""In flight to or from a GPU is what its link copies in so long: a stall of the event loop does not leave it idle."""
+"""Time for which a GPU's link stays busy with the copies in flight, so that it is not idle while the event loop
+stalls."""
 DISK_BYTES = 64 * 2**20
 """In flight of a hop from or to the disk, at most: what a disk that hangs can keep."""
 

@@ -1,8 +1,8 @@
 """A lane: the copies of one direction, submitted and ended in launch order.
 
-A job passes two threads. The first one submits: it makes the device wait for the job's fences, submits the copies, and
-takes the next job at once, so the device is never idle because a thread waits for it. The second one completes: it
-waits for each submitted copy in turn, verifies it and delivers its completion.
+A job passes through two threads. The submitting thread makes the device wait for the job's fences, submits the copies
+and takes the next job, so the device is not idle while a thread waits for an earlier copy. The completing thread waits
+for each submitted copy in turn, verifies it and delivers its completion.
 
     launch -> [queue] -> submitting thread -> [ends] -> completing thread -> deliver
                                |                                                ^
@@ -54,14 +54,14 @@ class _Job:
 
 @attrs.frozen
 class _End:
-    """A job that was submitted, or failed before: what is left to do."""
+    """A job that was submitted, or that failed before. It still has to be completed."""
 
     plan: TransferPlan
     number: int
     complete: Callable[[], Completion]
-    """Waits until the copy is over, and returns how it ended."""
+    """Waits until the copy is over, and returns its completion."""
     fence: Fence | None = PASSED
-    """`complete` does not wait once it has passed; None: `complete` may have to wait for the whole lane."""
+    """`complete` does not block once this fence has passed. None: `complete` may wait for the whole lane."""
 
     @property
     def is_over(self) -> bool:
@@ -70,7 +70,7 @@ class _End:
 
 @attrs.define
 class LaneCounts:
-    """Written by whoever completes a job, one at a time."""
+    """Written by the thread that completes a job; only one thread does at a time."""
 
     num_jobs: int = 0
     num_blocks: int = 0
@@ -99,24 +99,25 @@ class CopyLane:
         self._env = env
         self._loss = loss
         self._queue: SimpleQueue[_Job | _Stop | SimpleQueue[None]] = SimpleQueue()
-        """Launched, for the submitting thread; a queue is answered at once."""
+        """Launched jobs that the submitting thread takes. It answers a queue at once."""
         self._ends: SimpleQueue[_End | _Stop] = SimpleQueue()
-        """Submitted, for the completing thread."""
+        """Submitted jobs that the completing thread takes."""
         self._in_hand: _Job | None = None
-        """What the submitting thread is busy with."""
+        """The job that the submitting thread works on."""
         self._completing: list[_End] = []
         """Taken from `_ends`, and not delivered yet."""
         self._completed: list[Completion] = []
         """The completions of the first jobs in `_completing`."""
         self._last_end_s = 0.0
-        # Guards the counts and the refusals together with both queues: nothing is queued for a thread that has ended.
+        # Guards `_num_launched`, `_num_over` and both refusals together with the queues: no job is queued for a thread
+        # that has ended.
         self._gate = threading.Lock()
         self._num_launched = self._num_over = 0
         """Equal while the lane is idle."""
         self._refusal = ""
         """Why nothing more is launched."""
-        self._death = ""
-        """Why nothing more is completed: the completing thread has died."""
+        self._completing_ended = ""
+        """Why nothing more is completed; empty while the completing thread can run."""
         self._abandoned = False
         # The frames of both threads refer to this lane, so a copy that hangs keeps the memory of both sides alive.
         self._completer: threading.Thread | None = None
@@ -133,12 +134,12 @@ class CopyLane:
             self._num_launched += 1
 
     def copy_now(self, plan: TransferPlan, before: tuple[Fence, ...], deliver: Callable[[Completion], object]) -> bool:
-        """Copy in the calling thread, and deliver the completion. Returns False, having done nothing, where an earlier
-        job or a fence would have to be waited for. Only for backends whose copies are over when `copy` returns.
-        `TransferRefused` as in `launch`."""
+        """Copy in the calling thread, and deliver the completion. Returns False, without copying, if the copy would
+        have to wait for an earlier job or a fence. Only for backends whose copies are over when `copy` returns. Raises
+        `TransferRefused` like `launch`."""
         completion: Completion | None = None
         try:
-            with self._gate:  # closing takes it before it releases the memory
+            with self._gate:  # `stop_launching` takes the gate before the memory is released
                 if self._refusal:
                     raise TransferRefused(self._refusal)
                 if self._num_over != self._num_launched or not all(_is_known_to_have_passed(fence) for fence in before):
@@ -150,7 +151,7 @@ class CopyLane:
                 except Exception as error:  # noqa: BLE001 - becomes the outcome of this job, as in the thread
                     self._loss.notice(error)
                     completion = self._failed(plan, began_s, error)
-                except BaseException:  # the handler of a signal: the copy is over, and nothing is proven
+                except BaseException:  # a signal handler raised: the copy has stopped, and no block is proven
                     completion = _never_started(plan, "the copy was interrupted")
                     raise
         finally:
@@ -201,7 +202,7 @@ class CopyLane:
     def _submitted(self, job: _Job) -> _End:
         plan = job.plan
         refusal = "the transport was closed before the copy started" if self._abandoned else ""
-        if refusal := refusal or self._loss.reason or self._death:
+        if refusal := refusal or self._loss.reason or self._completing_ended:
             return _End(plan, job.number, partial(_never_started, plan, refusal))
         began_s = self._env.now()
         is_started = False
@@ -221,21 +222,21 @@ class CopyLane:
 
     def _pass_on(self, end: _End) -> None:
         """Have `end` completed after all jobs before it: here, if that needs no waiting, else in the other thread."""
-        if self._num_over == end.number and end.is_over and not self._death:
+        if self._num_over == end.number and end.is_over and not self._completing_ended:
             self._tell([end.complete()])
             return
         if self._completer is None:
             name = f"aoffload-{self.direction.value}-ends"
-            with suppress(TransferRefused):  # the system has no thread left: this one waits, and is late for the next
+            with suppress(TransferRefused):  # no thread left: this one waits itself, and submits the next job late
                 self._completer = started_thread(self._env, self._complete_all, name)
         with self._gate:
-            if self._completer is not None and not self._death:
+            if self._completer is not None and not self._completing_ended:
                 self._ends.put(end)
                 return
-        self._tell([_in_doubt(end.plan, self._death) if self._death else end.complete()])
+        self._tell([_in_doubt(end.plan, self._completing_ended) if self._completing_ended else end.complete()])
 
     def _end_submitting(self) -> None:
-        """The thread ends, in order or not: each job that it will not submit gets an end."""
+        """The thread ends, orderly or by an error. Each job that it will not submit gets a completion."""
         with self._gate:
             self._refusal = self._refusal or self._loss.reason or f"the {self.direction.value} thread died"
         reason = f"the {self.direction.value} thread ended"
@@ -265,8 +266,8 @@ class CopyLane:
             self._end_completing()
 
     def _complete_burst(self, end: _End) -> _End | _Stop:
-        """Wait for `end`, and deliver it together with those after it that are over by then: the first delivery wakes
-        the event loop, which then finds all of them. Returns what comes next."""
+        """Wait for `end`, and deliver it with all later ones that are over by then, because the event loop that the
+        first delivery wakes then finds all of them. Returns the next one, or the stop."""
         following: _End | _Stop | None = end
         while isinstance(following, _End) and (following is end or following.is_over):
             self._completing.append(following)
@@ -282,10 +283,11 @@ class CopyLane:
         return self._ends.get() if following is None else following
 
     def _end_completing(self) -> None:
-        """The thread ends, in order or not: what it has taken, or was given, and did not deliver is in doubt."""
+        """The thread ends, orderly or by an error. Jobs that it took, or was given, and did not deliver are in
+        doubt."""
         reason = f"the {self.direction.value} thread ended"
         with self._gate:
-            self._death = reason
+            self._completing_ended = reason
             if not self._refusal:
                 self._refusal = self._loss.reason or f"the {self.direction.value} thread died"
                 self._queue.put(_Stop.STOP)

@@ -150,7 +150,7 @@ class LocalTransport:
             if self._remote is not None:
                 self._remote.open(self.backend.host_rows, checksums, over, env)
                 self._num_blocks[Tier.REMOTE] = self._remote.num_blocks
-        # A copy of the CPU's own backend is known never to wait. With `verify`, it takes several times as long.
+        # Only `CpuBackend` itself is known to copy without waiting. Verifying takes longer than copying.
         if type(self.backend) is CpuBackend and not verify:
             self._at_once.most_bytes = hand_over_bytes(next(iter(self._lanes.values())).hand_over)
 
@@ -165,8 +165,8 @@ class LocalTransport:
             raise TransferRefused(f"no fence could be recorded: {error!r}") from error
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
-        """Hand the plan to its thread, or make a small copy at once, see `begin_turn`: then `deliver` is called before
-        this returns. `TransferRefused` for invalid block ids, and after closing; `DeviceGone` once the device is
+        """Hand the plan to its thread. A small copy may be made at once (see `begin_turn`); `deliver` is then called
+        before this returns. `TransferRefused` for invalid block ids, and after closing; `DeviceGone` once the device is
         lost."""
         if not self._lanes:
             raise TransferRefused("the transport is not open")
@@ -190,8 +190,8 @@ class LocalTransport:
             raise
 
     def begin_turn(self) -> None:
-        """Another turn of the event loop begins: small copies of CPU tensors may be made in `launch` again, up to a
-        bound for each turn. For a caller that settles completions in turns, never inside `launch`."""
+        """Call it each time that you have settled completions: `launch` may again make small copies of CPU tensors
+        itself, up to a bound. Do not call it if you settle completions inside `deliver`."""
         self._at_once.begin_turn()
 
     def give_up(self, job_id: int) -> None:

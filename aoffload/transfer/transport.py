@@ -132,7 +132,7 @@ class CopiesAtOnce(Protocol):
     """A transport that makes small copies inside `launch`, and bounds them for each turn of the event loop."""
 
     def begin_turn(self) -> None:
-        """Completions were settled: what was copied at once until now does not count any more."""
+        """Completions were settled: the bounds on copies inside `launch` start anew."""
         ...
 
 
@@ -147,11 +147,11 @@ class WaitsOnlyAfter(Protocol):
 
 @runtime_checkable
 class KnowsItsLink(Protocol):
-    """A transport that knows how fast its device is reached, once it is open."""
+    """A transport that knows the rate of the link to its device, once it is open."""
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Of the slower direction; 0.0 if it was not measured."""
+        """The rate of the slower direction; 0.0 if it was not measured."""
         ...
 
 

@@ -1,12 +1,12 @@
-"""Run what needs a device, each part for its share of the time, and keep the figures in build/gpu.
+"""Run the parts that need a GPU, each within its time limit, and keep the figures in build/gpu.
 
     python -m proof.gpu                             every part
     python -m proof.gpu rules soak                  some parts, in this order
-    python -m proof.gpu --phase 1 --out DIR         the first of two calls on a machine that is lent for minutes
+    python -m proof.gpu --phase 1 --out DIR         the first of two phases, if you have a GPU for minutes only
     python -m proof.gpu --seconds 100 --out DIR rules cuda_copy
 
-The report is made from everything that lies in build/gpu, so it shows the figures of earlier runs on the same device,
-too. Exit status: 0 every figure of this run is there and as wanted; 1 one is missing or missed; 2 nothing was run.
+The report has the figures of earlier runs on the same device, too, because it is made from all files in build/gpu. Exit
+status: 0 if every figure of this run was measured and is as wanted; 1 if one is not; 2 if nothing was run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     known = {part.name: part for part in PARTS}
     add = parser.add_argument
     add("names", nargs="*", metavar="PART", help=f"{', '.join(known)}; all, if none is named")
-    add("--phase", type=int, choices=tuple(PHASES), help="the parts, and the time, of one of two calls")
+    add("--phase", type=int, choices=tuple(PHASES), help="the parts and the time of one of two phases")
     add("--seconds", type=float, metavar="N", help="for all parts together, without the time to look for a device "
         "(default: what the parts may take)")  # fmt: skip
     add("--out", type=Path, metavar="DIR", help="keep the report and one archive of everything there, too")

@@ -1,4 +1,4 @@
-"""Run every part of `proof.gpu` over a device that is not there, in a minute: `make gpu-dry`.
+"""Run every part of `proof.gpu` on a fake GPU, in a minute: `make gpu-dry`.
 
 The parts' own code runs, as small as it can be, over the stub of libcuda and a fake of `torch.cuda`. That shows nothing
 about a GPU, and finds what would waste a run on one: a wrong import, name or argument, a part that does not start, a

@@ -1,7 +1,7 @@
-"""What runs have found, in a folder: how each part went, what it wrote, and the report, which is made from these files.
+"""The results of runs in a folder: how each part went, what it wrote, and the report, which is made from these files.
 
-A run with other parts adds to the folder, so the report has the figures of the runs before, too. Every file is replaced
-as a whole, because a machine that is lent may go at any moment.
+A run of other parts adds to the folder, so the report has the figures of earlier runs, too. Every file is replaced as a
+whole, because the run may be killed at any moment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parts of a run on a device, each with its figures, and the two calls of a machine that is lent for minutes."""
+"""The parts of a run on a GPU, the figures of each part, and the two phases for a GPU that you have for minutes."""
 
 from __future__ import annotations
 
@@ -260,4 +260,4 @@ PHASES = {
     1: (tuple(part.name for part in FIRST), 215.0),
     2: (tuple(part.name for part in (*SECOND, LAST)), 365.0),
 }
-"""By number: parts and seconds of a call. With 25 s to look for a device, calls take 4 and 6.5 minutes at most."""
+"""Parts and seconds of each phase. A phase takes 4 or 6.5 minutes if the probe takes 25 s; the probe may take 120 s."""

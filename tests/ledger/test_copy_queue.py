@@ -445,7 +445,7 @@ class Linked(Copies):
     ],
 )
 def test_a_fast_link_has_more_in_flight(link: float, options: Any, bounds: tuple[int, int]) -> None:
-    """What is in flight lasts 20 ms of the measured rate, unless the configuration says how much it may be."""
+    """The bounds grow to 20 ms of the measured rate, unless the configuration sets them."""
     loop = Loop(max_job_bytes="32MiB", **options)
     copies = Linked()
     copies.link_bytes_per_s = link

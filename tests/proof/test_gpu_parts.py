@@ -68,7 +68,7 @@ def test_the_probe_says_which_package_is_missing_and_how_to_bring_it(tmp_path: P
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith("gpu: not run, since attrs, structlog are missing. Bring the wheels in a folder.")
+    assert line.startswith("gpu: not run, since attrs, structlog are missing. Install them.")
     assert "pip download --no-deps --dest wheels attrs structlog" in line and "--no-index" in line
 
 

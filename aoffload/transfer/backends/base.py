@@ -44,8 +44,8 @@ class CopyBackend(Protocol):
     """Moves bytes between the regions of one device and host memory that the backend owns.
 
     The event loop's thread calls `record_fence`. Any thread calls `open` before all other methods, and `close` after
-    them. The copy threads, one per direction, call the rest, possibly at the same time. Any call may raise a
-    `LostDevice`; after that, the device is not used any more.
+    them. For each direction, a submitting thread calls `wait_for` and `copy`; it and a completing thread call the rest,
+    possibly at the same time. Any call may raise a `LostDevice`; after that, the device is not used any more.
     """
 
     @property
