@@ -35,7 +35,7 @@ NUM_BLOCKS_MOVED = sized(128, 2)
 BLOCKS_PER_JOB = 16
 SECONDS = sized(3.0, 0.0)
 ENGINE = CudaOptions(break_even=BreakEven(0, 0))
-"""The copy engine copies everything, and nothing is measured at opening."""
+"""The copy engine copies everything, and the break-even is not measured at opening."""
 KERNEL = CudaOptions(break_even=BreakEven(2**40, 2**40))
 """The kernel copies everything, where there is one."""
 WAYS = {Direction.STORE: (Tier.DEVICE, Tier.HOST), Direction.LOAD: (Tier.HOST, Tier.DEVICE)}

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+import attrs
 import numpy as np
 import torch
 
@@ -27,6 +28,8 @@ NUM_BATCHES = (10, 100, 1000)
 FEWER = sized(1, 100)
 """How many times fewer there are in a dry run."""
 OUTSTANDING = 4
+UNBOUNDED = attrs.evolve(ENGINE, max_batches=1024)
+"""More batches than are ever submitted here."""
 EXPECTED_US = 2 * PIECES_PER_BATCH * 0.6
 """For a batch each way, if it takes as long as it takes to submit it."""
 NUM_HELD = sized(512, 4)
@@ -46,7 +49,7 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
 def held_row(device: torch.device) -> Row:
     """Launches of compute while thousands of pieces wait for a fence: a driver may have them wait, too."""
     counters, other, held = torch.zeros(1024, device=device), torch.cuda.Stream(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-    with Copying(device, ENGINE, 16 * KIB, num_moved=NUM_HELD) as copying:
+    with Copying(device, UNBOUNDED, 16 * KIB, num_moved=NUM_HELD) as copying:
         alone = _launches(counters)
         with torch.cuda.stream(other):
             torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
@@ -76,15 +79,16 @@ def _launches(counters: torch.Tensor) -> list[float]:
 def stress_rows(
     device: torch.device, options: CudaOptions = ENGINE, numbers: tuple[int, ...] = NUM_BATCHES
 ) -> Iterator[Row]:
-    """Microseconds for a batch each way; first with a few outstanding, then with none awaited before the last."""
+    """Microseconds for a batch each way; first with a few under way, then with all of them."""
     num_moved = PIECES_PER_BATCH * PIECE_BYTES // BLOCK_BYTES
-    with Copying(device, options, 64 * KIB, num_moved=num_moved) as copying:
-        batches = Batches(copying)
-        for about, outstanding in ((f"{OUTSTANDING} outstanding", OUTSTANDING), ("none awaited", max(numbers))):
+    for about, most in ((f"{OUTSTANDING} outstanding", OUTSTANDING), ("none awaited", UNBOUNDED.max_batches)):
+        bounded = attrs.evolve(options, max_batches=most)
+        with Copying(device, bounded, 64 * KIB, num_moved=num_moved) as copying:
+            batches = Batches(copying)
             for number in numbers:
                 print(f"cuda_stress: {number} batches, {about} ...", file=sys.stderr, flush=True)
                 actual = max(1, number // FEWER)
-                each_us = batches.copy(actual, outstanding) / actual * 1e6
+                each_us = batches.copy(actual) / actual * 1e6
                 yield expected_row(f"{number:,} batches of 4,096 pieces, {about}", each_us, "us", EXPECTED_US)
 
 
@@ -96,19 +100,18 @@ class Batches:
         self._pieces = {direction: copying.scattered(direction, PIECE_BYTES) for direction in Direction}
         assert all(len(pieces) == PIECES_PER_BATCH for pieces in self._pieces.values())
 
-    def copy(self, number: int, outstanding: int) -> float:
-        """Seconds for `number` batches each way, of which as many are under way at most. Raises unless all bytes of the
-        last ones have arrived."""
+    def copy(self, number: int) -> float:
+        """Seconds for `number` batches each way, of which the backend's `max_batches` are under way at most. Raises if
+        the bytes of the last ones are wrong."""
         backend = self._copying.backend
         self._fill(number % 251)
         began_s = time.perf_counter()
         with backend.driver.bound():
-            for index in range(1, number + 1):
+            for _ in range(number):
                 for direction in Direction:
                     backend.copy_by_engine(self._pieces[direction], direction)
-                if index % outstanding == 0 or index == number:
-                    for direction in Direction:
-                        backend.settle(direction)
+            for direction in Direction:
+                backend.settle(direction)
         took_s = time.perf_counter() - began_s
         self._check()
         return took_s

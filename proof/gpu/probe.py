@@ -21,9 +21,9 @@ DISTRIBUTIONS = ("triton", "cuda-bindings", "numpy", "pytest", "transformers")
 OURS = ("aoffload", "aoffload.cuda", "aoffload.transport")
 """Modules that every part imports."""
 WHEELS = (
-    "Install them. On a machine without a network, first download the wheels elsewhere: python -m pip download --no-deps "
-    "--dest wheels {names}. Then: python -m pip install --no-index --no-deps --target site wheels/*.whl, and put site "
-    "on PYTHONPATH"
+    "Install them. On a machine without a network, first download the wheels elsewhere: "
+    "python -m pip download --no-deps --dest wheels {names}. Then: "
+    "python -m pip install --no-index --no-deps --target site wheels/*.whl, and put site on PYTHONPATH"
 )
 
 

@@ -272,7 +272,7 @@ def test_stress_notices_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     copying = cuda_copying.Copying(CPU, on(SimulatedCuda()), piece_bytes=64 * 1024, num_moved=8)
     batches = cuda_stress.Batches(copying)
-    assert batches.copy(3, 2) > 0
+    assert batches.copy(3) > 0
     for direction in Direction:
         copies = copying.backend.copy_by_engine
 
@@ -282,7 +282,7 @@ def test_stress_notices_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as planted:
             planted.setattr(copying.backend, "copy_by_engine", spoil)
             with pytest.raises(AssertionError, match=f"wrong bytes after a {direction.value}"):
-                batches.copy(3, 2)
+                batches.copy(3)
     copying.close()
 
 
