@@ -32,9 +32,9 @@ from .prefix import Prefix, TokenIds
 from .remote_work import RemoteWork
 from .session_life import BoundSession
 from .slow import SlowWatch
-from .step_fences import StepFences
 from .telemetry import Telemetry
 from .transfer.fence import Fence
+from .transfer.step_fences import StepFences
 from .transfer.transport import Transport, WaitsOnlyAfter
 from .worker import CopyWorker
 

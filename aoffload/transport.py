@@ -7,6 +7,7 @@ from .errors import DeviceGone, RegionError, RegionNotLoaded, TransferRefused
 from .transfer.fence import ORDERED, Fence, OnlyAfter, PassedFence
 from .transfer.local import LocalTransport
 from .transfer.region_fences import LoadedRegion
+from .transfer.step_fences import StepFences
 from .transfer.transport import TransferStatistics, Transport
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "PassedFence",
     "RegionError",
     "RegionNotLoaded",
+    "StepFences",
     "TransferRefused",
     "TransferStatistics",
     "Transport",

@@ -8,7 +8,7 @@ __all__ = ["SUBMISSION_MUTANTS"]
 
 LANE, LOCAL = "aoffload.transfer.lane", "aoffload.transfer.local"
 QUEUE, AT_ONCE = "aoffload.transfer.copy_queue", "aoffload.transfer.at_once"
-SESSION, FENCES = "aoffload.session", "aoffload.step_fences"
+SESSION, FENCES = "aoffload.session", "aoffload.transfer.step_fences"
 USES, COMMITS = "aoffload.core.last_uses", "aoffload.core.commits"
 
 _OWN_STEPS = "a load leaves its destination alone until its last reader is over"
@@ -50,8 +50,8 @@ _STEPS = (
     Mutant(
         "step without a fence taken for over",
         FENCES,
-        "if number and len(fences) == len(found) else None",
-        "if number else None",
+        " and len(fences) == len(found) else None",
+        " else None",
         _OWN_STEPS,
         test="tests/shell/test_step_fences.py::test_a_step_without_a_fence_is_waited_for_with_all_others",
     ),

@@ -17,7 +17,7 @@ ROOMS = {
     "core": 1,
     "transfer": 2,
     "worker": 3, "telemetry": 3, "ledger_log": 3, "observers": 3,
-    "slow": 3, "explained": 3, "step_fences": 3, "disk_work": 3, "remote_work": 3, "write_rate": 3,
+    "slow": 3, "explained": 3, "disk_work": 3, "remote_work": 3, "write_rate": 3,
     "fetch_gate": 3, "load_costs": 3, "scopes": 3, "session_life": 4,
     "session": 4,
     "request": 5, "request_block": 5, "engine_calls": 5, "loading": 5, "pins": 5, "opening": 5, "steps": 5,

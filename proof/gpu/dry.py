@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .__main__ import DRY, look, run_parts
@@ -77,14 +78,23 @@ def _run(parts: Sequence[Part]) -> int:
             print(f"gpu-dry: not run, since {found.get('problem') or f'{missing} are missing'}", file=sys.stderr)
             return 2
         kept = Kept(work, f"{DRY}; {found['about']}", found["environment"])
-        run_parts(parts, kept, time.monotonic() + limits_of(parts), is_small=True)
+        patient = [replace(part, limit_s=PATIENCE * part.limit_s) for part in parts]
+        run_parts(patient, kept, time.monotonic() + limits_of(patient), is_small=True)
     reports = kept.report().parts
     wrong = [problem for part in reports for problem in problems(part)]
     for problem in wrong:
         print(f"gpu-dry: {problem}", file=sys.stderr)
     num_readings = sum(len(part.readings) for part in reports)
-    print(f"gpu-dry: {len(parts)} parts, {num_readings} readings, {len(wrong)} problems", flush=True)
+    print(
+        f"gpu-dry: {len(parts)} parts, {num_readings} readings, {len(wrong)} problems; figures mean nothing here, and "
+        f"{len(CAN_FAIL)} tests need a real device and may fail",
+        flush=True,
+    )
     return 1 if wrong else 0
+
+
+PATIENCE = 4.0
+"""Times the limit of a part: a busy machine is no mistake of the code."""
 
 
 def build_stub(compiler: str, folder: Path) -> None:

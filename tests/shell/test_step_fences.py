@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from serving import BACKENDS, Engine, on_the_host_only, prompt, scripted
 
-from aoffload.step_fences import StepFences
 from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport
 from aoffload.transfer.fence import PASSED, OnlyAfter
+from aoffload.transfer.step_fences import StepFences
 
 A, B, C = (prompt(name, 16) for name in (1, 2, 3))
 
@@ -85,3 +85,14 @@ async def test_a_step_without_a_fence_is_waited_for_with_all_others(anyio_backen
     assert fences.before_load(1) == OnlyAfter()
     running.has_passed = True
     assert fences.before_load(4) == OnlyAfter()
+
+
+async def test_a_step_that_nobody_has_told_of_is_not_taken_for_over(anyio_backend: Any) -> None:
+    """If a loop records no fence for one step, its loads wait for all compute until a later step has a fence."""
+    fences, running = StepFences(), ScriptedFence()
+    assert fences.before_load(1) is None
+    fences.ended(1, PASSED)
+    assert fences.before_load(2) is None
+    fences.ended(3, running)
+    assert fences.before_load(2) == OnlyAfter((running,)) == fences.before_load(3)
+    assert fences.before_load(1) == OnlyAfter()

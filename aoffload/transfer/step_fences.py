@@ -9,24 +9,31 @@ from collections import deque
 
 import attrs
 
-from .transfer.fence import PASSED, Fence, OnlyAfter
+from .fence import PASSED, Fence, OnlyAfter
 
 __all__ = ["StepFences"]
 
 
 @attrs.define(eq=False)
 class StepFences:
-    """Ended steps whose fences may not have passed yet, by number, the oldest first."""
+    """The fences of ended steps, for whoever drives a `Ledger`. Call `ended` before a step ends, and give `before_load`
+    what `Ledger.last_step` says of a load. For the ledger's thread."""
 
-    _pending: deque[tuple[int, Fence | None]] = attrs.field(factory=deque)
-    """A fence is None if none could be recorded. The next fence that is recorded is later, and replaces it."""
+    _pending: deque[tuple[int, Fence | None]] = attrs.field(init=False, factory=deque)
+    """Ended steps whose fences may not have passed yet, by number, the oldest first. A fence is None if none could be
+    recorded. The next fence that is recorded is later, and replaces it."""
+    _last: int = attrs.field(init=False, default=0)
+    """The number of the last step that has ended."""
 
     def ended(self, number: int, fence: Fence | None) -> None:
-        """Step `number` has ended; `fence` is after all compute so far."""
+        """Step `number`, which is `Ledger.num_steps_ended + 1`, ends with `fence`, which is after all compute so far.
+        None: no fence could be recorded."""
+        if number > self._last + 1:
+            self._pending.append((self._last + 1, None))  # steps that nobody has told of
+        self._last = max(self._last, number)
         if fence is not None:
-            pending = self._pending
-            while pending and pending[-1][1] is None:
-                number = pending.pop()[0]  # the fence also covers the earlier steps that have none
+            while self._pending and self._pending[-1][1] is None:
+                number = self._pending.pop()[0]  # the fence also covers the earlier steps that have none
         if fence is not PASSED:
             self._pending.append((number, fence))
         self._forget_passed()
@@ -37,7 +44,7 @@ class StepFences:
         self._forget_passed()
         found = [fence for step, fence in self._pending if step <= number]
         fences = tuple([fence for fence in found if fence is not None])
-        return OnlyAfter(fences) if number and len(fences) == len(found) else None
+        return OnlyAfter(fences) if 0 < number <= self._last and len(fences) == len(found) else None
 
     def _forget_passed(self) -> None:
         pending = self._pending
