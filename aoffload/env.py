@@ -91,14 +91,11 @@ class Env:
         """
         if _in_trio():
             return self._trio_waker(callback)
-        loop, own_thread = asyncio.get_running_loop(), threading.get_ident()
+        loop = asyncio.get_running_loop()
 
         def wake() -> None:
             try:
-                if threading.get_ident() == own_thread:
-                    loop.call_soon(callback)  # no need to interrupt the loop's wait: it is not waiting
-                else:
-                    loop.call_soon_threadsafe(callback)
+                loop.call_soon_threadsafe(callback)
             except RuntimeError:  # the loop is closed
                 return
 

@@ -214,8 +214,9 @@ class OffloadRuntime(RuntimeLife):
     def step(self, requests: Iterable[Request | PendingLoad]) -> Iterator[None]:
         """Hold the blocks of `requests` while a forward uses them, in any thread, even if a request ends meanwhile.
 
-        If every forward runs in a step, a load waits only for the steps that used the blocks it writes to, and not for
-        all compute so far. A pending load in place of its request: the forward starts before the load is over (see
+        A load waits only for the steps that used the blocks it writes to, and not for all compute so far. So once you
+        use steps, run every forward in one, also a forward whose result you may discard, and commit once for each step.
+        If you never use steps, loads wait for all compute so far. A pending load in place of its request: the forward starts before the load is over (see
         `PendingLoad`).
         """
         with hold(self._session, requests):

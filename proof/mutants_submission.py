@@ -34,8 +34,8 @@ _STEPS = (
     Mutant(
         "step's fence noted for the step after",
         SESSION,
-        "self._step_fences.ended(self.ledger.num_steps_ended + 1, self._fence())",
-        "self._step_fences.ended(self.ledger.num_steps_ended + 2, self._fence())",
+        "number = self.ledger.num_steps_ended + 1",
+        "number = self.ledger.num_steps_ended + 2",
         _OWN_STEPS,
         test="tests/shell/test_step_fences.py::test_a_load_waits_for_the_step_that_used_its_blocks",
     ),
@@ -62,6 +62,22 @@ _STEPS = (
         "            pass\n",
         _OWN_STEPS,
         test="tests/core/test_last_uses.py::test_no_step_is_missed",
+    ),
+    Mutant(
+        "load into blocks of its own forward in vain",
+        "aoffload.core.loads",
+        "        if holding.last_step:  # a forward in vain",
+        "        if False:  # a forward in vain",
+        _OWN_STEPS,
+        test="tests/core/test_last_uses.py::test_a_forward_in_vain_is_waited_for_by_the_load_of_its_own_request",
+    ),
+    Mutant(
+        "step whose fence raises taken for over",
+        SESSION,
+        "            self._step_fences.ended(number, None)  # first",
+        "            pass  # first",
+        _OWN_STEPS,
+        test="tests/shell/test_step_fences.py::test_a_step_whose_fence_raises_is_not_taken_for_over",
     ),
     Mutant(
         "block that left a window forgets its step",

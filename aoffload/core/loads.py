@@ -65,6 +65,9 @@ class Loads:
             return ()
         if holding.num_steps:
             raise WrongState(f"load: a step touches the blocks of {holding}, and a load gives some of them back")
+        if holding.last_step:  # a forward in vain: it may still write to the blocks that the load gets
+            for table in holding.tables:
+                self.cache.last_uses.gave_up(holding, table.ids)
         may_load = holding.epoch == self.cache.epoch and BELOW in holding.leases
         stop = min(holding.hit_stop, holding.num_units, limit) if may_load else 0
         jobs = self.start(holding, stop, wake, units_per_job) if stop > holding.published else []

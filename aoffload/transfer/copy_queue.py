@@ -167,6 +167,9 @@ class CopyQueue:
                 self.turn_off(str(error))
         except Exception as error:  # noqa: BLE001 - a driver error: what was started is unknown, the engine goes on
             self.deliver(Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))
+        except BaseException:  # the handler of a signal: the same, and whoever has sent it hears of it
+            self.deliver(Completion(plan.job_id, Outcome.UNPROVEN, error="the launch was interrupted"))
+            raise
 
     # -- completions ----------------------------------------------------------------------------------------------
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import attrs
+
+from ..arguments import as_tuple, check_has
 
 __all__ = ["ORDERED", "PASSED", "OnlyAfter", "Fence", "PassedFence"]
 
@@ -33,13 +36,20 @@ class PassedFence:
         return None
 
 
+def _as_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:
+    found = as_tuple("fences", fences, "Fence")
+    for fence in found:
+        check_has("fences", fence, "Fence", "query synchronize")
+    return found
+
+
 @attrs.frozen
 class OnlyAfter:
     """Given as `after=`: the copy waits for `fences` and for nothing else. Use it if all work that touches the copy's
     blocks is over once these fences have passed. `LocalTransport` then records no fence of its own. Other transports
     may wait for more."""
 
-    fences: tuple[Fence, ...] = ()
+    fences: tuple[Fence, ...] = attrs.field(default=(), converter=_as_fences)
 
     def query(self) -> bool:
         return all(fence.query() for fence in self.fences)

@@ -47,13 +47,21 @@ class StepFences:
         return OnlyAfter(fences) if 0 < number <= self._last and len(fences) == len(found) else None
 
     def _forget_passed(self) -> None:
+        """Forget the oldest fences, as far as they have passed. The next fence replaces one that is broken."""
         pending = self._pending
-        while pending and (fence := pending[0][1]) is not None and _has_passed(fence):
+        while pending:
+            number, fence = pending[0]
+            if fence is None:
+                if len(pending) == 1:
+                    return
+                pending.popleft()
+                pending[0] = number, pending[0][1]
+                continue
+            try:
+                has_passed = fence.query()
+            except Exception:  # noqa: BLE001 - a driver error: nothing can be learned from this fence any more
+                pending[0] = number, None
+                continue
+            if not has_passed:
+                return
             pending.popleft()
-
-
-def _has_passed(fence: Fence) -> bool:
-    try:
-        return fence.query()
-    except Exception:  # noqa: BLE001 - a driver error: the load that waits for this fence meets it
-        return False

@@ -97,6 +97,16 @@ def test_without_steps_nothing_is_known() -> None:
     assert driven.ledger.last_step(driven.ledger.plan_load(holding)) == 0
 
 
+def test_a_forward_in_vain_is_waited_for_by_the_load_of_its_own_request() -> None:
+    """A step before the load is allowed, and its forward may fail: the load gets blocks that it may still write to."""
+    driven = on_host(num_device=5)
+    holding = driven.allocated(A)
+    with driven.ledger.step([holding]):
+        pass  # nothing of it is committed
+    plans = driven.ledger.plan_load(holding)
+    assert plans and driven.ledger.last_step(plans) == driven.ledger.num_steps_ended == 3
+
+
 @pytest.mark.parametrize("plans", [None, 7, [None], ["job"]])
 def test_plans_that_are_none_are_refused(plans: Any) -> None:
     """The error names the argument."""

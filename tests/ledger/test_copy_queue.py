@@ -428,6 +428,24 @@ def test_what_is_over_at_once_takes_no_place_in_flight() -> None:
     assert loop.queue.num_in_flight == 0 and not loop.ledger.jobs.unsettled
 
 
+def test_a_launch_that_is_interrupted_has_an_end() -> None:
+    """The handler of a signal may raise in the middle of it: it is heard of, and the job is not in flight for ever."""
+
+    class Interrupted(Copies):
+        def launch(self, plan: TransferPlan, after: Fence | None) -> None:
+            raise KeyboardInterrupt
+
+    loop = Loop()
+    copies = Interrupted()
+    loop.queue = CopyQueue(
+        loop.ledger, copies, loop.queue.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, observer=loop.told
+    )
+    with pytest.raises(KeyboardInterrupt):
+        loop.store(1)
+    loop.queue.advance()
+    assert not loop.queue.num_in_flight and not loop.ledger.jobs.unsettled
+
+
 class Linked(Copies):
     """Knows how fast its device is reached."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from serving import BACKENDS, Engine, on_the_host_only, prompt, scripted
 
+from aoffload import InvalidArgument
 from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport
 from aoffload.transfer.fence import PASSED, OnlyAfter
 from aoffload.transfer.step_fences import StepFences
@@ -96,3 +97,57 @@ async def test_a_step_that_nobody_has_told_of_is_not_taken_for_over(anyio_backen
     fences.ended(3, running)
     assert fences.before_load(2) == OnlyAfter((running,)) == fences.before_load(3)
     assert fences.before_load(1) == OnlyAfter()
+
+
+class BrokenFence(ScriptedFence):
+    def query(self) -> bool:
+        raise RuntimeError("no such event")
+
+
+async def test_a_broken_fence_is_replaced_by_the_next_one(anyio_backend: Any) -> None:
+    """A fence that always raises does not make loads fail for ever, and no list of steps grows behind it."""
+    fences = StepFences()
+    fences.ended(1, BrokenFence())
+    assert fences.before_load(1) is None
+    running = ScriptedFence()
+    fences.ended(2, running)
+    assert fences.before_load(1) == OnlyAfter((running,)) == fences.before_load(2)
+    running.has_passed = True
+    assert fences.before_load(2) == OnlyAfter()
+    for number in range(3, 1000):
+        fences.ended(number, None)
+    assert len(fences._pending) == 1 and fences.before_load(3) is None
+
+
+async def test_a_step_whose_fence_raises_is_not_taken_for_over(anyio_backend: Any) -> None:
+    """Whatever recording a fence raises, the ledger's step has ended: loads wait for all compute so far."""
+    async with scripted(4) as (engine, transport):
+        await on_the_host_only(engine, A)
+        recorded, transport.fence = transport.record_fence, PASSED
+
+        def broken() -> Any:
+            raise RuntimeError("the driver does not know")
+
+        async with engine.runtime.request(B) as leaving:
+            await leaving.allocate()
+            await leaving.load()
+            transport.record_fence = broken  # type: ignore[method-assign]
+            with pytest.raises(RuntimeError, match="does not know"), engine.runtime.step([leaving]):
+                pass
+            transport.record_fence = recorded  # type: ignore[method-assign]
+        async with engine.runtime.request(A) as request:
+            await request.allocate()
+            transport.auto = False
+            pending = request.load_nowait()
+            assert transport.launched[-1].after is None
+            transport.land_all()
+            await pending.wait()
+
+
+@pytest.mark.parametrize("fences", [5, None, (None,), "ab"])
+async def test_only_after_takes_fences(anyio_backend: Any, fences: Any) -> None:
+    """The error names the argument; an iterator is read once."""
+    with pytest.raises(InvalidArgument) as raised:
+        OnlyAfter(fences)
+    assert raised.value.argument == "fences"
+    assert OnlyAfter(iter([PASSED])).fences == (PASSED,)  # type: ignore[arg-type]
