@@ -216,8 +216,9 @@ class OffloadRuntime(RuntimeLife):
 
         A load waits only for the steps that used the blocks it writes to, and not for all compute so far. So once you
         use steps, run every forward in one, also a forward whose result you may discard, and commit once for each step.
-        If you never use steps, loads wait for all compute so far. A pending load in place of its request: the forward starts before the load is over (see
-        `PendingLoad`).
+        If you never use steps, loads wait for all compute so far.
+
+        A pending load in place of its request: the forward starts before the load is over (see `PendingLoad`).
         """
         with hold(self._session, requests):
             yield
