@@ -49,7 +49,7 @@ class Piece:
     blocks: frozenset[int] = frozenset()
     """The blocks that it reads or writes."""
     afterwards: list[Callable[[], None]] = attrs.field(factory=list)
-    """Run in the same step, right behind it."""
+    """Run directly after it, before the scheduler runs anything else."""
 
 
 class Stream:
@@ -62,7 +62,7 @@ class Stream:
         self._queue: deque[Piece] = deque()
 
     def submit(self, name: str, run: Callable[[], None], blocks: Iterable[int] = ()) -> None:
-        """Run `run`, which touches `blocks`, behind everything submitted so far."""
+        """Run `run`, which touches `blocks`, after everything submitted so far."""
         self._queue.append(Piece(name, run, frozenset(blocks)))
         if len(self._queue) == 1:
             self._schedule()

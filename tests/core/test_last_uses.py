@@ -1,4 +1,4 @@
-"""Which steps a load has to wait for: never fewer than have touched its destinations, and no later ones."""
+"""The steps that a load waits for: all that have touched its destinations, and none after the last of them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_plans_that_are_none_are_refused(plans: Any) -> None:
 
 
 def test_a_commit_that_no_step_covers_ends_it_for_good() -> None:
-    """Whoever computes outside of steps once may do so always: other blocks may have been touched, too."""
+    """A program that computes outside of steps once may do so again, and may have touched any block."""
     driven = on_host(num_device=5)
     holding = driven.running(C)
     driven.land(driven.commit(holding))  # no step
@@ -137,7 +137,7 @@ def test_a_commit_of_new_tokens_alone_needs_no_step() -> None:
 
 
 def test_what_was_never_in_a_step_waits_for_the_next_one() -> None:
-    """A request that leaves between its load and its first step may have computed: the fence that covers it comes."""
+    """A cancelled request may have computed after its load. A load into its blocks waits for the next step's fence."""
     driven = on_host(num_device=5)
     leaving = driven.running(C)
     driven.release(leaving, "cancelled")
@@ -153,7 +153,7 @@ def test_what_was_never_in_a_step_waits_for_the_next_one() -> None:
 
 
 def test_a_fork_copies_outside_of_steps() -> None:
-    """The engine copies blocks of the parent after its step: freed, they wait for the step after that."""
+    """The engine copies the parent's blocks after its step, so freed blocks wait for the step after that."""
     driven = Stepping(12)
     parent = driven.serve(A)  # step 1
     child = driven.ledger.fork(parent).holding

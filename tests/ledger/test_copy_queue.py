@@ -407,7 +407,7 @@ def at_once(**options: Any) -> tuple[Loop, AtOnce]:
 
 
 def test_what_is_copied_at_once_is_settled_in_the_next_turn() -> None:
-    """A request that launches a copy does not change under its own hands: nothing settles before the queue advances."""
+    """Nothing is settled inside the call that launches a copy, so a request does not change while it launches one."""
     loop, copies = at_once()
     loop.store(1)
     assert len(copies.launched) == 1 and not copies.num_settled_inside
@@ -417,8 +417,8 @@ def test_what_is_copied_at_once_is_settled_in_the_next_turn() -> None:
     assert copies.num_turns == 2, "one at the start, and one for each time that completions were settled"
 
 
-def test_what_is_over_at_once_takes_no_place_in_flight() -> None:
-    """The bound on jobs is about copies under way: ones that are over only wait to be settled."""
+def test_finished_copies_do_not_count_against_max_jobs() -> None:
+    """`max_jobs_in_flight` bounds copies that run. A finished copy that waits to be settled is not counted."""
     loop, copies = at_once(max_jobs_in_flight=1)
     for seed in range(3):
         loop.store(seed)
@@ -447,7 +447,7 @@ def test_a_launch_that_is_interrupted_has_an_end() -> None:
 
 
 class Linked(Copies):
-    """Knows how fast its device is reached."""
+    """A transport that reports the rate of its link."""
 
     link_bytes_per_s = 0.0
 
@@ -470,4 +470,4 @@ def test_a_fast_link_has_more_in_flight(link: float, options: Any, bounds: tuple
     queue = CopyQueue(loop.ledger, copies, loop.queue.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES)
     for hop in ((Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST)):
         assert (queue.hop(*hop).max_bytes, queue.hop(*hop).max_jobs) == bounds
-    assert queue.hop(Tier.DISK, Tier.HOST).max_bytes == 64 * 2**20, "a disk is no faster for that"
+    assert queue.hop(Tier.DISK, Tier.HOST).max_bytes == 64 * 2**20, "the link does not change the bound of a disk"

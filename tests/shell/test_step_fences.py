@@ -48,7 +48,7 @@ async def test_a_load_does_not_wait_for_steps_of_others(anyio_backend: Any) -> N
 
 
 async def test_a_load_waits_for_the_step_that_used_its_blocks(anyio_backend: Any) -> None:
-    """A request that has left may still be computed for: nobody loads into its blocks before that is over."""
+    """A forward may still run after its request has left: no load writes to its blocks before the forward is over."""
     async with scripted(4) as (engine, transport):
         await on_the_host_only(engine, A)
         fence = ScriptedFence()
@@ -72,11 +72,11 @@ async def test_a_load_waits_for_the_step_that_used_its_blocks(anyio_backend: Any
 
 
 async def test_a_step_without_a_fence_is_waited_for_with_all_others(anyio_backend: Any) -> None:
-    """If no fence can be recorded for a step, a load waits for the caller's stream, until a later step has one."""
+    """If a step has no fence, a load waits for the caller's stream, until a later step has a fence."""
     fences, running = StepFences(), ScriptedFence()
     fences.ended(1, PASSED)
     assert fences.before_load(1) == OnlyAfter()
-    assert fences.before_load(0) is None, "nobody knows what has touched the destinations"
+    assert fences.before_load(0) is None, "unknown steps: wait for all compute"
     fences.ended(2, None)
     fences.ended(3, None)
     assert fences.before_load(1) == OnlyAfter()

@@ -136,7 +136,7 @@ def test_a_load_behind_given_fences_waits_for_nothing_else(open_copies: Callable
 
 
 class Small:
-    """A transport of the CPU's own backend, and what it delivered, with the thread that did."""
+    """A transport with `CpuBackend` itself, and its completions with the thread that delivered each."""
 
     def __init__(self, block_bytes: int = 64, num_blocks: int = 8) -> None:
         self.pool = torch.arange(num_blocks, dtype=torch.uint8)[:, None].repeat(1, block_bytes)
@@ -162,7 +162,7 @@ class Small:
 
 
 def test_nothing_is_copied_at_once_before_a_turn_begins() -> None:
-    """A caller that settles completions inside `deliver` never says that a turn begins, and is called by threads."""
+    """`begin_turn` enables copies at once. A caller that settles inside `deliver` never calls it."""
     small = Small()
     small.store(1, 0)
     assert not small.is_at_once()
@@ -200,7 +200,7 @@ def test_copies_in_a_turn_are_counted() -> None:
 
 
 def test_a_large_copy_is_made_by_a_thread() -> None:
-    """The event loop goes on meanwhile."""
+    """A copy above 64 KiB goes to a thread, so that it does not block the event loop."""
     small = Small(block_bytes=65 * 1024)
     small.transport.begin_turn()
     small.store(1, 0)

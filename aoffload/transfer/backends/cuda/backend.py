@@ -1,4 +1,4 @@
-"""The backend of one GPU: chooses the pieces of a plan, how they are copied, and behind which fences."""
+"""The backend of one GPU: chooses the pieces of a plan, how they are copied, and which fences they wait for."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class CudaOptions:
 
 @attrs.define(eq=False)
 class Lane:
-    """The stream of one direction, and what only the thread that submits to it uses."""
+    """The stream of one direction, and the state of the thread that submits to it."""
 
     stream: Handle
     scratch: Scratch = attrs.field(factory=Scratch)
@@ -105,8 +105,8 @@ class CudaBackend(RegionBackend):
     Compute is assumed to run on `compute_stream`, by default on the current stream of the thread that records a fence.
     An engine whose forward runs on another stream than the current one of its event loop has to name it.
 
-    Per direction, one thread calls `wait_for`, `copy` and `settle`; any other may wait for fences and verify, because
-    single blocks are read and written on a stream of their own, which never waits for copies.
+    The submitting thread of a direction calls `wait_for` and `copy`. Any thread may call `settle`, wait for fences and
+    verify, because single blocks are read and written on a stream of their own, which never waits for copies.
 
     Needs no `record_stream`: the backend keeps the tensors alive, and a block is reused only after every copy of it has
     ended.
@@ -284,7 +284,8 @@ class CudaBackend(RegionBackend):
         return self.copy_by_kernel(pieces, direction)
 
     def copy_by_engine(self, pieces: Pieces, direction: Direction) -> Fence:
-        """Waits, before each batch, until fewer than `max_batches` are under way in this direction."""
+        """Submit `pieces` to the copy engine, and return a fence after them. If batched, first wait until fewer than
+        `max_batches` batches are under way in this direction."""
         lane, options = self._lanes[direction], self.options
         if not (options.batched and self.host.is_page_locked):
             self.driver.copy_each(pieces, lane.stream)

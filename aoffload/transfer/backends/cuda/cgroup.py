@@ -1,4 +1,4 @@
-"""The memory that the process's cgroup has left: Linux kills a process that takes more, rather than refusing it."""
+"""The memory that the process's cgroup has left, because Linux kills a process that exceeds the limit."""
 
 from __future__ import annotations
 
