@@ -192,7 +192,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
         "completion.outcome is Outcome.REFUSED",
         "False",
         "a log is not flooded while a store is left alone",
-        ALONE,
+        "tests/ledger/test_ledger_log.py::test_a_job_that_a_disabled_storage_refuses_is_no_warning",
     ),
     _mutant(
         "nobody tells that a store is left alone",

@@ -256,6 +256,21 @@ def test_a_copy_queue_reports_to_the_log_and_the_metrics(
     assert metrics.is_cache_off is has_others
 
 
+@pytest.mark.parametrize(("outcome", "level"), [(Outcome.REFUSED, "debug"), (Outcome.FAILED, "warning")])
+def test_a_job_that_a_disabled_storage_refuses_is_no_warning(tmp_path: Path, outcome: Outcome, level: str) -> None:
+    """`storage_left_alone` has said why, once. A failure of the job's own is a warning."""
+    path = tmp_path / "log"
+    with path.open("w") as file:
+        driven = EngineDriven(observer=LedgerLog(make_logger(file)))
+        holding, tables = driven.computed(range(16))
+        (plan,) = driven.offer(holding, 16, tables)
+        driven.ledger.launch(plan.job_id)
+        driven.ledger.settle(Completion(plan.job_id, outcome, error="the storage is left alone"))
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    (failed,) = [event for event in events if event["event"] == "job_failed"]
+    assert (failed["level"], failed["outcome"]) == (level, outcome.value)
+
+
 def test_a_request_that_asks_with_other_tokens_of_its_engine_s_is_one_timeline(tmp_path: Path) -> None:
     """Its pins move, so it is matched again; nothing of it is over."""
     path = tmp_path / "log"
