@@ -230,9 +230,7 @@ class Session(BoundSession):
     def step_ends(self) -> None:
         """Called before a step ends in the ledger: record the fence for loads that need blocks of this step."""
         if self._step_fences is not None:
-            number = self.ledger.num_steps_ended + 1
-            self._step_fences.ended(number, None)  # first: recording may raise anything, and the step ends all the same
-            self._step_fences.ended(number, self._fence())
+            self._step_fences.ended(self.ledger.num_steps_ended + 1, self._fence())
 
     def submit_transfers(self, plans: Sequence[TransferPlan]) -> None:
         """Launch planned copies. A load waits for the steps that used its destinations, or for all compute so far if

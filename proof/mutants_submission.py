@@ -34,8 +34,8 @@ _STEPS = (
     Mutant(
         "step's fence noted for the step after",
         SESSION,
-        "number = self.ledger.num_steps_ended + 1",
-        "number = self.ledger.num_steps_ended + 2",
+        "self._step_fences.ended(self.ledger.num_steps_ended + 1, self._fence())",
+        "self._step_fences.ended(self.ledger.num_steps_ended + 2, self._fence())",
         _OWN_STEPS,
         test="tests/shell/test_step_fences.py::test_a_load_waits_for_the_step_that_used_its_blocks",
     ),
@@ -73,9 +73,9 @@ _STEPS = (
     ),
     Mutant(
         "step whose fence raises taken for over",
-        SESSION,
-        "            self._step_fences.ended(number, None)  # first",
-        "            pass  # first",
+        FENCES,
+        " if 0 < number <= self._last and ",
+        " if 0 < number and ",
         _OWN_STEPS,
         test="tests/shell/test_step_fences.py::test_a_step_whose_fence_raises_is_not_taken_for_over",
     ),
