@@ -65,8 +65,8 @@ def usual(name: str, ledger: Ledger, holding: Any) -> Any:
         "holding": holding, "prefix": Prefix.of(ROOT, TOKENS), "holdings": [holding], "num_tokens": 44, "job_id": 0,
         "num_computed_tokens": 40, "from_token": 8, "expires_at": 3.0, "now": 2.0, "block_ids": [[1, 2]],
         "num_device_tokens": 0, "max_blocks": 9, "is_wanted": bool, "num_remote_tokens": 0, "watcher": None,
-        "waiter": holding.waiter, "completion": Completion(0, Outcome.LANDED, 1), "plans": [], "pin": None, "transfer": None,
-        "run": None,
+        "waiter": holding.waiter, "completion": Completion(0, Outcome.LANDED, 1), "plans": [], "pin": None,
+        "transfer": None, "run": None,
     }  # fmt: skip
     return values[name]
 
