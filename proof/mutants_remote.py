@@ -95,7 +95,7 @@ _FETCHES = (
         "two fetches share their loads",
     ),
     _met_by(
-        OF_FETCHES + "fetches_take_no_more_than_their_share",
+        OF_FETCHES + "no_half_of_a_cell_is_fetched",
         "loads of half a cell",
         FETCHES,
         "start + left // layout.width)",

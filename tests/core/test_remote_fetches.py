@@ -247,6 +247,13 @@ def test_fetches_take_no_more_than_their_share() -> None:
     assert remote.fetched(other) == CELL, "the share is free again"
 
 
+def test_no_half_of_a_cell_is_fetched() -> None:
+    """A share that ends in the middle of a cell ends before it: a cell is loaded as a whole."""
+    remote = Remote(num_host=32, max_fetch_share=6 / 32)
+    remote.in_store_only(TOKENS)
+    assert spans_of(remote.fetch(TOKENS).plans) == [(0, 4, ALL)]
+
+
 @pytest.mark.parametrize(("num_host", "share"), [(32, 3 / 32), (3, 1.0), (15, 0.25)])
 def test_a_cell_larger_than_the_share_is_refused(num_host: int, share: float) -> None:
     """It could be stored and asked for, and never be loaded."""
