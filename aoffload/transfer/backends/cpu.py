@@ -102,9 +102,10 @@ class CpuBackend(RegionBackend):
         While other threads contend for the GIL, short stretches are copied together, through a buffer.
         """
         waits, num_bytes = self._waits[direction], len(on_host) * self.block_bytes
-        extents = [self._host[part] for part in _as_slices(on_host)]
-        is_staged = waits.have_begun and num_bytes < len(extents) * SHORT_CALL_BYTES
-        with nullcontext() if num_bytes < LEAST_TIMED_BYTES else waits.timing(1 if is_staged else len(extents)):
+        num_calls = 1 + int(np.count_nonzero(gaps(on_host))) if waits.have_begun else 0
+        is_staged = num_bytes < num_calls * SHORT_CALL_BYTES
+        extents = [] if is_staged else [self._host[part] for part in _as_slices(on_host)]
+        with nullcontext() if num_bytes < LEAST_TIMED_BYTES else waits.timing(len(extents) or 1):
             if is_staged:
                 self._staging[direction].move(direction, on_device, on_host)
             else:
