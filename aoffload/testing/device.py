@@ -53,8 +53,8 @@ class Piece:
 
 
 class Stream:
-    """Runs work in the order of submission, each piece at its own later step. Fences that follow a piece, and what was
-    to run behind it, run in the same step."""
+    """Runs work in the order of submission, each piece in a scheduler action of its own. Fences after a piece, and its
+    `afterwards`, run in the same action."""
 
     def __init__(self, scheduler: Scheduler, rng: random.Random) -> None:
         self._scheduler = scheduler
@@ -68,8 +68,8 @@ class Stream:
             self._schedule()
 
     def after_uses_of(self, block_id: int, run: Callable[[], None]) -> None:
-        """Run `run` behind the last piece that touches the block: at once, if none is left. Other pieces may be behind
-        it: whoever waits for the uses of this block alone goes on then."""
+        """Run `run` after the last piece that touches the block, or at once if none is left. Pieces submitted later do
+        not delay it."""
         for piece in reversed(self._queue):
             if block_id in piece.blocks:
                 piece.afterwards.append(run)

@@ -10,7 +10,7 @@ import attrs
 __all__ = ["MemoryLimit", "memory_limit"]
 
 UNLIMITED_BYTES = 2**60
-"""Version 1 of cgroups says that there is no limit by one that nobody reaches."""
+"""Version 1 of cgroups reports a huge number if there is no limit. Limits from here on count as none."""
 
 
 @attrs.frozen

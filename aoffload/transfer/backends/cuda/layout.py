@@ -17,7 +17,7 @@ __all__ = ["WIDEST_BYTES", "Layout", "Scratch"]
 Numbers = NDArray[np.uint64]
 
 WIDEST_BYTES = 16
-"""What a thread of a kernel moves at once, if everything is aligned to it."""
+"""Maximum bytes that a thread of a kernel moves in one access; needs data aligned to it."""
 
 
 @attrs.frozen
