@@ -34,6 +34,14 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
         test=f"{TESTS}test_a_disk_that_fails_is_left_alone",
     ),
     Mutant(
+        "vLLM disk: a fetch without free blocks counts as one that loaded nothing",
+        FETCHES,
+        "        found.num_tried = self._num_loads_over\n",
+        "        found.num_tried, found.num_fetched = self._num_loads_over, match.num_tokens\n",
+        "a request waits for the fetches that take the share of host memory",
+        test=f"{TESTS}test_a_fetch_without_free_blocks_is_tried_again",
+    ),
+    Mutant(
         "vLLM disk: a burst loads each for itself",
         FETCHES,
         "            match = found.ask_behind_fetch(self.ledger, self.counts.num_failed)\n",

@@ -143,7 +143,7 @@ class Fetches:
         are_others = any(self.queue.num_under_way(*hop) for hop in (FROM_DISK, FROM_REMOTE))
         if found.num_tried == self._num_loads_over and are_others:
             return PENDING
-        if match.num_tokens <= found.num_fetched and not are_others:  # the last one has brought nothing
+        if match.num_tokens <= found.num_fetched and not are_others:  # the last fetch has loaded nothing
             found.fetching = Fetching.OVER
             return match
         fetch = self._begin(found, match, offer)
@@ -166,9 +166,9 @@ class Fetches:
         if found.num_tried < 0:
             found.fetch_until = self.clock() + self._bound_s(match, offer)
             self.counts.counted["fetches"] += 1
-        found.num_tried, found.num_fetched = self._num_loads_over, match.num_tokens
-        if fetch.plans or not fetch.is_over:
-            found.fetch = fetch
+        found.num_tried = self._num_loads_over
+        if fetch.plans or not fetch.is_over:  # otherwise there was no free block, and it is tried again
+            found.fetch, found.num_fetched = fetch, match.num_tokens
             self.queue.submit(fetch.plans)
         return fetch
 

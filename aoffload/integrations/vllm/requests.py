@@ -74,9 +74,9 @@ class EngineRequest:
     fetch_until: float = math.inf
     """None begins later."""
     num_tried: int = -1
-    """Loads from below host memory that were over when its last fetch began."""
+    """Loads from below host memory that were over when it last asked for a fetch."""
     num_fetched: int = -1
-    """Tokens that it had then."""
+    """Tokens of its hit when its last fetch began that had anything to load."""
 
     @property
     def is_asking(self) -> bool:
