@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -714,10 +715,12 @@ def test_what_cannot_be_removed_is_not_used(open_remote: Open) -> None:
     copies.store(cell(0))
     faults(store, remove=StoreFault.ERROR)
     copies.remote.forget([cell(0)])
-    for number in range(1, 4):
-        copies.store(cell(number))
-    copies.clock.seconds = 2.0
-    assert copies.load(cell(0)).outcome is Outcome.FAILED
+    numbers = count(1)
+    while not copies.remote.refuses(Direction.STORE):  # until two attempts in a row have failed
+        copies.store(cell(next(numbers)))
+    ended = copies.load(cell(0))
+    assert (ended.outcome, ended.error) == (Outcome.FAILED, "the cell in the store is not right")
+    assert copies.name(cell(0)) in store.objects
     faults(store)
     copies.clock.seconds = 60.0
     assert not copies.remote.refuses(Direction.STORE)
