@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from array import array
 from collections.abc import Callable, Iterator
-from itertools import count
 from typing import Any
 
 import pytest
@@ -715,7 +715,7 @@ def test_what_cannot_be_removed_is_not_used(open_remote: Open) -> None:
     copies.store(cell(0))
     faults(store, remove=StoreFault.ERROR)
     copies.remote.forget([cell(0)])
-    numbers = count(1)
+    numbers = itertools.count(1)
     while not copies.remote.refuses(Direction.STORE):  # until two attempts in a row have failed
         copies.store(cell(next(numbers)))
     ended = copies.load(cell(0))
