@@ -111,7 +111,8 @@ def test_a_hanging_copy_keeps_both_memories_alive() -> None:
 
 
 def test_several_jobs_run_at_once_and_end_in_order(open_copies: Callable[..., Copies]) -> None:
-    """The second copy is started while the first runs; a completion never overtakes an older one."""
+    """The second copy is started while the first runs. Each completion waits for the fence of its own copy, and never
+    overtakes an older one."""
     copies = open_copies(numbered_pool(), 4, LateFenceBackend)
     backend = copies.transport.backend
     assert isinstance(backend, LateFenceBackend)
@@ -124,6 +125,7 @@ def test_several_jobs_run_at_once_and_end_in_order(open_copies: Callable[..., Co
     assert copies.completions.empty()
     backend.fences[1].gate.set()
     assert [copies.next().job_id, copies.next().job_id] == [1, 2]
+    assert all(backend.fences[job_id].is_waited_for.is_set() for job_id in (1, 2)), "proven by its own fence"
 
 
 def test_a_lost_device_is_unproven(open_copies: Callable[..., Copies]) -> None:
