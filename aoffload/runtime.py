@@ -232,6 +232,16 @@ class OffloadRuntime(RuntimeLife):
         """
         return await run_step(self._session, requests, function)
 
+    def offer_deferred(self, after: Fence | None = None) -> None:
+        """With `engine_blocks`, at the begin of each step: store the blocks that offers have deferred because too much
+        was in flight, as far as there is room by now. Includes requests that are over, because `find` says where the
+        engine still has their blocks.
+
+        `after` is a fence behind all compute so far; None: behind all work on the current stream so far.
+        """
+        self._session.check_usable()
+        self._session.offer_deferred(after)
+
     def report_queue(self, num_tokens: int) -> None:
         """The engine will compute so many tokens of prompts before those of the next request. Call it at each step, or
         never: the runtime counts what requests have to compute from their load on."""

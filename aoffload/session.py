@@ -306,6 +306,12 @@ class Session(BoundSession):
             self.costs.computed(holding.request_id, holding.num_computed_tokens - before)
         self._store_behind(fence, plans)
 
+    def offer_deferred(self, after: Fence | None) -> None:
+        """Store from an engine's blocks what earlier offers have deferred, once `after` has passed."""
+        if after is not None or self.ledger.deferred_requests:
+            after = self.fence_after(after)
+        self._store_behind(after, self.ledger.offer_deferred())
+
     def _store_behind(self, fence: Fence | None, plans: Sequence[TransferPlan]) -> None:
         if fence is None:
             self.worker.refuse(plans)

@@ -97,6 +97,11 @@ class EngineTier(TierBlocks):
     def let_go(self, block_ids: array[int]) -> None:
         self.held.give(block_ids)
 
+    @property
+    def finds(self) -> bool:
+        """Whether the engine can find blocks in its prefix cache."""
+        return hasattr(self.held.blocks, "find")
+
     def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
         """Blocks that the engine still has in its prefix cache; zeros if it has no `find`."""
         find = getattr(self.held.blocks, "find", None)

@@ -1,7 +1,12 @@
 """Offers: stores from an engine's blocks, which the engine names in its tables.
 
-Best effort: blocks without room in the host, or beyond the limit in flight, are skipped. The observer is told, and the
-next offer tries them again.
+An offer never waits. Blocks that find no room in host memory are skipped: the observer is told, and the next offer of
+the request tries them again.
+
+Copies hold the blocks that they read, so the stores in flight are bounded: by `max_bytes_in_flight` where it is
+configured, else by what one step of the engine computes. Blocks beyond the bound are deferred. `offer_deferred` stores
+them once there is room, also after their request has ended: the engine's prefix cache (`FindsBlocks.find`) proves that
+a block still holds what it held. A block that is no longer there is given up, and the observer is told.
 """
 
 from __future__ import annotations
@@ -10,8 +15,9 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from ..config import MAX_BLOCKS
 from ..errors import InvalidArgument
 from .cache import PrefixCache
 from .commits import is_at_end
@@ -29,8 +35,15 @@ from .policy import StorePolicy
 from .presence import covered, covered_stop
 from .records import Job, Run
 from .stores import Stores, first_stored
+from .table import NO_LIMIT
+from .tokens import TokenSequence
 
 __all__ = ["EngineOffers", "Offer"]
+
+MOST_DEFERRED = 128
+"""Maximum requests with deferred blocks, because each keeps its tokens. One more gives up the blocks of the oldest."""
+MOST_OF_POOL = 4
+"""What a step computes raises the bound to a quarter of the engine's blocks at most."""
 
 Path: TypeAlias = Sequence[tuple[Run, int]]
 """Runs of the index, each with the unit up to which its tokens are those of a request."""
@@ -64,8 +77,36 @@ class Wanted:
     offers: list[Offer]
     end: End | None = None
     """Where the offers begin, if the index has nothing behind."""
+    stop: int = 0
+    """The unit up to which it was looked for."""
     num_evicted: int = 0
     """Blocks that are not offered, since the host has evicted what comes before them."""
+    num_left: int = 0
+    """Blocks behind the offers that were not looked for."""
+    num_missing: int = 0
+    """Blocks behind the offers that the engine does not have."""
+
+
+@dataclass(slots=True, eq=False)
+class Deferred:
+    """The blocks of a request that offers left out, because too much was in flight."""
+
+    holding: Holding
+    stop: int
+    """The unit up to which the host is to have it. The request itself does not know that any more once it is over."""
+    unwritten: Mapping[int, range]
+    num_blocks: int
+    """How many they were when it was tried last."""
+
+
+class Nulls(Sequence[int]):
+    """A block table of null blocks, as long as anybody asks."""
+
+    def __len__(self) -> int:
+        return MAX_BLOCKS
+
+    def __getitem__(self, at: Any) -> Any:
+        return [0] * (at.stop - at.start) if isinstance(at, slice) else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +118,18 @@ class EngineOffers:
     policy: StorePolicy
     device: EngineTier
     max_blocks_in_flight: int
+    max_step_blocks: int
+    """A step that computes so many blocks has all of them in flight. 0: `max_blocks_in_flight` is configured."""
+    num_rows: int
     learning: Learning | None = None
+    deferred: dict[str, Deferred] = field(default_factory=dict)
+    """By request id, the oldest first."""
+    _step_blocks: int = 0
+    """The most blocks that a step has computed."""
+    _computed_blocks: int = 0
+    """Blocks that this step has computed, as far as they were offered."""
+    _knows_steps: bool = False
+    """Whether the engine says where a step begins. Until then, each offer counts as a step."""
     _ends: dict[Holding, End] = field(default_factory=dict)
     """Where the path of a request was left: what it offers next usually begins there."""
 
@@ -91,6 +143,8 @@ class EngineOffers:
         """The request is over, or its tokens were taken back."""
         self._ends.pop(holding, None)
 
+    # -- what an offer stores -------------------------------------------------------------------------------------
+
     def wanted(self, holding: Holding, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool) -> Wanted:
         """Blocks that the policy wants, the host lacks and the engine has. Changes nothing, except that the last offer
         tells the policy what was generated, once all `ids` are checked. `unwritten`: for each band, units whose blocks
@@ -101,6 +155,19 @@ class EngineOffers:
             ids.check(holding.published)
             self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
         stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
+        return self._lacking(holding, stop, ids, unwritten, is_last=is_last)
+
+    def _lacking(
+        self,
+        holding: Holding,
+        stop: int,
+        ids: EngineIds,
+        unwritten: Mapping[int, range],
+        *,
+        is_last: bool = False,
+        most: int = NO_LIMIT,
+    ) -> Wanted:
+        """What the host lacks of the first `stop` units; of full attention, the first `most` units of it."""
         if not stop or not self.cache.tiers[BELOW].pool.num_blocks:
             return Wanted([])
         full = self.cache.layout.full
@@ -112,20 +179,23 @@ class EngineOffers:
         if end is not None:
             lacking = [range(end.position, stop)]
         elif full.width:
-            lacking = _lacking(path, full, 0, stop)
+            lacking = _lacking_of(path, full, 0, stop)
         if lacking and lacking[0].start < holding.stored_stop and not is_last and self._evicts(holding):
             return Wanted([], num_evicted=max(0, stop - holding.stored_stop) * full.width)
+        lacking, num_left = _first(lacking, most)
         found = self._all_of_full(holding, lacking, ids)
+        num_missing = sum(map(len, lacking)) - sum(offer.stop - offer.start for offer in found)
+        wanted = Wanted(found, end, stop, num_left=num_left * full.width, num_missing=num_missing * full.width)
         if end is not None:
-            return Wanted(found, end)
-        if is_last or is_at_end(holding) or stop == holding.store_limit:
+            return wanted
+        if is_last or holding.is_over or is_at_end(holding) or stop == holding.store_limit:
             last = self.stores.last_end(holding, stop)
             for band in self.cache.layout.windows:
                 nobodys = unwritten.get(band.number, range(0))
-                lacking = _lacking(path, band, first_stored(band, last), stop)
+                lacking = _lacking_of(path, band, first_stored(band, last), stop)
                 units = [part for one in lacking for part in without([nobodys], one.start, one.stop)]
-                found += self._of_window(holding, band, units, ids)
-        return Wanted(found)
+                wanted.offers += self._of_window(holding, band, units, ids)
+        return wanted
 
     @staticmethod
     def _end_of(path: Path) -> End | None:
@@ -157,11 +227,11 @@ class EngineOffers:
         run = end.run
         return run is None or (run.stop == end.position and self.cache.index.runs.get(run.key) is run)
 
-    def check_sources(self, found: Sequence[Offer], num_rows: int) -> None:
+    def check_sources(self, found: Sequence[Offer]) -> None:
         """Refuse a block that is named twice, or that a load may still write to."""
         if not found:
             return
-        named = named_rows(num_rows, [offer.blocks for offer in found])
+        named = named_rows(self.num_rows, [offer.blocks for offer in found])
         if not named.are_distinct:
             raise InvalidArgument("block_ids", "names a block twice")
         if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
@@ -208,22 +278,43 @@ class EngineOffers:
                 first = (named.start - units.start) * band.width
                 yield Offer(band, named.start, named.stop, blocks[first : first + len(named) * band.width])
 
-    def store(self, holding: Holding, wanted: Wanted) -> list[Job]:
-        jobs, found = list[Job](), wanted.offers
+    # -- stores ---------------------------------------------------------------------------------------------------
+
+    def computed(self, num_units: int) -> None:
+        """An offer is the first of `num_units` that were computed since the offer before it."""
+        num_blocks = num_units * sum(band.width for band in self.cache.layout.bands)
+        self._computed_blocks = num_blocks + (self._computed_blocks if self._knows_steps else 0)
+        self._step_blocks = max(self._step_blocks, min(self._computed_blocks, self.max_step_blocks))
+
+    def store(self, holding: Holding, wanted: Wanted, unwritten: Mapping[int, range]) -> list[Job]:
+        """Plan what of `wanted` may be in flight, and defer the rest."""
+        self.deferred.pop(holding.request_id, None)  # it is in `wanted`
+        jobs, num_left = self._store(holding, wanted)
+        if num_left and self.device.finds:
+            self.deferred[holding.request_id] = Deferred(holding, wanted.stop, dict(unwritten), num_left)
+            if len(self.deferred) > MOST_DEFERRED:
+                oldest = self.deferred.pop(next(iter(self.deferred)))
+                self.moves.told.store_skipped(oldest.holding, oldest.num_blocks, "in_flight")
+        elif num_left:
+            self.moves.told.store_skipped(holding, num_left, "in_flight")
+        return jobs
+
+    def _store(self, holding: Holding, wanted: Wanted) -> tuple[list[Job], int]:
+        """The jobs, and how many blocks are too many now."""
+        jobs, found, num_left = list[Job](), wanted.offers, wanted.num_left
         if wanted.num_evicted:
             self.moves.told.store_skipped(holding, wanted.num_evicted, "evicted")
         if not found:
             if wanted.end is not None:
                 self._ends[holding] = wanted.end
-            return jobs
+            return jobs, num_left
         stop = found[0].stop if len(found) == 1 else max([offer.stop for offer in found])
         run = self._path(holding, wanted.end, stop)
         # One offer pins its path itself.
         pin = None if len(found) == 1 else self.cache.lease(BELOW, run, self._no_windows(run), is_use=False)
         for offer in found:
             taken = self._bounded(offer)
-            if len(taken.blocks) < len(offer.blocks):
-                self.moves.told.store_skipped(holding, len(offer.blocks) - len(taken.blocks), "in_flight")
+            num_left += len(offer.blocks) - len(taken.blocks)
             if taken.blocks:
                 over = stretches(run if pin is None else pin.run, taken.start, taken.stop)
                 planned = self.stores.store(holding, taken.band, over, taken.blocks)
@@ -234,7 +325,7 @@ class EngineOffers:
             self.cache.release(pin)
         elif not jobs or jobs[-1].run is not run:
             self.cache.tidy(run)  # its end is not stored
-        return jobs
+        return jobs, num_left
 
     def _no_windows(self, run: Run) -> list[int]:
         return [run.stop for _ in self.cache.layout.windows]
@@ -242,11 +333,56 @@ class EngineOffers:
     def _bounded(self, offer: Offer) -> Offer:
         """The front of `offer` that may be in flight; of a window all or nothing, since a part of it is of no use."""
         in_flight = self.jobs.num_stored_now(Tier.DEVICE)
-        num_units = max(0, self.max_blocks_in_flight - in_flight) // offer.band.width
+        num_units = max(0, self._num_free_blocks) // offer.band.width
         if offer.start + num_units >= offer.stop or (offer.band.number and not in_flight):
             return offer
         num_units = 0 if offer.band.number else max(num_units, 0 if in_flight else 1)
         return Offer(offer.band, offer.start, offer.start + num_units, offer.blocks[: num_units * offer.band.width])
+
+    @property
+    def _num_free_blocks(self) -> int:
+        """Blocks that stores may hold besides those in flight."""
+        return max(self.max_blocks_in_flight, self._step_blocks) - self.jobs.num_stored_now(Tier.DEVICE)
+
+    # -- deferred blocks ------------------------------------------------------------------------------------------
+
+    def offer_deferred(self) -> list[Job]:
+        """A step begins: store deferred blocks, those of the oldest request first, as far as there is room by now."""
+        self._knows_steps, self._computed_blocks = True, 0
+        jobs: list[Job] = []
+        while self.deferred and (room := self._num_free_blocks) > 0:
+            request_id = next(iter(self.deferred))
+            old = self.deferred.pop(request_id)
+            jobs += self.store(old.holding, self._found_of(old, room), old.unwritten)
+            if old.holding.is_over:
+                self.forget(old.holding)
+            left = self.deferred.pop(request_id, None)
+            if left is not None:  # it goes on being the first
+                self.deferred = {request_id: left, **self.deferred}
+                break
+        return jobs
+
+    def _found_of(self, old: Deferred, room: int) -> Wanted:
+        """What the engine still has of deferred blocks, at least one unit of full attention where the host lacks it."""
+        holding, layout = old.holding, self.cache.layout
+        if holding.epoch != self.cache.epoch:
+            return Wanted([])
+        ids = EngineIds(layout, self.num_rows, "find", (Nulls(),) * len(layout.groups))
+        most = max(1, room // layout.full.width) if layout.full.width else 0
+        wanted = self._lacking(holding, old.stop, ids, old.unwritten, most=most)
+        named = named_rows(self.num_rows, [offer.blocks for offer in wanted.offers])
+        if not named.are_distinct or named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
+            wanted = Wanted([], num_missing=old.num_blocks)
+        if wanted.num_missing:  # what comes after a gap is never found
+            self.moves.told.store_skipped(holding, wanted.num_missing + wanted.num_left, "in_flight")
+            wanted.num_left = 0
+        return wanted
+
+    def taken_back(self, wrong: TokenSequence, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` of `wrong` is wrong in the end: nothing computed from it is stored."""
+        for request_id, old in tuple(self.deferred.items()):
+            if old.holding.sequence.begins_alike(wrong, num_tokens):
+                del self.deferred[request_id]
 
     def _path(self, holding: Holding, end: End | None, stop: int) -> Run:
         """The run of the index that ends at unit `stop` of the request's tokens; inserts what is missing, behind `end`
@@ -270,7 +406,18 @@ def _is_covered(run: Run) -> bool:
     return True
 
 
-def _lacking(path: Path, band: Band, start: int, stop: int) -> list[range]:
+def _first(lacking: list[range], most: int) -> tuple[list[range], int]:
+    """The first `most` units of `lacking`, and how many are left."""
+    found: list[range] = []
+    for units in lacking:
+        taken = units[: max(0, most)]
+        most -= len(taken)
+        if taken:
+            found.append(taken)
+    return found, sum(map(len, lacking)) - sum(map(len, found))
+
+
+def _lacking_of(path: Path, band: Band, start: int, stop: int) -> list[range]:
     """Units `[start, stop)` of `band` that the host neither holds nor will get from jobs under way."""
     position, held = 0, list[range]()
     for run, agreed in path:

@@ -6,6 +6,7 @@ A request's way through it:
                      loading the next block, and the engine asks again
     plan_load(into)  copies into the engine's blocks, held by the jobs
     offer(n, ids)    stores of what the host lacks of the first n tokens, from the engine's blocks
+    offer_deferred() at the begin of a step: stores of what was offered while too much was in flight
     invalidate(n)    what was offered from token n on was wrong
 
 The ledger has no index of the device: the engine says what it has there. A request has no block table here, and the
@@ -197,7 +198,7 @@ class EngineOwned:
         holding.published_up_to(num_units)
         try:
             wanted = self.offers.wanted(holding, ids, self._unwritten.get(holding, _NOTHING), is_last=is_last)
-            self.offers.check_sources(wanted.offers, self.num_rows)
+            self.offers.check_sources(wanted.offers)
         except InvalidArgument:
             holding.sequence.drop_after(known)
             holding.computed(computed)
@@ -210,7 +211,8 @@ class EngineOwned:
             self.moves.request(holding, State.ALLOCATED)
             self.moves.request(holding, State.RUNNING)
         holding.committed(num_tokens)
-        jobs = self.offers.store(holding, wanted)
+        self.offers.computed(num_units - before // self.cache.layout.unit_tokens)
+        jobs = self.offers.store(holding, wanted, self._unwritten.get(holding, _NOTHING))
         if self.arrivals.under_way:
             for wake in self.arrivals.over(holding):
                 wake()
@@ -238,6 +240,7 @@ class EngineOwned:
         for other in tainted:
             other.taint()
         self.matches.forget([other for other in others if other not in tainted])
+        self.offers.taken_back(holding.sequence, from_token + 1)
         holding.sequence.drop_after(from_token + 1)
         self.offers.forget(holding)
         holding.taken_back(start, from_token)

@@ -93,6 +93,7 @@ class BeginningRequests(LedgerRooms):
         if may_store:
             self._policy.seen(holding, 0, sequence.num_prompt_units)
         if self._engine is not None:
+            self._engine.offers.deferred.pop(name, None)  # of an earlier request with this id
             self._engine.matches.match(holding, num_device_tokens, wake)
             return holding
         self._request_leases.pin(holding)

@@ -20,7 +20,7 @@ from .disk_stores import STEPS, DiskStores
 from .engine_arrivals import Arrivals
 from .engine_blocks import EngineTier
 from .engine_matches import EngineMatches
-from .engine_offers import EngineOffers
+from .engine_offers import MOST_OF_POOL, EngineOffers
 from .engine_owned import EngineOwned
 from .eviction import EvictionOrder, LeastRecentlyUsed
 from .fetches import Fetches
@@ -141,7 +141,10 @@ class LedgerRooms:
             if policy.num_watermark_blocks:
                 raise ConfigError("store_policy", "must not be lazy: when an engine evicts what, only it knows")
             most = max(1, config.bytes_in_flight // block_bytes)
-            offers = EngineOffers(cache, self.jobs, stores, moves, policy, device, most, learning)
+            most_of_step = num_device_blocks // MOST_OF_POOL if config.max_bytes_in_flight is None else 0
+            offers = EngineOffers(
+                cache, self.jobs, stores, moves, policy, device, most, most_of_step, num_device_blocks, learning
+            )
             arrivals = Arrivals(clock, config.pending_timeout_s)
             matches = EngineMatches(cache, leases, moves, arrivals, device)
             self._engine = EngineOwned(

@@ -145,14 +145,33 @@ class WorkingRequests(BeginningRequests):
 
         `block_ids` holds the request's block tables, one per group, from the first token on: lists, ranges or arrays.
         Ids are read only where something is stored; with `is_last`, all are checked. Null blocks are skipped. Jobs hold
-        the blocks that they copy until the copies are over, whatever becomes of the request. The observer is told of
-        blocks that are not stored (no room, too much in flight); the next offer tries them again. `is_last`: the last
-        offer of the request, so what a later prompt needs of windows is stored too.
+        the blocks that they copy until the copies are over, whatever becomes of the request. Blocks without room in
+        host memory are not stored; the next offer tries them again. Blocks that are too many to be in flight are
+        deferred: call `offer_deferred` once a step. `is_last`: the last offer of the request, so what a later prompt
+        needs of windows is stored too.
         """
         engine = self._engine_of(holding, "offer")
         check_bool("is_last", is_last)
         jobs = engine.offer(holding, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
         return tuple([job.plan for job in jobs])
+
+    def offer_deferred(self) -> tuple[TransferPlan, ...]:
+        """With `engine_blocks`, at the begin of each step: store the blocks that offers have deferred, those of the
+        oldest request first, as far as there is room in flight by now. Includes requests that are over. Cheap if
+        nothing is deferred.
+
+        `FindsBlocks.find` says where the engine still has a block. One that is gone is given up, and the observer is
+        told (`store_skipped`, `in_flight`). An engine without `find` defers nothing: the next offer of a request has
+        what was skipped. The copies have to wait for all compute submitted to the device so far.
+        """
+        if self._engine is None:
+            raise WrongState("offer_deferred: this ledger has device blocks itself: it takes no others")
+        return tuple([job.plan for job in self._engine.offers.offer_deferred()])
+
+    @property
+    def deferred_requests(self) -> tuple[str, ...]:
+        """The ids of requests with deferred blocks, the oldest first; they may be over. `find` is asked about them."""
+        return () if self._engine is None else tuple(self._engine.offers.deferred)
 
     def plan_write_back(self) -> tuple[TransferPlan, ...]:
         """Stores of what the next allocations would evict; none unless the policy stores that late (`LazyStore`).

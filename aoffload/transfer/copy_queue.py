@@ -53,10 +53,13 @@ class CopyQueue:
     """Launches the jobs that `ledger` plans on `transport`, and settles their completions in the ledger.
 
     At most `Hop.max_jobs` jobs that run and `Hop.max_bytes` bytes of each hop are in flight (see `hop_of`); a job above
-    the bound goes alone. A job without a completion after `transfer_timeout_s` (a store: `store_timeout_s`) is given
-    up: its destination is quarantined, and its hop launches nothing more until it reports. A stalled transport thus
-    makes misses, not queues. If the ledger itself fails, or the device is lost, the cache turns itself off: nothing is
-    launched any more, and requests see only misses.
+    the bound goes alone. Without `wake`, jobs are launched once a step of the engine: then the default bound is at
+    least what a step computes, and grows until the link is busy from one step to the next.
+
+    A job has `transfer_timeout_s` (a store: `store_timeout_s`) from its launch, or from the end of the job before it if
+    that is later. Without a completion by then it is given up: its destination is quarantined, and its hop launches
+    nothing more until it reports. A stalled transport thus makes misses, not queues. If the ledger itself fails, or the
+    device is lost, the cache turns itself off: nothing is launched any more, and requests see only misses.
 
     `clock` counts seconds, such as `time.monotonic`. All calls belong to the ledger's thread, except for `deliver`.
     `block_bytes` is the size of a block over all regions. `wake` is called by `deliver`, in its thread; `ended` after
@@ -78,6 +81,8 @@ class CopyQueue:
     _hops: dict[tuple[Tier, Tier], Hop] = attrs.field(init=False, factory=dict)
     """Loads first: the order in which they are launched."""
     _inbox: deque[Completion] = attrs.field(init=False, factory=deque)
+    _step_bytes: int = attrs.field(init=False, default=0)
+    """The most bytes of stores from the device that were submitted at once: those of one step."""
     _gives_up: Callable[[int], None] | None = attrs.field(init=False)
     """How the transport is told of a job that is given up, if it wants to know."""
     _begin_turn: Callable[[], object] = attrs.field(init=False)
@@ -106,13 +111,18 @@ class CopyQueue:
         """Queue `plans` (stores wait for `after`) and launch what may be launched now."""
         if not plans:
             return  # the usual case; queued jobs are launched when a completion makes room
+        computed_bytes = 0
         for plan in plans:
             hop = self.hop(plan.source, plan.destination)
             if not self.is_accepting or hop.overdue:
                 self.refuse([plan])
                 continue
             hop.queue.append((plan, after))
-            hop.queued_bytes += len(plan.source_ids) * self.block_bytes
+            num_bytes = len(plan.source_ids) * self.block_bytes
+            hop.queued_bytes += num_bytes
+            if plan.source is Tier.DEVICE:
+                computed_bytes += num_bytes
+        self._step_bytes = max(self._step_bytes, computed_bytes)
         self._dispatch()
 
     def hop(self, source: Tier, destination: Tier) -> Hop:
@@ -120,7 +130,7 @@ class CopyQueue:
         found = self._hops.get((source, destination))
         if found is None:
             link = self.transport.link_bytes_per_s if isinstance(self.transport, KnowsItsLink) else 0.0
-            found = hop_of(source, destination, self.config, link)
+            found = hop_of(source, destination, self.config, link, in_steps=self.wake is nobody)
             hops = [*self._hops.values(), found]
             hops.sort(key=lambda hop: (hop.destination > hop.source, hop.destination, hop.source))
             self._hops = {(hop.source, hop.destination): hop for hop in hops}
@@ -151,7 +161,8 @@ class CopyQueue:
 
     def _may_launch(self, hop: Hop, num_bytes: int) -> bool:
         num_jobs = len(hop.in_flight) - len(hop.reported)
-        fits = hop.num_bytes + num_bytes <= hop.max_bytes and num_jobs < hop.max_jobs
+        most = max(hop.max_bytes, self._step_bytes) if hop.follows else hop.max_bytes
+        fits = hop.num_bytes + num_bytes <= most and num_jobs < hop.max_jobs
         return fits or not hop.in_flight  # a job above the bound runs alone
 
     def _launch(self, hop: Hop, plan: TransferPlan, after: Fence | None, num_bytes: int) -> None:
@@ -199,6 +210,8 @@ class CopyQueue:
             if completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN):
                 self._ask_device()
         self._begin_turn()
+        for hop in self._hops.values():
+            hop.step_ended()
         self._dispatch()
         self.ended()
 

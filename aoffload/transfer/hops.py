@@ -17,6 +17,8 @@ from .rates import TransferRate
 __all__ = ["DISK_BYTES", "JOBS_IN_FLIGHT", "REMOTE_BYTES", "Hop", "InFlight", "hop_of"]
 
 JOBS_IN_FLIGHT = 4
+MANY = 2**30
+"""More jobs than there are."""
 LINK_S = 0.02
 """Time for which a GPU's link stays busy with the copies in flight, so that it is not idle while the event loop
 stalls."""
@@ -25,6 +27,8 @@ DISK_BYTES = 64 * 2**20
 
 REMOTE_BYTES = 64 * 2**20
 """The same from or to a remote store."""
+SLOWER = 64
+"""Fraction (1/64) by which `max_bytes` falls in a step in which the link was busy all the time."""
 REMOTE_PATIENCE = 2.0
 """A job of a remote store has so many times the time-out of its call: it may wait for another one's end, and a store
 that keeps to its time-outs is never given up."""
@@ -46,6 +50,10 @@ class Hop:
     timeout_s: float
     max_bytes: int
     max_jobs: int
+    follows: bool = False
+    """Nothing is launched between two steps of an engine, so `max_bytes` follows what the link copies in a step."""
+    least_bytes: int = attrs.field(init=False)
+    """`max_bytes` at the beginning."""
     queue: deque[tuple[TransferPlan, Fence | None]] = attrs.field(factory=deque)
     """Jobs to launch, each with the fence that it waits for."""
     queued_bytes: int = 0
@@ -63,8 +71,22 @@ class Hop:
 
     rate: TransferRate | None = None
     """How fast it is, where that is measured."""
+    first_since: float = 0.0
+    """When the first job in flight was launched, or became the first."""
+
+    def __attrs_post_init__(self) -> None:
+        self.least_bytes = self.max_bytes
+
+    def step_ended(self) -> None:
+        """Let `max_bytes` follow the link. If jobs wait and the link has copied all that it was given, it was idle: it
+        gets twice as much. If it has not, it gets a little less, because it may have become slower."""
+        if self.follows and self.queue:
+            less = max(self.least_bytes, self.max_bytes - self.max_bytes // SLOWER)
+            self.max_bytes = less if self.in_flight else 2 * self.max_bytes
 
     def begin(self, job_id: int, num_bytes: int, now: float) -> None:
+        if not self.in_flight:
+            self.first_since = now
         if self.rate is not None and not self.in_flight:
             self.rate.begins(now)
         self.in_flight[job_id] = InFlight(num_bytes, now + self.timeout_s)
@@ -77,6 +99,8 @@ class Hop:
             is_whole = completion.outcome in (Outcome.LANDED, Outcome.CORRUPT)  # what is corrupt was read, too
             num_bytes = self.in_flight[completion.job_id].num_bytes if is_whole else completion.num_bytes
             self.rate.ended(num_bytes, now)
+        if next(iter(self.in_flight)) == completion.job_id:
+            self.first_since = now
         self.forget(completion.job_id)
 
     def forget(self, job_id: int) -> None:
@@ -135,13 +159,19 @@ class Hop:
 
     @property
     def next_deadline(self) -> float:
-        return next(iter(self.in_flight.values())).deadline if self.in_flight else math.inf
+        """When the first job in flight is late. Its time begins when it is the first, because a link copies one job
+        after the other."""
+        if not self.in_flight:
+            return math.inf
+        return max(next(iter(self.in_flight.values())).deadline, self.first_since + self.timeout_s)
 
 
-def hop_of(source: Tier, destination: Tier, config: OffloadConfig, link_bytes_per_s: float = 0.0) -> Hop:
+def hop_of(
+    source: Tier, destination: Tier, config: OffloadConfig, link_bytes_per_s: float = 0.0, *, in_steps: bool = False
+) -> Hop:
     """A hop with the bounds that `config` sets for it. It is measured where loading competes with computing: from tiers
     below the host, and from the host if it is not always loaded from. `link_bytes_per_s`: of the device's link, 0 if it
-    is not known."""
+    is not known. `in_steps`: jobs are launched once a step of an engine, not whenever one ends."""
     is_load, max_bytes, remote = destination < source, config.bytes_in_flight, config.remote
     max_jobs = config.max_jobs_in_flight or JOBS_IN_FLIGHT
     if Tier.REMOTE in (source, destination) and remote is not None:
@@ -153,7 +183,10 @@ def hop_of(source: Tier, destination: Tier, config: OffloadConfig, link_bytes_pe
         return Hop(source, destination, timeout_s, min(max_bytes, DISK_BYTES), max_jobs, rate=TransferRate())
     if config.max_bytes_in_flight is None:
         max_bytes = max(max_bytes, int(LINK_S * link_bytes_per_s))
-    if config.max_jobs_in_flight is None and link_bytes_per_s:
+    if config.max_jobs_in_flight is None and in_steps:
+        max_jobs = MANY  # a step has a small store for each of its requests
+    elif config.max_jobs_in_flight is None and link_bytes_per_s:
         max_jobs = max(max_jobs, max_bytes // parse_bytes("max_job_bytes", config.max_job_bytes))
     is_choice = is_load and config.load_choice != "always"
-    return Hop(source, destination, timeout_s, max_bytes, max_jobs, rate=TransferRate() if is_choice else None)
+    follows = in_steps and config.max_bytes_in_flight is None
+    return Hop(source, destination, timeout_s, max_bytes, max_jobs, follows, rate=TransferRate() if is_choice else None)

@@ -59,7 +59,7 @@ EVERYWHERE = {
     "hint", "drop_pins", "reset", "statistics", "check_integrity", "watch", "abandon_load", "loadable",
     "requests", "holders", "explain", "fetch", "match_fetched", "plan_disk_stores", "plan_disk_flush",
     "take_forgotten_slots", "restore", "num_fetch_blocks", "num_remote_fetch_blocks", "plan_remote_stores",
-    "take_forgotten_cells",
+    "take_forgotten_cells", "offer_deferred",
 }  # fmt: skip
 IDLE = {"accept", "withdraw", "cancel", "cancel_cache_transfers", "last_step", "plan_write_back"}
 """Calls about what is never made there."""

@@ -57,7 +57,7 @@ ENGINE_CALLS = {"match_again", "offer", "pending_until", "decline"}
 """Calls that a ledger with blocks of its own never takes: see test_engine_owned.py."""
 OTHER_CALLS = {
     "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",
-    "plan_remote_stores", "take_forgotten_cells", "last_step",
+    "plan_remote_stores", "take_forgotten_cells", "last_step", "offer_deferred",
     "pin", "unpin", "lapse", "drop_pins", "hint", "prefetch", "demote", "cancel", "cancel_cache_transfers",
     "plan_write_back", "watch", "requests", "holders", "explain", "fetch", "plan_disk_stores", "plan_disk_flush",
     "restore", "take_forgotten_slots", "num_fetch_blocks", "num_remote_fetch_blocks",

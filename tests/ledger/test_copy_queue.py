@@ -467,7 +467,90 @@ def test_a_fast_link_has_more_in_flight(link: float, options: Any, bounds: tuple
     loop = Loop(max_job_bytes="32MiB", **options)
     copies = Linked()
     copies.link_bytes_per_s = link
-    queue = CopyQueue(loop.ledger, copies, loop.queue.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES)
+    queue = CopyQueue(
+        loop.ledger, copies, loop.queue.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, wake=lambda: None
+    )
     for hop in ((Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST)):
         assert (queue.hop(*hop).max_bytes, queue.hop(*hop).max_jobs) == bounds
     assert queue.hop(Tier.DISK, Tier.HOST).max_bytes == 64 * 2**20, "the link does not change the bound of a disk"
+
+
+# -- an engine that launches once a step ------------------------------------------------------------------------------
+
+
+def step(loop: Loop) -> None:
+    """A step of the engine in which all copies end."""
+    plans, loop.copies.launched = loop.copies.launched, []
+    for plan in plans:
+        loop.queue.deliver(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
+    loop.queue.advance()
+
+
+def stepped(num_bytes: int, **options: Any) -> tuple[Loop, Any]:
+    """A queue that an engine drives, and its hop for stores with a bound of `num_bytes`."""
+    loop = Loop(max_job_bytes=BLOCK_BYTES, **options)
+    hop = loop.queue.hop(Tier.DEVICE, Tier.HOST)
+    hop.max_bytes = hop.least_bytes = num_bytes
+    return loop, hop
+
+
+def test_all_that_a_step_computes_is_in_flight_at_once() -> None:
+    """However many jobs it takes, and a load as large as that too. An engine that launches once a step would otherwise
+    need many steps to store what one step has computed."""
+    loop, _ = stepped(BLOCK_BYTES)
+    loop.store(1, num_blocks=8)
+    assert len(loop.copies.launched) == 8
+    step(loop)
+    loop.queue.hop(Tier.HOST, Tier.DEVICE).max_bytes = BLOCK_BYTES
+    loop.ledger.reset(Tier.DEVICE)
+    loop.load(1, num_blocks=8)
+    assert len(loop.copies.launched) == 8
+
+
+@pytest.mark.parametrize("options", [{"max_bytes_in_flight": 2 * BLOCK_BYTES}, {"max_jobs_in_flight": 2}])
+def test_what_is_configured_bounds_a_step_too(options: Any) -> None:
+    loop = Loop(max_job_bytes=BLOCK_BYTES, **options)
+    loop.store(1, num_blocks=8)
+    for _ in range(4):
+        assert len(loop.copies.launched) == 2
+        step(loop)
+    assert not loop.copies.launched
+
+
+def test_a_link_that_idles_while_jobs_wait_gets_twice_as_much() -> None:
+    """So a long queue needs few steps, whatever the speed of the link and however long a step takes. What a slower link
+    has not copied by the next step makes the bound fall again, to where it began at the lowest."""
+    loop, hop = stepped(BLOCK_BYTES)
+    loop.queue._step_bytes = 0
+    for seed in range(1, 16):
+        loop.store(seed, num_blocks=1)
+    counts = []
+    while loop.copies.launched:
+        counts.append(len(loop.copies.launched))
+        step(loop)
+    assert counts == [1, 2, 4, 8]
+    hop.max_bytes = 65 * BLOCK_BYTES
+    for seed in range(21, 23):
+        loop.store(seed, num_blocks=1)
+    hop.queue.append(hop.queue[0] if hop.queue else (loop.copies.launched[0], None))  # one waits
+    for _ in range(1000):
+        hop.step_ended()
+    assert hop.max_bytes == BLOCK_BYTES
+    hop.queue.clear()
+
+
+def test_a_job_is_late_only_once_it_is_the_first() -> None:
+    """Its time begins when the job before it has ended: a link copies one after the other, and how much is in flight must
+    not decide which copy is given up."""
+    loop = Loop(max_job_bytes=BLOCK_BYTES)
+    loop.store(1, num_blocks=2)
+    first, second = loop.copies.launched
+    loop.now = 9.0
+    loop.queue.deliver(Completion(first.job_id, Outcome.LANDED, 1))
+    loop.queue.advance()
+    loop.now = 18.0
+    loop.queue.advance()
+    assert loop.queue.num_in_flight == 1 and loop.queue.next_deadline == 19.0
+    loop.now = 19.0
+    loop.queue.advance()
+    assert not loop.queue.num_in_flight and second.job_id in loop.queue.overdue

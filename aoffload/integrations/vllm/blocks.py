@@ -38,7 +38,7 @@ class EnginePool:
     block_sizes: Sequence[int]
     """Tokens per block, group by group."""
     hashes_of: Callable[[str], Sequence[Any]]
-    """The block hashes of a request, one for each `hash_block_size` tokens."""
+    """The block hashes of a request, one for each `hash_block_size` tokens; none if the request is not known."""
 
     def hold(self, block_ids: array[int]) -> None:
         blocks = self.pool.blocks
@@ -49,7 +49,8 @@ class EnginePool:
         self.pool.free_blocks([blocks[block_id] for block_id in reversed(block_ids)])  # evict a prefix from its end
 
     def find(self, request_id: str, group: int, start: int, stop: int) -> list[int]:
-        """Blocks that vLLM has taken from the table, because they left the window, and still has in its cache."""
+        """Blocks that vLLM has taken from the table, because they left the window or the request has ended, and still
+        has in its cache."""
         per_block = self.block_sizes[group] // self.pool.hash_block_size
         hashes, group_id = self.hashes_of(request_id), [self.group_ids[group]]
         found = []

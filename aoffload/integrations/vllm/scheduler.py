@@ -65,6 +65,8 @@ class SchedulerSide:
         self.steps = Computing(PrefillSpeed(config.prefill_tokens_per_s), clock)
         self.requests: dict[str, EngineRequest] = {}
         """Those that vLLM has, as far as it has asked about them."""
+        self._ended: dict[str, Any] = {}
+        """Block hashes of requests that have ended, and of which the ledger has deferred blocks."""
         self._loads: list[TransferPlan] = []
         """Planned for requests of this step."""
         self._over: list[EngineRequest] = []
@@ -107,7 +109,8 @@ class SchedulerSide:
             )  # fmt: skip
 
     def _hashes_of(self, request_id: str) -> Any:
-        return self.requests[request_id].engine.block_hashes
+        found = self.requests.get(request_id)
+        return self._ended.get(request_id, ()) if found is None else found.engine.block_hashes
 
     # -- a request begins -----------------------------------------------------------------------------------------
 
@@ -182,8 +185,12 @@ class SchedulerSide:
         return self._outbox.take(reports)
 
     def _plan_stores(self, num_scheduled_tokens: dict[str, int]) -> list[TransferPlan]:
-        """Offer what this step computes. The copies start when its forward is over."""
-        plans: list[TransferPlan] = []
+        """Offer what earlier steps have deferred, and what this step computes. The copies start when its forward is
+        over, and with it all earlier ones."""
+        plans = [*self.ledger.offer_deferred()]
+        if self._ended:
+            deferred = self.ledger.deferred_requests
+            self._ended = {request_id: hashes for request_id, hashes in self._ended.items() if request_id in deferred}
         for request_id, num_scheduled in num_scheduled_tokens.items():
             found = self.requests.get(request_id)
             if found is None or found.holding is None:
@@ -277,6 +284,8 @@ class SchedulerSide:
         if found.is_running and found.offered_stop >= 0 and found.wait is Wait.NONE:
             self._offer_last(found, self._groups.tables(block_ids))
         found.leave(self.ledger, "closed_early")
+        if found.request_id in self.ledger.deferred_requests:
+            self._ended[found.request_id] = found.engine.block_hashes
         self.forget(found.request_id)
 
     def _offer_last(self, found: EngineRequest, tables: list[list[int]]) -> None:
@@ -297,8 +306,9 @@ class SchedulerSide:
 
     @property
     def is_busy(self) -> bool:
-        """Whether steps have to go on: copies or reports are under way."""
-        is_waiting = bool(self._reports or self.ledger.jobs.unsettled) or not self._outbox.is_empty
+        """Whether steps have to go on: copies or reports are under way, or blocks wait for room to be copied."""
+        jobs = self.ledger.jobs.unsettled
+        is_waiting = bool(self._reports or jobs or self.ledger.deferred_requests) or not self._outbox.is_empty
         return is_waiting or (self.lower is not None and self.lower.is_busy)
 
     # -- after an error -------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ __all__ = ["KEYS", "given_namespace", "offload_config"]
 
 _SIZES = ("host_bytes", "cpu_bytes_to_use", "num_host_blocks")
 _PASSED_ON = (
-    "store_policy", "eviction", "load_choice", "verify", "max_bytes_in_flight", "transfer_timeout_s", "store_timeout_s",
-    "pending_timeout_s", "max_quarantined_share", "fetch_timeout_s", "max_fetch_share", "prefill_tokens_per_s",
+    "store_policy", "eviction", "load_choice", "verify", "max_bytes_in_flight", "max_jobs_in_flight", "max_job_bytes",
+    "transfer_timeout_s", "store_timeout_s", "pending_timeout_s", "max_quarantined_share", "fetch_timeout_s",
+    "max_fetch_share", "prefill_tokens_per_s",
 )  # fmt: skip
 _DEFAULTS = {"transfer_timeout_s": 30, "fetch_timeout_s": 5}
 """Nothing else bounds how long a request of vLLM waits for its load, or for the disk or the remote store."""

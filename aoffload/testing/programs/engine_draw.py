@@ -22,7 +22,7 @@ WEIGHTS = {
     "admit": 5, "go_on": 14, "transfer": 8, "land": 2, "serve": 4, "evict": 1.5, "any_request": 1.5, "ask": 1,
     "invalidate": 0.9, "release": 1.2, "pin": 0.6, "unpin": 0.4, "lapse": 0.2, "reset": 0.25, "late": 0.6,
     "stray": 0.4, "again": 0.2, "lookup": 0.2, "tick": 0.4, "wrong": 0.4, "twins": 0.8,
-    "decline": 0.5,
+    "decline": 0.5, "offer_deferred": 1.5,
 }  # fmt: skip
 CORE = ("admit", "go_on", "transfer", "land", "serve", "evict")
 NOT_HERE = ("allocate_nowait", "queue_allocation", "preempt_nowait", "resume", "fork", "abandon_load", "block_ids")
@@ -210,6 +210,9 @@ class EngineDraw(RemoteDraw, JobDraw):
         disk = ("DISK",) if self.machine.world.num_disk_blocks else ()
         tier = self.rng.choice((None, "HOST", "HOST", "DEVICE", *disk))
         return Call("reset", {"tier": tier} if tier else {})
+
+    def _offer_deferred(self) -> Call:
+        return Call("offer_deferred")
 
     def _lookup(self) -> Call:
         return Call("lookup", {"tokens": self.prompts.draw()})

@@ -33,6 +33,7 @@ class EngineMachine(EngineState, Machine):
         super().__init__(world, **options)
         nulls, spoil = world.num_device_blocks % 4 < 2, partial(self.bytes.spoil, 0)
         self.own = EngineTables(self.pool, self.groups, self.unit, nulls, spoil)
+        self._ended: list[str] = []
 
     # -- a request's life -----------------------------------------------------------------------------------------
 
@@ -204,6 +205,15 @@ class EngineMachine(EngineState, Machine):
             return "skipped"
         return self._offer(client, is_last=is_last)
 
+    def do_offer_deferred(self) -> str:
+        """A step of the engine begins."""
+        plans = self.ledger.offer_deferred()
+        self.take(plans)
+        self._note("deferred", plans)
+        over = [who for who in self.ledger.deferred_requests if who not in self.clients]
+        self._note("deferred of a request that is over", over)
+        return f"{[plan.num_blocks for plan in plans]} {self.ledger.deferred_requests}"
+
     def do_invalidate(self, who: str, from_token: int) -> str:
         """Tokens from `from_token` on were computed wrongly. The engine's cache forgets them; the request goes back."""
         client = self.clients.get(who)
@@ -241,8 +251,17 @@ class EngineMachine(EngineState, Machine):
             return "skipped"
         self.take(self.ledger.release(client.holding, reason))
         self.own.let_go(client)
-        del self.pool.prefixes[who]
+        self._ended.append(who)
+        self._forget_ended()
         return client.holding.state.name
+
+    def _forget_ended(self) -> None:
+        """The engine knows the tokens of requests that are over as long as blocks of them are deferred."""
+        deferred = self.ledger.deferred_requests
+        for who in self._ended:
+            if who not in deferred and who not in self.clients:
+                self.pool.prefixes.pop(who, None)
+        self._ended = [who for who in self._ended if who in deferred]
 
     def do_serve(self, tokens: Sequence[int], salt: str | None = None, new: Sequence[int] = ()) -> str:
         """Serve a whole request: load, compute, store as far as the policy wants it, release."""

@@ -29,6 +29,7 @@ from .program import (
     World,
     check_face,
     draw_world,
+    with_a_bound,
     with_a_disk,
     with_a_store,
     with_learning,
@@ -69,7 +70,9 @@ class _Kind:
 LEDGERS: Mapping[str, _Kind] = {
     "ledger": _Kind(LedgerMachine, LedgerStories, lambda world: with_learning(with_a_store(with_a_disk(world)))),
     "engine": _Kind(
-        EngineMachine, EngineDraw, lambda world: with_learning(with_a_store(with_a_disk(without_laziness(world))))
+        EngineMachine,
+        EngineDraw,
+        lambda world: with_a_bound(with_learning(with_a_store(with_a_disk(without_laziness(world))))),
     ),
 }
 

@@ -234,6 +234,12 @@ class EngineActor(Actor):
 
     # -- beside requests ------------------------------------------------------------------------------------------
 
+    async def _do_offer_deferred(self, args: Any) -> None:
+        """A step of the engine begins."""
+        runtime = self.stage.engine.runtime
+        if self.stage.make("offer_deferred", runtime.offer_deferred):
+            self.stage.met("deferred")
+
     async def _do_evict(self, args: Any) -> None:
         """Empty the engine's own cache."""
         for block_id in self._at.pool.all_cached():

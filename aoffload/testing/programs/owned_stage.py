@@ -86,8 +86,12 @@ class EngineStage(Stage):
         assert isinstance(served, EngineServed)
         super().left(served)
         self.own.let_go(served)
-        if self.pool.prefixes.get(served.name) == served.prefix:
+        if self.pool.prefixes.get(served.name) == served.prefix and not self._is_deferred(served.name):
             del self.pool.prefixes[served.name]
+
+    def _is_deferred(self, name: str) -> bool:
+        """Whether the engine may be asked about the request after its end."""
+        return name in self.runtime.ledger.deferred_requests
 
     def _note_calls(self) -> None:
         super()._note_calls()

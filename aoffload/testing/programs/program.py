@@ -27,6 +27,7 @@ __all__ = [
     "World",
     "check_face",
     "draw_world",
+    "with_a_bound",
     "with_a_disk",
     "with_a_store",
     "with_learning",
@@ -115,6 +116,8 @@ class World:
     """Units of a cell of a remote store; 0: no such store."""
     eviction: str = "lru"
     """"lru", "learned", "learned:device" (there, too)."""
+    max_in_flight: int = 0
+    """Blocks in flight of a direction; 0: as the package chooses."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.groups, tuple) or not all(isinstance(one, GroupShape) for one in self.groups):
@@ -135,6 +138,8 @@ class World:
             unit = _unit(self.groups)
             size = self.cell_units * sum(unit // shape.block_size for shape in self.groups)
             options |= {"remote": RemoteTier(_Nowhere(), cell_bytes=size), "namespace": "programs"}
+        if self.max_in_flight:
+            options |= {"max_bytes_in_flight": self.max_in_flight}
         return OffloadConfig(
             groups=[shape.group(f"group{number}") for number, shape in enumerate(self.groups)],
             num_host_blocks=self.num_host_blocks,
@@ -202,7 +207,7 @@ def draw_world(rng: random.Random) -> World:
 
 def with_a_disk(world: World) -> World:
     """`world`, in half of the cases with a disk. Which, and how large, follows from the world itself."""
-    chance = random.Random(repr(world).replace(", cell_units=0", "").replace(", eviction='lru'", ""))
+    chance = random.Random(words_of(world).replace(", cell_units=0", "").replace(", eviction='lru'", ""))
     if not world.num_host_blocks or chance.random() < 0.5:
         return world
     num_blocks = chance.choice((chance.randint(1, 8), world.num_host_blocks, 4 * world.num_host_blocks, 200))
@@ -211,7 +216,7 @@ def with_a_disk(world: World) -> World:
 
 def with_a_store(world: World) -> World:
     """`world`, in most of the cases that allow it with a remote store. Which follows from the world itself."""
-    chance = random.Random(f"{world!r} store".replace(", eviction='lru'", ""))
+    chance = random.Random(f"{words_of(world)} store".replace(", eviction='lru'", ""))
     if not world.num_host_blocks or any(shape.kind != "full" for shape in world.groups) or chance.random() < 0.4:
         return world
     share, cell_units = chance.choice((1.0, 1.0, 0.5)), chance.choice((1, 1, 2, 2, 4))
@@ -224,9 +229,20 @@ def with_a_store(world: World) -> World:
 
 def with_learning(world: World) -> World:
     """`world`, in a third of the cases with eviction that learns. Which follows from the world itself."""
-    chance = random.Random(f"{world!r} learned")
+    chance = random.Random(f"{words_of(world)} learned")
     kind = chance.choice(("lru", "lru", "lru", "lru", "learned", "learned:device"))
     return attrs.evolve(world, eviction=kind)
+
+
+def with_a_bound(world: World) -> World:
+    """`world`, in half of the cases with few blocks in flight. Which follows from the world itself."""
+    chance = random.Random(f"{words_of(world)} bound")
+    return attrs.evolve(world, max_in_flight=chance.choice((0, 0, 0, 1, 2, 5)))
+
+
+def words_of(world: World) -> str:
+    """`world` in words that a field with its default value does not change."""
+    return repr(world).replace(", max_in_flight=0", "")
 
 
 def without_laziness(world: World) -> World:

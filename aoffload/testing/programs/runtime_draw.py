@@ -10,7 +10,7 @@ import attrs
 
 from ...core.lifecycle import RequestState
 from ..faults import DISK_FAULTS, FAULTS, REMOTE_FAULTS
-from .program import Call, World, draw_world, with_a_disk, with_learning
+from .program import Call, World, draw_world, with_a_disk, with_learning, words_of
 from .runtime_arguments import ArgumentDrawing
 from .runtime_director import Director
 from .runtime_disk_draw import DiskDrawing
@@ -59,7 +59,7 @@ def draw_opening(rng: random.Random, world: World) -> list[Call]:
 
 def _chosen(world: World) -> list[Call]:
     """In half of the worlds, not all that could be loaded is. Which follows from the world itself."""
-    chance = random.Random(f"{world!r} choice")
+    chance = random.Random(f"{words_of(world)} choice")
     choice = chance.choice((None, None, "cost", WHIM))
     speed = {"prefill_tokens_per_s": chance.choice((30.0, 1e3, 3e4))} if chance.random() < 0.7 else {}
     return [Call("configure", {"load_choice": choice, **speed})] if choice else []

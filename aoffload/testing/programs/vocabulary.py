@@ -80,7 +80,7 @@ AS_ON_A_LEDGER = (
 ENGINE_CALLS = {name: LEDGER_CALLS[name] for name in AS_ON_A_LEDGER} | _table({
     "admit": f"who! {KEY} spans fewer max_hit_tokens hit_alignment reads_cache store max_store_tokens",
     "ask": "who! fewer", "load": "who! max_tokens sparse", "compute": "who! stop! new offers is_last",
-    "decline": "who! from_token!", "offer": "who! is_last", "invalidate": "who! from_token!",
+    "decline": "who! from_token!", "offer": "who! is_last", "offer_deferred": "", "invalidate": "who! from_token!",
     "release": "who! reason", "evict": "", "tick": "seconds!",
     "wrong": "method! who! num_computed_tokens from_token max_tokens into block_ids num_device_tokens",
 })  # fmt: skip
@@ -126,7 +126,7 @@ ENGINE_RUNTIME_CALLS = {name: RUNTIME_CALLS[name] for name in AS_ON_A_RUNTIME} |
     "request": f"{CLIENT} {ASK} fewer", "serve": f"{CLIENT} {ASK} new fewer",
     "match_again": f"{CLIENT} fewer", "match_again_nowait": f"{CLIENT} fewer",
     "load": f"{CLIENT} max_tokens sparse", "load_nowait": f"{CLIENT} max_tokens sparse",
-    "offer": f"{CLIENT} num back new is_last", "evict": CLIENT, "not_here": f"{CLIENT} verb!",
+    "offer": f"{CLIENT} num back new is_last", "offer_deferred": CLIENT, "evict": CLIENT, "not_here": f"{CLIENT} verb!",
 })  # fmt: skip
 
 CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {

@@ -253,3 +253,49 @@ def test_loads_and_stores_go_to_the_workers_once(warm: Callable[..., SmallEngine
     engine.alter = alter
     engine.run(Request("again", [*TEXT, *range(90, 99)]))
     assert len(seen) == len(set(seen)) == 2
+
+
+def test_what_exceeds_the_bound_is_stored_by_later_steps(engines: Callable[..., SmallEngine]) -> None:
+    """Also after its request has ended, whose blocks vLLM still has in its prefix cache: the engine steps until all of
+    it is in host memory. Nothing about an ended request is kept after that."""
+    engine = engines(num_blocks=64, max_bytes_in_flight=1)
+    prompts = [TEXT, [100 + token for token in TEXT], range(50, 80)]
+    engine.run(*(Request(f"r{number}", prompt) for number, prompt in enumerate(prompts)))
+    assert engine.connector.ledger.statistics().host.num_cached == 7 + 7 + 7 and not held(engine)
+    assert not engine.half._ended and not engine.connector.ledger.deferred_requests
+    engine.manager.evict_all()
+    engine.run(*(Request(f"again{number}", prompt) for number, prompt in enumerate(prompts)))
+    assert counted(engine, "copied_blocks|load host") == 3 * 7
+
+
+def test_blocks_that_vllm_has_reused_are_not_stored(engines: Callable[..., SmallEngine]) -> None:
+    """A prompt that was deferred and whose blocks others have taken since is a miss, and no wrong bytes."""
+    engine = engines(num_blocks=18, max_bytes_in_flight=1)
+    prompts = [[(number * 37 + token) % 200 for token in range(30)] for number in range(12)]
+    for round_number in range(3):
+        for number, prompt in enumerate(prompts):
+            engine.submit(Request(f"r{number} {round_number}", prompt))
+        engine.run()
+    assert counted(engine, "copied_blocks|load host") and not held(engine)
+
+
+@pytest.mark.parametrize("how", ["reset", "id"])
+def test_what_was_deferred_of_an_ended_request_ends(engines: Callable[..., SmallEngine], how: str) -> None:
+    """With a reset of vLLM's prefix cache, and when vLLM uses its id again."""
+    engine = engines(num_blocks=64, max_bytes_in_flight=1)
+    held_back: list[TransferPlan] = []
+    engine.alter = lambda commands: (held_back.extend(commands.stores), attrs.evolve(commands, stores=()))[1]
+    engine.submit(Request("first", TEXT))
+    engine.step()
+    assert engine.connector.ledger.deferred_requests == ("first",) and list(engine.half._ended) == ["first"]
+    engine.alter = lambda commands: commands
+    if how == "reset":
+        engine.connector.reset_cache()
+        engine.manager.evict_all()
+    else:
+        engine.submit(Request("first", range(100, 130)))
+    engine.step()
+    engine.workers[0].start(held_back)
+    engine.run()
+    assert engine.connector.ledger.statistics().host.num_cached == (0 if how == "reset" else 8)
+    assert not engine.half._ended
