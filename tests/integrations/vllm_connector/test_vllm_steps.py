@@ -265,7 +265,7 @@ def test_what_exceeds_the_bound_is_stored_by_later_steps(engines: Callable[..., 
     assert not engine.half._ended and not engine.connector.ledger.deferred_requests
     engine.manager.evict_all()
     engine.run(*(Request(f"again{number}", prompt) for number, prompt in enumerate(prompts)))
-    assert counted(engine, "copied_blocks|load host") == 3 * 7
+    assert counted(engine, "copied_blocks|load|host") == 3 * 7
 
 
 def test_blocks_that_vllm_has_reused_are_not_stored(engines: Callable[..., SmallEngine]) -> None:
@@ -276,7 +276,7 @@ def test_blocks_that_vllm_has_reused_are_not_stored(engines: Callable[..., Small
         for number, prompt in enumerate(prompts):
             engine.submit(Request(f"r{number} {round_number}", prompt))
         engine.run()
-    assert counted(engine, "copied_blocks|load host") and not held(engine)
+    assert counted(engine, "copied_blocks|load|host") and not held(engine)
 
 
 @pytest.mark.parametrize("how", ["reset", "id"])
