@@ -72,6 +72,7 @@ class CopyWorker:
             observer=self.telemetry,
             wake=self._signal,
             ended=self._notify_settled,
+            in_steps=False,
         )
 
     def _now(self) -> float:

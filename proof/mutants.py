@@ -18,6 +18,7 @@ from .mutants_engine import ENGINE_MUTANTS
 from .mutants_keeping import KEEPING_MUTANTS
 from .mutants_learned import LEARNED_MUTANTS
 from .mutants_line import LINE_MUTANTS
+from .mutants_links import LINK_MUTANTS
 from .mutants_loss import LOSS_MUTANTS
 from .mutants_policies import POLICY_MUTANTS
 from .mutants_remote import REMOTE_CORE_MUTANTS
@@ -40,4 +41,5 @@ MUTANTS: tuple[Mutant, ...] = (
     + VLLM_MUTANTS + DISK_MUTANTS + DISK_CORE_MUTANTS + DISK_SHELL_MUTANTS + DISK_PROOF_MUTANTS
     + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + SEEN_MUTANTS
     + CHOICE_MUTANTS + LEARNED_MUTANTS + CUDA_MUTANTS + SUBMISSION_MUTANTS
+    + LINK_MUTANTS
 )  # fmt: skip

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import benchmarks.__main__
-from benchmarks import against_lmcache, eager_store, flights, growth, memory, peer, policies, pools
-from benchmarks.__main__ import BENCHMARKS, as_table, collect
+from benchmarks import against_lmcache, eager_store, flights, growth, link_steps, memory, peer, policies, pools
+from benchmarks.__main__ import BENCHMARKS, as_line, as_table, collect
 from benchmarks.cycle import prompts_of
 from benchmarks.harness import Measured, Rounds, Row, Sample, Subject, interleave
 from benchmarks.plots import Curve, MissingPlotterError, Point, draw
@@ -344,3 +344,11 @@ def test_the_study_prints_a_line_for_every_policy(trace: Path, capsys: pytest.Ca
     assert about == "3 requests, 9 blocks asked for"
     assert heading.split()[:3] == ["policy", "device", "hits"]
     assert [line.split("  ")[0] for line in lines] == ["off", "eager", "lazy", "selective", "lazy, 2"]
+
+
+def test_copies_take_no_more_steps_than_the_link_needs() -> None:
+    """On links of 50, 5 and 2 GB/s: all that four steps compute is stored, and a load takes as many steps as its copies
+    need, also in a process that has stored nothing. The engine of these rows is timed, not real."""
+    found = list(link_steps.link_step_rows())
+    assert len(found) == 12
+    assert not [as_line(row) for row in found if "MISSED" in as_line(row)]

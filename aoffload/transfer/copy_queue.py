@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from ..arguments import check_callable, check_has, check_int, check_type
+from ..arguments import check_bool, check_callable, check_has, check_int, check_type
 from ..config import OffloadConfig
 from ..core.arguments import check_completion
 from ..core.hops import Outcome, Tier
@@ -53,8 +53,9 @@ class CopyQueue:
     """Launches the jobs that `ledger` plans on `transport`, and settles their completions in the ledger.
 
     At most `Hop.max_jobs` jobs that run and `Hop.max_bytes` bytes of each hop are in flight (see `hop_of`); a job above
-    the bound goes alone. Without `wake`, jobs are launched once a step of the engine: then the default bound is at
-    least what a step computes, and grows until the link is busy from one step to the next.
+    the bound goes alone. `in_steps`: an engine calls `advance` once a step, so nothing is launched between two steps.
+    Then the default bound is at least what a step computes, and grows until the link is busy from one step to the next.
+    Set it to False if `wake` has `advance` called whenever a copy has ended.
 
     A job has `transfer_timeout_s` (a store: `store_timeout_s`) from its launch, or from the end of the job before it if
     that is later. Without a completion by then it is given up: its destination is quarantined, and its hop launches
@@ -74,6 +75,7 @@ class CopyQueue:
     observer: CopyObserver = attrs.field(kw_only=True, factory=NullCopyObserver)
     wake: Callable[[], object] = attrs.field(kw_only=True, default=nobody)
     ended: Callable[[], object] = attrs.field(kw_only=True, default=nobody)
+    in_steps: bool = attrs.field(kw_only=True, default=True)
     is_accepting: bool = attrs.field(init=False, default=True)
     off_reason: str = attrs.field(init=False, default="")
     """Why the cache has turned itself off; empty while it is on."""
@@ -95,6 +97,7 @@ class CopyQueue:
         for name in ("clock", "wake", "ended"):
             check_callable(name, getattr(self, name))
         check_int("block_bytes", self.block_bytes, 1)
+        check_bool("in_steps", self.in_steps)
         self.regions = RegionWatch(self.transport)
         self._gives_up = self.transport.give_up if isinstance(self.transport, GivesUp) else None
         self._begin_turn = self.transport.begin_turn if isinstance(self.transport, CopiesAtOnce) else nobody
@@ -130,7 +133,7 @@ class CopyQueue:
         found = self._hops.get((source, destination))
         if found is None:
             link = self.transport.link_bytes_per_s if isinstance(self.transport, KnowsItsLink) else 0.0
-            found = hop_of(source, destination, self.config, link, in_steps=self.wake is nobody)
+            found = hop_of(source, destination, self.config, link, in_steps=self.in_steps)
             hops = [*self._hops.values(), found]
             hops.sort(key=lambda hop: (hop.destination > hop.source, hop.destination, hop.source))
             self._hops = {(hop.source, hop.destination): hop for hop in hops}

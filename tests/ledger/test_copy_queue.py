@@ -468,7 +468,7 @@ def test_a_fast_link_has_more_in_flight(link: float, options: Any, bounds: tuple
     copies = Linked()
     copies.link_bytes_per_s = link
     queue = CopyQueue(
-        loop.ledger, copies, loop.queue.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, wake=lambda: None
+        loop.ledger, copies, loop.queue.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, in_steps=False
     )
     for hop in ((Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST)):
         assert (queue.hop(*hop).max_bytes, queue.hop(*hop).max_jobs) == bounds
@@ -540,8 +540,8 @@ def test_a_link_that_idles_while_jobs_wait_gets_twice_as_much() -> None:
 
 
 def test_a_job_is_late_only_once_it_is_the_first() -> None:
-    """Its time begins when the job before it has ended: a link copies one after the other, and how much is in flight must
-    not decide which copy is given up."""
+    """Its time begins when the job before it has ended: a link copies one after the other, and how much is in flight
+    must not decide which copy is given up."""
     loop = Loop(max_job_bytes=BLOCK_BYTES)
     loop.store(1, num_blocks=2)
     first, second = loop.copies.launched

@@ -69,6 +69,40 @@ async def test_a_hit_behind_the_engines_own() -> None:
         await engine.assert_at_rest()
 
 
+async def test_what_is_deferred_is_stored_by_later_steps() -> None:
+    """Also after its request has ended, behind the fence that is given. A fence that is none is refused, and nothing is
+    lost by that; without engine-owned blocks there is nothing to defer."""
+    async with own_engine(max_bytes_in_flight=1) as engine:
+        runtime, deferred = engine.runtime, engine.runtime.ledger
+        names: dict[str, list[int]] = {}
+
+        def find(request_id: str, group: int, start: int, stop: int) -> list[int]:
+            keys = (tuple(names[request_id][: (at + 1) * BLOCK]) for at in range(start, stop))
+            return [engine.pool.cached.get(key, 0) for key in keys]
+
+        engine.pool.find = find  # type: ignore[attr-defined]
+        await engine.serve(C)
+        names[engine.asked[-1].request_id] = C
+        assert deferred.deferred_requests == (engine.asked[-1].request_id,)
+        await runtime.flush()
+        with pytest.raises(InvalidArgument, match="after: "):
+            runtime.offer_deferred(3)  # type: ignore[arg-type]
+        fence = ScriptedFence()
+        runtime.offer_deferred(fence)
+        assert len(engine.in_flight()) == 1, "it waits for its fence"
+        fence.has_passed = True
+        engine.transport.land_all()
+        while deferred.deferred_requests:
+            await runtime.flush()
+            runtime.offer_deferred()
+        await runtime.flush()
+        engine.pool.cached.clear()
+        assert await engine.serve(C) == 16
+    async with scripted() as (other, _):
+        with pytest.raises(WrongState, match="offer_deferred: "):
+            other.runtime.offer_deferred()
+
+
 async def test_what_is_declined_is_computed() -> None:
     """`max_tokens` loads less, `num_device_tokens` is what the first offer counts from."""
     async with own_engine() as engine:
@@ -593,6 +627,7 @@ EVERYWHERE = {
     "load", "load_nowait", "match_again", "match_again_nowait", "offer", "invalidate", "cancel",
     "fetch", "fetch_nowait", "wait_restored", "request", "run", "lookup", "pin", "flush", "statistics",
     "check_integrity", "requests", "holders", "explain", "hint", "report_queue", "report_compute",
+    "offer_deferred",
 }  # fmt: skip
 ENGINE_CALLS: dict[str, Callable[[Request], Any]] = {
     "match_again": lambda request: request.match_again(num_device_tokens=0),

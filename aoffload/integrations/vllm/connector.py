@@ -28,7 +28,7 @@ from .guard import Guard
 from .messages import NOTHING, Commands, Reports
 from .regions import block_bytes_of, placements_of
 from .scheduler import SchedulerSide
-from .settings import given_namespace, offload_config
+from .settings import given_namespace, offload_config, with_a_step_in_flight
 from .statistics import OffloadMetrics, OffloadStatistics
 from .worker import WorkerSide, invalid_blocks, lost_requests
 from .worker_disk import Identity
@@ -74,6 +74,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             block_bytes = block_bytes_of(placements)
+            config = with_a_step_in_flight(config, vllm_config.scheduler_config.max_num_batched_tokens, block_bytes)
             half = SchedulerSide(
                 config, groups, num_blocks=num_blocks, block_bytes=block_bytes, num_ranks=parallel.world_size
             )

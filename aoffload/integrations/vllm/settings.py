@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from ...arguments import shown
 from ...config import GroupLike, OffloadConfig, parse_bytes
 from ...config_tables import disk_from_table, remote_from_table
 from ...errors import ConfigError
 
-__all__ = ["KEYS", "given_namespace", "offload_config"]
+__all__ = ["KEYS", "given_namespace", "offload_config", "with_a_step_in_flight"]
 
 _SIZES = ("host_bytes", "cpu_bytes_to_use", "num_host_blocks")
 _PASSED_ON = (
@@ -52,6 +54,17 @@ def offload_config(
                 raise ConfigError(key, f"takes one rank, and there are {num_ranks}: each has a part of a block")
             options[key] = from_table(extra[key], "kv_connector_extra_config")
     return OffloadConfig(groups=groups, namespace=namespace, **options)
+
+
+def with_a_step_in_flight(config: OffloadConfig, most_tokens: int, block_bytes: int) -> OffloadConfig:
+    """`config`, with a configured `max_bytes_in_flight` that is at least what a step of `most_tokens` computes.
+
+    vLLM's workers copy what a step brings them one job after the other, so a lower bound would not bound what is copied
+    at a time. It would only store less of each step."""
+    if config.max_bytes_in_flight is None:
+        return config
+    step_bytes = block_bytes * sum(-(-most_tokens // group.block_size) for group in config.groups)
+    return attrs.evolve(config, max_bytes_in_flight=max(config.bytes_in_flight, step_bytes))
 
 
 def given_namespace(extra: Mapping[str, Any], model: str) -> str:

@@ -124,7 +124,8 @@ ENGINE_ODDS = Odds(
     (("pin", 30), ("unpin", 14)),
     (
         ("evict", 36), ("offer_deferred", 30), ("away", 16), ("flush", 16), ("reset", 6), ("reset_host", 8),
-        ("reset_device", 2), ("lookup", 8), ("statistics", 4), ("report_queue", 4), ("report_compute", 4), ("integrity", 6), ("pause", 20),
+        ("reset_device", 2), ("lookup", 8), ("statistics", 4), ("report_queue", 4), ("report_compute", 4),
+        ("integrity", 6), ("pause", 20),
     ),
     (
         "match_again", "match_again_nowait", "load", "load_nowait", "wait", "step", "end_step", "offer", "invalidate",

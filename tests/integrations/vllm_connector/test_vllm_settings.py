@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aoffload import ConfigError, KVCacheGroup, OffloadConfig
-from aoffload.integrations.vllm.settings import KEYS, offload_config
+from aoffload import ConfigError, KVCacheGroup, OffloadConfig, SlidingWindow
+from aoffload.integrations.vllm.settings import KEYS, offload_config, with_a_step_in_flight
 
 GROUPS = [KVCacheGroup("full", block_size=32)]
 
@@ -52,3 +52,16 @@ def test_other_keys_are_passed_on() -> None:
     for key, value in wrong:
         with pytest.raises(ConfigError, match=key):
             made(**({"num_host_blocks": 9} if key != "host_bytes" else {}), **{key: value})
+
+
+def test_a_step_is_in_flight_at_once_whatever_is_configured() -> None:
+    """Fewer bytes would not bound what a worker copies at a time, only how much of a step is stored."""
+    groups = [KVCacheGroup("full", block_size=16), KVCacheGroup("window", SlidingWindow(64), 8)]
+
+    def bound(**extra: Any) -> int | str | None:
+        config = offload_config({"num_host_blocks": 9, **extra}, groups, namespace="n", num_ranks=1)
+        return with_a_step_in_flight(config, 100, 1000).max_bytes_in_flight
+
+    assert bound() is None
+    assert bound(max_bytes_in_flight=1) == 1000 * (7 + 13)
+    assert bound(max_bytes_in_flight="1MiB") == 2**20

@@ -13,7 +13,7 @@ MODEL = "m"
 HEADS = {"num_kv_heads": 1, "head_size": 8, "block_size": BLOCK}
 
 
-def vllm_config(num_ranks: int = 1, rank: int = 0, **extra: Any) -> Any:
+def vllm_config(num_ranks: int = 1, rank: int = 0, *, most_step_tokens: int = 1, **extra: Any) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_load_failure_policy="recompute",
@@ -30,6 +30,7 @@ def vllm_config(num_ranks: int = 1, rank: int = 0, **extra: Any) -> Any:
             data_parallel_size=1,
         ),
         model_config=SimpleNamespace(model=MODEL, revision=None, dtype="float32", compute_hash=lambda: "model"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=most_step_tokens),
         attention_config=SimpleNamespace(compute_hash=lambda: "attention"),
         speculative_config=None,
     )
