@@ -143,9 +143,8 @@ class RemoteWork:
         for move in self.remote.take_moves():
             self.telemetry.storage_moved(move)
         self._forget()  # also when it is off: others use the store
-        if not self.is_on:
-            return
-        if not self.remote.refuses(Direction.STORE) and (most := self._num_storable()):
+        is_refused = self.remote.refuses(Direction.STORE)  # removals are tried again with it
+        if self.is_on and not is_refused and (most := self._num_storable()):
             plans = self.worker.copies.tell(self.ledger.plan_remote_stores, most, self.remote.is_wanted) or ()
             self.worker.submit(plans)
 

@@ -13,10 +13,10 @@ pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 pytest.importorskip("cryptography", reason="the extra `remote` is not installed")
 
 from hanging import serving_until
-from remote_serving import HangingStore, assert_quiet, only_in_the_store, quiet, with_remote
+from remote_serving import HangingStore, assert_quiet, failing, forget_locally, only_in_the_store, quiet, with_remote
 
 from aoffload.request import Request
-from aoffload.testing import SimulatedStore
+from aoffload.testing import SimulatedStore, StoreFault
 
 pytestmark = pytest.mark.anyio
 
@@ -68,6 +68,37 @@ async def _let_go_when_closed(engine: Engine, hanging: HangingStore) -> None:
         while engine.runtime._session.is_open:
             await turns(1)
     hanging.let_go()
+
+
+async def test_a_put_that_has_failed_and_arrives_late_is_no_hit() -> None:
+    """The put of wrong KV times out, the KV is invalidated, the store confirms its removal, and then the put arrives.
+    Requests of this process compute, and hit what is right once it is stored again."""
+    store = SimulatedStore()
+    async with with_remote(store) as engine:
+        async with engine.runtime.request(A) as request:
+            store.fault = failing("put", fault=StoreFault.LATER)
+            await commit_wrong_kv(engine, request)
+            await quiet(engine.runtime)
+            assert not store.objects
+            store.fault = failing()
+            request.invalidate(0)
+        await num_removed(engine, 2)
+        store.arrive()
+        assert len(store.objects) == 2
+        await forget_locally(engine)
+        assert await engine.serve(A) == 0
+        await num_removed(engine, 3)  # what has been met; the next cell was not
+        await assert_quiet(engine.runtime)
+
+
+async def num_removed(engine: Engine, num_cells: int) -> None:
+    with anyio.fail_after(GUARD_S):
+        while True:
+            statistics = engine.runtime.statistics().remote_transfers
+            assert statistics is not None
+            if statistics.cells_removed >= num_cells:
+                return
+            await turns(1)
 
 
 async def test_what_is_wrong_is_removed_after_a_reset_too() -> None:
