@@ -73,6 +73,14 @@ class RemoteWork:
         tier = self.remote.tier
         self.telemetry.remote_opened(type(tier.store).__name__, tier.secret is not None, self.cell_tokens)
 
+    async def connect(self) -> None:
+        """Wait until the store has connected or failed, for `load_timeout_s` at most: a request that asks it does not
+        wait so long."""
+        over = anyio.Event()
+        self.remote.connect(partial(self.worker.call_soon, over.set))
+        with anyio.move_on_after(self.remote.tier.load_timeout_s + LATE_S):
+            await over.wait()
+
     def turn_off(self, reason: str) -> None:
         """Neither ask, load nor store any more."""
         if self.is_on:

@@ -54,8 +54,8 @@ class SimulatedStore:
     """An `ObjectStore` in memory, spread over `num_nodes` nodes.
 
     `fault` is asked before every call, and says what goes wrong. `wait` is called for a call that waits, without any
-    lock held. `later` is given each write that is to be done later; by default, `arrive` does them. With `keeps_first`, a second put of a key changes nothing and tells nobody. `capacity`: objects; the
-    oldest is evicted.
+    lock held. `later` is given each write that is to be done later; by default, `arrive` does them. With `keeps_first`,
+    a second put of a key changes nothing and tells nobody. `capacity`: objects; the oldest is evicted.
     """
 
     def __init__(

@@ -13,7 +13,16 @@ pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 pytest.importorskip("cryptography", reason="the extra `remote` is not installed")
 
 from hanging import serving_until
-from remote_serving import HangingStore, assert_quiet, failing, forget_locally, only_in_the_store, quiet, with_remote
+from remote_serving import (
+    HangingStore,
+    Later,
+    assert_quiet,
+    failing,
+    forget_locally,
+    only_in_the_store,
+    quiet,
+    with_remote,
+)
 
 from aoffload.request import Request
 from aoffload.testing import SimulatedStore, StoreFault
@@ -111,6 +120,28 @@ async def test_what_is_wrong_is_removed_after_a_reset_too() -> None:
             assert len(store.objects) == 2
             await engine.runtime.reset()
             request.invalidate(0)
+        await emptied(store)
+        await assert_quiet(engine.runtime)
+
+
+async def test_a_removal_that_fails_after_a_reset_is_tried_again() -> None:
+    """When the runtime does anything else, although it uses the store no more."""
+    store, env = SimulatedStore(), Later()
+    async with with_remote(store, env=env) as engine:
+        async with engine.runtime.request(A) as request:
+            await commit_wrong_kv(engine, request)
+            await quiet(engine.runtime)
+            await engine.runtime.reset()
+            store.fault = failing("remove")
+            num_failures = engine.runtime.statistics().remote_transfers.num_failures  # type: ignore[union-attr]
+            request.invalidate(0)
+            with anyio.fail_after(GUARD_S):
+                while engine.runtime.statistics().remote_transfers.num_failures < num_failures + 2:  # type: ignore[union-attr]
+                    await turns(1)
+        assert len(store.objects) == 2
+        store.fault = failing()
+        env.leapt_s += 100.0
+        await engine.serve(B)
         await emptied(store)
         await assert_quiet(engine.runtime)
 

@@ -781,7 +781,16 @@ def test_a_removal_after_a_failed_put_is_repeated(open_remote: Open) -> None:
     copies.remote.forget([cell(0), cell(1)])
     removed(copies, 2)
     store.arrive()
-    for seconds, num_removed in ((9.0, 2), (10.0, 3), (19.0, 3), (20.0, 4), (39.0, 4), (40.0, 5), (2000.0, 6), (9e9, 6)):
+    for seconds, num_removed in (
+        (9.0, 2),
+        (10.0, 3),
+        (19.0, 3),
+        (20.0, 4),
+        (39.0, 4),
+        (40.0, 5),
+        (2000.0, 6),
+        (9e9, 6),
+    ):
         copies.clock.seconds = seconds
         copies.remote.refuses(Direction.STORE)
         removed(copies, num_removed)
@@ -804,6 +813,20 @@ def test_what_is_invalidated_while_it_is_written_is_revoked() -> None:
     removals.done(cell(0), True, 0.0)
     again = removals.begin_store(cell(0))
     assert again is not None and not removals.has_revoked(cell(0), again) and removals.has_revoked(cell(0), number)
+
+
+def test_what_another_process_stores_is_loaded_whatever_was_invalidated_here(open_remote: Open) -> None:
+    """It has computed it itself. Numbers count for the objects of one process."""
+    store = SimulatedStore()
+    first, second = open_remote(store), open_remote(store)
+    for _ in range(3):
+        first.store(cell(0))
+        first.remote.forget([cell(0)])
+        removed(first, first.remote.statistics().cells_removed + 1)
+    assert second.store(cell(0), range(4, 8)).num_bytes
+    first.clock.seconds = 2.0
+    assert first.load(cell(0)).outcome is Outcome.LANDED
+    assert (first.host[8:12] == second.host[4:8]).all()
 
 
 def test_more_invalidated_cells_than_can_be_remembered_cost_hits_alone(

@@ -109,8 +109,8 @@ class RemoteCalls(DiskCalls):
             super()._begins(plan)
 
     def do_settle(self, job: str, outcome: str = "landed", at: int = 0) -> str:
-        """Of a cell: FAILED with an odd `at`: a put has arrived, and nobody knows, or arrives later. CORRUPT: it does not verify, and a
-        transport says so; ours says FAILED.
+        """Of a cell: FAILED with an odd `at`: a put has arrived, and nobody knows, or it arrives later. CORRUPT: it
+        does not verify, and a transport says so; ours says FAILED.
         UNPROVEN: it is given up; what a get brings later is dropped, a put may arrive."""
         found, plan = self.job(job), self.plans.get(job)
         if plan is None or plan.cell is None:
