@@ -23,6 +23,15 @@ FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
         "        return number < max(self._all_revoked, self._revoked.get(key_of(label), 0))\n",
         "        return False\n",
         _LATE,
+        programs=True,
+    ),
+    Mutant(
+        "remote late: objects without a number",
+        f"{REMOTE}.cells",
+        '        return int.from_bytes(nonce[WRITER_BYTES:], "little") if is_own else None\n',
+        "        return None\n",
+        _LATE,
+        scenarios=("taken_back_in_store",),
     ),
     Mutant(
         "remote late: the failure of a call taken for the end of its put",

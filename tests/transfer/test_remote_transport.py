@@ -711,10 +711,12 @@ def test_a_load_under_way_does_not_bring_what_is_forgotten(open_remote: Open) ->
 
 
 def removed(copies: RemoteCopies, num_cells: int) -> None:
-    """Wait until the store has let go of so many."""
-    numbers = itertools.count(100)
-    while copies.remote.statistics().cells_removed < num_cells:
-        copies.store(cell(next(numbers)))
+    """Wait until the store has let go of so many: a thread takes removals before stores."""
+    for number in range(100, 200):
+        if copies.remote.statistics().cells_removed >= num_cells:
+            return
+        copies.store(cell(number))
+    raise AssertionError(f"not {num_cells} cells are removed")
 
 
 @each_secret
