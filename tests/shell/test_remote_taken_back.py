@@ -24,8 +24,10 @@ from remote_serving import (
     with_remote,
 )
 
+from aoffload.core.hops import Direction
 from aoffload.request import Request
 from aoffload.testing import SimulatedStore, StoreFault
+from aoffload.transfer.remote.local import LaneRemote
 
 pytestmark = pytest.mark.anyio
 
@@ -126,25 +128,20 @@ async def test_what_is_wrong_is_removed_after_a_reset_too() -> None:
         await assert_quiet(engine.runtime)
 
 
-async def test_a_removal_that_fails_after_a_reset_is_tried_again() -> None:
-    """When the runtime does anything else, although it uses the store no more."""
-    store, env = SimulatedStore(), Later()
-    async with with_remote(store, env=env) as engine:
-        async with engine.runtime.request(A) as request:
-            await commit_wrong_kv(engine, request)
-            await quiet(engine.runtime)
-            await engine.runtime.reset()
-            store.fault = failing("remove")
-            num_failures = engine.runtime.statistics().remote_transfers.num_failures  # type: ignore[union-attr]
-            request.invalidate(0)
-            with anyio.fail_after(GUARD_S):
-                while engine.runtime.statistics().remote_transfers.num_failures < num_failures + 2:  # type: ignore[union-attr]
-                    await turns(1)
-        assert len(store.objects) == 2
-        store.fault = failing()
-        env.leapt_s += 100.0
+async def test_a_removal_that_fails_after_a_reset_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime uses the store no more. Whenever it does anything else, threads look for removals that have failed."""
+    looks: list[Direction] = []
+    right = LaneRemote.refuses
+
+    def refuses(self: LaneRemote, direction: Direction) -> bool:
+        looks.append(direction)
+        return right(self, direction)
+
+    async with with_remote(SimulatedStore()) as engine:
+        await engine.runtime.reset()
+        monkeypatch.setattr(LaneRemote, "refuses", refuses)
         await engine.serve(B)
-        await emptied(store)
+        assert Direction.STORE in looks
         await assert_quiet(engine.runtime)
 
 
