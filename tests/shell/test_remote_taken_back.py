@@ -129,7 +129,7 @@ async def test_what_is_wrong_is_removed_after_a_reset_too() -> None:
 
 
 async def test_a_removal_that_fails_after_a_reset_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runtime uses the store no more. Whenever it does anything else, threads look for removals that have failed."""
+    """The runtime uses the store no more. Whenever it does anything else, threads look for what is to be removed."""
     looks: list[Direction] = []
     right = LaneRemote.refuses
 
