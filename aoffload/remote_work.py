@@ -73,6 +73,14 @@ class RemoteWork:
         tier = self.remote.tier
         self.telemetry.remote_opened(type(tier.store).__name__, tier.secret is not None, self.cell_tokens)
 
+    async def connect(self) -> None:
+        """Wait until the store has connected or failed, for `load_timeout_s` at most: a request that asks it does not
+        wait so long."""
+        over = anyio.Event()
+        self.remote.connect(partial(self.worker.call_soon, over.set))
+        with anyio.move_on_after(self.remote.tier.load_timeout_s + LATE_S):
+            await over.wait()
+
     def turn_off(self, reason: str) -> None:
         """Neither ask, load nor store any more."""
         if self.is_on:
@@ -143,9 +151,8 @@ class RemoteWork:
         for move in self.remote.take_moves():
             self.telemetry.storage_moved(move)
         self._forget()  # also when it is off: others use the store
-        if not self.is_on:
-            return
-        if not self.remote.refuses(Direction.STORE) and (most := self._num_storable()):
+        is_refused = self.remote.refuses(Direction.STORE)  # removals are tried again with it
+        if self.is_on and not is_refused and (most := self._num_storable()):
             plans = self.worker.copies.tell(self.ledger.plan_remote_stores, most, self.remote.is_wanted) or ()
             self.worker.submit(plans)
 

@@ -120,6 +120,8 @@ class RuntimeLife(Explained):
         self._session.life = SessionLife.OPEN
         try:
             self._begin()
+            if self._session.remote is not None:
+                await self._session.remote.connect()
         except BaseException:  # no thread for a lower tier, say
             self._session.life = SessionLife.CLOSED
             await self._close()

@@ -190,7 +190,7 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a store before the removal",
         REMOVALS,
-        "            if self.has_lost_count or key in self._waiting:\n                return False\n",
+        "            if self.has_lost_count or key in self._waiting:\n                return None\n",
         "",
         "what is forgotten is removed before it is stored again",
         f"{TRANSPORT}::test_what_is_forgotten_is_removed_and_can_be_stored_again",

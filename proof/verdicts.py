@@ -143,7 +143,8 @@ def _faces_for(module: str) -> tuple[Face, ...]:
         return ENGINE_FACES
     if module == "aoffload.engine_calls":
         return ENGINE_RUNTIME_FACES
-    return FACES if module.startswith("aoffload.core.") else (*RUNTIME_FACES, *ENGINE_RUNTIME_FACES)
+    is_of_ledger = module.startswith(("aoffload.core.", "aoffload.transfer.remote."))  # the latter: its removals
+    return FACES if is_of_ledger else (*RUNTIME_FACES, *ENGINE_RUNTIME_FACES)
 
 
 def _twins(rows: Sequence[Row]) -> Iterator[Case]:

@@ -19,6 +19,9 @@ __all__ = ["Command", "RedisLibrary", "RedisNode", "key_of", "redis_library"]
 Command: TypeAlias = tuple[bytes | memoryview, ...]
 MAX_IDLE = 16
 """Connections."""
+CONNECT_S = 0.25
+"""Connecting may take so long, also for a command that has less time: after a failure, only commands connect again, and
+none would ever end where connecting takes longer than a question may."""
 
 
 def key_of(key: bytes) -> bytes:
@@ -102,12 +105,14 @@ class RedisNode:
         if connection is not None:
             connection._sock.settimeout(timeout_s)
             return connection
-        timeouts = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+        connect_s = max(timeout_s, CONNECT_S)
+        timeouts = {"socket_timeout": connect_s, "socket_connect_timeout": connect_s}
         connection = self._make(**{**self._settings, **timeouts})
         try:
             connection.connect()
         except (self._library.error, OSError) as error:
             raise self._failed(error) from error
+        connection._sock.settimeout(timeout_s)
         return connection
 
     def _failed(self, error: Exception) -> StoreError:

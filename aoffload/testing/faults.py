@@ -60,6 +60,7 @@ _KINDS = (
     FaultKind("remote_hang", "a call of the store never ends, and may have been done"),
     FaultKind("remote_error", "a call of the store fails, and nothing was done"),
     FaultKind("remote_doubt", "a call of the store fails, and was done"),
+    FaultKind("remote_later", "a write or a removal fails, and reaches the store later"),
     FaultKind("remote_gone", "the store evicts what it was just asked for, or was given"),
     FaultKind("remote_lost", "the store tells a write or a removal as done that is not"),
     FaultKind("remote_poisoned", "a cell is read that somebody has written to"),

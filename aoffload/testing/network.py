@@ -29,6 +29,7 @@ ANY = ("exist", "get", "put", "remove")
 FAULTS_OF_CALLS = (
     ("remote_error", StoreFault.ERROR, ANY),
     ("remote_doubt", StoreFault.LATE_ERROR, ANY),
+    ("remote_later", StoreFault.LATER, ("put", "remove")),
     ("remote_gone", StoreFault.GONE, ("exist", "get", "put")),
     ("remote_lost", StoreFault.LOST, ("put", "remove")),
     ("remote_poisoned", StoreFault.POISONED, ("get",)),
@@ -50,6 +51,10 @@ class Network:
     def fault(self, call: StoreCall) -> StoreFault | None:
         """What goes wrong in the store."""
         return next((fault for name, fault, kinds in FAULTS_OF_CALLS if call.kind in kinds and self._fire(name)), None)
+
+    def later(self, write: Callable[[], Any]) -> None:
+        """Do a write after its call has failed."""
+        self._soon("a write that has failed arrives", write, 0.004, *LATE_S)
 
     def _fire(self, name: str) -> bool:
         return self.faults.fire(name)

@@ -25,6 +25,7 @@ Result = TypeVar("Result")
 class StoreFault(enum.Enum):
     ERROR = "the call fails, and nothing was done"
     LATE_ERROR = "the call fails, and was done"
+    LATER = "the call fails, and is done later"
     SLOW = "the call waits, and is done then"
     HANG = "the call waits, and fails then; a write may have been done"
     GONE = "the object was evicted just now"
@@ -53,8 +54,8 @@ class SimulatedStore:
     """An `ObjectStore` in memory, spread over `num_nodes` nodes.
 
     `fault` is asked before every call, and says what goes wrong. `wait` is called for a call that waits, without any
-    lock held. With `keeps_first`, a second put of a key changes nothing and tells nobody. `capacity`: objects; the
-    oldest is evicted.
+    lock held. `later` is given each write that is to be done later; by default, `arrive` does them. With `keeps_first`,
+    a second put of a key changes nothing and tells nobody. `capacity`: objects; the oldest is evicted.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class SimulatedStore:
         self.objects: dict[bytes, bytes] = {}
         self.fault: Callable[[StoreCall], StoreFault | None] = lambda call: None
         self.wait: Callable[[StoreCall], None] = lambda call: None
+        self.later: Callable[[Callable[[], object]], object] = lambda write: self._on_their_way.append(write)
         self.num_calls = 0
         self.num_puts = 0
         """Objects written, overwritten ones counted again."""
@@ -72,6 +74,7 @@ class SimulatedStore:
         self._keeps_first = keeps_first
         self._rng = random.Random(0) if rng is None else rng
         self._lock = threading.Lock()
+        self._on_their_way: list[Callable[[], object]] = []
 
     def __repr__(self) -> str:
         return f"<SimulatedStore {len(self.objects)} objects on {self._nodes} nodes>"
@@ -95,10 +98,12 @@ class SimulatedStore:
         return None if found is None else self._misread(found, key, fault)
 
     def put(self, key: bytes, value: memoryview, timeout_s: float) -> None:
+        made = bytes(value)  # `value` is the caller's again, whenever this is done
+
         def write() -> None:
             if not (self._keeps_first and key in self.objects):
                 self.objects.pop(key, None)  # the newest is evicted last
-                self.objects[key] = bytes(value)
+                self.objects[key] = made
                 self.num_puts += 1
             while len(self.objects) > self._capacity:
                 del self.objects[next(iter(self.objects))]
@@ -120,6 +125,12 @@ class SimulatedStore:
             for key in keys:
                 self.objects.pop(key, None)
 
+    def arrive(self) -> None:
+        """Do the writes that are on their way."""
+        with self._lock:
+            while self._on_their_way:
+                self._on_their_way.pop(0)()
+
     def poison(self, key: bytes, at: int, flip: int = 1) -> None:
         """Change the byte `at` of an object where it lies."""
         with self._lock:
@@ -138,6 +149,9 @@ class SimulatedStore:
             self.wait(call)
         if fault is StoreFault.ERROR:
             raise StoreError(f"{kind} failed on {call.node}")
+        if fault is StoreFault.LATER:
+            self.later(do)
+            raise StoreError(f"{kind} took longer than {timeout_s} s on {call.node}")
         if fault is StoreFault.LOST and kind in ("put", "remove"):
             return None, fault
         with self._lock:

@@ -22,7 +22,7 @@ from ..core.plan import CellLabel, Completion, TransferPlan
 from ..env import Env
 from ..errors import TransferRefused
 from ..remote_tier import ObjectStore, RemoteTier
-from ..transfer.remote.cells import OVERHEAD_BYTES, SEAL_BYTES, Cells, CellShape
+from ..transfer.remote.cells import OVERHEAD_BYTES, SEAL_BYTES, WRITER_BYTES, Cells, CellShape
 from ..transfer.remote.lanes import RemoteLanes
 from ..transfer.remote.local import LaneRemote
 from .memory import TORN, Memory
@@ -40,6 +40,7 @@ class TagStore(SimulatedStore):
     def __init__(self, rng: random.Random | None = None, *, num_nodes: int = 1, keeps_first: bool = False) -> None:
         super().__init__(rng, num_nodes=num_nodes, keeps_first=keeps_first)
         self._contents: list[int] = []
+        self._num_writers = 0
 
     def note(self, content: int) -> int:
         """The number under which it is kept."""
@@ -50,10 +51,15 @@ class TagStore(SimulatedStore):
         """Torn bytes where nothing was kept under that number: somebody has read what is no cell."""
         return self._contents[number] if 0 <= number < len(self._contents) else TORN
 
+    def new_writer(self) -> bytes:
+        """What tells the objects of one process from those of others."""
+        self._num_writers += 1
+        return self._num_writers.to_bytes(WRITER_BYTES, "little")
+
     def after_a_kill(self) -> TagStore:
         """What is there at this moment, for whoever comes after."""
         found = TagStore(self._rng, num_nodes=self._nodes, keeps_first=self._keeps_first)
-        found.objects, found._contents = dict(self.objects), self._contents
+        found.objects, found._contents, found._num_writers = dict(self.objects), self._contents, self._num_writers
         return found
 
 
@@ -61,9 +67,6 @@ class _Summed:
     """Sealed with a sum that takes nothing to be installed."""
 
     number = 0
-
-    def nonce(self) -> bytes:
-        return bytes(12)
 
     def close(self, label: CellLabel, made: memoryview) -> None:
         made[-SEAL_BYTES:] = _sum(made[:-SEAL_BYTES])
@@ -135,9 +138,9 @@ class TagRemote(LaneRemote):
         self._shape = attrs.evolve(shape, block_bytes=NUMBER_BYTES)
 
     def open(self, env: Env) -> None:
-        self.store.fault = self.network.fault
+        self.store.fault, self.store.later = self.network.fault, self.network.later
         shape = self._known_shape()
-        cells = Cells(shape, _Summed(), shape.layout)
+        cells = Cells(shape, _Summed(), shape.layout, self.store.new_writer())
         threads = partial(NetworkThreads, network=self.network)
         self._lanes = RemoteLanes(self.tier, cells, _TagHost(self), self._over, env, threads)
 

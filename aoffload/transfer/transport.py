@@ -224,6 +224,11 @@ class TransportRemote(Protocol):
         stored for another identity is never found."""
         ...
 
+    def connect(self, hear: Callable[[], None]) -> None:
+        """Have the store connect, or fail, so that no question takes that long; called once, after `Transport.open`.
+        `hear` is called once, in any thread, after about `load_timeout_s` at the latest if the store keeps to it."""
+        ...
+
     def ask(self, labels: Sequence[CellLabel], hear: Callable[[int], None]) -> None:
         """How many of these cells, which follow each other in one prefix, the store has from the first one on.
 

@@ -16,7 +16,10 @@ from .disk import fetches_first, fetches_in_vain, forget, put_away, spoils
 from .table import scenario
 
 PROMPT = tokens(1, 9)
-CALLS = ("remote_error", "remote_doubt", "remote_gone", "remote_lost", "remote_slow", "remote_late", "remote_hang")
+CALLS = (
+    "remote_error", "remote_doubt", "remote_later", "remote_gone", "remote_lost", "remote_slow", "remote_late",
+    "remote_hang",
+)  # fmt: skip
 READS = ("remote_poisoned", "remote_short", "remote_foreign")
 
 
@@ -107,7 +110,7 @@ async def store_that_hangs(sim: Simulation) -> None:
 @scenario("request_done", faults=CALLS)
 async def taken_back_in_store(sim: Simulation) -> None:
     """A forward has failed, and what it left is in the store or on its way there: neither this process nor another one
-    finds it."""
+    finds it. It may arrive long after the removal: this process still hits none of it."""
     engine = sim.runtime(num_device_blocks=16, num_host_blocks=8, store=store_of(sim), max_fetch_share=0.5)
     async with engine.runtime:
         sim.spawn("spoils", partial(spoils, sim, engine)).may_abort = ("prefix_invalidated",)
@@ -116,9 +119,11 @@ async def taken_back_in_store(sim: Simulation) -> None:
             client.may_abort = ("prefix_invalidated",)
         bystanders(sim, engine, 3, num_tokens=8)
         await sim.join()
-        await forget(engine, Tier.HOST, Tier.DEVICE)
-        serve(sim, engine, "afterwards", (*PROMPT, 9))
-        await after(sim, engine)
+        for when in ("afterwards", "much later"):
+            await forget(engine, Tier.HOST, Tier.DEVICE)
+            serve(sim, engine, when, (*PROMPT, 9))
+            await after(sim, engine)
+            await sim.sleep(100.0)
     await _served_by_another(sim, engine)
 
 

@@ -1,1 +1,2 @@
-"""The tiers below host memory, in long: the crash model, real kills under load, and each call of the disk failed."""
+"""The tiers below host memory, in long: the crash model, real kills under load, each call of the disk failed, and late
+puts to a remote store."""

@@ -1,4 +1,5 @@
-"""`python -m proof.tiers`: the crash model, planted defects in it, real kills, and each call of the disk failed.
+"""`python -m proof.tiers`: the crash model, planted defects in it, real kills, each call of the disk failed, and
+late puts to a remote store.
 
 Exit status: 0 if every line is met. The table is in build/tiers/report.md.
 """
@@ -28,12 +29,14 @@ class Size:
     seeds: int = 10_000
     swept: int = 4
     kills: int = 100
+    storm: int = 500
+    """Invalidations of cells whose puts arrive late."""
     step: int = 1
     """Each so many-th call of the disk is failed."""
     workers: int = 2
 
 
-SHORT = Size(seeds=400, swept=0, kills=8, step=9)
+SHORT = Size(seeds=400, swept=0, kills=8, storm=40, step=9)
 
 
 def model(size: Size) -> Iterator[Line]:
@@ -64,8 +67,15 @@ def failed(size: Size) -> Iterator[Line]:
     return each_call_failed(step=size.step)
 
 
+def late(size: Size) -> Iterator[Line]:
+    """Puts to a real Redis that arrive after they have failed. In long, once more without the protection."""
+    from .storm import storm
+
+    return storm(size.storm, shows=size != SHORT)
+
+
 PARTS: dict[str, Callable[[Size], Iterator[Line]]] = {
-    "model": model, "defects": defects, "kills": killed, "calls": failed,
+    "model": model, "defects": defects, "kills": killed, "calls": failed, "storm": late,
 }  # fmt: skip
 
 

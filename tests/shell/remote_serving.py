@@ -77,6 +77,16 @@ async def assert_quiet(runtime: OffloadRuntime) -> None:
     await assert_at_rest(runtime)
 
 
+@attrs.define(eq=False)
+class Later(Env):
+    """The clock of the tier's threads leaps at a word."""
+
+    leapt_s: float = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.leapt_s
+
+
 class HangingStore:
     """Calls of a simulated store that hang until they are let go."""
 

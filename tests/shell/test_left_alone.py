@@ -8,14 +8,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 from disk_serving import assert_quiet, on_the_disk_only, simulated, with_disk
-from remote_serving import failing, forget_locally, in_the_store, with_remote
+from remote_serving import Later, failing, forget_locally, in_the_store, with_remote
 from scraping import registry_of, scraped
 
 from aoffload.demo.logs import make_logger
-from aoffload.env import Env
 from aoffload.stores import StoreError
 from aoffload.testing import SimulatedStore
 from aoffload.testing.simulated_disk import DiskFault
@@ -24,16 +22,6 @@ from aoffload.trace.command import main
 
 A, B = list(range(17)), list(range(100, 117))
 pytestmark = pytest.mark.anyio
-
-
-@attrs.define(eq=False)
-class Later(Env):
-    """Time leaps at a word."""
-
-    leapt_s: float = 0.0
-
-    def now(self) -> float:
-        return super().now() + self.leapt_s
 
 
 class Log(io.StringIO):

@@ -13,10 +13,21 @@ pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 pytest.importorskip("cryptography", reason="the extra `remote` is not installed")
 
 from hanging import serving_until
-from remote_serving import HangingStore, assert_quiet, only_in_the_store, quiet, with_remote
+from remote_serving import (
+    HangingStore,
+    Later,
+    assert_quiet,
+    failing,
+    forget_locally,
+    only_in_the_store,
+    quiet,
+    with_remote,
+)
 
+from aoffload.core.hops import Direction
 from aoffload.request import Request
-from aoffload.testing import SimulatedStore
+from aoffload.testing import SimulatedStore, StoreFault
+from aoffload.transfer.remote.local import LaneRemote
 
 pytestmark = pytest.mark.anyio
 
@@ -70,6 +81,39 @@ async def _let_go_when_closed(engine: Engine, hanging: HangingStore) -> None:
     hanging.let_go()
 
 
+async def test_a_put_that_has_failed_and_arrives_late_is_no_hit() -> None:
+    """The put of wrong KV times out, the KV is invalidated, the store confirms its removal, and then the put arrives.
+    Requests of this process compute, and hit what is right once it is stored again."""
+    store, env = SimulatedStore(), Later()
+    async with with_remote(store, env=env) as engine:
+        async with engine.runtime.request(A) as request:
+            store.fault = failing("put", fault=StoreFault.LATER)
+            await commit_wrong_kv(engine, request)
+            await quiet(engine.runtime)
+            assert not store.objects
+            store.fault = failing()
+            request.invalidate(0)
+        await num_removed(engine, 2)
+        store.arrive()
+        assert len(store.objects) == 2
+        env.leapt_s += 2.0  # that the store lacks them is not remembered so long
+        await forget_locally(engine)
+        assert await engine.serve(A) == 0
+        assert engine.runtime.statistics().remote_transfers.cells_corrupt  # type: ignore[union-attr]
+        await num_removed(engine, 3)
+        await assert_quiet(engine.runtime)
+
+
+async def num_removed(engine: Engine, num_cells: int) -> None:
+    with anyio.fail_after(GUARD_S):
+        while True:
+            statistics = engine.runtime.statistics().remote_transfers
+            assert statistics is not None
+            if statistics.cells_removed >= num_cells:
+                return
+            await turns(1)
+
+
 async def test_what_is_wrong_is_removed_after_a_reset_too() -> None:
     """The runtime uses the store no more. Others do."""
     store = SimulatedStore()
@@ -81,6 +125,23 @@ async def test_what_is_wrong_is_removed_after_a_reset_too() -> None:
             await engine.runtime.reset()
             request.invalidate(0)
         await emptied(store)
+        await assert_quiet(engine.runtime)
+
+
+async def test_a_removal_that_fails_after_a_reset_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime uses the store no more. Whenever it does anything else, threads look for what is to be removed."""
+    looks: list[Direction] = []
+    right = LaneRemote.refuses
+
+    def refuses(self: LaneRemote, direction: Direction) -> bool:
+        looks.append(direction)
+        return right(self, direction)
+
+    async with with_remote(SimulatedStore()) as engine:
+        await engine.runtime.reset()
+        monkeypatch.setattr(LaneRemote, "refuses", refuses)
+        await engine.serve(B)
+        assert Direction.STORE in looks
         await assert_quiet(engine.runtime)
 
 

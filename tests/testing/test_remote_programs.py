@@ -16,12 +16,13 @@ from aoffload.testing.programs import Program, as_test, call, check_program, run
 from aoffload.testing.programs.explore import LEDGERS, _draw_ledger_program
 from aoffload.testing.programs.outcome import Outcome
 from aoffload.testing.programs.program import Face, GroupShape, World, draw_world
+from aoffload.transfer.remote.removals import Removals
 
 FACES: tuple[Face, ...] = ("ledger", "engine")
 each_face = pytest.mark.parametrize("face", FACES)
 MET = {
     "remote store", "remote store landed", "remote load landed", "remote load failed", "cell gone", "cell taken back",
-    "told too much", "match fetched",
+    "told too much", "match fetched", "failed put arrives revoked", "revoked cell met",
 }  # fmt: skip
 
 
@@ -67,6 +68,13 @@ def test_what_stays_in_the_store_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     """Of a forward that has failed."""
     monkeypatch.setattr(RemoteStores, "take_back", lambda self, sequence, first, stop: [])
     assert violations("ledger").startswith("bytes taken back")
+
+
+@each_face
+def test_a_failed_put_that_arrives_after_the_removal_is_noticed(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that takes the end of a call for the end of its put loads what it has invalidated."""
+    monkeypatch.setattr(Removals, "has_revoked", lambda self, label, number: False)
+    assert violations(face).startswith("bytes taken back")
 
 
 def test_what_is_removed_before_it_arrives_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from aoffload import ConfigError
 from aoffload.core.hops import Direction, Outcome
 from aoffload.env import Env
 from aoffload.object_stores.redis_cluster import slot_of
-from aoffload.object_stores.redis_node import key_of, packed
+from aoffload.object_stores.redis_node import RedisNode, key_of, packed, redis_library
 from aoffload.remote_tier import ObjectStore
 from aoffload.stores import RedisClusterStore, RedisStore, StoreError
 from benchmarks.redis_servers import RedisServer as AnyServer
@@ -129,6 +129,35 @@ def test_a_time_out_is_that_of_the_call(server: RedisServer, store: RedisStore) 
         assert time.monotonic() - began_s < LONG_S / 2
     finally:
         server.go_on()
+
+
+def test_connecting_may_take_longer_than_the_command_that_connects() -> None:
+    """Or a store that was gone for a moment would never be used again where connecting takes longer than a question
+    may. The command itself has its own time."""
+    timeouts: list[float] = []
+
+    class Connection:
+        """Takes 100 ms to connect."""
+
+        def __init__(self, **settings: float) -> None:
+            self.settings = settings
+            self._sock = self
+
+        def connect(self) -> None:
+            if min(self.settings["socket_timeout"], self.settings["socket_connect_timeout"]) < 0.1:
+                raise OSError("timed out")
+
+        def settimeout(self, seconds: float) -> None:
+            timeouts.append(seconds)
+
+        def send_packed_command(self, packed: object, check_health: bool) -> None: ...
+
+        def read_response(self, **options: bool) -> int:
+            return 0
+
+    node = RedisNode(redis_library(), Connection, {}, "far away")
+    assert node.run([(b"EXISTS", b"a")], 0.02) == [0]
+    assert timeouts == [0.02]
 
 
 def test_a_server_that_is_gone_fails_and_comes_back(tmp_path: Path) -> None:

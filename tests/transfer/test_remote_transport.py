@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from copies import GUARD_S
@@ -26,6 +27,7 @@ from aoffload.transfer.hops import hop_of
 from aoffload.transfer.local import LocalTransport
 from aoffload.transfer.remote.cells import HEADER, OVERHEAD_BYTES
 from aoffload.transfer.remote.questions import positions
+from aoffload.transfer.remote.removals import Removals
 
 Open = Callable[..., RemoteCopies]
 HAS_CIPHER = True
@@ -193,7 +195,7 @@ def test_no_flipped_bit_is_ever_a_hit(secret: bytes | None) -> None:
     rng = random.Random(1)
     blocks[:] = [[rng.randrange(256) for _ in range(512)] for _ in range(4)]
     before = blocks.copy()
-    cells.seal(cell(0), made)
+    cells.seal(cell(0), made, 7)
     good = bytes(made)
     room = memoryview(bytearray(cells.shape.num_bytes))
     found = cells.open(cell(0), good, lambda: room)
@@ -706,6 +708,162 @@ def test_a_load_under_way_does_not_bring_what_is_forgotten(open_remote: Open) ->
     finally:
         go_on.set()
     assert copies.next().outcome is Outcome.FAILED
+
+
+def removed(copies: RemoteCopies, num_cells: int) -> None:
+    """Wait until the store has let go of so many: a thread takes removals before stores."""
+    for number in range(100, 200):
+        if copies.remote.statistics().cells_removed >= num_cells:
+            return
+        copies.store(cell(number))
+    raise AssertionError(f"not {num_cells} cells are removed")
+
+
+@each_secret
+def test_a_put_that_arrives_after_the_removal_is_never_loaded(open_remote: Open, secret: bytes | None) -> None:
+    """A put times out, what it wrote is invalidated and removed, and only then the put reaches the store. This process
+    never loads it, removes it again, and loads what it stores after that."""
+    store = SimulatedStore()
+    copies = open_remote(store, secret)
+    faults(store, put=StoreFault.LATER)
+    assert copies.store(cell(0)).outcome is Outcome.FAILED
+    faults(store)
+    copies.remote.forget([cell(0)])
+    removed(copies, 1)
+    store.arrive()
+    before = copies.host.copy()
+    copies.clock.seconds = 2.0
+    assert copies.ask([cell(0)]) == 1, "others would find it"
+    late = copies.load(cell(0))
+    assert (late.outcome, late.error) == (Outcome.FAILED, "what the store has was invalidated")
+    assert (copies.host == before).all()
+    removed(copies, 2)
+    assert copies.name(cell(0)) not in store.objects
+    copies.store(cell(0), range(4, 8))
+    assert copies.load(cell(0)).outcome is Outcome.LANDED
+    assert (copies.host[8:12] == before[4:8]).all()
+
+
+def test_a_put_that_overwrites_a_later_one_is_never_loaded(open_remote: Open) -> None:
+    """The put that has failed arrives after right KV was stored in its place."""
+    store = SimulatedStore()
+    copies = open_remote(store)
+    faults(store, put=StoreFault.LATER)
+    copies.store(cell(0))
+    faults(store)
+    copies.remote.forget([cell(0)])
+    removed(copies, 1)
+    assert copies.store(cell(0), range(4, 8)).outcome is Outcome.LANDED
+    store.arrive()
+    assert copies.load(cell(0)).outcome is Outcome.FAILED
+
+
+def test_a_removal_that_the_store_only_tells_as_done_brings_nothing_back(open_remote: Open) -> None:
+    """Such as one of a cluster whose node is lost before its replica has heard of it."""
+    store = SimulatedStore()
+    copies = open_remote(store)
+    copies.store(cell(0))
+    faults(store, remove=StoreFault.LOST)
+    copies.remote.forget([cell(0)])
+    removed(copies, 1)
+    copies.clock.seconds = 2.0
+    assert copies.name(cell(0)) in store.objects
+    assert copies.load(cell(0)).outcome is Outcome.FAILED
+
+
+def test_a_removal_after_a_failed_put_is_repeated(open_remote: Open) -> None:
+    """Others do not know what was invalidated. So what arrives late is removed, also if nobody here asks for it; and
+    what was stored without a failure is removed once."""
+    store = SimulatedStore()
+    copies = open_remote(store)
+    faults(store, put=StoreFault.LATER)
+    copies.store(cell(0))
+    faults(store)
+    copies.store(cell(1))
+    copies.remote.forget([cell(0), cell(1)])
+    removed(copies, 2)
+    store.arrive()
+    for seconds, num_removed in (
+        (9.0, 2),
+        (10.0, 3),
+        (19.0, 3),
+        (20.0, 4),
+        (39.0, 4),
+        (40.0, 5),
+        (2000.0, 6),
+        (9e9, 6),
+    ):
+        copies.clock.seconds = seconds
+        copies.remote.refuses(Direction.STORE)
+        removed(copies, num_removed)
+        copies.store(cell(2))
+        assert copies.remote.statistics().cells_removed == num_removed
+        assert (copies.name(cell(0)) in store.objects) == (seconds < 10.0)
+
+
+def test_what_is_invalidated_while_it_is_written_is_revoked() -> None:
+    """Its number is drawn before its KV is read, whenever the put ends."""
+    removals = Removals()
+    number = removals.begin_store(cell(0))
+    assert number is not None and not removals.has_revoked(cell(0), number)
+    removals.add([cell(0)])
+    assert removals.has_revoked(cell(0), number) and not removals.has_revoked(cell(1), number)
+    assert removals.begin_store(cell(0)) is None
+    removals.end_store(cell(0))
+    label = removals.take(lambda label: True, 0.0)
+    assert label == cell(0)
+    removals.done(cell(0), True, 0.0)
+    again = removals.begin_store(cell(0))
+    assert again is not None and not removals.has_revoked(cell(0), again) and removals.has_revoked(cell(0), number)
+
+
+def test_what_another_process_stores_is_loaded_whatever_was_invalidated_here(open_remote: Open) -> None:
+    """It has computed it itself. Numbers count for the objects of one process."""
+    store = SimulatedStore()
+    first, second = open_remote(store), open_remote(store)
+    for _ in range(3):
+        first.store(cell(0))
+        first.remote.forget([cell(0)])
+        removed(first, first.remote.statistics().cells_removed + 1)
+    assert second.store(cell(0), range(4, 8)).num_bytes
+    first.clock.seconds = 2.0
+    assert first.load(cell(0)).outcome is Outcome.LANDED
+    assert (first.host[8:12] == second.host[4:8]).all()
+
+
+def test_more_invalidated_cells_than_can_be_remembered_cost_hits_alone(
+    open_remote: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then nothing that this process has stored so far is loaded. The store is used on."""
+    monkeypatch.setattr("aoffload.transfer.remote.removals.MAX_CELLS", 2)
+    store = SimulatedStore()
+    copies = open_remote(store)
+    for number in range(5):
+        copies.store(cell(number))
+    kept = dict(store.objects)
+    for number in range(3):
+        copies.remote.forget([cell(number)])
+        removed(copies, number + 1)
+    store.objects.update(kept)
+    copies.clock.seconds = 2.0
+    assert {copies.load(cell(number)).outcome for number in range(5)} == {Outcome.FAILED}
+    assert not copies.remote.refuses(Direction.LOAD) and not copies.remote.refuses(Direction.STORE)
+    copies.store(cell(9))
+    assert copies.load(cell(9)).outcome is Outcome.LANDED
+
+
+def test_what_was_stored_before_objects_were_numbered_is_loaded(open_remote: Open) -> None:
+    """Without a secret, its nonce is empty: it is the object of another process."""
+    store = SimulatedStore()
+    copies = open_remote(store)
+    copies.store(cell(0))
+    lanes = copies.remote._lanes
+    assert lanes is not None
+    old, made = attrs.evolve(lanes.cells, writer=bytes(7)), memoryview(bytearray(store.objects[copies.name(cell(0))]))
+    old.seal(cell(0), made, 0)
+    assert bytes(made[: HEADER.size]).endswith(bytes(12))
+    store.objects[copies.name(cell(0))] = bytes(made)
+    assert copies.load(cell(0)).outcome is Outcome.LANDED
 
 
 def test_what_cannot_be_removed_is_not_used(open_remote: Open) -> None:

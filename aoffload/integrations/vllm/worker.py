@@ -66,6 +66,8 @@ class WorkerSide:
         self._transport = transport
         self._disk = None if disk is None else WorkerDisk(disk)
         self._remote = None if remote is None else WorkerRemote(remote, self.copies.clock)
+        if self._remote is not None:
+            self._remote.connect()
         _log.info(
             "aoffload: rank %d has %d host blocks of %d bytes behind %d device blocks in %d regions",
             self._rank, num_host_blocks, transport.block_bytes, self._num_blocks, len(regions),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -34,6 +35,12 @@ class WorkerRemote:
         """When the time of each question is over that is not answered."""
         self._refusing = Refusing()
         """As the scheduler knows it."""
+
+    def connect(self) -> None:
+        """Wait until the store has connected or failed, for `load_timeout_s` at most: questions do not wait so long."""
+        is_over = threading.Event()
+        self._remote.connect(is_over.set)
+        is_over.wait(self._remote.tier.load_timeout_s + LATE_S)
 
     def ask(self, questions: Iterable[Question]) -> None:
         for question in questions:

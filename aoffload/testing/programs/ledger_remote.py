@@ -9,6 +9,7 @@ from ...core.hops import Outcome, Tier
 from ...core.lifecycle import JobState
 from ...core.plan import CellLabel, Completion, TransferPlan
 from ...prefix import Prefix
+from ...transfer.remote.removals import Removals
 from ..violations import Violation
 from .ledger_disk import DiskCalls
 from .program import World
@@ -17,14 +18,14 @@ from .provenance import Block
 __all__ = ["RemoteCalls"]
 
 
-@attrs.define(eq=False)
-class _Put:
-    """A put that was given up, and may still arrive."""
+@attrs.frozen
+class _Object:
+    """What a put writes."""
 
-    digest: bytes
+    cell: CellLabel
     content: list[Block]
-    is_forgotten: bool = False
-    """The cell is removed once more when it has arrived."""
+    number: int | None
+    """Of the put; None for one of an earlier process."""
 
 
 class RemoteCalls(DiskCalls):
@@ -32,10 +33,14 @@ class RemoteCalls(DiskCalls):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.store: dict[bytes, list[Block] | None] = {}
+        self.store: dict[bytes, _Object | None] = {}
         """None: something is there that does not verify."""
-        self.puts: dict[str, _Put] = {}
-        """By job."""
+        self.puts: dict[str, _Object] = {}
+        """By job: puts that were given up, and may still arrive."""
+        self.on_their_way: list[_Object] = []
+        """Of puts that have failed, and arrive later all the same."""
+        self.removals = Removals()
+        """Those of a transport. Here, a removal is over at once, also while a put is under way."""
         self._named: dict[bytes, list[int]] = {}
         """By digest: the tokens that a cell was put there for."""
 
@@ -73,6 +78,18 @@ class RemoteCalls(DiskCalls):
         self.store[list(self.store)[at % len(self.store)]] = None
         return "poisoned"
 
+    def do_arrive(self, at: int) -> str:
+        """A put arrives that has failed."""
+        if not self.on_their_way:
+            return "skipped"
+        found = self.on_their_way.pop(at % len(self.on_their_way))
+        self.store[found.cell.digest] = found
+        self._note("failed put arrives revoked", self._is_revoked(found))
+        return "arrived"
+
+    def _is_revoked(self, found: _Object) -> bool:
+        return found.number is not None and self.removals.has_revoked(found.cell, found.number)
+
     def _told(self, prefix: Prefix, told: int | None) -> int:
         """`told`: cells that the store is said to have, however many it has. None: it has been asked just now."""
         if not self.world.cell_units:
@@ -92,8 +109,8 @@ class RemoteCalls(DiskCalls):
             super()._begins(plan)
 
     def do_settle(self, job: str, outcome: str = "landed", at: int = 0) -> str:
-        """Of a cell: FAILED with an odd `at`: a put has arrived, and nobody knows. CORRUPT: it does not verify, and a
-        transport says so; ours says FAILED.
+        """Of a cell: FAILED with an odd `at`: a put has arrived, and nobody knows, or it arrives later. CORRUPT: it
+        does not verify, and a transport says so; ours says FAILED.
         UNPROVEN: it is given up; what a get brings later is dropped, a put may arrive."""
         found, plan = self.job(job), self.plans.get(job)
         if plan is None or plan.cell is None:
@@ -112,16 +129,20 @@ class RemoteCalls(DiskCalls):
         return completion.outcome.value
 
     def _got(self, plan: TransferPlan, cell: CellLabel, how: Outcome, at: int) -> Completion:
-        content = self.store.get(cell.digest)
+        found = self.store.get(cell.digest)
         self._note("cell gone", cell.digest not in self.store)
         if how is Outcome.CORRUPT:
             self.store[cell.digest] = None
             return Completion(plan.job_id, Outcome.CORRUPT, 0, (at % plan.num_blocks,))
-        if content is None or how is Outcome.UNPROVEN:
+        if found is None or how is Outcome.UNPROVEN:
+            return Completion(plan.job_id, Outcome.FAILED)
+        if self._is_revoked(found):
+            self.features.add("revoked cell met")
+            del self.store[cell.digest]
             return Completion(plan.job_id, Outcome.FAILED)
         num_landed = plan.num_blocks if how is Outcome.LANDED else at % plan.num_blocks
         for place, block_id in list(zip(plan.source_ids, plan.destination_ids, strict=True))[:num_landed]:
-            self.bytes.tiers[Tier.HOST][block_id] = list(content[place])
+            self.bytes.tiers[Tier.HOST][block_id] = list(found.content[place])
         return Completion(plan.job_id, how, num_landed)
 
     def _put(self, job: str, plan: TransferPlan, cell: CellLabel, how: Outcome, at: int) -> Completion:
@@ -134,12 +155,18 @@ class RemoteCalls(DiskCalls):
         tokens = [one.prefix for block in content for one in block]
         if self._named.setdefault(cell.digest, tokens) != tokens:
             raise Violation("wrong bytes", f"{cell} is stored with the KV of other tokens")
-        if how is Outcome.LANDED or (how is Outcome.FAILED and at % 2):
-            self.store[cell.digest] = content
+        number = self.removals.begin_store(cell)
+        self._require(number is not None, "what is removed is stored again", cell)
+        self.removals.end_store(cell)
+        made = _Object(cell, content, number)
+        if how is Outcome.LANDED or (how is Outcome.FAILED and at % 4 == 1):
+            self.store[cell.digest] = made
+        elif how is Outcome.FAILED and at % 4 == 3:
+            self.on_their_way.append(made)
         elif how is Outcome.CORRUPT:
             self.store[cell.digest] = None
         elif how is Outcome.UNPROVEN:
-            self.puts[job] = _Put(cell.digest, content)
+            self.puts[job] = made
             self.unproven[job] = plan
         return Completion(plan.job_id, how, plan.num_blocks if how is Outcome.LANDED else 0)
 
@@ -147,8 +174,7 @@ class RemoteCalls(DiskCalls):
         if (put := self.puts.pop(job, None)) is None:
             return super().do_late(job)
         plan = self.unproven.pop(job)
-        if not put.is_forgotten:
-            self.store[put.digest] = put.content
+        self.store[put.cell.digest] = put
         self.over[job] = Completion(plan.job_id, Outcome.LANDED, plan.num_blocks)
         self.ledger.settle(self.over[job])
         self.features.add("late put")
@@ -161,24 +187,23 @@ class RemoteCalls(DiskCalls):
 
     def erase_forgotten(self) -> None:
         super().erase_forgotten()
-        forgotten = {cell.digest for cell in self.ledger.take_forgotten_cells()}
-        self._note("cell taken back", forgotten & self.store.keys())
-        for digest in forgotten:
-            self.store.pop(digest, None)
-        for put in self.puts.values():
-            put.is_forgotten |= put.digest in forgotten
+        self.removals.add(self.ledger.take_forgotten_cells())
+        while (cell := self.removals.take(lambda cell: True, 0.0)) is not None:
+            self._note("cell taken back", self.store.pop(cell.digest, None))
+            self.removals.done(cell, True, 0.0)
         if self.bytes.invalid:
             self._check_store()
 
     def _check_store(self) -> None:
-        """What was taken back is not in the store, nor on its way there, unless a store of it is not over."""
+        """What was taken back is not in the store, nor on its way there, unless it is revoked or a store of it is not
+        over."""
         remote = self.ledger._remote_stores
         waiting = set() if remote is None else remote.forgotten.keys()
-        on_its_way = [(put.digest, put.content) for put in self.puts.values() if not put.is_forgotten]
-        for digest, content in (*self.store.items(), *on_its_way):
-            marks = [one.marks for block in content or () for one in block]
-            if digest not in waiting and any(mark & self.bytes.invalid for mark in marks):
-                raise Violation("bytes taken back", f"the store has a cell of wrong KV: {digest.hex()[:16]}")
+        for found in (*self.store.values(), *self.puts.values(), *self.on_their_way):
+            if found is None or found.cell.digest in waiting or self._is_revoked(found):
+                continue
+            if any(one.marks & self.bytes.invalid for block in found.content for one in block):
+                raise Violation("bytes taken back", f"the store has a cell of wrong KV: {found.cell.digest.hex()[:16]}")
 
     def do_restart(self, at: int = 0, most: int = 0) -> str:
         """Of puts under way, those with an odd `at` arrive."""
@@ -192,4 +217,11 @@ class RemoteCalls(DiskCalls):
         for digest in remote.forgotten if remote is not None else ():
             self.store.pop(digest, None)  # see there: nobody can rule out that these are found again
         self.puts.clear()
+        self.on_their_way.clear()
+        for digest, found in list(self.store.items()):
+            if found is not None and self._is_revoked(found):
+                del self.store[digest]  # neither that of these: see docs/remote.md
+            elif found is not None:
+                self.store[digest] = attrs.evolve(found, number=None)
+        self.removals = Removals()
         return super().do_restart(at, most)

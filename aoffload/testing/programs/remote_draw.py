@@ -13,6 +13,7 @@ __all__ = ["CORE_OF_REMOTE", "REMOTE_WEIGHTS", "RemoteDraw"]
 
 REMOTE_WEIGHTS = {
     "remote_stores": 3, "fetch": 2.5, "match_fetched": 1.5, "forget_host": 0.6, "lose_cell": 0.5, "poison_cell": 0.3,
+    "arrive": 0.6,
 }  # fmt: skip
 CORE_OF_REMOTE = ("remote_stores", "fetch", "match_fetched")
 
@@ -60,12 +61,15 @@ class RemoteDraw(DiskDraw):
         story += [Call("load", {"who": who}), Call("compute", {"who": who, "stop": length}), Call("land")]
         story += [Call("serve", longer)] * rng.choice((1, 2, 2)) + [Call("land")]
         story.append(Call("remote_stores", {"most": rng.choice((1000, 1000, 4)), "blind": rng.random() < 0.3}))
-        launches = [Call("launch", {"job": f"watermark:store:{at}"}) for at in range(6)]
-        story += rng.choice(([Call("land")], [Call("land")], launches, launches))
+        jobs = [f"watermark:store:{at}" for at in range(6)]
+        launches, is_late = [Call("launch", {"job": job}) for job in jobs], rng.random() < 0.4
+        story += rng.choice(([Call("land")], launches)) if not is_late else launches
+        if is_late:  # the puts have failed, and arrive after the removal
+            story += [Call("settle", {"job": job, "outcome": "failed", "at": 3}) for job in jobs]
         story += [*evicts, self._forget_host()] if rng.random() < 0.5 else []
         story.append(Call("invalidate", {"who": who, "from_token": rng.randint(0, max(0, length - 2))}))
         story += [Call("release", {"who": who, "reason": "failed"})] * rng.choice((0, 1))
-        story += [Call("land")] * rng.choice((0, 1))
+        story += [Call("land")] * rng.choice((0, 1)) + [Call("arrive", {"at": 0})] * (3 * is_late)
         return story + self._come_back(known, longer, allocates=allocates)
 
     def _answer(self) -> dict[str, Any]:
@@ -82,6 +86,9 @@ class RemoteDraw(DiskDraw):
 
     def _lose_cell(self) -> Call | None:
         return Call("lose_cell", {"at": self.rng.randrange(9)}) if self.machine.store else None
+
+    def _arrive(self) -> Call | None:
+        return Call("arrive", {"at": self.rng.randrange(9)}) if self.machine.on_their_way else None
 
     def _poison_cell(self) -> Call | None:
         return Call("poison_cell", {"at": self.rng.randrange(9)}) if self.machine.store else None

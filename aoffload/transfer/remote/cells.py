@@ -3,6 +3,7 @@
 name     HMAC-SHA256(secret or layout, layout, digest, band, rank)
 object   header, blocks in prefix order, seal
 
+nonce    who wrote it (7 random bytes for each runtime) and the number of that store (5 bytes)
 seal     with a secret    AES-256-GCM over header and blocks, with a key for each cell
          without          xxh3-128 over both: finds accidents, and stops nobody who writes to the store
 """
@@ -31,11 +32,11 @@ FORMAT = 1
 HEADER = struct.Struct("<8sHHIIIQ32s32s12s")
 """Magic, format, sealing, band, rank, number of blocks, their bytes, layout, name, nonce. Little-endian."""
 MAGIC = b"aoffcell"
-NONCE_BYTES = 12
+WRITER_BYTES, NUMBER_BYTES = 7, 5
+NONCE_BYTES = WRITER_BYTES + NUMBER_BYTES
 SEAL_BYTES = 16
 OVERHEAD_BYTES = HEADER.size + SEAL_BYTES
 """Of an object, besides its blocks."""
-NO_NONCE = bytes(NONCE_BYTES)
 
 
 @attrs.frozen
@@ -74,8 +75,6 @@ class Sealing(Protocol):
 
     number: int
 
-    def nonce(self) -> bytes: ...
-
     def close(self, label: CellLabel, made: memoryview) -> None:
         """Seal an object whose header and blocks are there, in place."""
         ...
@@ -95,9 +94,6 @@ class Summed:
         with needed("remote", "a remote tier"):
             import xxhash
         self._sum: Callable[..., bytes] = xxhash.xxh3_128_digest
-
-    def nonce(self) -> bytes:
-        return NO_NONCE
 
     def close(self, label: CellLabel, made: memoryview) -> None:
         made[-SEAL_BYTES:] = self._sum(made[:-SEAL_BYTES])
@@ -122,9 +118,6 @@ class Encrypted:
         self._root_key = root_key
         self._layout = layout
 
-    def nonce(self) -> bytes:
-        return os.urandom(NONCE_BYTES)
-
     def close(self, label: CellLabel, made: memoryview) -> None:
         header = bytes(made[: HEADER.size])
         blocks, sealed = made[HEADER.size : -SEAL_BYTES], made[HEADER.size :]
@@ -146,11 +139,13 @@ class Encrypted:
 
 @attrs.frozen
 class Cells:
-    """Makes and reads the objects of cells of one shape. Called by several threads."""
+    """Makes and reads the objects of cells of one shape. Called by several threads. `writer` tells what it makes from
+    what others make."""
 
     shape: CellShape
     sealing: Sealing
     _name_key: bytes
+    writer: bytes = attrs.field(factory=lambda: os.urandom(WRITER_BYTES))
 
     @property
     def object_bytes(self) -> int:
@@ -170,10 +165,17 @@ class Cells:
         """Where the blocks of an object are, as `uint8 [num_blocks, block_bytes]`."""
         return self._rows(made[HEADER.size : -SEAL_BYTES])
 
-    def seal(self, label: CellLabel, made: memoryview) -> None:
-        """Turn `made`, which has the blocks in their place, into the object of this cell."""
-        made[: HEADER.size] = self._header(label, self.name(label), self.sealing.nonce())
+    def seal(self, label: CellLabel, made: memoryview, number: int) -> None:
+        """Turn `made`, which has the blocks in their place, into the object of this cell. No two have one `number`."""
+        nonce = self.writer + number.to_bytes(NUMBER_BYTES, "little")
+        made[: HEADER.size] = self._header(label, self.name(label), nonce)
         self.sealing.close(label, made)
+
+    def number_of(self, found: bytes) -> int | None:
+        """The number of an object that this process has sealed; None for those of others. It must have been opened."""
+        nonce = found[HEADER.size - NONCE_BYTES : HEADER.size]
+        is_own = nonce[:WRITER_BYTES] == self.writer
+        return int.from_bytes(nonce[WRITER_BYTES:], "little") if is_own else None
 
     def open(self, label: CellLabel, found: bytes, room: Callable[[], memoryview]) -> NDArray[np.uint8] | None:
         """The blocks of an object, in itself or in `room()`, which is as long as all blocks; None unless it is this

@@ -183,6 +183,13 @@ class RemoteLanes:
             with self._lock:
                 self.num_corrupt += 1
             return failed("what the store has is not this cell")
+        number = self.cells.number_of(found)
+        if number is not None and self.removals.has_revoked(job.label, number):
+            with self._lock:
+                self.num_corrupt += 1
+            self.removals.add([job.label])  # its put arrived after the removal
+            self._stores.look_again()
+            return failed("what the store has was invalidated")
         self.memory.note_seen(job.label, True, self._env.now())
         first = job.plan.source_ids[0] if job.plan.source_ids else 0
         if not job.unless_given_up(lambda: self._host.copy_in(job.plan, blocks[first:])):
@@ -192,7 +199,7 @@ class RemoteLanes:
     # -- stores and removals --------------------------------------------------------------------------------------
 
     def _next_store(self, waiting: deque[CellJob | CellLabel]) -> CellJob | CellLabel | None:
-        label = self.removals.take(lambda label: not self._refuses_store(label))
+        label = self.removals.take(lambda label: not self._refuses_store(label), self._env.now())
         return label if label is not None else _take(waiting, lambda job: self._may_take(job))
 
     def _refuses_store(self, label: CellLabel) -> bool:
@@ -218,17 +225,18 @@ class RemoteLanes:
                 self.memory.note(label, Known.ABSENT, self._env.now())
                 with self._lock:
                     self.num_removed += 1
-            self.removals.done(label, is_removed)
+            self.removals.done(label, is_removed, self._env.now())
 
     def _stored(self, job: CellJob) -> Steps[Ended]:
-        if not self.removals.begin_store(job.label):
+        number = self.removals.begin_store(job.label)
+        if number is None:
             return failed("an older cell has not been removed yet")
         try:
-            return (yield from self._written(job))
+            return (yield from self._written(job, number))
         finally:
             self.removals.end_store(job.label)
 
-    def _written(self, job: CellJob) -> Steps[Ended]:
+    def _written(self, job: CellJob, number: int) -> Steps[Ended]:
         calls, store, timeout_s = self.calls, self.calls.store, self._tier.store_timeout_s
         known = self.memory.of(job.label, self._env.now())
         if known is Known.CORRUPT:  # a store may keep what it has, and say nothing
@@ -239,10 +247,11 @@ class RemoteLanes:
         made = self._host.room("made", self.cells.object_bytes)
         if not job.unless_given_up(lambda: self._host.copy_out(job.plan, self.cells.blocks_in(made))):
             return failed("given up, or its blocks are not what was stored there")
-        self.cells.seal(job.label, made)
+        self.cells.seal(job.label, made, number)
         try:
             yield from calls.call(Use.STORE, job.node, lambda: store.put(job.name, made, timeout_s))
         except StoreError as error:
+            self.removals.doubt(job.label, self._env.now())
             return Ended(Outcome.FAILED, error=str(error), num_written=job.plan.num_blocks)
         self.memory.note(job.label, Known.PRESENT, self._env.now())
         return Ended(Outcome.LANDED, job.plan.num_blocks, num_written=job.plan.num_blocks)

@@ -3,6 +3,9 @@
 cells of the prefix    0 1 2 3 4 5 6 7 8 9 ...       a store has, nearly always, a leading part of them
 first round            up to 64 of them, evenly      the last that is there and the first that is not
 second round           up to 64 between those two    loads find out about the rest
+
+Connecting takes longer than a question may. So each thread asks every node about a cell that nobody has, once the tier
+is open. A store of which no node answers is left alone then.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ __all__ = ["Questions", "positions"]
 MAX_WAITING = 64
 """Questions; more are answered with 0 at once."""
 ROUND_CELLS = 64
+NAMES = [bytes([number]) * 32 for number in range(64)]
+"""Of no cell. In a cluster, each node has some of them."""
 NUM_ROUNDS = 2
 
 Hear = Callable[[int], None]
@@ -46,6 +51,15 @@ class Question:
     hears: list[Hear]
 
 
+@attrs.define(eq=False)
+class Connecting:
+    """Done by each of the threads."""
+
+    deadline: float
+    hear: Callable[[], None]
+    num_left: int = ASK_THREADS
+
+
 class Questions:
     """Answers, in threads of their own, how many of the cells of a prefix a store has. Equal questions at the same time
     are one."""
@@ -60,7 +74,7 @@ class Questions:
         self._calls, self._memory, self._removals = calls, memory, removals
         self._timeout_s, self._env = timeout_s, env
         self._open: dict[tuple[bytes, bytes], Question] = {}
-        self._threads: Threads[Question] = threads("ask", ASK_THREADS, _first, self._answer, over, env)
+        self._threads: Threads[Question | Connecting] = threads("ask", ASK_THREADS, _first, self._do, over, env)
         self.stop, self.join = self._threads.stop, self._threads.join
 
     def ask(self, labels: Sequence[CellLabel], hear: Hear) -> None:
@@ -90,12 +104,43 @@ class Questions:
             except TransferRefused:
                 self._over(asked, 0)
 
+    def connect(self, timeout_s: float, hear: Callable[[], None]) -> None:
+        """Ask every node of the store something, for at most `timeout_s`. `hear` is called once, in any thread."""
+        connecting = Connecting(self._env.now() + timeout_s, hear)
+        for _ in range(ASK_THREADS):
+            try:
+                self._threads.submit(connecting)
+            except TransferRefused:
+                self._has_connected(connecting)
+
+    def _connect(self, connecting: Connecting) -> Steps[None]:
+        asked = set[str]()
+        try:
+            for name in NAMES:
+                node = self._calls.node_of(name)  # of a cluster, known once a node has answered
+                left_s = connecting.deadline - self._env.now()
+                if node not in asked and left_s > 0:
+                    asked.add(node)
+                    yield from self._calls.exist(node, [name], left_s)
+        finally:
+            self._has_connected(connecting)
+
+    def _has_connected(self, connecting: Connecting) -> None:
+        with self._threads.lock:
+            connecting.num_left -= 1
+            is_over = not connecting.num_left
+        if is_over:
+            connecting.hear()
+
     def _worth_asking(self, labels: Sequence[CellLabel], now: float) -> Sequence[CellLabel]:
         """The leading cells of which nothing is known that would end the hit."""
         for number, label in enumerate(labels):
             if self._removals.holds(label) or self._memory.of(label, now) in (Known.ABSENT, Known.CORRUPT):
                 return labels[:number]
         return labels
+
+    def _do(self, work: Question | Connecting) -> Steps[None]:
+        return self._answer(work) if isinstance(work, Question) else self._connect(work)
 
     def _answer(self, question: Question) -> Steps[None]:
         began_s = self._env.now()
@@ -154,5 +199,5 @@ class Questions:
         return found
 
 
-def _first(waiting: deque[Question]) -> Question | None:
+def _first(waiting: deque[Question | Connecting]) -> Question | Connecting | None:
     return waiting.popleft() if waiting else None

@@ -1,15 +1,26 @@
-"""Cells whose KV is wrong: until the store has let go of them, nobody here loads or stores them."""
+"""Cells whose KV is wrong: until the store has let go of them, nobody here loads or stores them, and what was put for
+them before is never loaded again.
+
+A put that has failed for us may still be on its way: a proxy or a server holds it, and it arrives after the removal.
+So every object has the number of the put that wrote it, and a removal revokes the numbers up to its own. A removal
+protects others who share the store only as long as no put arrives after it: after a failed put it is repeated.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from ...core.plan import CellLabel
 
 __all__ = ["Removals"]
 
 MAX_CELLS = 2**16
+AGAIN_S = 10.0
+"""The first repetition of a removal comes so long after it, and each further one after twice the time."""
+DOUBT_S = 900.0
+"""A put that failed longer ago is taken for dead, and the removal is not repeated any more."""
 
 Key = tuple[int, bytes]
 
@@ -28,18 +39,38 @@ class Removals:
         self._taken: set[Key] = set()
         self._written: dict[Key, int] = {}
         """Cells that stores under way write, and how many do."""
+        self._num_stores = 0
+        self._revoked: dict[Key, int] = {}
+        """Stores of these cells with a smaller number wrote wrong KV."""
+        self._all_revoked = 0
+        """The same for the cells that `_revoked` had no room for."""
+        self._in_doubt: dict[Key, float] = {}
+        """When a put of these cells has failed last. It may arrive later."""
+        self._again: dict[Key, tuple[CellLabel, float]] = {}
+        """Removed cells, and when they are to be removed once more. Until then they are used."""
         self.has_lost_count = False
         """More had to be removed than can be remembered: what the store has can no longer be trusted."""
 
     def add(self, labels: Iterable[CellLabel]) -> None:
+        """What was stored for these cells up to now is wrong."""
         with self._lock:
             for label in labels:
-                self._waiting[key_of(label)] = label
+                key = key_of(label)
+                self._waiting[key] = label
+                self._again.pop(key, None)
+                self._revoked[key] = self._num_stores
+            if len(self._revoked) > MAX_CELLS:
+                self._all_revoked = self._num_stores
+                self._revoked.clear()
             self.has_lost_count = self.has_lost_count or len(self._waiting) > MAX_CELLS
 
     def holds(self, label: CellLabel) -> bool:
         """Whether this cell is not to be used."""
         return self.has_lost_count or key_of(label) in self._waiting
+
+    def has_revoked(self, label: CellLabel, number: int) -> bool:
+        """Whether the store of this cell with this number wrote wrong KV."""
+        return number < max(self._all_revoked, self._revoked.get(key_of(label), 0))
 
     @property
     def waiting(self) -> list[CellLabel]:
@@ -47,31 +78,43 @@ class Removals:
         with self._lock:
             return list(self._waiting.values())
 
-    def take(self, may_take: Callable[[CellLabel], bool]) -> CellLabel | None:
+    def take(self, may_take: Callable[[CellLabel], bool], now: float) -> CellLabel | None:
         """A cell to remove now: call `done` for it."""
-        if not self._waiting:
+        if not self._waiting and not self._again:
             return None
         with self._lock:
-            for key, label in self._waiting.items():
+            due = (label for label, due_s in self._again.values() if due_s <= now)
+            for label in chain(self._waiting.values(), due):
+                key = key_of(label)
                 if key not in self._taken and not self._written.get(key) and may_take(label):
                     self._taken.add(key)
                     return label
         return None
 
-    def done(self, label: CellLabel, is_removed: bool) -> None:
+    def done(self, label: CellLabel, is_removed: bool, now: float) -> None:
+        key = key_of(label)
         with self._lock:
-            self._taken.discard(key_of(label))
-            if is_removed:
-                self._waiting.pop(key_of(label), None)
+            self._taken.discard(key)
+            if not is_removed:
+                return
+            self._waiting.pop(key, None)
+            self._again.pop(key, None)
+            since_s = now - self._in_doubt.get(key, now - DOUBT_S)
+            if since_s < DOUBT_S:
+                self._again[key] = label, now + max(AGAIN_S, since_s)
+            else:
+                self._in_doubt.pop(key, None)
 
-    def begin_store(self, label: CellLabel) -> bool:
-        """Whether a store of this cell may begin: call `end_store` then."""
+    def begin_store(self, label: CellLabel) -> int | None:
+        """The number of a store of this cell: call `end_store` when it is over. None: it may not begin. Its KV has to
+        be read after this: what is added meanwhile revokes it."""
         key = key_of(label)
         with self._lock:
             if self.has_lost_count or key in self._waiting:
-                return False
+                return None
             self._written[key] = self._written.get(key, 0) + 1
-        return True
+            self._num_stores += 1
+            return self._num_stores - 1
 
     def end_store(self, label: CellLabel) -> None:
         key = key_of(label)
@@ -79,3 +122,12 @@ class Removals:
             self._written[key] -= 1
             if not self._written[key]:
                 del self._written[key]
+
+    def doubt(self, label: CellLabel, now: float) -> None:
+        """A put of this cell has failed, and may arrive all the same."""
+        key = key_of(label)
+        with self._lock:
+            self._in_doubt.pop(key, None)
+            self._in_doubt[key] = now
+            if len(self._in_doubt) > MAX_CELLS:
+                del self._in_doubt[next(iter(self._in_doubt))]

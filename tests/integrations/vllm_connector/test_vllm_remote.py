@@ -137,6 +137,16 @@ def test_other_weights_or_tensors_find_nothing(
     assert loaded(engine, "remote") == 0 and counted(engine, "fetches") == 0
 
 
+def test_an_engine_has_connected_before_its_first_request(
+    remote: Callable[..., SmallEngine], store: SimulatedStore
+) -> None:
+    """Connecting takes longer than a question may."""
+    asked: list[str] = []
+    store.fault = lambda call: asked.append(call.kind)
+    remote()
+    assert set(asked) == {"exist"}
+
+
 @pytest.mark.parametrize("fault", [StoreFault.GONE, StoreFault.POISONED, StoreFault.SHORT, StoreFault.FOREIGN])
 def test_what_is_not_right_is_computed(
     filled: Callable[..., SmallEngine], store: SimulatedStore, fault: StoreFault
