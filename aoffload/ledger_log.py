@@ -48,7 +48,7 @@ def harmless(report: Callable[Concatenate[Log, Arguments], None]) -> Callable[Co
     def guarded(self: Log, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         try:
             report(self, *args, **kwargs)
-        except Exception:  # noqa: BLE001 - counted; must not reach the ledger
+        except BaseException:  # noqa: BLE001 - counted; must not reach the ledger
             self.num_lost_events += 1
 
     return guarded
@@ -110,7 +110,7 @@ class LedgerLog:
         try:
             if self._is_heard(_REQUEST_LEVELS[holding.state]):
                 self._tell_of_request(holding, old, reason)
-        except Exception:  # noqa: BLE001 - see `harmless`
+        except BaseException:  # noqa: BLE001 - see `harmless`
             self.num_lost_events += 1
 
     def _tell_of_request(self, holding: Holding, old: RequestState, reason: str) -> None:
@@ -151,7 +151,7 @@ class LedgerLog:
         try:
             if self._is_heard(_JOB_LEVELS[job.state]):
                 self._tell_of_job(job)
-        except Exception:  # noqa: BLE001 - see `harmless`
+        except BaseException:  # noqa: BLE001 - see `harmless`
             self.num_lost_events += 1
 
     def _tell_of_job(self, job: Job) -> None:
@@ -217,7 +217,7 @@ class LedgerLog:
                 ids = [holding.request_id for holding in step.holdings]
                 num_blocks = sum(holding.num_blocks for holding in step.holdings)
                 self.logger.debug("step_begun", step_id=step.step_id, request_ids=ids, num_blocks=num_blocks)
-        except Exception:  # noqa: BLE001 - see `harmless`
+        except BaseException:  # noqa: BLE001 - see `harmless`
             self.num_lost_events += 1
 
     def step_ended(self, step: Step) -> None:
@@ -225,7 +225,7 @@ class LedgerLog:
             if self._is_heard(_DEBUG):
                 over = [holding.request_id for holding in step.holdings if holding.is_over]
                 self.logger.debug("step_ended", step_id=step.step_id, over=over)
-        except Exception:  # noqa: BLE001 - see `harmless`
+        except BaseException:  # noqa: BLE001 - see `harmless`
             self.num_lost_events += 1
 
     @harmless

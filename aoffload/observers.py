@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from .arguments import check_has
 from .core.hops import Tier
 from .core.kept import CacheTransfer, Pin, Step
-from .core.ledger_rooms import OBSERVES
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
-from .core.observing import NullObserver, Observer
+from .core.observing import OBSERVES, NullObserver, Observer
 from .core.owners import Holding, LoadOverlap
 from .core.plan import Completion
 from .core.records import Job
@@ -27,7 +26,9 @@ class RuntimeObserver(NullObserver):
     """Base class for observers of a runtime or a ledger. Methods that are not overridden do nothing.
 
     Except for `completion_delivered`, they are called in the event loop's thread, after the change and in the middle of
-    a call. They must neither block nor call the runtime. Exceptions are counted and dropped.
+    a call. They must neither block nor call the runtime. What they raise is counted and dropped, `CancelledError`,
+    `KeyboardInterrupt` and every other `BaseException`, too: the change in whose middle they are called has to be
+    completed.
     """
 
     def __init_subclass__(cls) -> None:
@@ -76,7 +77,7 @@ class Observers:
         for hear in self._hearers[call]:
             try:
                 hear(*args)
-            except Exception:  # noqa: BLE001 - counted; must not reach the ledger
+            except BaseException:  # noqa: BLE001 - counted; must not reach the ledger, see `core.observing`
                 self.num_failures += 1
 
     # -- told by the ledger ---------------------------------------------------------------------------------------

@@ -288,10 +288,11 @@ class OffloadRuntime(RuntimeLife):
         they bring there are not published. Returns the ids of the jobs that are not over within `timeout_s` seconds
         (None: no limit); empty if all are.
 
-        Running requests keep their blocks. They publish and store nothing any more, unless `tier` is a lower one. What
-        was on a disk is found by no restart, or `TransferRefused` is raised: a disk that fails is used no more, one
-        that is late only once it has taken it. What is in a remote store stays there, for whoever uses its namespace:
-        this runtime uses it no more.
+        No request begins with KV from before the reset: a request whose load is not over computes from its first token.
+        Requests whose load is over, or that compute without one, keep their blocks and go on. Requests from before the
+        reset publish and store nothing any more, unless `tier` is a lower one. What was on a disk is found by no
+        restart, or `TransferRefused` is raised: a disk that fails is used no more, one that is late only once it has
+        taken it. What is in a remote store stays there, for whoever uses its namespace: this runtime uses it no more.
         """
         self._session.check_usable()
         seconds = math.inf if timeout_s is None else _seconds("timeout_s", timeout_s)

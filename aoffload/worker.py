@@ -209,11 +209,12 @@ class CopyWorker:
             self.has_begun.set()
             try:
                 await self._work()
-            except anyio.get_cancelled_exc_class() as error:
+            except anyio.get_cancelled_exc_class():
                 if self._scope.cancel_called:
                     raise
-                # A native `asyncio.Task.cancel`. Re-raised, it would cancel the group's other tasks, too.
-                self._fail(error)
+                # A native `asyncio.Task.cancel`, as when a loop is torn down: the worker has not failed. Re-raised, it
+                # would cancel the group's other tasks, too.
+                self._give_up("the worker was cancelled")
             except Exception as error:  # noqa: BLE001 - a supervisor: the cache turns itself off, the requests go on
                 self._fail(error)
             finally:
@@ -231,8 +232,11 @@ class CopyWorker:
 
     def _fail(self, error: BaseException) -> None:
         self.telemetry.worker_failed(error)
-        self.turn_off("the worker failed")
-        self.copies.stop("the worker failed")
+        self._give_up("the worker failed")
+
+    def _give_up(self, reason: str) -> None:
+        self.turn_off(reason)
+        self.copies.stop(reason)
 
     def _next_deadline(self) -> float:
         slow = math.inf if self.slow is None else self.slow.next_deadline

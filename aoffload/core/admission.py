@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 
 from ..errors import OutOfBlocks, WrongState
 from .arguments import check_int
@@ -13,12 +15,14 @@ from .hops import Tier
 from .lifecycle import RequestState as State
 from .lifecycle import require
 from .observer import Moves
-from .owners import Holding, Waiter, nobody
+from .owners import Holding, Waiter, call_all, nobody
 from .request_leases import RequestLeases
 from .results import Extension
 from .waiting import Line, is_waiting
 
 __all__ = ["Admission"]
+
+_wake_of = attrgetter("wake")
 
 
 @dataclass(slots=True, eq=False)
@@ -256,10 +260,13 @@ class Admission:
         over: list[Waiter] = []
         if self.line.allocating or self.line.extending:
             self._serve(over)
-        for waiter in over:  # after all decisions: `wake` may call the ledger
-            waiter.wake()
-        for wake in wakes:
-            wake()
+        rest = chain(map(_wake_of, over), wakes)
+        try:
+            for wake in rest:  # after all decisions: `wake` may call the ledger
+                wake()
+        except BaseException:
+            call_all(rest)
+            raise
 
     def _serve(self, over: list[Waiter]) -> None:
         """Grant what can be granted, and fail waiters that never can be; both are added to `over`."""

@@ -24,6 +24,7 @@ from .groups import Band, Layout
 from .hops import Tier
 from .index import RunIndex
 from .last_uses import LastUses
+from .observing import shielded
 from .records import Lease, Part, Run
 from .splits import SplitsAndMerges
 from .tiers import TierBlocks
@@ -54,7 +55,7 @@ class PrefixCache(SplitsAndMerges):
     def watch(self, watcher: BlockWatcher | None) -> None:
         """Report to `watcher` every change of what is cached, in all tiers but engine-owned ones."""
         for tier in self.tiers:
-            tier.watcher = None if tier.is_outside else watcher
+            tier.watcher = None if tier.is_outside or watcher is None else shielded(watcher, "part_changed all_cleared")
 
     # -- leases ---------------------------------------------------------------------------------------------------
 

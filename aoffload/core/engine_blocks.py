@@ -43,8 +43,8 @@ class HeldBlocks:
         return f"<HeldBlocks {self.num_blocks} held>"
 
     def hold(self, block_ids: array[int]) -> None:
+        self.blocks.hold(block_ids)  # first: if the engine raises, nothing is held
         self.num_blocks += len(block_ids)
-        self.blocks.hold(block_ids)
 
     def take(self, num_blocks: int) -> array[int]:
         assert not num_blocks, "taken more than is free"

@@ -34,7 +34,7 @@ from .jobs import JobBook
 from .lifecycle import JobState, require
 from .lifecycle import RequestState as State
 from .observer import Moves
-from .owners import Holding
+from .owners import Holding, call_all
 from .pins import Pins
 from .records import Job, Load, Run
 from .request_leases import RequestLeases
@@ -65,8 +65,7 @@ class EngineOwned:
         self.arrivals.answered(holding)
         self.offers.forget(holding)
         self._unwritten.pop(holding, None)
-        for wake in self.arrivals.over(holding):
-            wake()
+        call_all(iter(self.arrivals.over(holding)))
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
@@ -140,7 +139,8 @@ class EngineOwned:
             arrival, load = self.arrivals.under_way[holding], holding.load
             assert load is not None
             wakes.append(load.wake)
-            ready = self._ready_stop(arrival)
+            # After a reset, what the copies have brought is from before it.
+            ready = self._ready_stop(arrival) if holding.epoch == self.cache.epoch else arrival.start
             holding.ended_load()
             if ready < arrival.stop:
                 unit = self.cache.layout.unit_tokens
@@ -214,8 +214,7 @@ class EngineOwned:
         self.offers.computed(num_units - before // self.cache.layout.unit_tokens)
         jobs = self.offers.store(holding, wanted, self._unwritten.get(holding, _NOTHING))
         if self.arrivals.under_way:
-            for wake in self.arrivals.over(holding):
-                wake()
+            call_all(iter(self.arrivals.over(holding)))
         return jobs
 
     # -- taking back ----------------------------------------------------------------------------------------------
@@ -246,8 +245,7 @@ class EngineOwned:
         holding.taken_back(start, from_token)
         for number, units in self._unwritten.get(holding, {}).items():
             self._unwritten[holding][number] = range(units.start, min(units.stop, start))
-        for wake in self.arrivals.taken_back(holding, start):
-            wake()
+        call_all(iter(self.arrivals.taken_back(holding, start)))
         return tainted, settled
 
     def _check_readable(self, holding: Holding, from_token: int) -> None:

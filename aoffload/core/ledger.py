@@ -90,10 +90,14 @@ class Ledger(RemoteOfLedger):
     def pin(self, prefix: Prefix, *, expires_at: float = math.inf) -> Pin:
         """Pin what is cached of `prefix` until `unpin`, or until `lapse` is called with `expires_at` or a later time.
         `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
+        if self._moves.is_telling:
+            raise self._in_report("pin")
         return self._pins.pin(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), expires_at, self)
 
     def unpin(self, pin: Pin) -> None:
         """End a pin. One that has ended by itself is left as it is; a second `unpin` raises."""
+        if self._moves.is_telling:
+            raise self._in_report("unpin")
         if not isinstance(pin, Pin) or pin.ledger is not self:
             raise InvalidArgument("pin", f"was not made by this ledger: {shown(pin)}")
         if pin.state in (PinState.HELD, PinState.RELEASED):
@@ -109,6 +113,8 @@ class Ledger(RemoteOfLedger):
 
     def lapse(self, now: float) -> None:
         """End the pins and hints that expire at `now` or before."""
+        if self._moves.is_telling:
+            raise self._in_report("lapse")
         if self._pins.lapse(now):
             self.admission.serve_line()
         if self._hints is not None:
@@ -119,6 +125,8 @@ class Ledger(RemoteOfLedger):
         later time: it is evicted last. Pins nothing. Returns the tokens that are spared, 0 unless eviction learns.
 
         Hints of a `category`, at most 64 of them, spare nothing while less than a quarter of them comes true."""
+        if self._moves.is_telling:
+            raise self._in_report("hint")
         check_prefix(prefix)
         expires_at, category = check_time("expires_at", expires_at), check_text("category", category)
         if len(category) > MAX_CATEGORY:
@@ -130,6 +138,8 @@ class Ledger(RemoteOfLedger):
 
     def drop_pins(self) -> None:
         """End every pin: DROPPED."""
+        if self._moves.is_telling:
+            raise self._in_report("drop_pins")
         self._pins.end_all(PinState.DROPPED)
         self.admission.serve_line()
 
@@ -147,6 +157,8 @@ class Ledger(RemoteOfLedger):
 
     def cancel(self, transfer: CacheTransfer) -> None:
         """Cancel a prefetch, a fetch or a demotion; nothing if it is over. Launched copies and all stores go on."""
+        if self._moves.is_telling:
+            raise self._in_report("cancel")
         if not isinstance(transfer, CacheTransfer) or transfer.holding.ledger is not self:
             raise InvalidArgument("transfer", f"was not begun by this ledger: {shown(transfer)}")
         if not transfer.is_over:
@@ -160,8 +172,15 @@ class Ledger(RemoteOfLedger):
     # -- the whole ------------------------------------------------------------------------------------------------
 
     def reset(self, tier: Tier | None = None) -> None:
-        """Forget everything cached, or what `tier` holds. Live requests keep their blocks, but publish and store
-        nothing any more unless only a tier below is reset. Every pin ends, unless only the disk is reset."""
+        """Forget everything cached, or what `tier` holds. Every pin ends, unless only the disk is reset.
+
+        No request begins with KV from before the reset: a match is dropped, and so is the device hit of a request whose
+        load is not over. Such a load ends with nothing, and the request computes from its first token (with
+        `engine_blocks`: from the end of the engine's own hit). A request whose load is over, or that computes without
+        one, keeps its blocks and goes on. Requests from before the reset publish and store nothing any more, unless
+        only a tier below the device is reset."""
+        if self._moves.is_telling:
+            raise self._in_report("reset")
         if tier is not None and check_tier("tier", tier) is Tier.DEVICE:
             self._require_own_device("reset of this tier")
         if tier is Tier.DISK and not self.cache.has_disk:
@@ -177,18 +196,14 @@ class Ledger(RemoteOfLedger):
             if self._hints is not None:
                 self._hints.clear()
         else:
-            self._reset_tier(tier)
-        self.admission.serve_line()
-
-    def _reset_tier(self, tier: Tier) -> None:
-        self.cache.reset_tier(tier)
-        if tier is Tier.DISK:
-            return  # no request has a match there
-        match_again = self.admission.match_again if self._engine is None else self._engine.matches.forget
-        match_again(self.holdings.values())
+            self.cache.reset_tier(tier)
+        if tier is not Tier.DISK:  # no request has a match there
+            match_again = self.admission.match_again if self._engine is None else self._engine.matches.forget
+            match_again(self.holdings.values())
         for holding in (*self.holdings.values(), *self._closing):
             if tier is Tier.DEVICE and holding.num_units and holding.epoch == self.cache.epoch:
                 holding.orphan()
+        self.admission.serve_line()
 
     def statistics(self) -> LedgerStatistics:
         device, host, *rest = (tier.statistics() for tier in self.cache.tiers)

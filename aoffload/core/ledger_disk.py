@@ -46,6 +46,8 @@ class DiskOfLedger(WorkingRequests):
         is over: if it calls `match_fetched` itself, nothing can be evicted in between. `request` is who waits for it:
         `requests()` and the log say so.
         """
+        if self._moves.is_telling:
+            raise self._in_report("fetch")
         check_callable("wake", wake)
         if request is not None:
             self._own(request)
@@ -88,6 +90,8 @@ class DiskOfLedger(WorkingRequests):
     ) -> tuple[TransferPlan, ...]:
         """Stores on the disk of what the host is about to evict, at most `max_blocks` blocks; with `is_idle`, also of
         what was asked for twice. `only_asked_twice`: nothing else. Cheap if nothing has changed."""
+        if self._moves.is_telling:
+            raise self._in_report("plan_disk_stores")
         check_int("max_blocks", max_blocks, 0)
         check_bool("is_idle", is_idle)
         check_bool("only_asked_twice", only_asked_twice)
@@ -102,6 +106,8 @@ class DiskOfLedger(WorkingRequests):
 
     def plan_disk_flush(self, max_blocks: int) -> tuple[TransferPlan, ...]:
         """Stores on the disk of what is in the host, at most `max_blocks` blocks, what was used last first."""
+        if self._moves.is_telling:
+            raise self._in_report("plan_disk_flush")
         check_int("max_blocks", max_blocks, 0)
         if self._disk_stores is None:
             return ()
@@ -129,6 +135,8 @@ class DiskOfLedger(WorkingRequests):
         Runs are given a prefix before what follows it. Requests may go on meanwhile, but all are to be given before the
         first store on the disk: after that, and after a reset, nothing is taken up. What follows nothing that is there
         is left out, and so is what is there already."""
+        if self._moves.is_telling:
+            raise self._in_report("restore")
         if not self.cache.has_disk:
             raise WrongState("restore: this ledger has no disk: see `OffloadConfig.disk`")
         found = check_restored(run, self.cache)

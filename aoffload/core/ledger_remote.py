@@ -25,6 +25,8 @@ class RemoteOfLedger(DiskOfLedger):
         asked for last comes first. Cheap if nothing has changed.
 
         `is_wanted` is asked for each cell, with the ledger in the middle of this call: False for what the store has."""
+        if self._moves.is_telling:
+            raise self._in_report("plan_remote_stores")
         check_int("max_blocks", max_blocks, 0)
         check_callable("is_wanted", is_wanted)
         if self._remote_stores is None:

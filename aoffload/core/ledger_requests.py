@@ -66,6 +66,8 @@ class BeginningRequests(LedgerRooms):
         With `engine_blocks`, the engine has the first `num_device_tokens` on its device; the host is matched behind
         them. The answer may be `PENDING`: see `match_again`.
         """
+        if self._moves.is_telling:
+            raise self._in_report("admit")
         unit = self.layout.unit_tokens
         if reads_cache is not True:
             check_bool("reads_cache", reads_cache)
@@ -88,10 +90,10 @@ class BeginningRequests(LedgerRooms):
             name, sequence, self.cache.epoch, self._num_admitted, limit, alignment,
             store_limit=may_store, ledger=self, evictions_before=self.cache.tiers[BELOW].num_evicted,
         )  # fmt: skip
+        if may_store:
+            self._policy.seen(holding, 0, sequence.num_prompt_units)  # may be a program's own: it may raise
         self._num_admitted += 1
         self.holdings[name] = holding
-        if may_store:
-            self._policy.seen(holding, 0, sequence.num_prompt_units)
         if self._engine is not None:
             self._engine.offers.deferred.pop(name, None)  # of an earlier request with this id
             self._engine.matches.match(holding, num_device_tokens, wake)

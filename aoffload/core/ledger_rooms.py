@@ -34,7 +34,7 @@ from .last_uses import LastUses
 from .learning import Learning
 from .loads import Loads
 from .observer import Moves
-from .observing import Observer
+from .observing import OBSERVES, Observer
 from .owners import Holding
 from .pins import Pins
 from .policy import AlsoCounts, store_policy_of
@@ -53,10 +53,6 @@ from .watermark import EvictionWatermark
 __all__ = ["LedgerRooms"]
 
 
-OBSERVES = (
-    "request_moved job_moved store_skipped pin_moved cache_transfer_moved overlap_moved loads_paused loads_resumed "
-    "step_begun step_ended extension_refused eviction_switched hint_given hint_ended"
-)
 HOST_WATERMARK = 8
 """The part of the host that is stored on the disk before it is evicted."""
 
@@ -216,19 +212,32 @@ class LedgerRooms:
 
     # -- how a call begins and ends -------------------------------------------------------------------------------
 
+    def _in_report(self, call: str) -> WrongState:
+        """Refuses `call` to an observer that is being told of a move: the change is half made."""
+        return WrongState(f"{call}: an observer must not call the ledger, which is in the middle of a change")
+
     def _own(self, holding: object) -> Holding:
-        """Refuse a request of another ledger."""
+        """Refuse a request of another ledger, and all calls about a request to an observer."""
+        if self._moves.is_telling:
+            raise self._in_report("a call about a request")
         if not isinstance(holding, Holding) or holding.ledger is not self:
             raise InvalidArgument("holding", f"was not admitted by this ledger: {shown(holding)}")
         return holding
 
     def _require_own_device(self, call: str) -> None:
+        if self._moves.is_telling:
+            raise self._in_report(call)
         if self._engine is not None:
             raise WrongState(f"{call}: an engine has the device blocks of this ledger: see docs/engines.md")
 
     def _on_own_device(self, holding: object, call: str) -> Holding:
         """Refuse a request of another ledger, and `call` if an engine owns the device blocks."""
-        if self._engine is None and isinstance(holding, Holding) and holding.ledger is self:
+        if (
+            self._engine is None
+            and isinstance(holding, Holding)
+            and holding.ledger is self
+            and not self._moves.is_telling
+        ):
             return holding
         self._require_own_device(call)
         return self._own(holding)

@@ -46,9 +46,10 @@ class WorkingRequests(BeginningRequests):
         """Start loading the host hit onto the device; returns the plans to launch.
 
         RUNNING afterwards: nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the load
-        fell short and there was no room for the missing blocks, so the request gave up all its blocks; `wake` is called
-        when its wait for room ends. Then accept `holding.waiter` and plan again. `max_job_bytes` replaces the
-        configured limit, to split an overlapped load into as few jobs as possible.
+        fell short and there was no room for the missing blocks, or a reset has made the device hit useless, so the
+        request gave up all its blocks; `wake` is called when its wait for room ends. Then accept `holding.waiter` and
+        plan again. `max_job_bytes` replaces the configured limit, to split an overlapped load into as few jobs as
+        possible.
 
         With `engine_blocks`, `into` holds the request's block tables: one per group, from the first token at least to
         the end of the hit. The copies write only to the blocks named there for the units that are loaded.
@@ -103,16 +104,22 @@ class WorkingRequests(BeginningRequests):
 
     def launch(self, job_id: int) -> bool:
         """Mark a queued job as launched: it cannot be recalled. False: the job is no longer wanted."""
+        if self._moves.is_telling:
+            raise self._in_report("launch")
         job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
         return job is not None and self.jobs.launch(job)
 
     def settle(self, completion: Completion) -> None:
         """Settle a launched job: publish, release its leases, serve the line, wake; in this order."""
+        if self._moves.is_telling:
+            raise self._in_report("settle")
         check_completion(completion)
         self.admission.serve_line(self._concluded(self.jobs.settle(completion)))
 
     def discard(self, job_id: int) -> None:
         """Give up a job that was never launched; the requests that wait for it compute instead."""
+        if self._moves.is_telling:
+            raise self._in_report("discard")
         job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
         if job is not None:
             self._settled(self.jobs.discard(job))
@@ -179,6 +186,8 @@ class WorkingRequests(BeginningRequests):
         Call it after `commit` and `release`; it is cheap if nothing has changed. The blocks may have been computed at
         any time, so the copies have to wait for all compute submitted to the device so far.
         """
+        if self._moves.is_telling:
+            raise self._in_report("plan_write_back")
         return self._commits.plan_write_back()
 
     def invalidate(self, holding: Holding, from_token: int) -> tuple[Holding, ...]:

@@ -68,6 +68,11 @@ class Loads:
         if holding.last_step:  # a forward in vain: it may still write to the blocks that the load gets
             for table in holding.tables:
                 self.cache.last_uses.gave_up(holding, table.ids)
+        if holding.published and holding.epoch != self.cache.epoch:  # a device hit from before a reset
+            holding.began_load(Load(holding.published, wake))
+            self.moves.request(holding, State.LOADING)
+            self.conclude_all([holding])
+            return ()
         may_load = holding.epoch == self.cache.epoch and BELOW in holding.leases
         stop = min(holding.hit_stop, holding.num_units, limit) if may_load else 0
         jobs = self.start(holding, stop, wake, units_per_job) if stop > holding.published else []
@@ -200,10 +205,17 @@ class Loads:
         return list(shared)
 
     def _conclude(self, holding: Holding, load: Load) -> None:
-        """End a load with what is on the device: RUNNING. Without room for the missing blocks, the request gives up all
-        its blocks and waits in the line, at its old place: REQUEUED, or DRAINING while a step still uses them."""
+        """End a load with what is on the device: RUNNING. Without room for the missing blocks, or with a device hit
+        from before a reset, the request gives up all its blocks and waits in the line, at its old place: REQUEUED, or
+        DRAINING while a step still uses them."""
         layout = self.cache.layout
         start, run = holding.published, holding.device_run
+        if start and holding.epoch != self.cache.epoch:  # a device hit from before a reset
+            if holding.overlap is not None:
+                compare(self.moves, holding, layout.bands)
+            holding.lost((load.stop - start) * layout.unit_tokens)
+            self._requeue(holding, load, start)
+            return
         path = [] if run is None else run.whole_path()
         ready = max(start, held_stop(layout, path, Tier.DEVICE, start, load.stop))
         missing: list[int] = []

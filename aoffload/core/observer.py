@@ -21,7 +21,7 @@ from .lifecycle import (
     State,
     Stateful,
 )
-from .observing import NullObserver, Observer
+from .observing import OBSERVES, NullObserver, Observer, shielded
 from .owners import Holding, LoadOverlap
 from .records import Job
 
@@ -30,16 +30,19 @@ __all__ = ["Moves"]
 
 @dataclass(slots=True, eq=False)
 class Moves:
-    """Moves states as their tables allow, and tells the observer. An illegal move raises and changes nothing."""
+    """Moves states as their tables allow, and tells the observer, of which nothing goes through that it raises. An
+    illegal move raises and changes nothing."""
 
     observer: Observer | None
     clock: Callable[[], float] | None = None
     """Ages of states count by it; None: nobody asks for them."""
+    is_telling: bool = field(default=False, init=False)
+    """Whether the observer is being told of something, in the middle of a change: the ledger refuses its calls."""
     told: Observer = field(init=False)
-    """The observer, or one that does nothing: for events that move no state."""
+    """The observer, shielded; one that does nothing, if there is none."""
 
     def __post_init__(self) -> None:
-        self.told = NullObserver() if self.observer is None else self.observer
+        self.told = NullObserver() if self.observer is None else shielded(self.observer, OBSERVES, self)
 
     def request(self, holding: Holding, state: RequestState) -> None:
         old = holding.state
@@ -49,7 +52,7 @@ class Moves:
             holding.since_s = self.clock()
         holding.state = state
         if self.observer is not None:
-            self.observer.request_moved(holding, old, holding.reason)
+            self.told.request_moved(holding, old, holding.reason)
 
     def job(self, job: Job, state: JobState, reason: str = "") -> None:
         old = job.state
@@ -59,7 +62,7 @@ class Moves:
             job.since_s = self.clock()
         job.state = state
         if self.observer is not None:
-            self.observer.job_moved(job, old, reason)
+            self.told.job_moved(job, old, reason)
 
     def pin(self, pin: Pin, state: PinState) -> None:
         old = pin.state
@@ -69,7 +72,7 @@ class Moves:
             pin.since_s = self.clock()
         pin.state = state
         if self.observer is not None:
-            self.observer.pin_moved(pin, old)
+            self.told.pin_moved(pin, old)
 
     def cache_transfer(self, transfer: CacheTransfer, state: CacheTransferState) -> None:
         old = transfer.state
@@ -77,7 +80,7 @@ class Moves:
             raise _illegal(transfer, state)
         transfer.state = state
         if self.observer is not None:
-            self.observer.cache_transfer_moved(transfer, old)
+            self.told.cache_transfer_moved(transfer, old)
 
     def overlap(self, overlap: LoadOverlap, state: OverlapState) -> None:
         old = overlap.state
@@ -85,17 +88,17 @@ class Moves:
             raise _illegal(overlap, state)
         overlap.state = state
         if self.observer is not None:
-            self.observer.overlap_moved(overlap, old)
+            self.told.overlap_moved(overlap, old)
 
     def step_begun(self, step: Step) -> None:
         if self.clock is not None:
             step.begun_s = self.clock()
         if self.observer is not None:
-            self.observer.step_begun(step)
+            self.told.step_begun(step)
 
     def step_ended(self, step: Step) -> None:
         if self.observer is not None:
-            self.observer.step_ended(step)
+            self.told.step_ended(step)
 
 
 def _illegal(entity: Stateful, new: State) -> IllegalTransition:

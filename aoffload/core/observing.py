@@ -1,9 +1,16 @@
 """Who is told of state moves. Observers may be of any class: this file is never compiled, so that they can derive from
-one of these."""
+one of these.
+
+A ledger reports in the middle of a change, which has to be completed whatever an observer does. So nothing that an
+observer raises goes through, no `BaseException` either. None of these can be a cancellation of the task that makes the
+change: a task is cancelled only where it waits, and a report never waits.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 from .kept import CacheTransfer, Pin, Step
 from .lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
@@ -11,11 +18,18 @@ from .owners import Holding, LoadOverlap
 from .records import Job
 from .status import HintEnd, TierEviction
 
-__all__ = ["NullObserver", "Observer"]
+__all__ = ["OBSERVES", "NullObserver", "Observer", "shielded"]
+
+OBSERVES = (
+    "request_moved job_moved store_skipped pin_moved cache_transfer_moved overlap_moved loads_paused loads_resumed "
+    "step_begun step_ended extension_refused eviction_switched hint_given hint_ended"
+)
+"""The methods of an `Observer`."""
 
 
 class Observer(Protocol):
-    """Is told of every state move, after the change; must not call back. The telemetry is one."""
+    """Is told of every state move, after the change; must not call back. What it raises is dropped. The
+    telemetry is one."""
 
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> object: ...
     def job_moved(self, job: Job, old: JobState, reason: str) -> object: ...
@@ -64,3 +78,33 @@ class NullObserver:
     def eviction_switched(self, tier: TierEviction) -> None: ...
     def hint_given(self, hint_id: int, category: str, num_tokens: int) -> None: ...
     def hint_ended(self, hint_id: int, category: str, end: HintEnd) -> None: ...
+
+
+class Teller(Protocol):
+    is_telling: bool
+
+
+def shielded(one: Any, calls: str, teller: Teller | None = None) -> Any:
+    """`one`, an observer or a watcher, as the ledger calls it: nothing that one of its `calls` raises goes through.
+    `teller` learns that a call is under way."""
+    return _Shield(one, calls.split(), _Anybody() if teller is None else teller)
+
+
+class _Anybody:
+    is_telling = False
+
+
+class _Shield:
+    def __init__(self, one: Any, calls: list[str], teller: Teller) -> None:
+        for call in calls:
+            setattr(self, call, partial(_tell, teller, getattr(one, call)))
+
+
+def _tell(teller: Teller, hear: Callable[..., object], *args: object) -> None:
+    teller.is_telling = True
+    try:
+        hear(*args)
+    except BaseException:  # noqa: BLE001 - the change in whose middle it is told has to be completed
+        pass
+    finally:
+        teller.is_telling = False

@@ -7,7 +7,7 @@ A request is a `Holding`: one call gives back everything it owns. It has a `Wait
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from .records import Claimant, Job, Lease, Run
 from .table import NO_LIMIT, BlockTable
 from .tokens import TokenSequence
 
-__all__ = ["Holding", "LoadOverlap", "Waiter", "claimants", "nobody"]
+__all__ = ["Holding", "LoadOverlap", "Waiter", "call_all", "claimants", "nobody"]
 
 _UNREAD = (
     RequestState.QUEUED, RequestState.MATCHED, RequestState.PINNED, RequestState.REQUEUED, RequestState.STRANDED,
@@ -313,6 +313,16 @@ def claimants(job: Job) -> list[Holding]:
 
 def nobody() -> None:
     """Default `wake`: does nothing."""
+
+
+def call_all(wakes: Iterator[Callable[[], object]]) -> None:
+    """Call all `wakes`, also those behind one that raises: other requests wait for them."""
+    try:
+        for wake in wakes:
+            wake()
+    except BaseException:
+        call_all(wakes)
+        raise
 
 
 class Waiter:

@@ -23,6 +23,7 @@ from ..core.arguments import check_completion
 from ..core.hops import Outcome, Tier
 from ..core.ledger import Ledger
 from ..core.lifecycle import JobState
+from ..core.observing import shielded
 from ..core.owners import nobody
 from ..core.plan import Completion, TransferPlan
 from ..errors import DeviceGone, TransferRefused
@@ -59,8 +60,9 @@ class CopyQueue:
 
     A job has `transfer_timeout_s` (a store: `store_timeout_s`) from its launch, or from the end of the job before it if
     that is later. Without a completion by then it is given up: its destination is quarantined, and its hop launches
-    nothing more until it reports. A stalled transport thus makes misses, not queues. If the ledger itself fails, or the
-    device is lost, the cache turns itself off: nothing is launched any more, and requests see only misses.
+    nothing more until the job is proven to be over, which an UNPROVEN report does not do. A stalled transport thus
+    makes misses, not queues. If the ledger itself fails, or the device is lost, the cache turns itself off: nothing is
+    launched any more, and requests see only misses.
 
     `clock` counts seconds, such as `time.monotonic`. All calls belong to the ledger's thread, except for `deliver`.
     `block_bytes` is the size of a block over all regions. `wake` is called by `deliver`, in its thread; `ended` after
@@ -98,6 +100,7 @@ class CopyQueue:
             check_callable(name, getattr(self, name))
         check_int("block_bytes", self.block_bytes, 1)
         check_bool("in_steps", self.in_steps)
+        self.observer = shielded(self.observer, OBSERVES)
         self.regions = RegionWatch(self.transport)
         self._gives_up = self.transport.give_up if isinstance(self.transport, GivesUp) else None
         self._begin_turn = self.transport.begin_turn if isinstance(self.transport, CopiesAtOnce) else nobody
@@ -222,6 +225,9 @@ class CopyQueue:
         for hop in self._hops.values():
             if completion.job_id in hop.in_flight:
                 hop.end(completion, self.clock())
+            # An UNPROVEN report is no end: the copy may still be moving bytes, and a copy that follows it on this hop
+            # could not be told apart from it. Without a late proof, the hop stays stopped. A fence that has raised is
+            # asked no second time: what it would say then is of the device's state after an error, and no proof.
             if completion.job_id in hop.overdue and completion.outcome is not Outcome.UNPROVEN:
                 hop.overdue.discard(completion.job_id)
                 if not hop.overdue:

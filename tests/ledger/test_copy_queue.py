@@ -380,6 +380,54 @@ def test_a_transport_hears_of_what_is_given_up_before_its_source_is_released(how
     assert not loop.ledger.jobs.unsettled and not loop.told.events[1:]
 
 
+def test_nothing_of_an_observers_goes_through() -> None:
+    """A queue tells of a stall in the middle of giving up copies: all of them are given up, whatever is raised."""
+    loop = Loop()
+
+    class Raises:
+        num_told = 0
+
+        def _hear(self, *told: object) -> None:
+            self.num_told += 1
+            raise GeneratorExit
+
+        transport_stalled = transport_recovered = worker_failed = cache_turned_off = _hear
+
+    raises = Raises()
+    loop.queue = CopyQueue(
+        loop.ledger, loop.copies, loop.ledger.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, observer=raises
+    )
+    loop.store(1)
+    (plan,) = loop.copies.launched
+    loop.now = 11.0
+    loop.queue.advance()
+    assert loop.queue.overdue == {plan.job_id} and not loop.ledger.jobs.unsettled
+    loop.queue.deliver(Completion(plan.job_id, Outcome.FAILED))
+    loop.queue.advance()
+    assert not loop.queue.overdue
+    loop.queue.turn_off("enough")
+    assert raises.num_told == 3 and loop.queue.off_reason == "enough"
+
+
+def test_a_late_copy_without_a_proof_keeps_its_hop_stopped() -> None:
+    """A report that the end of a copy is unknown is no end: the copy may still be moving bytes. A proof that comes
+    after such a report lets the hop go on."""
+    loop = Loop()
+    loop.store(1)
+    (plan,) = loop.copies.launched
+    loop.now = 11.0
+    loop.queue.advance()
+    for _ in range(2):
+        loop.queue.deliver(Completion(plan.job_id, Outcome.UNPROVEN))
+        loop.queue.advance()
+        assert loop.queue.is_stalled(plan.source, plan.destination)
+        assert loop.ledger.statistics().host.num_quarantined == 2
+    loop.queue.deliver(Completion(plan.job_id, Outcome.FAILED))
+    loop.queue.advance()
+    assert not loop.queue.is_stalled(plan.source, plan.destination)
+    assert loop.ledger.statistics().host.num_quarantined == 0
+
+
 class AtOnce(Copies):
     """Copies inside `launch`, and counts the turns that it is told of."""
 

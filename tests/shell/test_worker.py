@@ -542,6 +542,30 @@ async def test_a_worker_that_is_cancelled_natively() -> None:
         await assert_at_rest(engine.runtime)
 
 
+@pytest.mark.parametrize("is_left", [True, False])
+def test_a_loop_that_is_torn_down_is_no_failure_of_the_worker(anyio_backend: Any, is_left: bool) -> None:
+    """An engine that fails ends its loop, and with it the worker's task: the log has the engine's error alone, also if
+    nobody has left the runtime's block."""
+    name, options = anyio_backend
+    if name == "trio" and not is_left:
+        return  # trio itself demands that a block is left in the task that entered it
+
+    async def fails() -> None:
+        async with scripted(8):
+            raise ZeroDivisionError
+
+    async def fails_by_hand() -> None:
+        await OffloadRuntime(config(), transport=ScriptedTransport(9)).__aenter__()
+        raise ZeroDivisionError
+
+    with structlog.testing.capture_logs() as logs, pytest.raises(ZeroDivisionError):
+        anyio.run(fails if is_left else fails_by_hand, backend=name, backend_options=options)
+    events = [entry["event"] for entry in logs]
+    assert "worker_failed" not in events and not any("traceback" in entry for entry in logs)
+    reasons = [entry["reason"] for entry in logs if entry["event"] == "cache_turned_off"]
+    assert reasons == ([] if is_left else ["the worker was cancelled"])
+
+
 # -- flush and reset ----------------------------------------------------------------------------------------------
 
 

@@ -96,6 +96,8 @@ class EngineDraw(RemoteDraw, JobDraw):
         self._ahead = [Call("evict")] if rng.random() < 0.8 else []
         for name in names:
             self._ahead += [Call("admit", {"who": name, **prompt, "tokens": longer}), Call("load", {"who": name})]
+        if rng.random() < 0.2:
+            self._ahead.insert(rng.randint(1, len(self._ahead)), Call("reset"))
         return Call("serve", prompt)
 
     def _story(self) -> Call:

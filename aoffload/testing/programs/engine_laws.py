@@ -58,7 +58,7 @@ class EngineLaws(Laws):
     def _readable(self) -> None:
         for client in self._machine.clients.values():
             if client.holding.state is RequestState.RUNNING and not client.is_told:
-                self._machine.bytes.read(client.text, client.tables, client.num_computed, client.name)
+                self._machine.read(client, client.tables, client.num_computed)
 
     def _progress(self, call: Call) -> None:
         """A request that was told to ask again waits for a request that brings its next blocks, or was woken."""

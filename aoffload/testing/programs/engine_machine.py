@@ -48,7 +48,7 @@ class EngineMachine(EngineState, Machine):
     ) -> str:
         key_spans = tuple(KeySpan(*span) for span in spans)
         text = self.bytes.text((salt,), tokens, key_spans)
-        client = EngineClient(who, None, text, len(tokens))  # type: ignore[arg-type]
+        client = EngineClient(who, None, text, len(tokens), born=self.bytes.weights)  # type: ignore[arg-type]
         num_hit, tables = self.own.hit(client.prefix, len(text.tokens), fewer)
         client.num_computed = num_hit
         prefix = Prefix.of(Root("programs", salt), tokens, key_spans)
@@ -172,20 +172,21 @@ class EngineMachine(EngineState, Machine):
             return "no room"
         num_drafts = max(0, stop - len(client.text.tokens))
         self.bytes.append(client.text, new[:num_drafts])
-        marks = self.bytes.read(client.text, client.tables, start, who)
+        marks = self.read(client, client.tables, start)
         own = self.bytes.write(client.text, client.tables, start, stop, marks)
         client.text.sampled_marks += own[len(own) - num_drafts :]
         client.computed(start, own)
         client.num_computed = stop
         self._sample(client, new[num_drafts:])
         client.unoffered += new
-        self.own.cache(client, client.num_computed)
+        if client.born == self.bytes.weights:  # else its KV is partly of old weights
+            self.own.cache(client, client.num_computed)
         return self._offer(client, is_last=is_last) if offers else "computed"
 
     def _sample(self, client: EngineClient, sampled: Sequence[int]) -> None:
         self.bytes.append(client.text, sampled)
         if sampled:
-            seen = self.bytes.read(client.text, client.tables, client.num_computed, client.name)
+            seen = self.read(client, client.tables, client.num_computed)
             client.text.sampled_marks += [seen | (client.marks[-1] if client.marks else 0)] * len(sampled)
 
     def _offer(self, client: EngineClient, *, is_last: bool = False) -> str:
@@ -282,6 +283,15 @@ class EngineMachine(EngineState, Machine):
             self.pool.forget(block_id)
         self.features.add("evict")
         return "evicted"
+
+    def do_reset(self, tier: str | None = None) -> str:
+        """The engine's own cache forgets all, too, and what has computed nothing asks again."""
+        said = super().do_reset(tier)
+        if tier is None:
+            self.do_evict()
+            for name in self.clients:
+                self.do_ask(name)
+        return said
 
     def do_tick(self, seconds: float) -> str:
         self.now += seconds

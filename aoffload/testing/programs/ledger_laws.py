@@ -62,7 +62,10 @@ class Laws:
                     raise Violation(law, f"{part.tier.name} {how}: {run}")
 
     def after_reset(self, tier: Tier | None) -> None:
-        """Nothing from before the reset can be found."""
+        """Nothing from before the reset can be found, and no request that has no blocks yet keeps a hit."""
+        for holding in self._ledger.holdings.values() if tier is None else ():
+            if holding.may_match_again and (holding.leases or holding.reserve is not None):
+                raise Violation("may not hit", f"{holding} keeps {holding.match} after a reset")
         for run in self._ledger.cache.index.runs.values():
             for part in run.parts:
                 if part.blocks and tier in (None, part.tier):
@@ -74,7 +77,7 @@ class Laws:
             holding = client.holding
             if holding.state is RequestState.RUNNING and not client.is_told and not _in_doubt(holding):
                 tables = self._ledger.block_ids(holding)
-                self._machine.bytes.read(client.text, tables, holding.num_computed_tokens, client.name)
+                self._machine.read(client, tables, holding.num_computed_tokens)
 
     def _nobody_elses(self) -> None:
         """Blocks that a step or a job touches are neither free nor private to another request."""

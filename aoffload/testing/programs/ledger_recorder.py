@@ -1,42 +1,71 @@
-"""A ledger observer that checks the events that it gets."""
+"""A ledger observer that checks the events that it gets, and calls the ledger and raises at each."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
-from ...core.observing import NullObserver
-from ..violations import Violation
+from ...core.ledger import Ledger
+from ...core.observing import OBSERVES
+from ...errors import WrongState
+from ...prefix import Prefix, Root
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "Rude"]
+
+PREFIX = Prefix.of(Root("programs", "observers"), [1] * 8)
 
 
-class Recorder(NullObserver):
-    """Checks that every state change begins in the state in which the one before ended."""
+class Rude(BaseException):
+    """What observers raise in programs, beside an `Exception`."""
 
-    __slots__ = ("_hear",)  # a function: the fingerprint of a ledger leaves its states out
+
+class Recorder:
+    """Checks that every state change begins in the state in which the one before ended. At each event it calls the
+    ledger, which has to refuse that, and raises: nothing of that may reach the ledger."""
+
+    __slots__ = ("_hear", "calls_to", "num_told", "problem")
+    # Functions but for the last one: the fingerprint of a ledger leaves out what they refer to.
 
     def __init__(self) -> None:
         states: dict[int, tuple[Any, Any]] = {}
+        raised = itertools.cycle((ValueError, Rude))
+        calls: Iterator[Callable[[], object]] = iter(())
+        num_told = 0
+        self.problem = ""
+        """The first event that came out of order."""
 
-        def hear(entity: Any, old: Any) -> None:
-            known = states.get(id(entity))
-            if known is not None and known[1] is not old:
-                raise Violation("events", f"{entity} moved from {old}, but was told to be {known[1]}")
-            states[id(entity)] = entity, entity.state  # keeps the entity, so that its id is not reused
+        def hear(*told: Any) -> None:
+            nonlocal num_told
+            num_told += 1
+            entity, old = told[:2] if len(told) > 1 else (None, None)
+            if hasattr(entity, "state") and isinstance(old, type(entity.state)):
+                known = states.get(id(entity))
+                if known is not None and known[1] is not old:
+                    self.problem = self.problem or f"{entity} moved from {old}, but was told to be {known[1]}"
+                states[id(entity)] = entity, entity.state  # keeps the entity, so that its id is not reused
+            if (call := next(calls, None)) is not None:
+                with suppress(WrongState):
+                    call()
+                    self.problem = self.problem or f"a call in the middle of {entity} was not refused"
+            raise next(raised)("an observer")
 
-        self._hear = hear
+        def calls_to(ledger: Ledger) -> None:
+            nonlocal calls
+            held = ledger.holdings
+            calls = itertools.cycle((
+                ledger.reset, lambda: ledger.release(next(iter(held.values()))), ledger.drop_pins,
+                lambda: ledger.admit(PREFIX), lambda: ledger.lapse(0.0), lambda: ledger.discard(1),
+                ledger.plan_write_back, lambda: ledger.pin(PREFIX),
+            ))  # fmt: skip
 
-    def request_moved(self, holding: Any, old: Any, reason: str) -> None:
-        self._hear(holding, old)
+        def how_often() -> int:
+            return num_told
 
-    def job_moved(self, job: Any, old: Any, reason: str) -> None:
-        self._hear(job, old)
+        self._hear, self.calls_to, self.num_told = hear, calls_to, how_often
 
-    def pin_moved(self, pin: Any, old: Any) -> None:
-        self._hear(pin, old)
-
-    def cache_transfer_moved(self, transfer: Any, old: Any) -> None:
-        self._hear(transfer, old)
-
-    def overlap_moved(self, early: Any, old: Any) -> None:
-        self._hear(early, old)
+    def __getattr__(self, name: str) -> Any:
+        if name in OBSERVES.split():
+            return self._hear
+        raise AttributeError(name)

@@ -33,7 +33,7 @@ class RequestCalls(StepCalls):
         root, key_spans = Root("programs", salt), tuple(KeySpan(*span) for span in spans)
         holding = self.ledger.admit(Prefix.of(root, tokens, key_spans), request_id=who, **options)
         text = self.bytes.text((salt,), tokens, key_spans)
-        self.clients[who] = Client(who, holding, text, len(tokens))
+        self.clients[who] = Client(who, holding, text, len(tokens), born=self.bytes.weights)
         self._require(holding.match.num_tokens < len(tokens), "a token is always left to compute", holding)
         self._require(
             options.get("reads_cache", True) or not holding.match.num_tokens, "a hit that was not wanted", holding
@@ -179,7 +179,9 @@ class RequestCalls(StepCalls):
             prefixes=client.text.prefixes[:],
             sampled_marks=client.text.sampled_marks[:],
         )
-        self.clients[child] = Client(child, fork.holding, text, client.num_prompt, client.is_told)
+        self.clients[child] = Client(
+            child, fork.holding, text, client.num_prompt, client.is_told, client.born, oldest=client.oldest
+        )
         self.features.add("fork")
         return f"{fork.copies}" + self._tables(self.clients[child])
 

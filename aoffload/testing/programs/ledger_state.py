@@ -11,6 +11,7 @@ import attrs
 from ...core.hops import Tier
 from ...core.kept import CacheTransfer, Pin
 from ...core.ledger import Ledger
+from ...core.lifecycle import RequestState
 from ...core.owners import Holding
 from ...core.plan import Completion, TransferPlan
 from ...core.records import Job
@@ -20,6 +21,9 @@ from .program import World
 from .provenance import Bytes, Text
 
 __all__ = ["Client", "Forward", "LedgerState", "Step"]
+
+
+_LOADING = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
 
 
 @attrs.define(eq=False)
@@ -32,6 +36,12 @@ class Client:
     num_prompt: int
     is_told: bool = False
     """It has to be aborted: what it has read was invalidated. Its bytes are not checked any more."""
+    born: int = 0
+    """The weights when it was admitted."""
+    state: RequestState = RequestState.QUEUED
+    """As of the last call."""
+    oldest: int = 0
+    """The weights when the ledger said last which of its tokens are computed. It reads nothing that is older."""
     marks: list[int] = attrs.field(factory=list)
     """The mark of each token that it has computed itself, 0 where it was loaded."""
 
@@ -75,6 +85,7 @@ class LedgerState:
         """A new ledger, with nothing under way."""
         self.recorder = Recorder()
         self.ledger = self._open(self.world)
+        self.recorder.calls_to(self.ledger)
         self.clients: dict[str, Client] = {}
         self.steps: dict[str, Step] = {}
         self.pins: dict[str, Pin] = {}
@@ -96,6 +107,23 @@ class LedgerState:
     def _require(self, law: bool, what: str, about: object) -> None:
         if not law:
             raise Violation("an answer", f"{what}: {about}")
+
+    def read(self, client: Client, tables: Sequence[Sequence[int]], stop: int) -> int:
+        """Read what computing token `stop` of `client` reads. What an engine's own cache has is the engine's matter."""
+        start = client.holding.engine_tokens
+        return self.bytes.read(client.text, tables, stop, client.name, client.oldest, start)
+
+    def note_answers(self, call: str) -> None:
+        """Note which weights are the oldest whose KV each request may read: those at the moment when it got its blocks
+        or, later, when its load was over."""
+        for client in self.clients.values():
+            before, client.state = client.state, client.holding.state
+            is_loaded = before in _LOADING or call == "load"
+            if client.state is before or not (
+                client.state is RequestState.ALLOCATED or (client.state is RequestState.RUNNING and is_loaded)
+            ):
+                continue
+            client.oldest = self.bytes.weights
 
     def _tables(self, client: Client) -> str:
         return f"{client.holding.state.name} {self.ledger.block_ids(client.holding)}"

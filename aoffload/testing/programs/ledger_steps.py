@@ -107,7 +107,7 @@ class StepCalls(JobCalls):
             self.bytes.garble(forward.tables, forward.start, forward.stop)
             return [0] * (forward.stop - forward.start)
         if not forward.is_early:
-            marks = self.bytes.read(client.text, forward.tables, forward.start, client.name)
+            marks = self.read(client, forward.tables, forward.start)
         return self.bytes.write(client.text, forward.tables, forward.start, forward.stop, marks)
 
     def _may_commit(self, forward: Forward) -> bool:
@@ -131,7 +131,7 @@ class StepCalls(JobCalls):
         if client.is_told:
             client.text.sampled_marks += [0] * len(sampled)
         else:
-            seen = self.bytes.read(client.text, self.ledger.block_ids(client.holding), forward.stop, client.name)
+            seen = self.read(client, self.ledger.block_ids(client.holding), forward.stop)
             if (client.text.marks | seen) & self.bytes.invalid:
                 raise Violation("bytes taken back", f"{client.name} goes on with what a failed forward has sampled")
             client.text.sampled_marks += [seen | (marks[-1] if marks else 0)] * len(sampled)

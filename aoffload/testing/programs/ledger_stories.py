@@ -24,7 +24,7 @@ class LedgerStories(LedgerDraw):
     def __init__(self, rng: random.Random, machine: LedgerMachine) -> None:
         super().__init__(rng, machine)
         self._ahead: list[Step] = []
-        self._stories: tuple[Callable[[], list[Step]], ...] = (self._kept_and_wanted, self._forked)
+        self._stories: tuple[Callable[[], list[Step]], ...] = (self._kept_and_wanted, self._forked, self._reset_between)
         if machine.world.num_host_blocks:
             self._stories += (self._away_and_back,) * 3
         if machine.world.num_disk_blocks:
@@ -126,6 +126,24 @@ class LedgerStories(LedgerDraw):
         holder = self._name("r")
         holds: list[Step] = [_call("admit", {"who": holder, "tokens": [9]}), partial(self._squeeze, holder)]
         return [*begins, *leaves, *holds, asks, waits, self._reset, *leaves]
+
+    def _reset_between(self) -> list[Step]:
+        """A request for a cached prompt goes its way, and everything is reset between two of its calls."""
+        rng, (served, known), who = self.rng, self._served(), self._name("r")
+        wanted = self._longer(known, 1, 4, 8)
+        lands: list[Step] = [_call("land")] * rng.choice((0, 1))
+        goes_on: list[Step] = [
+            _call("admit", {"who": who, **wanted}),
+            _call(rng.choice(("allocate", "queue")), {"who": who}),
+            _call("accept", {"who": who}),
+            _call("load", {"who": who}),
+            *lands,
+            _call("compute", {"who": who, "stop": len(wanted["tokens"])}),
+        ]
+        if rng.random() < 0.3:
+            del goes_on[3]  # it computes without a load
+        goes_on.insert(rng.randint(1, len(goes_on) - 1), _call("reset"))
+        return [_call(served.name, served.args), *[self._evict] * rng.choice((0, 1)), *goes_on]
 
     def _forked(self) -> list[Step]:
         """A request is forked, the fork goes on or is preempted, and then its parent is invalidated."""

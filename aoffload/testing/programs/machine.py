@@ -18,6 +18,7 @@ from ...prefix import Prefix, Root
 from ..violations import Violation
 from .fingerprint import changes, fingerprint
 from .ledger_laws import Laws
+from .ledger_recorder import Rude
 from .ledger_remote import RemoteCalls
 from .ledger_steps import BROKEN
 from .program import Call, World
@@ -69,12 +70,15 @@ class Machine(RemoteCalls):
                 raise Violation("a refused call", f"{call} said {said}, and has changed {changed[:6]}") from error
         except (Violation, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except (Exception, Rude) as error:
             raise Violation(f"a crash ({type(error).__name__})", f"{call}: {error!r}") from error
         self._digest.update(f"{call.name} {said}\n".encode())
         if self.taken is not None:
             self.taken.append(f"{call} -> {said} {state_digest(self.ledger, self.plans)}")
         self.erase_forgotten()
+        self.note_answers(call.name)
+        if self.recorder.problem:
+            raise Violation("events", self.recorder.problem)
         self.laws.after(call, number)
 
     def reopen(self) -> None:
@@ -139,6 +143,8 @@ class Machine(RemoteCalls):
     def do_reset(self, tier: str | None = None) -> str:
         self.ledger.reset(None if tier is None else Tier[tier])
         self.laws.after_reset(None if tier is None else Tier[tier])
+        if tier is None and not self.world.cell_units:  # a remote store needs another namespace for new weights
+            self.bytes.weights += 1
         self.features.add(f"reset {tier.lower()}" if tier else "reset")
         return "reset"
 

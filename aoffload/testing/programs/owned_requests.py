@@ -119,7 +119,8 @@ class EngineServed(Served):
 
     def has_written(self) -> None:
         """A forward is over: its whole blocks hit from now on."""
-        if not self.is_told and not self.is_spent:
+        is_of_before = self.born != self.engine.num_resets  # its KV is partly of old weights
+        if not self.is_told and not self.is_spent and not is_of_before:
             self.own.cache(self, self.num_written(self.chain))
 
     def offered(self, num_computed: int) -> None:

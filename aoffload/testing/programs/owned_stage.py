@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...core.hops import Tier
 from ...core.lifecycle import RequestState
 from ...core.owners import Holding
 from ...request import Request
@@ -96,7 +97,12 @@ class EngineStage(Stage):
     def _note_calls(self) -> None:
         super()._note_calls()
         ledger: Any = self.runtime.ledger
-        plan_load = ledger.plan_load
+        plan_load, reset = ledger.plan_load, ledger.reset
+
+        def forgets(tier: Tier | None = None) -> None:
+            reset(tier)
+            for block_id in self.pool.all_cached() if tier is None else ():
+                self.pool.forget(block_id)
 
         def planned(holding: Holding, *args: Any, **kwargs: Any) -> Any:
             plans = plan_load(holding, *args, **kwargs)
@@ -105,7 +111,7 @@ class EngineStage(Stage):
                 served.has_loaded = True
             return plans
 
-        ledger.plan_load = planned
+        ledger.plan_load, ledger.reset = planned, forgets
 
     def _of(self, holding: Holding) -> EngineServed | None:
         return next((one for one in self._all() if one.request._holding is holding), None)

@@ -1,8 +1,11 @@
 """Bytes by provenance: for every token of every block, which prefix's KV it is and which computations it depends on.
 
 The KV of a token is a function of the prefix that it ends and of its group, so an interned prefix stands for the right
-bytes. With it go marks: every token ever computed has a bit, and a cell has the bits of its own token and of all that
-its forward has read. When a forward is invalidated, its bits become invalid: a cell with one of them was never right.
+bytes. A cell also has the weights that computed it: a reset of everything stands for new weights, and no request begins
+with KV of the old ones.
+
+And it has marks: every token ever computed has a bit, and a cell has the bits of its own token and of all that its
+forward has read. When a forward is invalidated, its bits become invalid: a cell with one of them was never right.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ class Cell(NamedTuple):
     prefix: int
     group: int
     marks: int
+    weights: int
 
 
-GARBAGE = Cell(-1, -1, 0)
+GARBAGE = Cell(-1, -1, 0, 0)
 Block = list[Cell]
 
 
@@ -58,6 +62,8 @@ class Bytes:
         self.groups = tuple(groups)
         self.tiers: tuple[list[Block], ...] = tuple([[] for _ in range(number)] for number in num_blocks)
         self.invalid = 0
+        self.weights = 0
+        """How often the model got new weights."""
         self._num_marks = 0
         self._interned: dict[tuple[object, ...], int] = {}
 
@@ -80,8 +86,11 @@ class Bytes:
 
     # -- computing ------------------------------------------------------------------------------------------------
 
-    def read(self, text: Text, tables: Sequence[Sequence[int]], stop: int, reader: str) -> int:
-        """Check everything that computing token `stop` reads, and return its marks. Wrong bytes are a violation."""
+    def read(
+        self, text: Text, tables: Sequence[Sequence[int]], stop: int, reader: str, oldest: int = 0, start: int = 0
+    ) -> int:
+        """Check everything that computing token `stop` reads, and return its marks. Wrong bytes are a violation, and so
+        are those that weights before `oldest` have computed from token `start` on."""
         device, marks = self.tiers[0], 0
         for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             size = group.block_size
@@ -94,6 +103,9 @@ class Bytes:
                         "wrong bytes",
                         f"{reader} reads block {block_id} of group {number} at token {at}: {self.say(cell)}",
                     )
+                if cell.weights < oldest and at >= start:
+                    about = f"{reader} reads block {block_id} of group {number} at token {at}"
+                    raise Violation("old weights", f"{about}: weights {cell.weights}, where {oldest} is the oldest")
                 marks |= cell.marks
         if marks & self.invalid:
             raise Violation("bytes taken back", f"{reader} reads what hangs on a forward that was taken back")
@@ -114,7 +126,7 @@ class Bytes:
                 block = device[table[at // size]]
                 if len(block) != size:
                     block = device[table[at // size]] = [GARBAGE] * size
-                block[at % size] = Cell(text.prefixes[at + 1], number, seen)
+                block[at % size] = Cell(text.prefixes[at + 1], number, seen, self.weights)
         return own
 
     def garble(self, tables: Sequence[Sequence[int]], start: int, stop: int) -> None:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import attrs
 
 from ...core.hops import Tier
+from ...core.owners import Holding
 from ...prefix import KeySpan
 from ..asks import Ask
 from ..engine import first_read
@@ -33,6 +34,7 @@ class Forward:
     by: str
     start: int
     stop: int
+    weights: int = 0
     wrong_from: float = math.inf
     """The first token that is wrong: it was invalidated, or computed from something that was."""
     _children: list[tuple[Forward, int]] = attrs.field(factory=list)
@@ -90,6 +92,10 @@ class ProgramEngine(SimulatedEngine):
 
     _chains: dict[object, int] = attrs.field(factory=dict)
     """The number of every prefix, by the number of the prefix before its last token, that token, and its span."""
+    weights: int = 0
+    """How often the model got new weights: with each reset of everything, also of an earlier runtime."""
+    oldest: dict[Holding, int] = attrs.field(factory=dict)
+    """The weights when the ledger said last which tokens of a request are computed. It reads nothing that is older."""
 
     def chain(self, roots: tuple[object, object], tokens: Sequence[int], spans: Iterable[KeySpan] = ()) -> list[int]:
         """The numbers of the prefixes of `tokens`, the shortest first."""
@@ -106,6 +112,15 @@ class ProgramEngine(SimulatedEngine):
     def follow(self, before: ProgramEngine) -> None:
         """It comes after `before` on the same disk: what that has stored may hit."""
         self.tags, self._chains, self.committed = before.tags, before._chains, before.committed
+        self.weights = before.weights
+
+    def forget_everything(self) -> None:
+        super().forget_everything()
+        self.weights += 1
+
+    def answered(self, holding: Holding) -> None:
+        """The request got its blocks just now, or its load is over."""
+        self.oldest[holding] = self.weights if self.num_resets else 0
 
     def may_be_cached(self, chain: Sequence[int]) -> None:
         """From now on, whole blocks of this prefix may hit."""

@@ -104,6 +104,12 @@ class Served:
             raise Violation("wrong bytes", f"{self.name} reads {read.problem}, {what}")
         if read.stale:
             raise Violation("not told", f"{self.name} reads {read.stale}, {what}")
+        holding = self.request._holding
+        assert holding is not None
+        oldest = self.engine.oldest.get(holding, 0)
+        for forward, stop in read.forwards.items():
+            if forward.weights < oldest and stop > holding.engine_tokens:  # an engine's own cache is its own matter
+                raise Violation("old weights", f"{self.name} reads {forward}, from before a reset, {what}")
 
     def check_match(self, *, is_first: bool) -> None:
         """Nothing hits that was never cached under the same root; never the last token; never more than was asked."""
@@ -296,7 +302,7 @@ class Work:
         if read.problem:
             engine.fill(self.tables, self.start, self.stop, POISON)
             return
-        forward = Forward(served.name, self.start, self.stop)
+        forward = Forward(served.name, self.start, self.stop, engine.weights)
         for parent, stop in read.forwards.items():
             parent.read_by(forward, stop)
         if self.life == served.life:  # else it computes nothing that counts

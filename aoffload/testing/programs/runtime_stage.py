@@ -6,21 +6,24 @@ import hashlib
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import anyio
 import attrs
 
 from ...core.hops import Tier
+from ...core.lifecycle import RequestState
 from ...core.owners import Holding
 from ...core.results import Preemption
 from ...errors import AoffloadError, IntegrityError, OutOfBlocks
+from ...observers import RuntimeObserver
 from ...prefix import KeySpan
 from ...request import Request
 from ..asks import Ask
 from ..simulation import Simulation
 from ..slots import Slots
 from ..violations import Violation
+from .ledger_recorder import Recorder
 from .program import Program
 from .runtime_bytes import ProgramEngine
 from .runtime_requests import Served
@@ -70,9 +73,11 @@ class Stage:
 
     def begin(self) -> ProgramEngine:
         """A runtime of its own, on what is on the disk."""
-        self.told = Told()
+        self.told, self.recorder = Told(), Recorder()
         self.engine = engine = self._engine()
+        self.told.answered = engine.answered
         self.runtime = engine.runtime
+        self.recorder.calls_to(engine.runtime.ledger)
         self.runtime.ledger.watch(self.told)
         self._note_calls()
         self.simulation.oracles[-1].stride = STRIDE
@@ -88,7 +93,12 @@ class Stage:
         world = self.program.world
         config = world.config(namespace="simulated", **_options_of(self.program))
         engine = self.simulation.engine_of(
-            config, world.num_device_blocks - 1, observers=[self.told], kind=ProgramEngine, slots=self.slots, **options
+            config,
+            world.num_device_blocks - 1,
+            observers=[self.told, cast(RuntimeObserver, self.recorder)],
+            kind=ProgramEngine,
+            slots=self.slots,
+            **options,
         )
         assert isinstance(engine, ProgramEngine)
         return engine
@@ -250,7 +260,14 @@ class Stage:
     def _note_calls(self) -> None:
         """Record resets and preemptions at the moment they happen: their caller may learn of them later."""
         ledger: Any = self.runtime.ledger
-        reset, preempt = ledger.reset, ledger.preempt_nowait
+        reset, preempt, plan_load = ledger.reset, ledger.preempt_nowait, ledger.plan_load
+
+        def planned(holding: Holding, *args: Any, **kwargs: Any) -> Any:
+            before = holding.state
+            plans = plan_load(holding, *args, **kwargs)
+            if holding.state is not before and holding.state is RequestState.RUNNING:
+                self.engine.answered(holding)
+            return plans
 
         def preempted(holding: Holding) -> Preemption:
             found: Preemption = preempt(holding)
@@ -267,12 +284,14 @@ class Stage:
             else:
                 self.engine.num_resets_of_tiers += 1
 
-        ledger.reset, ledger.preempt_nowait = noted, preempted
+        ledger.reset, ledger.preempt_nowait, ledger.plan_load = noted, preempted, planned
 
     def check_end(self) -> None:
         """The laws at rest."""
         self.engine.check_findable()
         self.told.check(self.runtime)
+        if self.recorder.problem or self.runtime.observers.num_failures != self.recorder.num_told():
+            raise Violation("told otherwise", self.recorder.problem or "an observer failed")
         if self.runtime.statistics().num_loads_declined:
             self.met("declined")
         if self.told.states:

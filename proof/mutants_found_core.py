@@ -1,0 +1,146 @@
+"""Planted defects of what hostile use has found in the core and the worker: resets between two calls of a request,
+foreign code in the middle of a change, and a loop that is torn down."""
+
+from __future__ import annotations
+
+from .planting import Mutant, Patch
+
+__all__ = ["FOUND_CORE_MUTANTS"]
+
+_BETWEEN = "no request begins with KV from before a reset"
+
+_RESET_TESTS = "tests/core/test_reset_between_calls.py"
+
+_RESETS = (
+    Mutant(
+        "reset leaves the match of a request without blocks",
+        "aoffload.core.ledger",
+        "if tier is not Tier.DISK:  # no request has a match there",
+        "if tier in (Tier.DEVICE, Tier.HOST):  # no request has a match there",
+        _BETWEEN,
+        test=f"{_RESET_TESTS}::test_a_pinned_hit_behind_an_engines_own_is_dropped_at_once",
+    ),
+    Mutant(
+        "load keeps a device hit from before a reset",
+        "aoffload.core.loads",
+        "if holding.published and holding.epoch != self.cache.epoch:",
+        "if False:",
+        _BETWEEN,
+        test=f"{_RESET_TESTS}::test_a_request_has_nothing_from_before_a_reset",
+    ),
+    Mutant(
+        "load under way keeps a device hit from before a reset",
+        "aoffload.core.loads",
+        "if start and holding.epoch != self.cache.epoch:",
+        "if not load.jobs and load.stop == start and holding.epoch != self.cache.epoch:",
+        _BETWEEN,
+        test=f"{_RESET_TESTS}::test_a_reset_while_a_step_overlaps_the_load",
+    ),
+    Mutant(
+        "engine computes behind what a copy brought after a reset",
+        "aoffload.core.engine_owned",
+        "if holding.epoch == self.cache.epoch else arrival.start",
+        "if holding.epoch != -1 else arrival.start",
+        _BETWEEN,
+        test=f"{_RESET_TESTS}::test_what_a_copy_brings_after_a_reset_does_not_count_for_an_engine",
+    ),
+)
+
+_FOREIGN = "a change is completed, whatever foreign code does in the middle of it"
+_MISBEHAVE = "tests/core/test_observers_misbehave.py"
+
+_OBSERVERS = (
+    Mutant(
+        "observer's BaseException reaches the ledger",
+        "aoffload.core.observing",
+        "except BaseException:",
+        "except Exception:",
+        _FOREIGN,
+        test=f"{_MISBEHAVE}::test_nothing_of_an_observers_goes_through[False-Own]",
+    ),
+    Mutant(
+        "observer's BaseException keeps others from being told",
+        "aoffload.observers",
+        "except BaseException:",
+        "except Exception:",
+        _FOREIGN,
+        test="tests/shell/test_observers_raise.py::test_nothing_of_an_observers_goes_through[asyncio-Own]",
+    ),
+    Mutant(
+        "ledger takes an observer's calls about requests",
+        "aoffload.core.ledger_rooms",
+        "            and not self._moves.is_telling\n",
+        "",
+        _FOREIGN,
+        test=f"{_MISBEHAVE}::test_an_observer_cannot_call_the_ledger_that_tells_it",
+    ),
+    Mutant(
+        "ledger takes an observer's reset",
+        "aoffload.core.ledger",
+        'if self._moves.is_telling:\n            raise self._in_report("reset")',
+        "pass",
+        _FOREIGN,
+        test=f"{_MISBEHAVE}::test_an_observer_cannot_call_the_ledger_that_tells_it",
+    ),
+    Mutant(
+        "watcher's error reaches the ledger",
+        "aoffload.core.cache",
+        'shielded(watcher, "part_changed all_cleared")',
+        "watcher",
+        _FOREIGN,
+        test=f"{_MISBEHAVE}::test_nothing_of_a_watchers_goes_through[Own]",
+    ),
+    Mutant(
+        "queue's observer is not shielded",
+        "aoffload.transfer.copy_queue",
+        "self.observer = shielded(self.observer, OBSERVES)",
+        "pass",
+        _FOREIGN,
+        test="tests/ledger/test_copy_queue.py::test_nothing_of_an_observers_goes_through",
+    ),
+    Mutant(
+        "wake that raises keeps others from being woken",
+        "aoffload.core.admission",
+        "            call_all(rest)\n",
+        "",
+        _FOREIGN,
+        test=f"{_MISBEHAVE}::test_one_that_is_woken_and_raises_keeps_no_other_from_being_woken",
+    ),
+    Mutant(
+        "policy that raises leaves a request behind",
+        "aoffload.core.ledger_requests",
+        "        self.holdings[name] = holding\n        if self._engine is not None:",
+        "        if self._engine is not None:",
+        _FOREIGN,
+        also=(
+            Patch(
+                "aoffload.core.ledger_requests",
+                "        if may_store:\n            self._policy.seen(",
+                "        self.holdings[name] = holding\n        if may_store:\n            self._policy.seen(",
+            ),
+        ),
+        test=f"{_MISBEHAVE}::test_a_policy_that_raises_leaves_no_request_behind",
+    ),
+    Mutant(
+        "blocks that the engine did not hold count as held",
+        "aoffload.core.engine_blocks",
+        "self.blocks.hold(block_ids)  # first: if the engine raises, nothing is held\n",
+        "self.num_blocks += 1\n        self.blocks.hold(block_ids)\n        self.num_blocks -= 1\n",
+        _FOREIGN,
+        test=f"{_MISBEHAVE}::test_an_engine_that_refuses_to_hold_blocks_is_not_counted_on",
+    ),
+)
+
+_WORKER = (
+    Mutant(
+        "cancelled worker says that it has failed",
+        "aoffload.worker",
+        "            except anyio.get_cancelled_exc_class():\n",
+        "            except anyio.get_cancelled_exc_class() as error:\n",
+        "cancellation is no failure of the worker",
+        also=(Patch("aoffload.worker", 'self._give_up("the worker was cancelled")', "self._fail(error)"),),
+        test="tests/shell/test_worker.py::test_a_loop_that_is_torn_down_is_no_failure_of_the_worker",
+    ),
+)
+
+FOUND_CORE_MUTANTS: tuple[Mutant, ...] = _RESETS + _OBSERVERS + _WORKER

@@ -1,0 +1,230 @@
+"""Observers that raise anything, or that call the ledger which tells them: no change is left half made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any
+
+import pytest
+from driving import ROOT, Driven, prompt
+from engine_driving import EngineDriven
+
+from aoffload import Ledger, WrongState
+from aoffload.core.observing import OBSERVES
+from aoffload.core.owners import call_all
+from aoffload.core.policy import EagerStore
+from aoffload.ledger import Completion, Observers, Outcome, Prefix
+
+A, B = prompt(1, 17), prompt(2, 17)
+
+
+class Own(BaseException):
+    """No `Exception`."""
+
+
+RAISED = [ValueError, asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit, Own]
+
+
+class Raises:
+    """Raises at each event, whatever that is."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error, self.num_told = error, 0
+
+    def _hear(self, *told: object) -> None:
+        self.num_told += 1
+        raise self.error("an observer")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OBSERVES.split():
+            return self._hear
+        raise AttributeError(name)
+
+
+def live(driven: Driven) -> tuple[int, int]:
+    """Requests of most kinds: hits in both tiers, a wait for room, a fork, a preemption, a pin, a reset."""
+    driven.on_host_only(A)
+    holding = driven.running(A)
+    ready = holding.num_computed_tokens
+    driven.land(driven.commit(holding))
+    pin = driven.ledger.pin(driven.prefix(A))
+    child = driven.ledger.fork(holding, num_tokens=20).holding
+    waiter = driven.ledger.queue_allocation(driven.admit(B), 4 * 9)
+    with pytest.raises(Exception, match="to be had"):
+        driven.ledger.extend_nowait(holding, 4 * 13)
+    driven.release(child)
+    driven.land(driven.ledger.preempt_nowait(holding).plans)
+    driven.ledger.unpin(pin)
+    driven.ledger.accept(waiter)
+    driven.release(waiter.holding)
+    driven.ledger.resume(holding)
+    driven.ledger.reset()
+    driven.release(holding)
+    assert driven.num_pinned() == (0, 0) and not driven.ledger.jobs.unsettled
+    return ready, driven.ledger.statistics().device.num_free
+
+
+@pytest.mark.parametrize("error", RAISED)
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_nothing_of_an_observers_goes_through(error: type[BaseException], is_counted: bool) -> None:
+    """A ledger reports in the middle of a change. Whatever an observer raises there, the change is completed, and the
+    call that made it says what it says without an observer. `Observers` counts what was raised."""
+    raises = Raises(error)
+    observers = Observers(raises)  # type: ignore[arg-type]
+    assert live(Driven(12, 16, observer=observers if is_counted else raises)) == live(Driven(12, 16)) == (16, 12)
+    assert raises.num_told > 20
+    assert not is_counted or observers.num_failures == raises.num_told
+
+
+@pytest.mark.parametrize("error", RAISED)
+def test_nothing_of_a_watchers_goes_through(error: type[BaseException]) -> None:
+    """The same for who is told which blocks are cached."""
+
+    class Watches:
+        num_told = 0
+
+        def part_changed(self, *told: object) -> None:
+            self.num_told += 1
+            raise error
+
+        all_cleared = part_changed
+
+    driven, watcher = Driven(12, 16), Watches()
+    driven.ledger.watch(watcher)
+    assert live(driven) == (16, 12) and watcher.num_told > 3
+
+
+CALLS: dict[str, Callable[[Ledger, Any], object]] = {
+    "admit": lambda ledger, _: ledger.admit(Prefix.of(ROOT, B)),
+    "release": lambda ledger, told: ledger.release(told),
+    "allocate": lambda ledger, told: ledger.allocate_nowait(told),
+    "queue": lambda ledger, told: ledger.queue_allocation(told),
+    "load": lambda ledger, told: ledger.plan_load(told),
+    "commit": lambda ledger, told: ledger.commit(told, 17),
+    "preempt": lambda ledger, told: ledger.preempt_nowait(told),
+    "fork": lambda ledger, told: ledger.fork(told),
+    "step": lambda ledger, told: ledger.step([told]).__enter__(),
+    "launch": lambda ledger, told: ledger.launch(ledger.jobs.last_id),
+    "settle": lambda ledger, told: ledger.settle(_landed(ledger)),
+    "discard": lambda ledger, told: ledger.discard(ledger.jobs.last_id),
+    "write_back": lambda ledger, _: ledger.plan_write_back(),
+    "pin": lambda ledger, _: ledger.pin(Prefix.of(ROOT, A)),
+    "drop_pins": lambda ledger, _: ledger.drop_pins(),
+    "lapse": lambda ledger, _: ledger.lapse(0.0),
+    "hint": lambda ledger, _: ledger.hint(Prefix.of(ROOT, A), expires_at=9.0),
+    "prefetch": lambda ledger, _: ledger.prefetch(Prefix.of(ROOT, A)),
+    "demote": lambda ledger, _: ledger.demote(Prefix.of(ROOT, A)),
+    "reset": lambda ledger, _: ledger.reset(),
+}
+
+
+def _landed(ledger: Ledger) -> Any:
+    return Completion(ledger.jobs.last_id, Outcome.LANDED)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_observer_cannot_call_the_ledger_that_tells_it(name: str) -> None:
+    """In the middle of a change a call would find blocks without an owner, or two. It is refused, and all goes on as if
+    it had not been made; what only looks is answered."""
+    said: list[BaseException | None] = []
+    ledgers: list[Ledger] = []
+
+    class Calls(Raises):
+        def _hear(self, *told: object) -> None:
+            if not ledgers:
+                return
+            ledgers[0].statistics()
+            try:
+                CALLS[name](ledgers[0], told[0])
+            except BaseException as error:
+                said.append(error)
+                raise
+            said.append(None)
+
+    driven = Driven(12, 16, observer=Calls(Own))
+    ledgers.append(driven.ledger)
+    assert live(driven) == (16, 12)
+    assert len(said) > 20 and all(isinstance(error, WrongState) for error in said), said
+    driven.serve(B)  # the refusals end with the report
+
+
+def test_an_engines_ledger_is_told_of_no_call_either() -> None:
+    """The same where an engine owns the device blocks."""
+    engines: list[EngineDriven] = []
+    calls: Iterator[Callable[[], object]] = cycle((
+        lambda: engines[0].ledger.reset(), lambda: engines[0].ledger.admit(Prefix.of(ROOT, B)),
+        lambda: engines[0].ledger.release(next(iter(engines[0].ledger.holdings.values()))),
+    ))  # fmt: skip
+
+    class Calls(Raises):
+        def _hear(self, *told: object) -> None:
+            self.num_told += 1
+            if engines:
+                next(calls)()
+
+    observer = Calls(Own)
+    engines.append(driven := EngineDriven(observer=observer))
+    driven.serve(A)
+    holding, tables = driven.admit(A), driven.fresh(17)
+    driven.land(driven.load(holding, tables))
+    assert holding.num_computed_tokens == 16 and observer.num_told > 10
+    driven.release(holding)
+    driven.assert_at_rest()
+
+
+def test_one_that_is_woken_and_raises_keeps_no_other_from_being_woken() -> None:
+    """All are woken, and then the last error is raised, with those before it as its context."""
+    woken: list[int] = []
+
+    def wakes(number: int) -> Callable[[], object]:
+        def wake() -> None:
+            woken.append(number)
+            if number in (1, 2):
+                raise Own(number)
+
+        return wake
+
+    with pytest.raises(Own, match="2") as raised:
+        call_all(iter([wakes(number) for number in range(5)]))
+    assert isinstance(raised.value.__context__, Own)
+    assert woken == [0, 1, 2, 3, 4]
+    driven = Driven(8, 0)
+    crowd = driven.allocated(prompt(3, 32))
+    woken.clear()
+    for number in range(4):
+        driven.ledger.queue_allocation(driven.admit(prompt(4 + number, 8)), wake=wakes(number))
+    with pytest.raises(Own, match="2"):
+        driven.ledger.release(crowd)
+    assert woken == [0, 1, 2, 3]
+    driven.ledger.check_integrity()
+
+
+def test_a_policy_that_raises_leaves_no_request_behind() -> None:
+    """It is asked before the request is anywhere: the name is free, and nothing is counted."""
+
+    class Raising(EagerStore):
+        def seen(self, *_: object) -> None:
+            raise Own
+
+    driven = Driven(8, 8)
+    driven.ledger._policy = Raising()
+    with pytest.raises(Own):
+        driven.ledger.admit(driven.prefix(A), request_id="a")
+    assert driven.ledger.statistics().num_requests == 0 and driven.num_pinned() == (0, 0)
+
+
+def test_an_engine_that_refuses_to_hold_blocks_is_not_counted_on() -> None:
+    """If `hold` raises, no block counts as held."""
+    driven = EngineDriven()
+    driven.serve(A)
+    holding, tables = driven.admit(A), driven.fresh(17)
+
+    def hold(block_ids: Any) -> None:
+        raise Own
+
+    driven.engine.hold = hold
+    with pytest.raises(Own):
+        driven.ledger.plan_load(holding, into=tables)
+    assert driven.ledger.statistics().device.num_blocks == 0

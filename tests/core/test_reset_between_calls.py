@@ -1,0 +1,209 @@
+"""Resets between any two calls of a request: no request begins to compute with KV from before a reset."""
+
+from __future__ import annotations
+
+import pytest
+from driving import Driven, prompt
+from engine_driving import EngineDriven
+
+from aoffload import RequestState, Tier
+from aoffload.core.groups import FullAttention, KVCacheGroup, SlidingWindow
+from aoffload.core.owners import Holding
+
+A = prompt(1, 17)
+S = RequestState
+GROUPS = {
+    "full": [KVCacheGroup("full", block_size=4)],
+    "windows": [KVCacheGroup("full", FullAttention(), 4), KVCacheGroup("window", SlidingWindow(8), 4)],
+}
+
+
+@pytest.fixture(params=list(GROUPS))
+def driven(request: pytest.FixtureRequest) -> Driven:
+    return Driven(24, 24, groups=GROUPS[request.param])
+
+
+def held(driven: Driven, holding: Holding) -> set[int]:
+    return {block_id for table in driven.ledger.block_ids(holding) for block_id in table if block_id}
+
+
+def go_on(driven: Driven, holding: Holding) -> None:
+    """Make the calls that are left until the request may compute."""
+    if holding.state is S.PINNED:
+        if holding.waiter is None:
+            driven.ledger.allocate_nowait(holding)
+        else:
+            driven.ledger.accept(holding.waiter)
+    for _ in range(4):
+        if holding.state is S.RUNNING:
+            break
+        driven.land(driven.ledger.plan_load(holding))
+        for job in tuple(driven.ledger.jobs.unsettled.values()):
+            driven.ledger.launch(job.job_id)
+            driven.end(job.plan)
+        if holding.waiter is not None:
+            driven.ledger.accept(holding.waiter)
+    assert holding.state is S.RUNNING
+    driven.ledger.check_integrity()
+
+
+WITHOUT_A_LOAD = ["matched", "waiting", "granted", "allocated"]
+CASES = [(when, where) for when in WITHOUT_A_LOAD for where in ("device", "host", "both")]
+CASES += [(when, where) for when in ("loading", "launched") for where in ("host", "both")]
+
+
+@pytest.mark.parametrize(("when", "where"), CASES)
+def test_a_request_has_nothing_from_before_a_reset(driven: Driven, when: str, where: str) -> None:
+    """Whatever call comes next, the request computes from its first token, into blocks that nobody else reads."""
+    driven.serve(A)
+    if where != "device":
+        driven.evict_device()
+    if where == "both":
+        driven.serve(A[:9])
+    reader = driven.running(A) if where == "device" else None  # keeps the old blocks
+    holding = driven.admit(A)
+    assert holding.match.num_tokens == 16
+    if when == "waiting":
+        crowd = driven.admit(prompt(2, 4))
+        free = driven.ledger.statistics().device
+        width = driven.ledger.layout.width
+        driven.ledger.allocate_nowait(crowd, (free.num_free + free.num_cached) // width * 4)
+        driven.ledger.queue_allocation(holding)
+        driven.ledger.reset()
+        driven.release(crowd)
+    elif when == "granted":
+        driven.ledger.queue_allocation(holding)
+        assert holding.waiter is not None and holding.waiter.is_over
+    elif when != "matched":
+        driven.ledger.allocate_nowait(holding)
+    if when in ("loading", "launched"):
+        plans = driven.ledger.plan_load(holding)
+        if when == "launched":
+            driven.launch(plans)
+    if when != "waiting":
+        driven.ledger.reset()
+    if when in ("matched", "granted"):
+        assert holding.match.num_tokens == 0, "a match that was dropped is no answer"
+    go_on(driven, holding)
+    assert holding.num_computed_tokens == 0
+    assert reader is None or held(driven, reader).isdisjoint(held(driven, holding))
+    assert driven.commit(holding) == [] and driven.hit(A) == (0, 0), "requests from before publish nothing"
+    driven.release(holding)
+    if reader is not None:
+        driven.release(reader)
+    assert driven.num_pinned() == (0, 0)
+
+
+def test_a_load_that_is_over_counts(driven: Driven) -> None:
+    """A request that computes already goes on with what it has, a fork of it, too; after a preemption it begins at its
+    first token."""
+    driven.serve(A)
+    holding = driven.running(A)
+    assert holding.num_computed_tokens == 16
+    before = driven.ledger.block_ids(holding)
+    driven.ledger.reset()
+    assert driven.ledger.block_ids(holding) == before
+    driven.commit(holding)
+    child = driven.ledger.fork(holding, num_tokens=24).holding
+    assert child.num_computed_tokens == 17 and driven.hit(A) == (0, 0)
+    driven.land(driven.ledger.preempt_nowait(holding).plans)
+    driven.ledger.resume(holding)
+    assert holding.match.num_tokens == 0
+    go_on(driven, holding)
+    assert holding.num_computed_tokens == 0
+    driven.release(holding)
+    driven.release(child)
+    assert driven.num_pinned() == (0, 0)
+
+
+def test_a_request_preempted_between_a_reset_and_its_load(driven: Driven) -> None:
+    """Its device hit does not come back."""
+    driven.serve(A)
+    holding = driven.allocated(A)
+    driven.ledger.reset()
+    driven.ledger.preempt_nowait(holding)
+    driven.ledger.resume(holding)
+    go_on(driven, holding)
+    assert holding.num_computed_tokens == 0
+    driven.release(holding)
+    assert driven.num_pinned() == (0, 0)
+
+
+def test_a_reset_while_a_step_overlaps_the_load() -> None:
+    """The device hit, the rest of which is in the host: the forward under way keeps its blocks until it ends, nothing
+    of it can be committed, and the request begins again at its first token."""
+    driven = Driven(24, 24)
+    driven.on_host_only(A)
+    driven.serve(A[:9])  # the device has two blocks, the host four
+    holding = driven.allocated(A)
+    assert (holding.match.num_device_tokens, holding.match.num_host_tokens) == (8, 8)
+    plans = driven.ledger.plan_load(holding)
+    driven.launch(plans)
+    with driven.ledger.step([], [holding]):
+        read = driven.ledger.expected_block_ids(holding)[0]
+        driven.ledger.reset()
+        driven.end(plans[0])
+        assert holding.state is S.DRAINING
+        assert not set(read[:2]) & set(driven.ledger.cache.tiers[Tier.DEVICE].pool.free_ids())
+    go_on(driven, holding)
+    assert driven.ledger.begin_again(holding) == 0 and holding.num_computed_tokens == 0
+    with driven.ledger.step([holding]):
+        pass
+    driven.commit(holding)
+    driven.release(holding)
+    assert driven.num_pinned() == (0, 0)
+
+
+def test_no_room_to_begin_again_makes_the_request_wait() -> None:
+    """Blocks of the old hit stay with another request. A request that lost this hit in a reset waits in the line for
+    blocks of its own, at its old place."""
+    driven = Driven(9, 8)
+    driven.serve(A)
+    reader = driven.running(A)
+    holding = driven.allocated(A)
+    driven.ledger.reset()
+    woken: list[int] = []
+    assert driven.ledger.plan_load(holding, wake=lambda: woken.append(1)) == ()
+    assert holding.state is S.REQUEUED and not woken
+    driven.release(reader)
+    assert woken == [1]
+    go_on(driven, holding)
+    assert holding.num_computed_tokens == 0
+    driven.release(holding)
+
+
+def test_an_orphan_of_the_device_loads_nothing_old() -> None:
+    """The same for a reset of the device alone."""
+    driven = Driven(24, 8)
+    driven.serve(A)
+    holding = driven.allocated(A)
+    driven.ledger.reset(Tier.DEVICE)
+    go_on(driven, holding)
+    assert holding.num_computed_tokens == 0
+    driven.release(holding)
+
+
+def test_a_pinned_hit_behind_an_engines_own_is_dropped_at_once() -> None:
+    """An engine that owns the device blocks finds nothing in the answer, and the host's blocks are free at once."""
+    driven = EngineDriven()
+    driven.serve(A)
+    holding = driven.admit(A, 4)
+    assert holding.match.num_host_tokens == 12
+    driven.reset()
+    assert (holding.match.num_device_tokens, holding.match.num_host_tokens, driven.num_pinned()) == (4, 0, 0)
+    driven.release(holding)
+    driven.assert_at_rest()
+
+
+def test_what_a_copy_brings_after_a_reset_does_not_count_for_an_engine() -> None:
+    """A load into blocks of an engine ends where the engine's own hit ends."""
+    driven = EngineDriven()
+    driven.serve(A)
+    holding, tables = driven.admit(A, 4), driven.fresh(17)
+    plans = driven.load(holding, tables)
+    driven.launch(plans)
+    driven.reset()
+    driven.land(plans)
+    assert (holding.state, holding.num_computed_tokens, holding.num_lost_tokens) == (S.RUNNING, 4, 12)
+    driven.release(holding)
+    driven.assert_at_rest()
