@@ -28,6 +28,7 @@ from .prefix import Prefix
 from .telemetry import Telemetry
 from .transfer.breaker import in_lines
 from .transfer.disk.budget import DailyBudget
+from .transfer.disk.forgetting import DiskTrouble
 from .transfer.transport import TransportDisk
 from .worker import CopyWorker
 
@@ -86,7 +87,7 @@ class DiskWork:
         self.is_restored = anyio.Event()
         self._turn = self.env.loop_waker(self._take_in)
         self._began_s = self.env.now()
-        self.disk.read_back(self._hear, self._over)
+        self.disk.read_back(self._hear, self._over, self._hear_trouble)
         self.state = DiskState.READING  # in time for what was read: a turn of the loop takes it in
         self.telemetry.disk_opened(self.disk.tier.path, self.disk.num_slots)
 
@@ -129,6 +130,16 @@ class DiskWork:
         self.is_restored.set()
         self.look()
 
+    def _hear_trouble(self, trouble: DiskTrouble) -> None:
+        """Called in a thread of the disk."""
+        self.worker.call_soon(partial(self._in_trouble, trouble))
+
+    def _in_trouble(self, trouble: DiskTrouble) -> None:
+        if trouble.is_off:
+            self._fail(trouble.reason)
+        else:
+            self.telemetry.disk_records_dropped(trouble.reason)
+
     def _fail(self, problem: str) -> None:
         self.state = DiskState.OFF
         self.telemetry.disk_turned_off(problem)
@@ -141,7 +152,7 @@ class DiskWork:
         Called after whatever may have changed that."""
         for move in self.disk.take_moves():
             self.telemetry.storage_moved(move)
-        self._forget()
+        self._forget_more()
         if self.state is not DiskState.READY or not self.ledger.disk_stores_are_due:
             return
         if not (most := self._num_storable()):
@@ -155,16 +166,21 @@ class DiskWork:
         unsettled = self.ledger.jobs.unsettled.values()
         wrong = [job.plan for job in unsettled if job.epoch is NoEpoch.INVALIDATED and _is_on_its_way(job)]
         self.worker.copies.take_back(plan.job_id for plan in wrong)
-        self._forget([slot for plan in wrong for slot in plan.destination_ids])  # it may have just ended
+        on_their_way = [slot for plan in wrong for slot in plan.destination_ids]  # one may have just ended
+        self._forget([*self.ledger.take_forgotten_slots(), *on_their_way])
         self.look()
 
-    def _forget(self, also: Sequence[int] = ()) -> None:
-        """What a failed forward has left there is wrong: no restart is to find it."""
-        if slots := [*self.ledger.take_forgotten_slots(), *also]:
-            try:
-                self.disk.forget(slots)
-            except TransferRefused as error:
-                self.telemetry.transport_failed(error)
+    def _forget_more(self) -> None:
+        """The same for what a copy has left that was given up."""
+        if slots := self.ledger.take_forgotten_slots():
+            self._forget(slots)
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        """No restart is to find these. Without any, what stores under way are about to replace is still forgotten."""
+        try:
+            self.disk.forget(slots)
+        except TransferRefused as error:
+            self.telemetry.transport_failed(error)
 
     @property
     def _is_idle(self) -> bool:
@@ -263,7 +279,7 @@ class DiskWork:
         await self.worker.wait_idle()  # what is on its way into host memory, too
         if self.state is DiskState.READY:
             self.state = DiskState.FLUSHING
-        self._forget()
+        self._forget_more()
         while self.state is DiskState.FLUSHING and self.worker.is_accepting:
             if most := self._num_storable():
                 self._store(self.worker.copies.tell(self.ledger.plan_disk_flush, most) or ())

@@ -68,6 +68,10 @@ class Telemetry(LedgerLog):
         self.logger.warning("remote_turned_off", reason=reason)
 
     @harmless
+    def disk_records_dropped(self, reason: str) -> None:
+        self.logger.warning("disk_records_dropped", reason=reason)
+
+    @harmless
     def disk_turned_off(self, reason: str) -> None:
         self.logger.error("disk_turned_off", reason=reason)
 

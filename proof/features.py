@@ -26,8 +26,8 @@ CHOICES = _of("load by cost", "load by whim")
 ONE_CHOICE = Forbidden(CHOICES, CHOICES, "there is one choice of loads")
 NO_COPIES = "without host blocks nothing is copied"
 OF_A_DISK = _of(
-    "disk", "write behind", "disk flush", "fetch", "fetch shared", "match fetched", "restart", "restored", "reset disk",
-    "disk fault",
+    "disk", "write behind", "idle", "disk flush", "fetch", "fetch shared", "match fetched", "restart", "restored",
+    "reset disk", "disk fault",
 )  # fmt: skip
 NO_DISK = Forbidden(_of("no host"), OF_A_DISK, "what is on the disk comes from the host")
 OF_A_STORE = _of(
@@ -70,7 +70,7 @@ FORBIDDEN = {
         Forbidden(
             _of("off"),
             _of(
-                "write behind", "disk flush", "remote store", "remote store landed", "remote load landed",
+                "write behind", "idle", "disk flush", "remote store", "remote store landed", "remote load landed",
                 "cell taken back", "store corrupt",
             ),
             "what is never stored goes no further down",

@@ -92,14 +92,14 @@ DISK_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "disk: failed store leaves the old record",
         SLOTS,
-        "                self._erase(to[done + at.start], at.stop - at.start)\n",
-        "                pass\n",
+        "            self._erase(to[done:touched])\n",
+        "",
         "no restart looks for what was overwritten",
     ),
     _mutant(
         "disk: corrupt slot keeps its record",
         SLOTS,
-        "        for slot in slots:\n            self._erase(slot, 1)\n",
+        "            self._erase(gone)\n",
         "",
         "a corrupt slot is forgotten for good",
     ),

@@ -103,8 +103,8 @@ _STORES = (
         OF_STORES + "a_budget_cuts_the_end_off_not_the_front",
         "disk: what a budget has cut off is forgotten",
         STORES,
-        "                self._came_to = ()\n",
-        "                pass\n",
+        "            if left_of(most, jobs) < least:\n                return jobs\n",
+        "            if left_of(most, jobs) < least:\n                break\n",
         "what did not fit into a budget goes down with the next one",
     ),
     _met_by(

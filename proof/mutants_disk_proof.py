@@ -36,8 +36,8 @@ DISK_PROOF_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a late load forgets another's slot",
         SLOTS,
-        "for at in corrupt if self._sums.is_still(source[at], expected[at])])",
-        "for at in corrupt])",
+        "for at in corrupt if self._sums.is_still(source[at], expected[at])]",
+        "for at in corrupt]",
         "a load that was given up harms nobody",
         "tests/transfer/test_disk_slots.py::test_a_load_that_is_late_forgets_nothing_of_others",
     ),
@@ -76,8 +76,8 @@ DISK_PROOF_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a store that has just ended is not erased",
         WORK,
-        "        self._forget([slot for plan in wrong for slot in plan.destination_ids])  # it may have just ended\n",
-        "",
+        "*self.ledger.take_forgotten_slots(), *on_their_way]",
+        "*self.ledger.take_forgotten_slots()]",
         PROMISE,
         f"{PROGRAMS}::test_what_went_wrong_once_goes_right",
     ),

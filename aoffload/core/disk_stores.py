@@ -5,7 +5,7 @@ A prefix goes whole: the disk holds nothing whose front it lacks. How much may b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -31,15 +31,22 @@ class DiskStores:
     watermark: EvictionWatermark
     counts: AlsoCounts
     _came_to: tuple[object, ...] = ()
-    """What it was looked at for last; empty: look again."""
+    """The situation at the last scan of what the host is about to evict."""
+    _turns: dict[Run, int] = field(default_factory=dict)
+    """Runs that the disk lacked at that scan, each with the blocks that may still be stored for it; empty once all of
+    them had their turn. Without it, a disk smaller than the watermark is written to for ever: what one store evicts
+    from it, the next one would bring back."""
     _looked_at: int = 0
     """`Part.last_use` up to which all that was asked for twice is on the disk, or was not stored."""
 
     _host: TierBlocks = field(init=False)
     _disk: TierBlocks = field(init=False)
+    _least_blocks: int = field(init=False)
+    """Fewer blocks are no unit of any band."""
 
     def __post_init__(self) -> None:
         self._host, self._disk = self.watermark.source, self.watermark.there
+        self._least_blocks = min(band.width for band in self.watermark.cache.layout.bands if band.width)
 
     def plan(self, most: int, *, is_idle: bool, only_asked_twice: bool) -> list[Job]:
         """Store at most `most` blocks of what the host is about to evict; with `is_idle`, also of what was asked for
@@ -47,11 +54,11 @@ class DiskStores:
         watermark, jobs = self.watermark, list[Job]()
         if most <= 0:
             return []
+        wanted = self._asked_stop if only_asked_twice else self._whole_stop
         if self._has_come_nearer(only_asked_twice):
-            wanted = self._asked_stop if only_asked_twice else self._whole_stop
-            jobs += watermark.store(watermark.about_to_lose(wanted), wanted, most)
-            if left_of(most, jobs) <= 0:
-                self._came_to = ()
+            self._turns = {run: self._num_blocks(run, self._host) for run in watermark.about_to_lose(wanted)}
+        if self._turns:
+            jobs += self._take_turns(most, wanted)
         if is_idle and not watermark.nothing_changed():
             left = min(left_of(most, jobs), self._disk.pool.num_free)  # evicts nothing: or it would go round for ever
             jobs += watermark.store(self._asked_twice(left), self._asked_stop, left)
@@ -62,7 +69,33 @@ class DiskStores:
     @property
     def are_due(self) -> bool:
         """Whether `plan` may find something, wanting what it wanted before."""
-        return self._nearness() != self._came_to[:2] or self.watermark.has_changed
+        return bool(self._turns) or self._nearness() != self._came_to[:2] or self.watermark.has_changed
+
+    def _take_turns(self, most: int, wanted: Callable[[Run], int]) -> list[Job]:
+        """Store for the runs that still have a turn, in eviction order. A turn ends when nothing of it is left to
+        store, or when nothing more of it fits beside it; a store that `most` has cut off goes on with the next call."""
+        jobs, least = list[Job](), self._least_blocks
+        runs = self.watermark.about_to_lose(wanted)
+        if not self.watermark.jobs.num_stored_now(self._host.tier):  # else fewer runs are listed
+            self._turns = {run: self._turns[run] for run in runs if self._turns.get(run)}
+        for run in runs:
+            left = min(left_of(most, jobs), self._turns.get(run, 0))
+            if left > 0:
+                before = self._num_blocks(run, self._disk)
+                found = self.watermark.store([run], wanted, left)
+                jobs += found
+                over = left_of(left, found)
+                is_over = over >= least or self._num_blocks(run, self._disk) < before
+                self._turns[run] = 0 if is_over else self._turns[run] - (left - over)
+            if left_of(most, jobs) < least:
+                return jobs
+        self._turns.clear()
+        return jobs
+
+    @staticmethod
+    def _num_blocks(run: Run, blocks: TierBlocks) -> int:
+        """The blocks that a tier has of the path of `run`."""
+        return sum(len(part.blocks) for each in run.path() for part in each.parts_in(blocks.tier))
 
     def _has_come_nearer(self, only_asked_twice: bool) -> bool:
         """Whether the host has used a part of the watermark since it was looked at, or something else is wanted."""

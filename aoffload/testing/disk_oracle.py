@@ -6,6 +6,7 @@ import attrs
 
 from ..core.hops import Tier
 from ..core.kept import Fetch
+from ..disk_work import DiskState
 from ..runtime import OffloadRuntime
 from .faults import Faults
 from .serving import SimulatedEngine
@@ -46,10 +47,12 @@ class DiskOracle:
                 raise Violation("a tail without its head", f"{run} on the disk, behind {before}")
 
     def check_at_rest(self, told_corrupt: set[int]) -> None:
-        """No slot is leased, and none that was found corrupt can be found."""
-        found = self.runtime.statistics().disk
+        """No slot is leased, none that was found corrupt can be found, and a disk that is off is not used."""
+        found, work = self.runtime.statistics().disk, self.runtime._session.disk
         if found is None or self._disk is None:
             return
+        if self._disk.is_off and work is not None and work.state is DiskState.READY:
+            raise Violation("a disk that is off", "the runtime goes on as if it were not")
         if found.num_pinned:
             raise Violation("a leak", f"at rest, slots are pinned: {found}")
         if found.num_quarantined and not self.faults.may_take_room:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 
@@ -15,6 +17,7 @@ from ..core.restored import RestoredRun
 from ..disk_tier import DiskTier
 from ..errors import TransferRefused
 from ..transfer.breaker import Breaker, StorageMove, Use, taken
+from ..transfer.disk.forgetting import DiskTrouble, forgotten
 from ..transfer.transport import DiskStatistics
 from .faults import Faults
 from .memory import TORN, Memory
@@ -60,6 +63,7 @@ class TagDisk:
     _num_resets: int = attrs.field(default=0, init=False)
     _breakers: dict[Direction, Breaker] = attrs.field(init=False)
     _moves: deque[StorageMove] = attrs.field(factory=deque, init=False)
+    _hear_trouble: Callable[[DiskTrouble], None] = attrs.field(default=lambda trouble: None, init=False)
     _refusal: str = attrs.field(default="", init=False)
     _is_closed: bool = attrs.field(default=False, init=False)
     _counts: dict[str, int] = attrs.field(init=False)
@@ -77,12 +81,21 @@ class TagDisk:
     def num_slots(self) -> int:
         return len(self.slots.content)
 
+    @property
+    def is_off(self) -> bool:
+        """Whether it has told that it must not be used any more."""
+        return bool(self._refusal)
+
     def identify(self, layout: Layout, namespace: str) -> None:
         self.slots.identify((namespace, repr(layout.groups)))
         self._bands, self._first_generation = layout.bands, self.slots.generation
 
-    def read_back(self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None]) -> None:
+    def read_back(
+        self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None],
+        hear_trouble: Callable[[DiskTrouble], None],
+    ) -> None:  # fmt: skip
         self._check_open()
+        self._hear_trouble = hear_trouble
         left = self.slots.proven(self._bands)
         self._sums = {slot: record.content for slot, record in self.slots.records.items()}
 
@@ -120,9 +133,30 @@ class TagDisk:
 
     def forget(self, slots: Sequence[int]) -> None:
         self._check_open()
+        self._forget(slots)
+
+    def _forget(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._sums.pop(slot, None)
+        trouble = forgotten(partial(self._erase, slots), self._raise_generation, self._drop)
+        if trouble is not None:
+            self._refusal = self._refusal or (trouble.reason if trouble.is_off else "")
+            self._soon("trouble is told", lambda: self._hear_trouble(trouble))
+
+    def _erase(self, slots: Sequence[int]) -> None:
+        if self.faults.fire("disk_erase"):
+            raise OSError(errno.EIO, "Input/output error")
         self.slots.erase(slots)
+
+    def _raise_generation(self) -> None:
+        if self.faults.fire("disk_reset"):
+            raise OSError(errno.EIO, "Input/output error")
+        self._first_generation += 1
+        self.slots.generation = self._first_generation + self._num_resets
+
+    def _drop(self) -> None:
+        self.slots.records.clear()
+        self.slots.identity = None  # nor is anything found that is stored from now on
 
     def refuses(self, direction: Direction) -> bool:
         return bool(self._refusal) or self._breakers[direction].is_open(self.scheduler.now)
@@ -262,7 +296,9 @@ class TagDisk:
         plan, at = copy.plan, min(copy.num_moved, copy.plan.num_blocks - 1)
         if plan.direction is Direction.STORE:
             self.slots.tear(plan.destination_ids[at])
-            self.slots.erase(plan.destination_ids[0 if copy.is_given_up else at :])
+            self.slots.erase(plan.destination_ids[at:])
+            if copy.is_given_up:
+                self._forget(plan.destination_ids)
         self._end(copy, Completion(plan.job_id, Outcome.FAILED, 0 if copy.is_given_up else at, error=error))
 
     def _end(self, copy: SlotCopy, completion: Completion) -> None:

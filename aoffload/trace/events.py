@@ -80,8 +80,8 @@ def _meanings() -> dict[str, Meaning]:
         found |= {f"{face}_{state}": Meaning(Kind.RUNTIME, state) for state in ("opened", "closed")}
     alarms = (
         "transport_stalled", "transport_recovered", "transport_failed", "worker_failed", "cache_turned_off",
-        "loads_paused", "loads_resumed", "slow_wait", "slow_step", "disk_turned_off", "remote_turned_off",
-        "storage_left_alone", "storage_back",
+        "loads_paused", "loads_resumed", "slow_wait", "slow_step", "disk_turned_off", "disk_records_dropped",
+        "remote_turned_off", "storage_left_alone", "storage_back",
     )  # fmt: skip
     return found | {name: Meaning(Kind.ALARM, name) for name in alarms} | {
         "store_skipped": Meaning(Kind.SKIPPED_STORE, "skipped"),

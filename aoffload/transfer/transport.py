@@ -15,6 +15,7 @@ from ..disk_tier import DiskTier
 from ..env import Env
 from ..remote_tier import RemoteTier
 from .breaker import LeftAlone, StorageMove
+from .disk.forgetting import DiskTrouble
 from .fence import Fence
 
 __all__ = [
@@ -181,9 +182,13 @@ class TransportDisk(Protocol):
         stored for another identity is never found."""
         ...
 
-    def read_back(self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None]) -> None:
+    def read_back(
+        self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None],
+        hear_trouble: Callable[[DiskTrouble], None],
+    ) -> None:  # fmt: skip
         """Read what an earlier process has left. `hear` is called with slices, and `over` once: with why it failed, or
-        with an empty text; both in a thread. Nothing is stored before that."""
+        with an empty text; both in a thread. Nothing is stored before that. `hear_trouble` is called from then on, in a
+        thread, whenever what `forget` was told could not be erased."""
         ...
 
     def reset(self, num_resets: int, over: Callable[[str], None]) -> None:
@@ -191,7 +196,8 @@ class TransportDisk(Protocol):
         ...
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Have neither a load nor a restart find what these slots hold. Stores that are launched later wait for it."""
+        """Have neither a load nor a restart find what these slots hold, even after a loss of power. Stores that are
+        launched later wait for it. Where the records cannot be erased, `hear_trouble` is told what was done instead."""
         ...
 
     def refuses(self, direction: Direction) -> bool:

@@ -1,4 +1,5 @@
-"""`python -m proof.disk`: stories of the crash model, then every call failed in every way; `mutants`: planted defects.
+"""`python -m proof.disk`: stories of the crash model, those in which erasures fail, every call failed in every way.
+`python -m proof.disk mutants`: planted defects.
 
 Exits with 0 if no law was broken, and with `mutants` if every defect was met."""
 
@@ -16,9 +17,13 @@ from proof.mutants_disk import DISK_MUTANTS
 from proof.planting import Ending, in_child, preload
 from proof.workers import share_out
 
+FEWEST_LIVES = 2
+"""Of a story."""
 PIECE = 100
 """Stories that a worker tells before it takes others."""
 MUTANT_SEEDS = 1000
+MOST_ERASES = 4
+"""Of the stories in which erasures fail, in a fourth each one fails, in another fourth each second one, and so on."""
 TIMEOUT_S = 3600.0
 
 
@@ -28,7 +33,7 @@ def stories(argument: Any) -> dict[str, Any]:
 
     counts, broken = Counter[str](), []
     for seed in range(argument["first"], argument["stop"]):
-        story, law = told(seed)
+        story, law = told(seed, erases=1 + seed % MOST_ERASES if argument.get("erases") else 0)
         counts += story.counts
         counts["stories"] += 1
         if law is not None:
@@ -46,18 +51,26 @@ def calls(argument: Any) -> dict[str, Any]:
     return {"counts": {"stories": num_stories}, "broken": [] if law is None else [str(law)]}
 
 
-def explored(num_seeds: int, first: int, num_swept: int, num_workers: int) -> Iterator[Line]:
-    """Tell the stories of so many seeds, and fail every call of the first of them."""
-    stop = first + num_seeds
-    starts = range(first, stop, PIECE)
-    told = share_out(
-        lambda number: stories({"first": starts[number], "stop": min(starts[number] + PIECE, stop)}),
-        len(starts), num_workers,
-    )  # fmt: skip
-    yield _line("crash model, stories", told)
+def explored(num_seeds: int, first: int, num_lives: int, num_swept: int, num_workers: int) -> Iterator[Line]:
+    """Tell the stories of so many seeds, those of at least `num_lives` lives in which erasures fail, and fail every
+    call of the first of them."""
+    yield _line("crash model, stories", _told(first, num_seeds, num_workers))
+    if num_lives:
+        told = _told(first, -(-num_lives // FEWEST_LIVES), num_workers, erases=True)
+        yield _line("crash model, each k-th erasure of what was taken back failed or short", told)
     if num_swept:
         swept = share_out(lambda number: calls({"first": first + number}), num_swept, num_workers)
         yield _line("crash model, every call failed in each way", swept)
+
+
+def _told(first: int, num_seeds: int, num_workers: int, **options: bool) -> list[dict[str, Any]]:
+    stop = first + num_seeds
+    starts = range(first, stop, PIECE)
+
+    def tell(number: int) -> dict[str, Any]:
+        return stories({"first": starts[number], "stop": min(starts[number] + PIECE, stop), **options})
+
+    return list(share_out(tell, len(starts), num_workers))
 
 
 def _line(what: str, parts: Sequence[dict[str, Any]]) -> Line:
@@ -93,6 +106,7 @@ def main() -> int:
     parser.add_argument("part", nargs="?", choices=["explore", "mutants"], default="explore")
     parser.add_argument("--seeds", type=int, default=10_000, help="how many stories")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--lives", type=int, default=10_000, help="lives in which erasures fail, at least")
     parser.add_argument("--swept", type=int, default=4, help="stories of which every call fails in every way")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants with it in their name")
@@ -100,7 +114,7 @@ def main() -> int:
     preload(("numpy", "attrs", "torch", "xxhash"))
     began_s = time.monotonic()
     is_met = True
-    found = explored(given.seeds, given.first, given.swept, given.workers)
+    found = explored(given.seeds, given.first, given.lives, given.swept, given.workers)
     for line in planted(given.only, given.first, given.workers) if given.part == "mutants" else found:
         print(line, flush=True)
         is_met &= line.is_met

@@ -1,6 +1,7 @@
 """One life: a process that has the slots open, and the laws for what it is told and finds.
 
-bytes      a block that counts as loaded has the bytes of its prompt, since the last reset
+bytes      a block that counts as loaded has the bytes of its prompt, since the last reset, and since those of before
+           were taken back, if the process lived until they were forgotten
 corrupt    is said only of a block whose bytes on the disk are others
 record     names only data that is there when it is written
 survivors  prove themselves, come once, behind what they follow, in slots that exist; a process that is killed
@@ -12,6 +13,7 @@ room       the files never take more than their size; who fails to open leaves n
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import attrs
@@ -27,7 +29,7 @@ from aoffload.transfer.disk.sums import data_sum
 from .strands import Strand
 from .world import Key, Path, World
 
-__all__ = ["Broken", "Life", "ResetFailed", "hold", "open_slots"]
+__all__ = ["Broken", "Life", "TurnedOff", "hold", "open_slots"]
 
 
 class Broken(AssertionError):  # noqa: N818 - named for what is the matter
@@ -38,8 +40,8 @@ class Broken(AssertionError):  # noqa: N818 - named for what is the matter
         self.law = law
 
 
-class ResetFailed(Exception):  # noqa: N818 - see above
-    """The disk may not know of a reset: the process uses it no more."""
+class TurnedOff(Exception):  # noqa: N818 - see above
+    """The disk may not know of a reset, or of what was taken back: the process uses it no more."""
 
 
 def hold(law: str, condition: bool, problem: object = "") -> None:
@@ -56,6 +58,8 @@ class Job:
     rows: list[int]
     contents: list[bytes] = attrs.field(factory=list)
     is_given_up: bool = False
+    is_before: bool = False
+    """Whether it was begun before something was taken back."""
 
 
 def open_slots(
@@ -88,6 +92,10 @@ class Life:
         """Whether records may name data that is not there: power was lost, or a record could not be written."""
         self.damaged: set[int] = set()
         self.num_loaded = self.num_survivors = 0
+        self.is_forgetting = False
+        self.counts: Counter[str] = Counter()
+        self._waiting: list[tuple[list[Job], set[tuple[Key, int]]]] = []
+        """What was taken back, and is wrong for good once these stores are over."""
         disk.wrote = self._check_record
         disk.hang = lambda call: self.strand.park() if self.strand else None
         self.slots = open_slots(world, disk, self.host, rng, world.size_bytes)
@@ -160,8 +168,10 @@ class Life:
             self._let_go()
         elif draw < 0.55:
             self._store()
-        elif draw < 0.95:
+        elif draw < 0.9:
             self._load(self.rng.sample(sorted(self.held, key=repr), min(len(self.held), self.rng.randrange(1, 7))))
+        elif draw < 0.95:
+            self.take_back()
         else:
             self.reset()
         self.check_room()
@@ -242,10 +252,45 @@ class Life:
         try:
             self.slots.reset()
         except OSError as error:
-            raise ResetFailed from error
+            raise TurnedOff from error
         self.world.accepted = {self.world.epoch}
         self.free += self.held.values()
         self.held, self.unlabelled = {}, set()
+
+    def take_back(self) -> None:
+        """What is there of a prompt, from some unit on, is wrong. Of freed slots nobody knows what they held: they are
+        forgotten, too, and those that hang stores may be about to replace once these are over."""
+        wrong = self.world.take_back(self.rng)
+        keys = {key for key, _ in wrong} & self.held.keys()
+        slots = [*self.free, *[self.held.pop(key) for key in sorted(keys, key=repr)]]
+        self.free, self.unlabelled = slots, self.unlabelled - keys
+        stores = [job for _, job in self.parked if job.contents]
+        for job in stores:
+            job.is_before = True
+        self._waiting.append((stores, wrong))
+        self._forget(self.rng.sample(slots, len(slots)))
+        self._take_no_more(None)
+        self.counts["taken back"] += 1
+
+    def _forget(self, slots: list[int]) -> None:
+        self.is_forgetting = True
+        trouble = self.slots.forget(slots)
+        self.is_forgetting = False
+        self.damaged -= set(slots)
+        if trouble is not None:
+            self.unlabelled |= self.held.keys()  # a restart finds none of it
+            self.counts["not erased"] += 1
+            if trouble.is_off:
+                self.counts["turned off"] += 1
+                if "a restart may find it" not in trouble.reason:
+                    self.world.wrong.update(*[wrong for _, wrong in self._waiting])
+                raise TurnedOff
+
+    def _take_no_more(self, over: Job | None) -> None:
+        """What was taken back is found no more once the stores are over that were under way."""
+        self._waiting = [([job for job in jobs if job is not over], wrong) for jobs, wrong in self._waiting]
+        self.world.wrong.update(*[wrong for jobs, wrong in self._waiting if not jobs])
+        self._waiting = [(jobs, wrong) for jobs, wrong in self._waiting if jobs]
 
     def _let_go(self) -> None:
         """A call that hung ends after all."""
@@ -281,6 +326,9 @@ class Life:
     def _stored(self, job: Job, without: set[Key], outcome: DiskOutcome) -> None:
         is_whole = outcome.num_landed == len(job.keys)
         hold("outcome", outcome.outcome is (Outcome.LANDED if is_whole else Outcome.FAILED), outcome)
+        if job.is_before:
+            self._forget(job.slots[outcome.num_landed :])
+            self._take_no_more(job)
         if job.is_given_up:
             self.free += job.slots
             return
@@ -307,7 +355,8 @@ class Life:
             self.num_loaded += 1
         for index in outcome.corrupt:
             key, slot = job.keys[index], job.slots[index]
-            hold("corrupt", not self.world.is_right(key, self._on_disk(slot)), "good bytes are called corrupt")
+            right = self.world.right(key)  # the record may be of one of them, and the data of another one
+            hold("corrupt", len(right) > 1 or self._on_disk(slot) not in right, "good bytes are called corrupt")
             hold("corrupt", self.may_be_corrupt(slot), "nothing has happened to it")
             self.held.pop(key)
             self.free.append(slot)

@@ -12,7 +12,7 @@ import attrs
 from aoffload.errors import ConfigError
 from aoffload.testing.simulated_disk import Crash, DiskFault, IOCall, SimulatedDisk
 
-from .life import Broken, Life, ResetFailed, hold, open_slots
+from .life import Broken, Life, TurnedOff, hold, open_slots
 from .world import World
 
 __all__ = ["Story", "every_call", "told"]
@@ -21,16 +21,19 @@ KINDS = (
     (DiskFault.ERROR, 3), (DiskFault.PART_ERROR, 2), (DiskFault.NO_SPACE, 1), (DiskFault.SHORT, 3), (DiskFault.LOST, 1),
     (DiskFault.HANG, 4), (DiskFault.KILL, 1), (DiskFault.POWER, 2),
 )  # fmt: skip
+OF_ERASURES = (DiskFault.ERROR, DiskFault.PART_ERROR, DiskFault.NO_SPACE, DiskFault.SHORT)
 RATES = (0.0, 0.02, 0.1)
 MOST_TRIES = 5
 
 
 @attrs.define(eq=False)
 class Story:
-    """`at`: the calls that go wrong, by number; without it, they are drawn."""
+    """`at`: the calls that go wrong, by number; without it, they are drawn. `erases`: each so many-th erasure of what
+    was taken back goes wrong in some way, and nothing else does."""
 
     seed: int
     at: Mapping[int, DiskFault] | None = None
+    erases: int = 0
     counts: Counter[str] = attrs.field(factory=Counter)
     world: World = attrs.field(init=False)
     disk: SimulatedDisk = attrs.field(init=False)
@@ -45,6 +48,7 @@ class Story:
     _expected: set[object] = attrs.field(init=False, factory=set)
     """What the next life has to find."""
     _sizes: random.Random = attrs.field(init=False)
+    _num_erases: int = attrs.field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
         self._rng, self._faults = random.Random(self.seed), random.Random(self.seed + 1)
@@ -59,7 +63,7 @@ class Story:
             self._begin(number)
             try:
                 self._live()
-            except ResetFailed:
+            except TurnedOff:
                 self._end_process(power=self._rng.random() < 0.5)
             except Crash:
                 self._after_crash()
@@ -68,7 +72,7 @@ class Story:
         self._look_at_the_end()
 
     def _begin(self, number: int) -> None:
-        self._rate = self._faults.choice(RATES)
+        self._rate = 0.0 if self.erases else self._faults.choice(RATES)
         if number and self._rng.random() < 0.1:
             self.world.fingerprint = 1 - self.world.fingerprint
             self._expected = set()
@@ -84,6 +88,8 @@ class Story:
             life.load_all()
         for _ in range(self._rng.randrange(1, 14)):
             life.act()
+            if self.erases and self._rng.random() < 0.3:
+                life.take_back()
             if self._rng.random() < 0.02:
                 self._rot(life)
         self._end(life)
@@ -121,7 +127,7 @@ class Story:
                 hold("leak", not self.disk.num_open and not self.disk.is_locked, "something is open")
                 self.counts["opened in vain"] += 1
                 continue
-            life.is_doubtful, life.damaged = self._is_doubtful, set(self._damaged)
+            life.is_doubtful, life.damaged, life.counts = self._is_doubtful, set(self._damaged), self.counts
             self._damaged = set()
             return life
         raise AssertionError
@@ -184,7 +190,13 @@ class Story:
 
     def _fault(self, call: IOCall) -> DiskFault | None:
         self.counts["calls"] += 1
-        if self.at is not None:
+        if self.erases and self._life is not None and self._life.is_forgetting and call.kind != "allocate":
+            self._num_erases += 1
+            if self._num_erases % self.erases:
+                return None
+            found = DiskFault.ERROR if call.kind == "sync" else self._faults.choice(OF_ERASURES)
+            self.counts["erasures failed"] += 1
+        elif self.at is not None:
             found = self.at.get(call.number)
         elif self._faults.random() < self._rate:
             (found,) = self._faults.choices([kind for kind, _ in KINDS], [weight for _, weight in KINDS])
@@ -207,9 +219,9 @@ class Story:
             self._life.has_lost |= fault is DiskFault.LOST
 
 
-def told(seed: int, at: Mapping[int, DiskFault] | None = None) -> tuple[Story, Broken | None]:
+def told(seed: int, at: Mapping[int, DiskFault] | None = None, erases: int = 0) -> tuple[Story, Broken | None]:
     """The story of `seed`, and the law that it breaks, if any."""
-    story = Story(seed, at)
+    story = Story(seed, at, erases)
     try:
         story.run()
     except Broken as broken:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from array import array
+from collections import Counter
 from functools import cache
 
 import attrs
@@ -48,6 +49,10 @@ class World:
         self.accepted = {0}
         """Epochs whose bytes may be found: more than one after a reset that did not return."""
         self.fingerprint = 0
+        self.version: Counter[Key] = Counter()
+        """How often the bytes of a block turned out to be wrong: they are others from then on."""
+        self.wrong: set[tuple[Key, int]] = set()
+        """Versions that nobody may find any more, not even after a loss of power."""
         self.prompts = [(rng.randrange(NUM_ROOTS), self._prompt(rng)) for _ in range(4)]
         self.digest = cache(self._digest)
 
@@ -80,11 +85,32 @@ class World:
     def _digest(self, root: int, path: Path) -> bytes:
         return hashlib.sha256(self.root_digest(root) + self.tokens(path)).digest() if path else b""
 
-    def content(self, epoch: int, key: Key) -> bytes:
-        return hashlib.shake_128(repr((self.fingerprint, epoch, key)).encode()).digest(self.layout.block_bytes)
+    def content(self, epoch: int, key: Key, version: int | None = None) -> bytes:
+        """`version`: by default, what is right now."""
+        about = (self.fingerprint, epoch, key, self.version[key] if version is None else version)
+        return hashlib.shake_128(repr(about).encode()).digest(self.layout.block_bytes)
+
+    def right(self, key: Key) -> list[bytes]:
+        """What may be found of a block: more than one after a reset, or a taking back, that was not over."""
+        versions = [version for version in range(self.version[key] + 1) if (key, version) not in self.wrong]
+        return [self.content(epoch, key, version) for epoch in self.accepted for version in versions]
 
     def is_right(self, key: Key, data: bytes) -> bool:
-        return any(data == self.content(epoch, key) for epoch in self.accepted)
+        return data in self.right(key)
+
+    def take_back(self, rng: random.Random) -> set[tuple[Key, int]]:
+        """A forward turns out to have failed: all that a prompt has from some unit on is wrong, and so is what others
+        computed after it. Returns every version of it so far."""
+        root, prompt = rng.choice(self.prompts)
+        first = rng.randrange(1, len(prompt) + 1)
+        paths = {p[:n] for r, p in self.prompts if r == root for n in range(first, len(p) + 1)}
+        bands = range(len(self.layout.widths))
+        wrong = set[tuple[Key, int]]()
+        for path in sorted(path for path in paths if path[:first] == prompt[:first]):
+            for key in [key for band in bands for key in self.keys(root, path, band)]:
+                wrong |= {(key, version) for version in range(self.version[key] + 1)}
+                self.version[key] += 1
+        return wrong
 
     def label(self, key: Key) -> BlockLabel:
         path = key.path

@@ -27,6 +27,8 @@ class Size:
     """How much of each part."""
 
     seeds: int = 10_000
+    lives: int = 10_000
+    """Of the crash model, in which erasures fail."""
     swept: int = 4
     kills: int = 100
     storm: int = 500
@@ -36,14 +38,14 @@ class Size:
     workers: int = 2
 
 
-SHORT = Size(seeds=400, swept=0, kills=8, storm=40, step=9)
+SHORT = Size(seeds=400, lives=2_000, swept=0, kills=8, storm=40, step=9)
 
 
 def model(size: Size) -> Iterator[Line]:
     """The crash model of slab and slot table."""
     from proof.disk.__main__ import explored
 
-    return explored(size.seeds, 0, size.swept, size.workers)
+    return explored(size.seeds, 0, size.lives, size.swept, size.workers)
 
 
 def defects(size: Size) -> Iterator[Line]:

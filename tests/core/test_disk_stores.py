@@ -327,3 +327,31 @@ def test_without_a_disk_nothing_is_planned() -> None:
     assert disk.ledger.statistics().disk is None
     with pytest.raises(InvalidArgument, match="tier"):
         disk.ledger.reset(Tier.DISK)
+
+
+IDLE_GROUPS = {
+    "full": [KVCacheGroup("full", block_size=BLOCK)],
+    "a window": [KVCacheGroup("full", block_size=BLOCK), KVCacheGroup("w", SlidingWindow(3), BLOCK)],
+}
+
+
+@pytest.mark.parametrize("eviction", ["lru", "learned"])
+@pytest.mark.parametrize("groups", IDLE_GROUPS)
+@pytest.mark.parametrize("num_slots", [2, 7, 12])
+@pytest.mark.parametrize("most", [1, 3])
+def test_an_idle_ledger_comes_to_rest(eviction: str, groups: str, num_slots: int, most: int) -> None:
+    """On a disk that holds less than the host is about to evict, each store evicts what an earlier one has brought.
+    While nobody asks for anything, no block is written twice, and after a while nothing is written."""
+    disk = Disk(64, 160, num_slots, groups=IDLE_GROUPS[groups], eviction=eviction)
+    for number in range(60):
+        disk.on_host_only(prompt(number, 4 * BLOCK))
+    seen = list[bytes]()
+    while plans := disk.write_behind(most, is_idle=True):
+        seen += [label.digest + bytes([label.band]) for plan in plans for label in plan.labels if label is not None]
+        disk.land(plans)
+        assert len(set(seen)) == len(seen)
+    assert num_slots < 4 or seen
+    assert not disk.ledger.disk_stores_are_due
+    for number in range(100, 160):
+        disk.on_host_only(prompt(number, 4 * BLOCK))
+    assert num_slots < 4 or disk.write_behind(most), "what comes nearer to its eviction is stored as before"

@@ -9,8 +9,10 @@ from typing import Any
 
 import anyio
 import pytest
+import structlog
 from clocks import leap, leaping_backend
 from serving import GUARD_S, config, prompt, turns
+from structlog.testing import capture_logs
 
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
@@ -261,6 +263,43 @@ async def test_what_a_failed_forward_wrote_is_found_by_nobody(when: str) -> None
     async with with_disk(disk) as engine:
         assert await engine.runtime.wait_restored() == 0
         assert await engine.serve(A) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_failing", "events"),
+    [(2, []), (3, ["disk_records_dropped"]), (1000, ["disk_turned_off"])],
+    ids=["erasures at first", "all erasures", "all writes"],
+)
+async def test_what_a_failed_forward_wrote_is_found_by_nobody_whatever_fails(
+    num_failing: int, events: list[str]
+) -> None:
+    """Its record is erased again. If that cannot be, the next process finds nothing that was there, which the log says;
+    and where no record can be written at all, the disk is used no more."""
+    disk, calls = simulated(), itertools.count()
+    with capture_logs() as logs:
+        async with with_disk(disk, logger=structlog.get_logger()) as engine:
+            runtime = engine.runtime
+            await runtime.wait_restored()
+            async with runtime.request(A) as request:
+                await request.allocate()
+                await request.load()
+                engine.compute(request, B, 0)
+                request.commit(len(A))
+                await stored(engine)
+                disk.fault = lambda call: (
+                    DiskFault.SHORT
+                    if (call.kind, call.name) == ("write", "table") and next(calls) < num_failing
+                    else None
+                )
+                request.invalidate(0)
+            await engine.serve(A)
+    found = [log["event"] for log in logs if log["event"] in ("disk_records_dropped", "disk_turned_off")]
+    assert found == events
+    disk.fault = lambda call: None
+    async with with_disk(disk) as engine:
+        await engine.runtime.wait_restored()
+        await engine.serve(A)  # compares every byte that hits
+        await assert_quiet(engine.runtime)
 
 
 async def test_what_is_being_stored_while_it_is_taken_back_is_found_by_nobody() -> None:

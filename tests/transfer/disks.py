@@ -20,6 +20,7 @@ from aoffload.core.plan import BlockLabel, Completion, TransferPlan
 from aoffload.core.restored import RestoredRun
 from aoffload.env import Env
 from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
+from aoffload.transfer.disk.forgetting import DiskTrouble
 from aoffload.transfer.local import LocalTransport
 
 BLOCK = 4096
@@ -50,6 +51,7 @@ class DiskCopies:
             local.directory = lambda path: disk.directory()
         local.identify(Layout.of([KVCacheGroup("full", block_size=4)]), "model")
         self.completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        self.troubles: list[DiskTrouble] = []
         self.guard_s = GUARD_S
         """How long `next` waits. Less where only a mistake makes it wait at all."""
         self.clock = Clock()
@@ -82,7 +84,7 @@ class DiskCopies:
     def read_back(self) -> list[RestoredRun]:
         found: list[RestoredRun] = []
         over: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.disk.read_back(found.extend, over.put)
+        self.disk.read_back(found.extend, over.put, self.troubles.append)
         assert over.get(timeout=GUARD_S) == ""
         return found
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import random
+import signal
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -98,23 +102,109 @@ def test_a_full_file_system_keeps_what_is_there(path: Path, monkeypatch: pytest.
     second.close()
 
 
+def forked(work: Callable[[], object]) -> int:
+    """A child that does `work`, and ends."""
+    if (child := os.fork()) == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return child
+
+
 def test_a_fork_does_not_keep_the_directory(path: Path) -> None:
-    """It has inherited the lock with its descriptor: who opened it and closes it lets go of it all the same."""
+    """A server that is killed while a child that it forked lives on: the next server may have the directory at once."""
+    (hears, says), (waits, ends) = os.pipe(), os.pipe()
+
+    def live_on() -> None:
+        os.close(ends)
+        os.write(says, b"child")
+        os.read(waits, 1)  # until the test closes its end
+
+    def serve() -> None:
+        with closing(PosixDirectory(path)):
+            forked(live_on)
+            signal.pause()
+
+    server = forked(serve)
+    assert os.read(hears, 5) == b"child"
+    assert _is_taken(path), "the child has given nothing away"
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
+    assert not _is_taken(path)
+    for descriptor in (hears, says, waits, ends):
+        os.close(descriptor)
+
+
+def test_who_closes_lets_go_whatever_shares_its_file(path: Path) -> None:
+    """A child that C code has forked knows nothing of the lock that it has inherited."""
     directory = PosixDirectory(path)
-    inherited = os.dup(directory._lock)
+    inherited = os.dup(directory._lock.descriptor)
     directory.close()
-    PosixDirectory(path).close()
+    assert not _is_taken(path)
     os.close(inherited)
 
 
-def test_a_fork_does_not_give_the_directory_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it closes what it has inherited, the process that opened it has it as before."""
+def test_a_fork_closes_nothing_of_its_own(path: Path, tmp_path: Path) -> None:
+    """A child that closes the directory that it has inherited keeps the lock that it has taken itself, even if both
+    had the same descriptor; and its parent keeps the directory."""
+    inherited = PosixDirectory(path)
+
+    def have_its_own() -> None:
+        own = PosixDirectory(tmp_path / "own")
+        inherited.close()
+        assert own._lock.descriptor == inherited._lock.descriptor and _is_taken(own.path)
+
+    assert os.waitpid(forked(have_its_own), 0)[1] == 0
+    assert _is_taken(path)
+    inherited.close()
+    assert not _is_taken(path)
+
+
+def test_a_fork_while_the_directory_is_locked_does_not_keep_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread forks right after the file was opened: the child does not know of it, so it is opened again."""
+    waits, ends = os.pipe()
+    children, real = list[int](), fcntl.flock
+
+    def live_on() -> None:
+        os.close(ends)
+        os.read(waits, 1)
+
+    def lock(descriptor: int, how: int) -> None:
+        if not children:
+            children.append(forked(live_on))
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
     directory = PosixDirectory(path)
-    original = os.dup(directory._lock)
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    directory.close()
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="in use"):
-        PosixDirectory(path)
-    os.close(original)
-    PosixDirectory(path).close()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, directory._lock.descriptor)  # as if this process were killed: the lock is not given back
+    assert not _is_taken(path)
+    directory.close()
+    for descriptor in (waits, ends, nothing):
+        os.close(descriptor)
+    os.waitpid(children[0], 0)
+
+
+def test_versions_before_exclude_this_one_and_the_other_way_round(path: Path) -> None:
+    """They lock the same file with `flock`: two processes of different versions never have one directory."""
+    path.mkdir(mode=0o700)
+    before = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(before, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert _is_taken(path)
+    fcntl.flock(before, fcntl.LOCK_UN)
+    directory = PosixDirectory(path)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(before, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    directory.close()
+    os.close(before)
+
+
+def _is_taken(path: Path) -> bool:
+    try:
+        PosixDirectory(path).close()
+    except ConfigError as error:
+        return "in use" in str(error)
+    return False

@@ -19,6 +19,7 @@ from aoffload import DiskTier, Ledger, Tier
 from ...ledger import Completion, CopyQueue, Outcome, RestoredRun, TransferPlan
 from ...transfer.breaker import Breaker, BreakerMove, StorageMove, Use, in_words
 from ...transfer.disk.budget import DailyBudget
+from ...transfer.disk.forgetting import DiskTrouble
 from .counts import Counts
 from .messages import ReadingOver, ResetOver, Said
 from .outbox import TieredOutbox
@@ -89,6 +90,11 @@ class DiskSide:
                 self._num_resets_over = max(self._num_resets_over, report.num_resets)
                 if report.problem:
                     self._turn_off(f"a restart may find what was there before a reset: {report.problem}")
+            elif isinstance(report, DiskTrouble):
+                if report.is_off:
+                    self._turn_off(report.reason)
+                else:
+                    _log.warning("aoffload: the disk: %s", report.reason)
 
     def copied(self, plan: TransferPlan, completion: Completion) -> None:
         """A copy is over: a disk that fails is left alone for a while."""

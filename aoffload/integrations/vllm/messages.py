@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from ...ledger import CellLabel, Completion, RestoredRun, TransferPlan
+from ...transfer.disk.forgetting import DiskTrouble
 
 __all__ = [
     "NOTHING", "CellsFound", "Commands", "DiskCommands", "LoadReport", "Question", "ReadingOver", "Refusing",
@@ -74,7 +75,7 @@ class Refusing:
     stores: bool = False
 
 
-Said = RestoredRun | ReadingOver | ResetOver | CellsFound | Refusing
+Said = RestoredRun | ReadingOver | ResetOver | DiskTrouble | CellsFound | Refusing
 """What the tiers of a worker have to say beside completions."""
 
 

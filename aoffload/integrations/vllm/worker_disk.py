@@ -62,7 +62,7 @@ class WorkerDisk:
         self._told: deque[Said] = deque()
         """The threads of the disk append."""
         try:
-            disk.read_back(self._found, lambda problem: self._told.append(ReadingOver(problem)))
+            disk.read_back(self._found, lambda problem: self._told.append(ReadingOver(problem)), self._told.append)
         except TransferRefused as error:
             self._told.append(ReadingOver(str(error)))
 

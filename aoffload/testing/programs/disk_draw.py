@@ -13,7 +13,9 @@ from .program import Call
 
 __all__ = ["CORE_OF_DISK", "DISK_WEIGHTS", "RESTART_WEIGHTS", "DiskDraw"]
 
-DISK_WEIGHTS = {"write_behind": 3, "disk_flush": 1.2, "fetch": 2.5, "match_fetched": 1.5, "forget_host": 0.6}
+DISK_WEIGHTS = {
+    "write_behind": 3, "idle": 0.8, "disk_flush": 1.2, "fetch": 2.5, "match_fetched": 1.5, "forget_host": 0.6,
+}  # fmt: skip
 RESTART_WEIGHTS = {"restart": 0.3, "survive": 3}
 CORE_OF_DISK = ("write_behind", "fetch", "match_fetched")
 
@@ -70,6 +72,11 @@ class DiskDraw(ABC):
             if self.rng.random() < 0.3:
                 args[flag] = True
         return Call("write_behind", args)
+
+    def _idle(self) -> Call:
+        """With few blocks a call, as where little may be in flight."""
+        args: dict[str, Any] = {"most": self.rng.choice((1, 1, 2, 3, 1000))}
+        return Call("idle", args | ({"only_asked_twice": True} if self.rng.random() < 0.2 else {}))
 
     def _disk_flush(self) -> Call:
         return Call("disk_flush", {"most": self.rng.choice((2, 1000))})

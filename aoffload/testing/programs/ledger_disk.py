@@ -40,6 +40,24 @@ class DiskCalls(JobCalls):
         plans = self.ledger.plan_disk_stores(most, is_idle=is_idle, only_asked_twice=only_asked_twice)
         return self._stored("write behind", most, plans)
 
+    def do_idle(self, most: int, only_asked_twice: bool = False) -> str:
+        """Nobody asks for anything, and whatever the ledger plans for the disk lands: that comes to an end, and brings
+        no block twice, whatever the stores evict from the disk meanwhile."""
+        seen, num_blocks = set[tuple[bytes, int, int]](), 0
+        while plans := self.ledger.plan_disk_stores(most, is_idle=True, only_asked_twice=only_asked_twice):
+            num_blocks += sum(plan.num_blocks for plan in plans)
+            self._stored("idle", most, plans)
+            labels = [label for plan in plans for label in plan.labels if label is not None]
+            places = [(label.digest, label.band, label.place) for label in labels]
+            again = seen.intersection(places)
+            self._require(not again, "an idle ledger writes no block to the disk twice", sorted(again)[:3])
+            most_ever = self.ledger.statistics().host.num_blocks ** 2
+            self._require(num_blocks <= most_ever, "an idle ledger comes to rest", num_blocks)
+            seen.update(places)
+            self.do_land()
+            self.erase_forgotten()
+        return f"{num_blocks}"
+
     def do_disk_flush(self, most: int) -> str:
         return self._stored("disk flush", most, self.ledger.plan_disk_flush(most))
 

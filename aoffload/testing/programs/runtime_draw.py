@@ -52,9 +52,16 @@ def draw_opening(rng: random.Random, world: World) -> list[Call]:
     faults = _faults(rng) if rng.random() < 0.6 else []
     if world.num_disk_blocks and rng.random() < 0.4:
         kinds = rng.sample(DISK_FAULTS, rng.choice((1, 1, 2)))
-        faults += [Call("fault", {"kind": kind, "at": rng.choice((0, 0, 1, 2, 3, 8, 20))}) for kind in kinds]
+        faults += [Call("fault", {"kind": kind, **_when(rng, kind)}) for kind in kinds]
     needs_verify = any(FAULTS[fault.args["kind"]].needs_verify for fault in faults)
     return _configure(rng, verify=needs_verify or rng.random() < 0.25) + _chosen(world) + faults
+
+
+def _when(rng: random.Random, kind: str) -> dict[str, Any]:
+    """Few things are erased, and each of them several times if that fails."""
+    if kind == "disk_erase":
+        return {"at": rng.choice((0, 0, 1, 3)), "lasting": rng.random() < 0.7}
+    return {"at": rng.choice((0, 0, 1, 2, 3, 8, 20))}
 
 
 def _chosen(world: World) -> list[Call]:

@@ -67,14 +67,15 @@ LEDGER_CALLS = _table({
     "prefetch": f"name! {KEY}", "demote": f"name! {KEY}", "cancel": "name!", "cancel_cache_transfers": "",
     "reset": "tier", "watermark": "", "lookup": KEY, "serve": f"{KEY} new", "evict": "num_tokens! token!",
     "wrong": "method! who! num_tokens num_computed_tokens from_token max_tokens",
-    "write_behind": "most! is_idle only_asked_twice", "disk_flush": "most!", "fetch": f"name! {KEY} told",
+    "write_behind": "most! is_idle only_asked_twice", "idle": "most! only_asked_twice", "disk_flush": "most!",
+    "fetch": f"name! {KEY} told",
     "match_fetched": "who!", "restart": "at most", "survive": "most!",
     "remote_stores": "most! blind", "lose_cell": "at!", "poison_cell": "at!", "arrive": "at!",
 })  # fmt: skip
 
 AS_ON_A_LEDGER = (
     "launch", "settle", "land", "discard", "late", "stray", "again", "pin", "unpin", "lapse", "drop_pins", "reset",
-    "hint", "lookup", "serve", "write_behind", "disk_flush", "fetch", "match_fetched", "cancel",
+    "hint", "lookup", "serve", "write_behind", "idle", "disk_flush", "fetch", "match_fetched", "cancel",
     "cancel_cache_transfers", "remote_stores", "lose_cell", "poison_cell", "arrive",
 )  # fmt: skip
 ENGINE_CALLS = {name: LEDGER_CALLS[name] for name in AS_ON_A_LEDGER} | _table({

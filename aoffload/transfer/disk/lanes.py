@@ -25,6 +25,7 @@ from ..breaker import MAX_MOVES, Breaker, LeftAlone, StorageMove, Use
 from ..checksums import BlockChecksums
 from ..starting import started_thread
 from ..turns import wait_precisely
+from .forgetting import DiskTrouble
 from .recovery import Survivors
 from .slots import DiskOutcome, DiskSlots
 
@@ -71,8 +72,9 @@ class DiskLanes:
         self._deliver = deliver
         self._env = env
         self._first_generation = slots.generation
-        self._resetting = threading.Lock()
-        """Resets reach the disk one at a time; one that comes behind a later one has nothing to do."""
+        self._hear_trouble: Callable[[DiskTrouble], None] = lambda trouble: None
+        self._on_superblock = threading.Lock()
+        """Resets and erasures reach the disk one at a time. A reset that comes after a later one has nothing to do."""
         self._num_resets = 0
         self._turn = threading.Condition()
         """Guards everything below."""
@@ -81,9 +83,11 @@ class DiskLanes:
         self._breakers = {direction: Breaker() for direction in MOST_RUNNING}
         self._to_forget: list[int] = []
         """Slots of which a thread has to erase the records, before stores go on."""
-        self._is_forgetting = False
+        self._is_forgetting_due = self._is_forgetting = False
+        self._num_forgets = 0
         self._given_up: set[int] = set()
-        self._under_way: set[int] = set()
+        self._under_way: dict[int, int] = {}
+        """Launched jobs, and how often something had to be forgotten before."""
         self._refusal = ""
         self._is_abandoned = False
         self._is_closing = False
@@ -101,7 +105,7 @@ class DiskLanes:
         with self._turn:
             if self._refusal:
                 raise TransferRefused(self._refusal)
-            self._under_way.add(plan.job_id)
+            self._under_way[plan.job_id] = self._num_forgets
             self._waiting[plan.direction].append(plan)
             self._turn.notify()
 
@@ -113,12 +117,14 @@ class DiskLanes:
                 self._given_up.add(job_id)
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Have neither a load nor a restart find what these slots hold. Stores wait until it is done: they may write to
-        the same slots."""
+        """Have neither a load nor a restart find what these slots hold, nor what those held that stores are under way
+        to. Stores wait until it is done: they may write to the same slots."""
         with self._turn:
             if self._is_closing:
                 raise TransferRefused(self._refusal)
+            self._num_forgets += 1
             self._to_forget += slots
+            self._is_forgetting_due = True
             self._turn.notify()
 
     def refuses(self, direction: Direction) -> bool:
@@ -149,24 +155,41 @@ class DiskLanes:
             completion = self._completed(plan)
             with self._turn:
                 self._num_running[plan.direction] -= 1
-                self._under_way.discard(plan.job_id)
+                num_forgets = self._under_way.pop(plan.job_id)
+                if plan.direction is Direction.STORE and num_forgets != self._num_forgets:
+                    self._forget_before(plan, completion.num_landed)
                 self._given_up.discard(plan.job_id)
                 if self._is_closing:
                     self._turn.notify_all()  # else nobody: what may run now is what this thread takes next
             self._deliver(completion)
 
     def _erase(self, slots: list[int]) -> None:
-        self.slots.forget(slots)
+        with self._on_superblock:
+            trouble = self.slots.forget(slots)
+            if trouble is not None:  # the generation has been raised, perhaps
+                self._first_generation = (self.slots.generation - self._num_resets) % GENERATIONS
+        if trouble is not None:
+            if trouble.is_off:
+                self.turn_off(trouble.reason)
+            self._hear_trouble(trouble)
         with self._turn:
             self._is_forgetting = False
             self._turn.notify_all()
+
+    def _forget_before(self, plan: TransferPlan, num_landed: int) -> None:
+        """What the slots of this store held before may have been part of what was to be forgotten meanwhile: what it
+        has not replaced is erased, and what it has is synced. Told before its completion, so that no other store writes
+        to these slots first."""
+        self._to_forget += plan.destination_ids[num_landed:]
+        self._is_forgetting_due = True
 
     def _next(self) -> TransferPlan | list[int] | None:
         """The job to run next, or the slots to forget, once there are some. None: there will be none."""
         with self._turn:
             while True:
-                if self._to_forget and not self._is_forgetting:
-                    self._is_forgetting, slots, self._to_forget = True, self._to_forget, []
+                if self._is_forgetting_due and not self._is_forgetting:
+                    self._is_forgetting, self._is_forgetting_due = True, False
+                    slots, self._to_forget = self._to_forget, []
                     return slots
                 for direction, most in MOST_RUNNING.items():
                     if direction is Direction.STORE and self._is_forgetting:
@@ -236,9 +259,14 @@ class DiskLanes:
 
     # -- a restart, and resets ------------------------------------------------------------------------------------
 
-    def read_back(self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None]) -> None:
+    def read_back(
+        self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None],
+        hear_trouble: Callable[[DiskTrouble], None],
+    ) -> None:  # fmt: skip
         """Read, in a thread of its own, what an earlier process has left. `hear` is called there with each slice, and
-        `over` at the end: with why it failed, or with an empty text. Nothing may be stored before."""
+        `over` at the end: with why it failed, or with an empty text. Nothing may be stored before. `hear_trouble` is
+        called in some thread whenever what was to be forgotten could not be erased."""
+        self._hear_trouble = hear_trouble
 
         def read() -> None:
             problem = ""
@@ -263,7 +291,7 @@ class DiskLanes:
 
         def reset() -> None:
             problem = ""
-            with self._resetting:
+            with self._on_superblock:
                 if num_resets > self._num_resets:
                     problem = self._raise_generation(num_resets)
             over(problem)

@@ -23,6 +23,7 @@ from ..identity import identity_of
 from ..region import KVRegion
 from ..transport import DiskStatistics
 from .files import DiskDirectory
+from .forgetting import DiskTrouble
 from .lanes import DiskCounts, DiskLanes
 from .opening import opened_within
 from .posix import PosixDirectory
@@ -93,8 +94,11 @@ class LocalDisk:
     def take_moves(self) -> Sequence[StorageMove]:
         return () if self._lanes is None else taken(self._lanes.moves)
 
-    def read_back(self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None]) -> None:
-        self._open_lanes().read_back(hear, over)
+    def read_back(
+        self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None],
+        hear_trouble: Callable[[DiskTrouble], None],
+    ) -> None:  # fmt: skip
+        self._open_lanes().read_back(hear, over, hear_trouble)
 
     def reset(self, num_resets: int, over: Callable[[str], None]) -> None:
         self._open_lanes().reset(num_resets, over)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 
 from ...errors import ConfigError
@@ -27,8 +28,67 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _FILE = os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 
+@attrs.define(eq=False)
+class _Lock:
+    """An open file with a lock, until it is closed."""
+
+    descriptor: int
+
+
+class _Locks:
+    """The locks of this process, which a forked child does not keep.
+
+    `flock` belongs to the open file, which a child shares: a child that outlives a killed server would keep the
+    directory. So each child closes these files when it begins; as long as the parent lives, that gives nothing away.
+    `fcntl` locks are not inherited, but a process loses them with any descriptor of the file that it closes, and
+    versions of this package that take `flock` would not see them. A child that C code forks keeps the lock until it
+    ends or begins another program.
+    """
+
+    def __init__(self) -> None:
+        self._held = set[_Lock]()
+        self._num_forks = 0
+        """It changes right before and right after a fork."""
+        os.register_at_fork(before=self._forks, after_in_parent=self._forks, after_in_child=self._let_go)
+
+    def take(self, path: Path) -> _Lock:
+        """Lock the file at `path`, made if it is missing. `BlockingIOError` while another open file has the lock."""
+        while True:
+            num_forks, lock = self._num_forks, _Lock(os.open(path, _FILE | os.O_CREAT, 0o600))
+            try:
+                fcntl.flock(lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock.descriptor)
+                raise
+            self._held.add(lock)
+            if num_forks == self._num_forks:
+                return lock
+            self.give(lock)  # a child that another thread has forked meanwhile may have it, too
+
+    def give(self, lock: _Lock) -> None:
+        """Unlock and close. A forked child has closed it already."""
+        if lock in self._held:
+            self._held.remove(lock)
+            with suppress(OSError):
+                fcntl.flock(lock.descriptor, fcntl.LOCK_UN)
+            os.close(lock.descriptor)
+
+    def _forks(self) -> None:
+        self._num_forks += 1
+
+    def _let_go(self) -> None:
+        for lock in self._held:
+            with suppress(OSError):
+                os.close(lock.descriptor)
+        self._held.clear()
+
+
+_locks = _Locks()
+
+
 class PosixDirectory:
-    """The directory at `path`, made if it is missing, for this process alone: mode 0700, locked with `flock`.
+    """The directory at `path`, made if it is missing, for this process alone: mode 0700, locked with `flock`. A child
+    that it forks neither has the directory nor keeps it.
 
     `ConfigError("path")` where another process has it, where others may enter it, or where it cannot be used at all.
     A directory that was there keeps its mode, so that a mistaken path changes nothing.
@@ -36,19 +96,13 @@ class PosixDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._process_id = os.getpid()
         try:
             self._make()
-            self._lock = os.open(self.path / LOCK, _FILE | os.O_CREAT, 0o600)
+            self._lock = _locks.take(self.path / LOCK)
+        except BlockingIOError:
+            raise ConfigError("path", f"{self.path} is in use by another process, or by this one") from None
         except OSError as error:
             raise ConfigError("path", f"{self.path} cannot be used: {error.strerror or error}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            if error.errno != errno.EWOULDBLOCK:
-                raise ConfigError("path", f"{self.path} cannot be locked: {error.strerror or error}") from error
-            raise ConfigError("path", f"{self.path} is in use by another process, or by this one") from None
 
     def _make(self) -> None:
         with suppress(FileExistsError):
@@ -74,10 +128,7 @@ class PosixDirectory:
         return file
 
     def close(self) -> None:
-        if os.getpid() == self._process_id:  # a fork has inherited the lock: it neither keeps it nor gives it away
-            with suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
-        os.close(self._lock)
+        _locks.give(self._lock)
 
     def __repr__(self) -> str:
         return f"<PosixDirectory {self.path}>"

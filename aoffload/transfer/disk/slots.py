@@ -20,6 +20,7 @@ from ...core.hops import Outcome
 from ...disk_tier import num_slots_in
 from ...errors import ConfigError, InvalidArgument
 from .files import DiskDirectory, DiskFile
+from .forgetting import DiskTrouble, forgotten
 from .neighbours import Stretch, neighbours
 from .records import BlockLabel, RecordFormat, SlotLayout, Superblock
 from .recovery import Chains, Survivors
@@ -73,6 +74,8 @@ class DiskSlots:
     _store_threads: SumThreads
     _sums: SlotSums
     _numbers: Iterator[int] = attrs.field(factory=itertools.count)
+    _stale: set[int] = attrs.field(factory=set)
+    """Slots whose record could not be written or erased: it may name what they held long ago."""
 
     @classmethod
     def open(
@@ -118,6 +121,7 @@ class DiskSlots:
         if known is not None and is_ours and slab.num_bytes == slab_bytes and table.holds(num_slots):
             slab.allocate(slab_bytes)
             table.keep(num_slots)
+            table.replace(known)  # a disk that takes no writes could not forget anything: it is not opened
             found = known
         else:
             found = attrs.evolve(fresh, generation=_next(known.generation)) if known is not None else fresh
@@ -186,8 +190,7 @@ class DiskSlots:
         if done < len(to):
             # What the slots held before is gone, too: no restart is to look for it there.
             self._sums.forget(to[done:])
-            for at in neighbours(to[done:touched]):
-                self._erase(to[done + at.start], at.stop - at.start)
+            self._erase(to[done:touched])
             return DiskOutcome(Outcome.FAILED, done, error=error)
         return DiskOutcome(Outcome.LANDED, done)
 
@@ -230,8 +233,7 @@ class DiskSlots:
         one that a restart does not find, no more."""
         self._sums.record_all(slots, sums)
         for at in neighbours(slots):
-            with suppress(OSError):
-                self._table.write(slots[at.start], records[at])
+            self._put(slots[at], partial(self._table.write, slots[at.start], records[at]))
 
     def load(self, slots: Ids, host_ids: Ids) -> DiskOutcome:
         """Read slots into host blocks, in order. A block counts when its sum is that of what was stored: else the job
@@ -254,7 +256,9 @@ class DiskSlots:
         corrupt = [index for mismatches in checks for index in mismatches()]
         if corrupt:
             # A slot that changed hands since is another's: this load was given up.
-            self.forget([source[at] for at in corrupt if self._sums.is_still(source[at], expected[at])])
+            gone = [source[at] for at in corrupt if self._sums.is_still(source[at], expected[at])]
+            self._sums.forget(gone)
+            self._erase(gone)
             problem = f"{len(corrupt)} of {done} blocks hold other bytes than were stored"
             return DiskOutcome(Outcome.CORRUPT, corrupt[0], tuple(corrupt), problem)
         return DiskOutcome(Outcome.FAILED if error else Outcome.LANDED, done, error=error)
@@ -270,15 +274,29 @@ class DiskSlots:
 
     # -- forgetting -----------------------------------------------------------------------------------------------
 
-    def forget(self, slots: Sequence[int]) -> None:
-        """What these slots hold is wrong: no load accepts it, and no restart finds it."""
-        self._sums.forget(slots)
-        for slot in slots:
-            self._erase(slot, 1)
+    def forget(self, slots: Sequence[int]) -> DiskTrouble | None:
+        """What these slots hold is wrong: no load accepts it, and from the return on no restart finds it, whether this
+        process is killed or the machine loses power. Waits for the disk. Not while `reset` runs.
 
-    def _erase(self, first_slot: int, num_slots: int) -> None:
-        with suppress(OSError):  # the record stays: a load after a restart finds out again
-            self._table.erase(first_slot, num_slots)
+        Returns what else had to be done for that, or that it failed.
+        """
+        self._sums.forget(slots)
+        stale = self._stale.copy()
+        self._stale -= stale  # before they are erased: what a store adds meanwhile stays
+        wrong = sorted(stale.union(slots))
+        return forgotten(partial(self._table.erase_for_good, wrong), self.reset, self._table.drop_for_good)
+
+    def _erase(self, slots: Sequence[int]) -> None:
+        """Erase records whose data is gone. One that stays costs a restart a load that finds out, unless a loss of
+        power brings the data back."""
+        for at in neighbours(slots):
+            self._put(slots[at], partial(self._table.erase, slots[at.start], at.stop - at.start))
+
+    def _put(self, slots: Sequence[int], write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError:
+            self._stale.update(slots)
 
     def reset(self) -> None:
         """From its return on, no restart finds anything that was planned before. Waits for the disk. `OSError`: it may

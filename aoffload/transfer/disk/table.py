@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +11,19 @@ from numpy.typing import NDArray
 
 from ...disk_tier import SUPERBLOCK_BYTES
 from .files import DiskFile
+from .neighbours import neighbours
 from .records import RecordFormat, Superblock
 
 __all__ = ["SlotTable"]
 
 
 class SlotTable:
-    """Reads and writes records. Only the superblock is ever synced: a lost or torn record is one that is not there."""
+    """Reads and writes records. Records are not synced: a lost or torn one is one that is not there. The superblock is,
+    and so are erasures that have to outlive a loss of power.
+
+    A write that was cut short raises `OSError`, as one that failed does. One thread at a time calls what syncs: the
+    system tells an error of an earlier write to whichever thread syncs first.
+    """
 
     def __init__(self, file: DiskFile, form: RecordFormat) -> None:
         self._file = file
@@ -54,17 +61,31 @@ class SlotTable:
 
     def replace(self, superblock: Superblock) -> None:
         """Write the superblock, and return when it would outlive a loss of power."""
-        if self._file.write(0, [superblock.encoded()]) != SUPERBLOCK_BYTES:
-            raise OSError("the superblock was written in part")
+        self._write(0, superblock.encoded())
         self._file.sync()
 
     def write(self, first_slot: int, records: Sequence[bytes]) -> None:
-        """Write the records of neighbouring slots. Some may be written in part: those are not sound."""
-        self._file.write(self.num_bytes(first_slot), [b"".join(records)])
+        """Write the records of neighbouring slots. `OSError`: some may be written in part, and those are not sound."""
+        self._write(self.num_bytes(first_slot), b"".join(records))
 
     def erase(self, first_slot: int, num_slots: int) -> None:
         """Write that nothing is in these slots."""
-        self._file.write(self.num_bytes(first_slot), [self.form.zeros(num_slots)])
+        self._write(self.num_bytes(first_slot), self.form.zeros(num_slots))
+
+    def erase_for_good(self, slots: Sequence[int]) -> None:
+        """The same for slots anywhere, and return when it would outlive a loss of power."""
+        for at in neighbours(slots):
+            self.erase(slots[at.start], at.stop - at.start)
+        self._file.sync()
+
+    def drop_for_good(self) -> None:
+        """Drop everything, and return when that would outlive a loss of power."""
+        self.drop()
+        self._file.sync()
+
+    def _write(self, offset: int, data: bytes) -> None:
+        if self._file.write(offset, [data]) != len(data):
+            raise OSError(errno.EIO, "the write was cut short")
 
     def sound(self, first_slot: int, num_slots: int, generation: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """The slots among these whose record is of `generation` and whole, and those records. What cannot be read is
