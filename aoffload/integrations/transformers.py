@@ -61,8 +61,9 @@ MAX_POSITIONS = 2**31 - 1
 # Attention arguments that paged_attention may ignore. Any other one is refused, since ignoring it gives wrong tokens.
 # So are those that name an output, such as the scores of a router.
 _KNOWN_ARGUMENTS = {"is_causal", "dropout", "position_ids", "use_cache", "logits_to_keep"}
-# Their frequencies depend on the longest position seen so far, so a cached key is not a function of its prefix.
-_UNSUPPORTED_ROPE = ("dynamic", "longrope")
+# Rotary frequencies that are the same at every length. Those of "dynamic" and "longrope" depend on the longest position
+# so far, so a cached key is not a function of its prefix; the proof is too short to show that of a type not known here.
+_FIXED_ROPE = {"default", "linear", "llama3", "proportional", "yarn"}
 
 
 class TransformersModel:
@@ -241,7 +242,7 @@ def _attention_function(
     """
     if paged_batch is None or paged_kv_cache is None or paged_places is None or paged_calls is None:
         raise ConfigError("model", "does not pass the arguments of a forward on to its layers' attention")
-    layer = getattr(module, "layer_idx", None)
+    layer: Any = getattr(module, "layer_idx", None)
     place = paged_places.get(layer)
     if place is None:
         raise ConfigError("model", f"attends in a layer {layer}, which its config does not number")
@@ -340,8 +341,8 @@ def _check_supported(model: Any, text: Any) -> None:
     if getattr(text, "use_bidirectional_attention", False):
         raise ConfigError("model", "attends to later tokens, so a cached key depends on more than its prefix")
     for rope_type in _rope_types(getattr(text, "rope_parameters", None) or {}):
-        if rope_type in _UNSUPPORTED_ROPE:
-            raise ConfigError("model", f"has {rope_type!r} rotary positions: its keys depend on more than their prefix")
+        if rope_type not in _FIXED_ROPE:
+            raise ConfigError("model", f"has {rope_type!r} rotary positions, which may depend on the length so far")
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:

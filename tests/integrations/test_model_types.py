@@ -152,7 +152,7 @@ def test_weights_that_prove_nothing_are_refused(change: Callable[[Any], Any], pr
 def test_a_layer_that_reads_no_kv_is_refused() -> None:
     """A layer whose output is the same over other KV was not proven by comparing it."""
     model = changed(tiny_model("llama"), lambda output: torch.ones_like(output))
-    assert refusal(model) == "gives the same whatever KV it reads (attention of layer 2)"
+    assert "gives the same whatever KV it reads (attention of layer 2)" in refusal(model)
 
 
 def test_what_a_model_turns_to_later_fails_the_request() -> None:
