@@ -150,8 +150,17 @@ def test_weights_that_prove_nothing_are_refused(change: Callable[[Any], Any], pr
 
 
 def test_a_layer_that_reads_no_kv_is_refused() -> None:
-    """A layer whose output is the same over other KV was not proven by comparing it."""
-    model = changed(tiny_model("llama"), lambda output: torch.ones_like(output))
+    """A layer whose output is a function of its input alone, and the same over other KV, was not proven by comparing
+    it. The layers before it do not hide that: it gets the input of the model's own forward."""
+    model = tiny_model("llama")
+    attention = model.model.layers[2].self_attn
+    forward = attention.forward
+
+    def of_its_input(hidden_states: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+        forward(hidden_states, **options)
+        return hidden_states * 2, None
+
+    attention.forward = of_its_input
     assert "gives the same whatever KV it reads (attention of layer 2)" in refusal(model)
 
 
