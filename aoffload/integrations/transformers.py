@@ -123,13 +123,14 @@ class TransformersModel:
         with torch.random.fork_rng(devices=[]):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _draw_weights(model, sizes, seed)
-        seeded = cls(model.to(device))
-        if hasattr(config, "num_local_experts"):
-            seeded._has_row_experts = True
+        has_experts = hasattr(config, "num_local_experts")
+        if has_experts:
             try:
-                seeded.model.set_experts_implementation("grouped_mm")
+                model.set_experts_implementation("grouped_mm")
             except ImportError as error:  # torch is too old for it
                 raise ConfigError("model", f"{name!r} has experts: {error}") from error
+        seeded = cls(model.to(device))
+        seeded._has_row_experts = has_experts
         return seeded
 
     @classmethod
