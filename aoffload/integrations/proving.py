@@ -195,10 +195,11 @@ class _Probe:
                         f"of its size, which is more than rounding ({tolerance:.2g})",
                     )
         kv_cache.neg_()
+        alone = {f"attention of layer {layer}" for layer, place in self.served.places.items() if place.window == 1}
         shown = {
             place: float(errors.max())
             for place, errors in self._errors(1, own, kv_cache).items()
-            if place.startswith("attention")
+            if place.startswith("attention") and place not in alone  # in a window of 1 a token reads itself only
         }
         if not shown or min(shown.values()) <= tolerance:
             where = min(shown, key=shown.__getitem__, default="all layers")
