@@ -6,7 +6,8 @@ is kept between calls. Needs the extra: `pip install 'aoffload[transformers]'`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,13 +19,16 @@ from ..kinds import AttentionKind
 from .attention import paged_attention
 from .decoder import DecoderConfig
 from .layers import LayerPlace, group_layers, places_of
-from .paged import PagedBatch, SequenceSlice
+from .paged import PagedBatch
+from .proving import AttentionCall, MaskRule, first_line, prove
 
 __all__ = ["ATTENTION_NAME", "TransformersModel"]
 
 # Contains no "/", "|" or "flash", which transformers would interpret. No mask function is registered under this name,
 # so transformers builds no mask.
 ATTENTION_NAME = "aoffload_paged"
+# The same function, with a mask function that puts its rule on the mask: for the proof.
+DESCRIBED_NAME = "aoffload_described"
 
 WINDOW = 128
 """Window of the sliding layers in the seeded models, in tokens."""
@@ -54,10 +58,12 @@ _SEEDED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MAX_POSITIONS = 2**31 - 1
 """`max_positions` of models that name no limit."""
-# Attention arguments that paged_attention does not support; ignoring them would give wrong tokens.
-_UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias")
-# Their frequencies depend on the longest position seen so far, so a cached key is not a function of its prefix.
-_UNSUPPORTED_ROPE = ("dynamic", "longrope")
+# Attention arguments that paged_attention may ignore. Any other one is refused, since ignoring it gives wrong tokens.
+# So are those that name an output, such as the scores of a router.
+_KNOWN_ARGUMENTS = {"is_causal", "dropout", "position_ids", "use_cache", "logits_to_keep"}
+# Rotary frequencies that are the same at every length. Those of "dynamic" and "longrope" depend on the longest position
+# so far, so a cached key is not a function of its prefix; the proof is too short to show that of a type not known here.
+_FIXED_ROPE = {"default", "linear", "llama3", "proportional", "yarn"}
 
 
 class TransformersModel:
@@ -68,14 +74,23 @@ class TransformersModel:
 
         Raises `ConfigError` naming `model` if block tables and windows do not describe its attention.
         """
-        text = model.config.get_text_config()
-        _check_supported(model, text)
-        self.groups = group_layers(_attention_kinds(text))
-        self._places = places_of(self.groups)
+        try:
+            self._read_config(model, model.config.get_text_config())
+        except AoffloadError:
+            raise
+        except Exception as error:  # transformers refuses to name one value where layers have different ones
+            raise ConfigError("model", f"has a config that does not fit all its layers: {first_line(error)}") from error
         _import_transformers()
-        model.set_attn_implementation(ATTENTION_NAME)
+        self._own_attention = model.config._attn_implementation
         self.model = model.eval()
         self._has_row_experts = False
+        model.set_attn_implementation(ATTENTION_NAME)
+        prove(self)
+
+    def _read_config(self, model: Any, text: Any) -> None:
+        _check_supported(model, text)
+        self.groups = group_layers(_attention_kinds(text))
+        self.places = places_of(self.groups)
         self.vocab_size: int = text.vocab_size
         self.max_positions: int = getattr(text, "max_position_embeddings", None) or MAX_POSITIONS
         self.end_token_ids = _end_token_ids(model)
@@ -108,13 +123,14 @@ class TransformersModel:
         with torch.random.fork_rng(devices=[]):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _draw_weights(model, sizes, seed)
-        seeded = cls(model.to(device))
-        if hasattr(config, "num_local_experts"):
-            seeded._has_row_experts = True
+        has_experts = hasattr(config, "num_local_experts")
+        if has_experts:
             try:
-                seeded.model.set_experts_implementation("grouped_mm")
+                model.set_experts_implementation("grouped_mm")
             except ImportError as error:  # torch is too old for it
                 raise ConfigError("model", f"{name!r} has experts: {error}") from error
+        seeded = cls(model.to(device))
+        seeded._has_row_experts = has_experts
         return seeded
 
     @classmethod
@@ -127,14 +143,11 @@ class TransformersModel:
         """
         transformers = _import_transformers()
         try:
-            found = cls._of_directory(transformers, directory, device)
-            found._compute_one_token()
+            return cls._of_directory(transformers, directory, device)
         except AoffloadError:
             raise
         except Exception as error:  # whatever transformers and torch make of files that are cut off, or lie
-            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise InvalidArgument("model", f"{directory!r} can't be loaded: {problem:.300}") from error
-        return found
+            raise InvalidArgument("model", f"{directory!r} can't be loaded: {first_line(error)}") from error
 
     @classmethod
     def _of_directory(cls, transformers: Any, directory: str, device: torch.device | str) -> TransformersModel:
@@ -153,11 +166,22 @@ class TransformersModel:
             weights.data = weights.data.clone()  # mapped from a file they are unaligned, and kernels round differently
         return cls(model.to(device))
 
-    def _compute_one_token(self) -> None:
-        """Some mistakes of a config, such as a number of heads, are noticed by nobody before a forward."""
-        tables = [[row] for row in range(len(self.groups))]
-        batch = PagedBatch.of([SequenceSlice([0], 0, tables)], 1, self.model.device)
-        self.forward(batch, self.new_kv_cache(len(self.groups), 1))
+    @contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """See `Provable.own_attention`."""
+        self.model.set_attn_implementation(self._own_attention)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(ATTENTION_NAME)
+
+    def attention_calls(self, batch: PagedBatch, kv_cache: torch.Tensor) -> dict[int, AttentionCall]:
+        """See `Provable.attention_calls`."""
+        self.model.set_attn_implementation(DESCRIBED_NAME)
+        try:
+            return self._run(batch, kv_cache)[1]
+        finally:
+            self.model.set_attn_implementation(ATTENTION_NAME)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
         """See `PagedModel.new_kv_cache`."""
@@ -172,6 +196,11 @@ class TransformersModel:
             # One product per token avoids that, but copies the experts' weights: cheap for few tokens of a small model.
             each_alone = batch.num_tokens == batch.num_sequences
             self.model.set_experts_implementation("batched_mm" if each_alone else "grouped_mm")
+        return self._run(batch, kv_cache)[0]
+
+    def _run(self, batch: PagedBatch, kv_cache: torch.Tensor) -> tuple[torch.Tensor, dict[int, AttentionCall]]:
+        """The logits, and the call of each layer."""
+        calls: dict[int, AttentionCall] = {}
         with torch.inference_mode():
             output = self.model(
                 input_ids=batch.input_ids[None],
@@ -180,10 +209,16 @@ class TransformersModel:
                 logits_to_keep=batch.last_rows,
                 paged_batch=batch,
                 paged_kv_cache=kv_cache,
-                paged_places=self._places,
+                paged_places=self.places,
+                paged_calls=calls,
             )
             logits: torch.Tensor = output.logits[0].float()
-            return logits
+        missing = self.places.keys() - calls.keys()
+        if missing:
+            raise ConfigError("model", f"layer {min(missing)} does not call transformers' attention interface")
+        if len(logits) != batch.num_sequences:
+            raise ConfigError("model", "gives logits of all tokens where those of the last ones are asked for")
+        return logits, calls
 
 
 def _attention_function(
@@ -193,31 +228,72 @@ def _attention_function(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    scaling: float,
-    paged_batch: PagedBatch,
-    paged_kv_cache: torch.Tensor,
-    paged_places: Mapping[int, LayerPlace],
+    scaling: float | None = None,
+    paged_batch: PagedBatch | None = None,
+    paged_kv_cache: torch.Tensor | None = None,
+    paged_places: Mapping[int, LayerPlace] | None = None,
+    paged_calls: dict[int, AttentionCall] | None = None,
     s_aux: torch.Tensor | None = None,
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each layer: query [1, heads, T, head_dim] → [1, T, heads, head_dim]."""
-    for name in _UNSUPPORTED_ARGUMENTS:
-        if others.get(name) is not None:
-            raise ConfigError("model", f"layer {module.layer_idx} wants {name}, which paged attention doesn't do")
-    place = paged_places[module.layer_idx]
+    """What transformers calls in each layer: query [1, heads, T, head_dim] → [1, T, heads, head_dim].
+
+    Raises `ConfigError` naming `model` for whatever `paged_attention` would not heed.
+    """
+    if paged_batch is None or paged_kv_cache is None or paged_places is None or paged_calls is None:
+        raise ConfigError("model", "does not pass the arguments of a forward on to its layers' attention")
+    layer: Any = getattr(module, "layer_idx", None)
+    place = paged_places.get(layer)
+    if place is None:
+        raise ConfigError("model", f"attends in a layer {layer}, which its config does not number")
+    if layer in paged_calls:
+        raise ConfigError("model", f"layer {layer} attends twice in a forward, and a block has one place for its KV")
+    rule = getattr(attention_mask, "aoffload_rule", None)
+    if attention_mask is not None and rule is None:
+        raise ConfigError("model", f"layer {layer} has a mask of its own making")
+    paged_calls[layer] = AttentionCall(module, rule)
+    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        raise ConfigError("model", f"layer {layer} attends to later tokens")
+    if others.get("dropout"):
+        raise ConfigError("model", f"layer {layer} drops weights at random: it is in training mode")
+    for name, argument in others.items():
+        if argument is not None and name not in _KNOWN_ARGUMENTS and not name.startswith("output_"):
+            raise ConfigError("model", f"layer {layer} wants {name}, which paged attention doesn't do")
     if sliding_window != place.window:
-        raise ConfigError("model", f"layer {module.layer_idx} has window {sliding_window}, its config {place.window}")
+        raise ConfigError("model", f"layer {layer} has window {sliding_window}, its config {place.window}")
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    wanted = paged_kv_cache.shape[-2:]
+    if not key.shape[1:] == value.shape[1:] == wanted:
+        raise ConfigError(
+            "model",
+            f"layer {layer} has keys of {_heads(key.shape)} and values of {_heads(value.shape)}; all layers must have "
+            f"those of the config, {_heads(wanted)}",
+        )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
     output = paged_attention(query, key, value, paged_kv_cache, paged_batch, place, scaling=scaling, sinks=s_aux)
     return output[None], None
+
+
+def _heads(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape[-2:]))
+
+
+def _described_mask(*, mask_function: MaskRule, **_: Any) -> torch.Tensor:
+    """A mask that carries its rule and hides nothing."""
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    mask.aoffload_rule = mask_function  # type: ignore[attr-defined]
+    return mask
 
 
 def _import_transformers() -> Any:
     """Import transformers and register the attention function."""
     with needed("transformers", "the model"):
         import transformers
-    transformers.AttentionInterface.register(ATTENTION_NAME, _attention_function)
+    for name in (ATTENTION_NAME, DESCRIBED_NAME):
+        transformers.AttentionInterface.register(name, _attention_function)
+    transformers.AttentionMaskInterface.register(DESCRIBED_NAME, _described_mask)
     return transformers
 
 
@@ -266,8 +342,8 @@ def _check_supported(model: Any, text: Any) -> None:
     if getattr(text, "use_bidirectional_attention", False):
         raise ConfigError("model", "attends to later tokens, so a cached key depends on more than its prefix")
     for rope_type in _rope_types(getattr(text, "rope_parameters", None) or {}):
-        if rope_type in _UNSUPPORTED_ROPE:
-            raise ConfigError("model", f"has {rope_type!r} rotary positions: its keys depend on more than their prefix")
+        if rope_type not in _FIXED_ROPE:
+            raise ConfigError("model", f"has {rope_type!r} rotary positions, which may depend on the length so far")
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
