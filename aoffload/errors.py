@@ -66,6 +66,15 @@ class MissingExtra(AoffloadError, ModuleNotFoundError):  # noqa: N818
         self.extra = extra
 
 
+class UnsupportedVersion(AoffloadError, ImportError):  # noqa: N818
+    """A package is installed in a version that lacks what is used of it. The message names `version` and what to do."""
+
+    def __init__(self, module: str, version: str, lacks: str, user: str, advice: str) -> None:
+        found = f"{module} {version}".rstrip()
+        super().__init__(f"{user} does not go with {found}, which has no {lacks}: {advice}", name=module)
+        self.version = version
+
+
 class OutOfBlocks(AoffloadError):  # noqa: N818
     """Too few blocks are available. `retryable` tells whether the end of other requests or pins could free enough."""
 

@@ -29,9 +29,17 @@ def vllm_config(num_ranks: int = 1, rank: int = 0, **extra: Any) -> Any:
             pipeline_parallel_size=1,
             data_parallel_size=1,
         ),
-        model_config=SimpleNamespace(model=MODEL, revision=None, dtype="float32", compute_hash=lambda: "model"),
+        model_config=SimpleNamespace(
+            model=MODEL,
+            revision=None,
+            dtype="float32",
+            compute_hash=lambda: "model",
+            is_hybrid=False,
+            enable_sleep_mode=False,
+        ),
         attention_config=SimpleNamespace(compute_hash=lambda: "attention"),
         speculative_config=None,
+        lora_config=SimpleNamespace(max_cpu_loras=2),
     )
 
 
