@@ -20,6 +20,7 @@ __all__ = [
     "RuntimeClosed",
     "StoreError",
     "TransferRefused",
+    "UnsupportedVersion",
     "WireError",
     "WrongProcess",
     "WrongState",

@@ -149,6 +149,8 @@ class SchedulerSide:
     def _has_weights(self, found: EngineRequest, num_local: int) -> bool:
         """Whether the KV of a request with an adapter has a key: all of it is of weights that are told of."""
         lora = found.engine.lora_request
+        if found.is_barred and not num_local:  # it begins anew: all of its KV is of the weights that are told of now
+            found.is_barred, found.use = False, None
         if found.use is None and (use := self.adapters.use_of(lora.lora_int_id)) is not None:
             self._give_weights(found, use)
         if found.use is not None and num_local and self.adapters.is_mixed(lora):

@@ -55,7 +55,7 @@ class LoadedAdapters:
         _watching.add(self)
 
     def met(self, manager: Any) -> None:
-        """vLLM's `manager` is about to activate adapters."""
+        """vLLM's `manager` is about to add adapters, or has them."""
         if getattr(manager, "lora_config", None) is self.lora_config:
             self._manager = manager
 
@@ -143,20 +143,20 @@ MAX_DEPTH = 8
 
 
 def watch(manager_class: Any) -> bool:
-    """Have every `LoadedAdapters` of this process meet the managers of `manager_class` that activate adapters. Returns
-    whether that is possible: not with a class whose method takes other arguments than it is known to."""
-    inner = getattr(manager_class, "set_active_adapters", None)
+    """Have every `LoadedAdapters` of this process meet the managers of `manager_class`, which ask themselves for their
+    adapters before they add one. Returns whether that is possible: not with a class that vLLM has changed."""
+    inner = getattr(manager_class, "list_adapters", None)
     if getattr(inner, "is_of_aoffload", False):
         return True
-    if inner is None or list(inspect.signature(inner).parameters) != ["self", "requests", "mapping"]:
+    if inner is None or list(inspect.signature(inner).parameters) != ["self"]:
         return False
 
     @functools.wraps(inner)
-    def set_active_adapters(self: Any, requests: Any, mapping: Any) -> Any:
+    def list_adapters(self: Any) -> Any:
         for each in tuple(_watching):
             each.met(self)
-        return inner(self, requests, mapping)
+        return inner(self)
 
-    set_active_adapters.is_of_aoffload = True  # type: ignore[attr-defined]
-    manager_class.set_active_adapters = set_active_adapters
+    list_adapters.is_of_aoffload = True  # type: ignore[attr-defined]
+    manager_class.list_adapters = list_adapters
     return True

@@ -187,13 +187,14 @@ class LoraManager:
 
     def __init__(self, lora_config: Any, files: dict[str, int]) -> None:
         self.lora_config, self.files, self.num_read = lora_config, files, 0
-        self._adapter_manager, self._loaded = self, OrderedDict[int, Any]()
+        self._loaded = OrderedDict[int, Any]()
+        self._adapter_manager = SimpleNamespace(list_adapters=lambda: dict(self._loaded))
 
-    def list_adapters(self) -> dict[int, Any]:
-        return dict(self._loaded)
+    def list_adapters(self) -> set[int]:
+        return set(self._loaded)
 
     def add_adapter(self, request: Any) -> None:
-        if request.lora_int_id not in self._loaded or request.load_inplace:
+        if request.lora_int_id not in self.list_adapters() or request.load_inplace:
             self.num_read += 1
             self._loaded[request.lora_int_id] = Weights(request.lora_int_id, self.files[request.lora_path])
             self._loaded.move_to_end(request.lora_int_id)

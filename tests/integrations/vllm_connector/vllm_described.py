@@ -16,6 +16,7 @@ HEADS = {"num_kv_heads": 1, "head_size": 8, "block_size": BLOCK}
 def vllm_config(num_ranks: int = 1, rank: int = 0, **extra: Any) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
+            kv_connector="AoffloadConnector",
             kv_load_failure_policy="recompute",
             kv_role="kv_both",
             is_kv_producer=True,

@@ -85,8 +85,8 @@ class PromMetrics:
 
 
 class WorkerLoRAManager:
-    def set_active_adapters(self, requests: Any, mapping: Any) -> None:
-        """Stands in for vLLM's, which activates them."""
+    def list_adapters(self) -> set[int]:
+        return set()
 
 
 class Kind(Enum):
