@@ -53,6 +53,9 @@ class StepReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return StepReports(self.reports.joined(other.reports))
 
 
+_PROCESS_INPUTS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
+"""What vLLM makes of an image or a video before its model sees it. Neither the hash of the input, by which vLLM caches
+it, nor that of the model depends on these."""
 _IDLE = StepCommands(NOTHING)
 """Of most steps: nothing is copied."""
 
@@ -251,7 +254,9 @@ def _identity(vllm_config: VllmConfig, kv_cache_config: Any, given: str) -> Iden
     """Of KV that outlives the engine: another version, attention backend or override of the model is another one."""
     model = vllm_config.model_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    others = (vllm.__version__, model.compute_hash(), vllm_config.attention_config.compute_hash(), specs)
+    processors = [getattr(model.multimodal_config, name, None) for name in _PROCESS_INPUTS]
+    hashes = model.compute_hash(), vllm_config.attention_config.compute_hash()
+    others = (vllm.__version__, *hashes, specs, *([processors] if any(processors) else ()))
     return Identity(given, str(model.model), repr(others))
 
 

@@ -142,10 +142,10 @@ class EngineRequest:
     def ask_late(self, ledger: Ledger) -> None:
         """Have the ledger know it though it runs already. It loads nothing."""
         self.is_late = False
-        self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
-        self.num_known, self.offered_stop, self.next_offer = self.prefix.num_tokens, -1, 0
+        self.prefix = prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
+        self.num_known = prefix.num_tokens
         self.holding = ledger.admit(
-            self.prefix, request_id=self.request_id, reads_cache=False, num_device_tokens=self.num_local
+            prefix, request_id=self.request_id, reads_cache=False, num_device_tokens=self.num_local
         )
 
     def bar(self, ledger: Ledger) -> None:

@@ -260,6 +260,33 @@ def test_without_a_look_at_adapters_nothing_of_them_is_cached(engines: Callable[
     assert [say(engine, f"base {number}", None) for number in range(2)] == [0, HIT]
 
 
+def test_every_copy_of_an_adapter_says_which_weights_it_is_of(tenant: Callable[..., SmallEngine]) -> None:
+    """Loads, stores of a step, and those at the end of a request, where windows are stored."""
+    engine, unsaid, seen = tenant(windows=(0, 12)), list[int](), list[int]()
+
+    def alter(commands: Commands) -> Commands:
+        for plan in (*commands.loads, *commands.stores):
+            (seen if plan.job_id in commands.uses else unsaid).append(plan.job_id)
+        return commands
+
+    engine.alter = alter
+    assert say(engine, "again", lora(1)) >= HIT
+    engine.run(Request("other", range(100, 131), lora_request=lora(1), num_new=20))
+    assert len(seen) > 3 and not unsaid
+    engine.run(Request("base", range(60, 90)))
+    assert unsaid
+
+
+def test_a_step_without_copies_compares_weights_too(tenant: Callable[..., SmallEngine]) -> None:
+    """All that the first step of a request over its load has to say to the workers may be that."""
+    engine, steps = tenant(), list[Commands]()
+    engine.alter = lambda commands: (steps.append(commands), commands)[1]
+    assert say(engine, "again", lora(1), num_new=0) == HIT
+    compared = [commands for commands in steps if commands.forwards]
+    assert len(compared) == 1 and len(compared[0].forwards[0].block_ids) == HIT
+    assert not (compared[0].loads or compared[0].stores or compared[0].reports)
+
+
 def test_a_preempted_request_of_an_adapter_loads_what_it_has_stored(tenant: Callable[..., SmallEngine]) -> None:
     """Also the first one of its adapter, which the ledger knows only after its first step."""
     engine = tenant()

@@ -247,3 +247,20 @@ def test_the_entry_point_is_declared() -> None:
     if found is None:
         pytest.skip("this environment has an installation from before the entry point")
     assert found.value == "aoffload.integrations.vllm:register"
+
+
+def test_what_inputs_are_made_of_enters_the_identity_of_a_disk() -> None:
+    """vLLM caches an image by a hash of the image, whatever its processor is told to make of it; and the hash of the
+    model leaves that out. An engine that is told nothing finds what it has stored before."""
+    identity_of = AoffloadConnector.__init__.__globals__["_identity"]
+
+    def others(**fields: Any) -> str:
+        config = vllm_config()
+        config.model_config.multimodal_config = SimpleNamespace(**fields) if fields else None
+        found: str = identity_of(config, kv_cache_config(9), "weights").others
+        return found
+
+    told = [{"mm_processor_kwargs": {"max_pixels": number}} for number in (1, 2)]
+    found = [others(**fields) for fields in (*told, {"media_io_kwargs": {"video": {"fps": 1}}}, {"other": 1})]
+    assert len(set(found)) == 4
+    assert found[-1] == others()

@@ -37,6 +37,7 @@ def vllm_config(num_ranks: int = 1, rank: int = 0, **extra: Any) -> Any:
             compute_hash=lambda: "model",
             is_hybrid=False,
             enable_sleep_mode=False,
+            multimodal_config=None,
         ),
         attention_config=SimpleNamespace(compute_hash=lambda: "attention"),
         speculative_config=None,
