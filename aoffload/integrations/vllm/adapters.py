@@ -76,7 +76,8 @@ class Adapters:
             by_rank = self._by_rank[adapter]
             if len(by_rank) == self.num_ranks:
                 seen = [by_rank[rank] for rank in sorted(by_rank)]
-                use = AdapterUse(adapter, tuple([one.serial for one in seen]), _key([one.digest for one in seen]))
+                serials = {one.rank: one.serial for one in seen}
+                use = AdapterUse(adapter, serials, _key([one.digest for one in seen]))
                 self._uses[adapter] = use
                 changed.append(use)
                 for place in self._places.get(adapter, ()):

@@ -31,8 +31,8 @@ class AdapterUse:
 
     adapter: int
     """vLLM's `lora_int_id`."""
-    serials: tuple[int, ...]
-    """How often the weights had changed, rank by rank."""
+    serials: dict[int, int]
+    """How often the weights had changed, by rank."""
     key: str
     """Stands for the weights of all ranks."""
 

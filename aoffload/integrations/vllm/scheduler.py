@@ -153,7 +153,9 @@ class SchedulerSide:
             found.is_barred, found.use = False, None
         if found.use is None and (use := self.adapters.use_of(lora.lora_int_id)) is not None:
             self._give_weights(found, use)
-        if found.use is not None and num_local and self.adapters.is_mixed(lora):
+        # What its encoder has made of an image, vLLM keeps by the name of the adapter, too.
+        reads_kept = num_local or found.engine.mm_features
+        if found.use is not None and reads_kept and self.adapters.is_mixed(lora):
             found.bar(self.ledger)
         found.num_local = num_local if found.holding is None else found.num_local
         found.is_late = found.use is None and not found.is_barred
@@ -257,7 +259,8 @@ class SchedulerSide:
 
     def _admit_late(self, found: EngineRequest) -> None:
         """The first steps of a request have shown the weights of its adapter."""
-        if found.num_local and self.adapters.is_mixed(found.engine.lora_request):
+        reads_kept = found.num_local or found.engine.mm_features
+        if reads_kept and self.adapters.is_mixed(found.engine.lora_request):
             found.bar(self.ledger)
         else:
             found.ask_late(self.ledger)

@@ -79,7 +79,7 @@ class LoadedAdapters:
         if model is not None:
             self._look(use.adapter, model)
         seen = self._seen.get(use.adapter)
-        return seen is not None and seen.serial == use.serials[self.rank]
+        return seen is not None and seen.serial == use.serials.get(self.rank)
 
     def _loaded(self) -> Mapping[int, Any]:
         of_manager = getattr(self._manager, "_adapter_manager", None)

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from engine_doubles import TEXT, LoraManager, Request, Weights, lora
+from engine_doubles import TEXT, LoraManager, Request, Weights, feature, lora
 from small_engine import SmallEngine, counted, to_rest
 from test_vllm_disk import settle
 
@@ -191,6 +191,19 @@ def test_what_vllm_has_kept_of_other_weights_is_not_stored(tenant: Callable[...,
     assert say(engine, "again", lora(2)) == HIT
 
 
+def test_what_vllm_has_made_of_an_image_under_other_weights_is_not_stored(tenant: Callable[..., SmallEngine]) -> None:
+    """It keeps what its encoder has made of an image by the name of the adapter."""
+    engine = tenant()
+    engine.files["/adapter"] = 2
+    assert [say(engine, f"new {number}", lora(2)) for number in range(2)] == [0, HIT]
+    num_cached = engine.connector.ledger.statistics().host.num_cached
+    for name in ("image", "image again"):
+        engine.manager.evict_all()
+        request = Request(name, TEXT, lora_request=lora(2), mm_features=[feature(0, 4, "tenant:cat")], num_new=2)
+        engine.run(request)
+    assert engine.connector.ledger.statistics().host.num_cached == num_cached
+
+
 @pytest.mark.parametrize("is_loaded", [True, False])
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_restart_finds_the_kv_of_the_same_weights(
@@ -361,6 +374,6 @@ def test_an_adapter_is_known_once_every_rank_has_told() -> None:
     adapters = Adapters(2, 2)
     assert adapters.hear([AdapterSeen(0, 1, 1, "a")]) == [] and adapters.use_of(1) is None
     (use,) = adapters.hear([AdapterSeen(1, 1, 1, "a")])
-    assert adapters.use_of(1) == use and use.serials == (1, 1)
+    assert adapters.use_of(1) == use and use.serials == {0: 1, 1: 1}
     (other,) = adapters.hear([AdapterSeen(1, 1, 2, "b")])
-    assert other.serials == (1, 2) and other.key != use.key
+    assert other.serials == {0: 1, 1: 2} and other.key != use.key
