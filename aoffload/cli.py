@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 import attrs
 
 from .core.build import is_compiled
-from .errors import MissingExtra
+from .errors import MissingExtra, UnsupportedVersion
 from .extras import needed
 
 __all__ = ["COMMANDS", "main"]
@@ -93,7 +93,7 @@ def versions() -> str:
             surroundings.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    return f"aoffload {version('aoffload')}\n{', '.join(surroundings)}"
+    return f"aoffload {import_module('aoffload').__version__}\n{', '.join(surroundings)}"
 
 
 def _dispatch(name: str, arguments: list[str]) -> int:
@@ -104,7 +104,7 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     try:
         run = _load(command)
         return run(arguments)
-    except MissingExtra as error:
+    except (MissingExtra, UnsupportedVersion) as error:
         return _complain(f"aoffload {name}: {error}")
     except KeyboardInterrupt:
         return INTERRUPTED

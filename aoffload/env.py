@@ -14,9 +14,9 @@ import anyio.to_thread
 import attrs
 
 from .arguments import check_type
-from .errors import MissingExtra
+from .errors import MissingExtra, UnsupportedVersion
 
-__all__ = ["Env", "MissingExtra"]
+__all__ = ["Env", "MissingExtra", "UnsupportedVersion"]
 
 Result = TypeVar("Result")
 

@@ -20,6 +20,7 @@ __all__ = [
     "RuntimeClosed",
     "StoreError",
     "TransferRefused",
+    "UnsupportedVersion",
     "WireError",
     "WrongProcess",
     "WrongState",
@@ -64,6 +65,15 @@ class MissingExtra(AoffloadError, ModuleNotFoundError):  # noqa: N818
         install = "vllm" if extra == "vllm" else f"'aoffload[{extra}]'"
         super().__init__(f"{user} needs {module}, which is not installed: pip install {install}", name=module)
         self.extra = extra
+
+
+class UnsupportedVersion(AoffloadError, ImportError):  # noqa: N818
+    """A package is installed in a version that lacks what is used of it. The message names `version` and what to do."""
+
+    def __init__(self, module: str, version: str, lacks: str, user: str, advice: str) -> None:
+        found = f"{module} {version}".rstrip()
+        super().__init__(f"{user} does not go with {found}, which has no {lacks}: {advice}", name=module)
+        self.version = version
 
 
 class OutOfBlocks(AoffloadError):  # noqa: N818

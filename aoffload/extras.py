@@ -1,11 +1,13 @@
-"""Extras: the modules that each of them brings, and one error that names the extra where a module is missing."""
+"""Extras: the modules that each of them brings, and the errors where one is missing, or too old or too new."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
-from .errors import MissingExtra
+from .errors import MissingExtra, UnsupportedVersion
 
 __all__ = ["MODULES", "needed"]
 
@@ -27,13 +29,33 @@ MODULES = {
 
 
 @contextmanager
-def needed(extra: str, user: str) -> Iterator[None]:
-    """Around imports for `user`: where a module of `extra` is missing, `MissingExtra` is raised in place of what the
-    import raised. Any other missing module is a mistake, and raises as it did."""
+def needed(extra: str, user: str, supported: str = "") -> Iterator[None]:
+    """Around imports for `user`. Where a module of `extra` is missing, `MissingExtra` is raised in place of what the
+    import raised; where it is installed and a part of it is missing, `UnsupportedVersion`, which says what is
+    `supported`. Any other missing module is a mistake, and raises as it did."""
     try:
         yield
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         if isinstance(error, MissingExtra) or module not in MODULES[extra]:
             raise
-        raise MissingExtra(extra, module, user) from error
+        if error.name == module or not _is_installed(module):
+            raise MissingExtra(extra, module, user) from error
+        raise _unsupported(extra, module, error, user, supported) from error
+    except ImportError as error:  # a name that has moved, or a library that does not load
+        module = (error.name or "").partition(".")[0]
+        if isinstance(error, UnsupportedVersion) or module not in MODULES[extra] or not supported:
+            raise
+        raise _unsupported(extra, module, error, user, supported) from error
+
+
+def _is_installed(module: str) -> bool:
+    """Whether there is more than a folder that several packages share."""
+    found = find_spec(module)
+    return found is not None and found.origin is not None
+
+
+def _unsupported(extra: str, module: str, error: ImportError, user: str, supported: str) -> UnsupportedVersion:
+    lacks = str(error.name) if isinstance(error, ModuleNotFoundError) else f"such name ({error})"
+    advice = f"install {supported}" if supported else f"pip install --upgrade 'aoffload[{extra}]'"
+    return UnsupportedVersion(module, str(getattr(sys.modules.get(module), "__version__", "")), lacks, user, advice)

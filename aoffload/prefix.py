@@ -127,9 +127,9 @@ class Roots:
             root = Root(self._namespace, cache_salt, adapter_key)
             if not is_plain:
                 return root
-            if len(self._kept) >= self.MAX_KEPT:
-                self._kept.clear()
             if len(cache_salt or "") + len(adapter_key or "") <= self.MAX_KEY:
+                if len(self._kept) >= self.MAX_KEPT:
+                    self._kept.clear()
                 self._kept[cache_salt, adapter_key] = root
         return root
 

@@ -18,34 +18,10 @@ KEYED = (
     Mutant(
         "vLLM: salts share",
         KEYS,
-        "roots.of(request.cache_salt or None, ",
-        "roots.of(None, ",
+        "roots.of(request.cache_salt or None, None if",
+        "roots.of(None, None if",
         "what belongs to one tenant is never found by another",
         test=f"{WHOLE}test_two_salts_share_nothing",
-    ),
-    Mutant(
-        "vLLM: adapters by name",
-        KEYS,
-        '{len(lora.lora_name)}:{lora.lora_name}{lora.lora_path}"',
-        '{len(lora.lora_name)}:{lora.lora_name}"',
-        "an adapter that was loaded under an old name never hits",
-        test=f"{OF_KEYS}test_values_are_told_apart",
-    ),
-    Mutant(
-        "vLLM: adapters by path",
-        KEYS,
-        '{len(lora.lora_name)}:{lora.lora_name}{lora.lora_path}"',
-        '{lora.lora_path}"',
-        "two adapters of one path never hit each other",
-        test=f"{OF_KEYS}test_values_are_told_apart",
-    ),
-    Mutant(
-        "vLLM: adapters do not count",
-        KEYS,
-        ", _adapter_key(request.lora_request))",
-        ", None)",
-        "KV of an adapter is never found without it",
-        test=f"{OF_KEYS}test_what_else_identifies_kv_enters",
     ),
     Mutant(
         "vLLM: images do not count",
@@ -242,7 +218,7 @@ GUARDED = (
 STARTED = (
     Mutant(
         "vLLM: a load that fails may fail its request",
-        CONNECTOR,
+        f"{OURS}.refusals",
         '    if transfer.kv_load_failure_policy != "recompute":\n',
         "    if not transfer.kv_load_failure_policy:\n",
         "a cache does not fail a request",

@@ -158,7 +158,8 @@ ALLOCATIONS = (
         "vLLM: a load planned with the step only",
         SCHEDULER,
         "        plans = self.ledger.plan_load(found.holding, found.promised, wake, into=tables)\n"
-        "        if plans:\n            self._loads += plans\n",
+        "        if plans:\n            self._note(found, plans)\n            self._loads += plans\n"
+        "            found.has_to_be_compared = found.use is not None\n",
         "        self._later.append((found, tables, wake))\n        plans = ()\n        if True:\n            pass\n",
         "a prefix that is to be loaded in this step is not loaded twice",
         also=(
@@ -214,7 +215,7 @@ STEP = (
         also=(
             Patch(
                 CONNECTOR,
-                "        self._copying.start(self._commands.stores)\n",
+                "        self._copying.start(self._commands.stores, self._commands.uses)\n",
                 "        self._copying.start(())\n",
             ),
         ),
@@ -275,7 +276,7 @@ PREEMPTIONS = (
     Mutant(
         "vLLM: comes back with its prompt only",
         REQUESTS,
-        "            self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)\n",
+        "        self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)\n",
         "",
         "what a request had generated before it was preempted is found again",
         test=f"{PREEMPTED}test_what_it_had_generated_is_found_again",
@@ -342,8 +343,8 @@ ENDS = (
     Mutant(
         "vLLM: a last offer like any other",
         SCHEDULER,
-        ", found.new_tokens(), is_last=True))\n",
-        ", found.new_tokens()))\n",
+        ", found.new_tokens(), is_last=True)\n",
+        ", found.new_tokens())\n",
         "a window is stored at the end of a request",
         test=f"{OF_GROUPS}test_what_is_stored_of_a_window_is_found",
     ),

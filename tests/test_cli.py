@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import re
@@ -16,7 +17,7 @@ import pytest
 
 from aoffload import AoffloadError, __version__
 from aoffload.cli import COMMANDS, Command, main
-from aoffload.env import MissingExtra
+from aoffload.env import MissingExtra, UnsupportedVersion
 from aoffload.extras import MODULES, needed
 from aoffload.ledger import is_compiled
 
@@ -186,3 +187,14 @@ def test_another_missing_module_is_no_missing_extra() -> None:
         import no_such_module  # noqa: F401
     assert not isinstance(raised.value, MissingExtra)
     assert issubclass(MissingExtra, AoffloadError)
+
+
+def test_a_part_that_an_installed_package_lacks_is_no_missing_extra() -> None:
+    """Another version of it is installed. The error says which, and what to do."""
+    with pytest.raises(UnsupportedVersion, match=r"pip install --upgrade 'aoffload\[metrics\]'") as raised:
+        with needed("metrics", "anybody"):
+            importlib.import_module("prometheus_client.no_such_part")
+    assert "prometheus_client.no_such_part" in str(raised.value) and not isinstance(raised.value, ModuleNotFoundError)
+    with pytest.raises(ImportError, match="cannot import name") as other, needed("metrics", "anybody"):
+        from prometheus_client import no_such_name  # noqa: F401
+    assert not isinstance(other.value, UnsupportedVersion), "nobody has said which versions are supported"

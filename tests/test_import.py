@@ -29,12 +29,13 @@ def test_the_cuda_backend_is_there_without_a_gpu() -> None:
 
 def test_a_tree_that_is_not_installed_is_imported() -> None:
     """Sources on the path are enough: the package imports without the metadata of an installation, and its version says
-    so."""
+    so, also that of the command line."""
     program = (
         "import importlib.metadata as metadata\n"
         "def version(name): raise metadata.PackageNotFoundError(name)\n"
         "metadata.version = version\n"
-        "import aoffload; assert aoffload.__version__ == '0+unknown', aoffload.__version__"
+        "import aoffload; assert aoffload.__version__ == '0+unknown', aoffload.__version__\n"
+        "from aoffload.cli import versions; assert versions().startswith('aoffload 0+unknown'), versions()"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 

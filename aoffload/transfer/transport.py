@@ -195,6 +195,11 @@ class TransportDisk(Protocol):
         """Have no restart find what was planned before this reset; `over` as in `read_back`."""
         ...
 
+    def disown(self) -> None:
+        """Have no restart find what is planned after the next reset either: it may be of another model than the one
+        that `identify` was told of."""
+        ...
+
     def forget(self, slots: Sequence[int]) -> None:
         """Have neither a load nor a restart find what these slots hold, even after a loss of power. Stores that are
         launched later wait for it. Where the records cannot be erased, `hear_trouble` is told what was done instead."""

@@ -134,14 +134,16 @@ class Engine:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def submit(self, prompts: Mapping[str, Sequence[int]], num_new_tokens: int = NUM_NEW_TOKENS) -> None:
+    def submit(
+        self, prompts: Mapping[str, Sequence[int]], num_new_tokens: int = NUM_NEW_TOKENS, lora: Any = None
+    ) -> None:
         from vllm import SamplingParams
 
         for name, prompt in prompts.items():
             how = SamplingParams(
                 temperature=0, max_tokens=num_new_tokens, logprobs=0, detokenize=False, ignore_eos=True
             )
-            self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, how)
+            self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, how, lora_request=lora)
             self._expected.add(name)
 
     def step(self) -> list[str]:
@@ -158,9 +160,11 @@ class Engine:
                 found.append(output.request_id)
         return found
 
-    def serve(self, prompts: Mapping[str, Sequence[int]], num_new_tokens: int = NUM_NEW_TOKENS) -> dict[str, Answer]:
-        """Run these requests to their end."""
-        self.submit(prompts, num_new_tokens)
+    def serve(
+        self, prompts: Mapping[str, Sequence[int]], num_new_tokens: int = NUM_NEW_TOKENS, lora: Any = None
+    ) -> dict[str, Answer]:
+        """Run these requests to their end, by the adapter `lora` if there is one."""
+        self.submit(prompts, num_new_tokens, lora)
         self.finish()
         return {name: self.served.answers[name] for name in prompts}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ...errors import MissingExtra
+from ...errors import MissingExtra, UnsupportedVersion
 from ...extras import needed
 
 
@@ -12,7 +12,7 @@ def _run() -> int:
     try:
         with needed("server", "the server"):
             from .command import main
-    except MissingExtra as error:
+    except (MissingExtra, UnsupportedVersion) as error:
         print(f"aoffload serve: {error}", file=sys.stderr)
         return 2
     return main()

@@ -5,20 +5,25 @@ vLLM is imported with `AoffloadConnector` only, which vLLM itself asks for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...extras import needed
+from .refusals import check_early
 
 if TYPE_CHECKING:
     from .connector import AoffloadConnector
 
 __all__ = ["AoffloadConnector", "register"]
 
+SUPPORTED = "vLLM 0.32 or 0.33"
+
 
 def register() -> None:
     """Make `kv_connector="AoffloadConnector"` known to vLLM. Entry point of the group `vllm.general_plugins`."""
-    with needed("vllm", "AoffloadConnector"):
+    with _vllm():
         factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
     if "AoffloadConnector" not in factory._registry:  # vLLM loads plugins once in each process, or again
         factory.register_connector("AoffloadConnector", __name__, "AoffloadConnector")
@@ -27,5 +32,15 @@ def register() -> None:
 def __getattr__(name: str) -> Any:
     if name != "AoffloadConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with needed("vllm", "AoffloadConnector"):
-        return import_module(".connector", __name__).AoffloadConnector
+    with _vllm():
+        found = import_module(".connector", __name__).AoffloadConnector
+    check_early()
+    return found
+
+
+@contextmanager
+def _vllm() -> Iterator[None]:
+    """Around imports of what vLLM has: `MissingExtra` without vLLM, `UnsupportedVersion` with one that has it
+    elsewhere."""
+    with needed("vllm", "AoffloadConnector", SUPPORTED):
+        yield

@@ -63,3 +63,8 @@ class EnginePool:
     def is_private(self, block_id: int) -> bool:
         """Whether nobody refers to the block but the one request that has it: no copy may still write to it."""
         return bool(self.pool.blocks[block_id].ref_cnt == 1)
+
+    @property
+    def is_all_free(self) -> bool:
+        """Whether nobody has a block, but for the null block, which is nobody's."""
+        return bool(self.pool.get_num_free_blocks() == len(self.pool.blocks) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,19 +22,22 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from aoffload import KVRegion, Ledger
 
-from ...errors import ConfigError
 from ...transport import LocalTransport, Transport
 from .groups import CachedGroups
 from .guard import Guard
 from .messages import NOTHING, Commands, Reports
+from .refusals import check_all
 from .regions import block_bytes_of, placements_of
 from .scheduler import SchedulerSide
 from .settings import given_namespace, offload_config, with_a_step_in_flight
 from .statistics import OffloadMetrics, OffloadStatistics
 from .worker import WorkerSide, invalid_blocks, lost_requests
+from .worker_adapters import LoadedAdapters, watch
 from .worker_disk import Identity
 
 __all__ = ["AoffloadConnector"]
+
+_log = logging.getLogger("vllm.aoffload")
 
 
 class StepCommands(KVConnectorMetadata):  # type: ignore[misc]
@@ -49,6 +53,9 @@ class StepReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return StepReports(self.reports.joined(other.reports))
 
 
+_PROCESS_INPUTS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
+"""What vLLM makes of an image or a video before its model sees it. Neither the hash of the input, by which vLLM caches
+it, nor that of the model depends on these."""
 _IDLE = StepCommands(NOTHING)
 """Of most steps: nothing is copied."""
 
@@ -60,7 +67,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _check(vllm_config)
+        check_all(vllm_config)
         parallel = vllm_config.parallel_config
         groups = CachedGroups.of(kv_cache_config, parallel.decode_context_parallel_size)
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
@@ -76,15 +83,17 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             block_bytes = block_bytes_of(placements)
             config = with_a_step_in_flight(config, vllm_config.scheduler_config.max_num_batched_tokens, block_bytes)
             half = SchedulerSide(
-                config, groups, num_blocks=num_blocks, block_bytes=block_bytes, num_ranks=parallel.world_size
-            )
+                config, groups, num_blocks=num_blocks, block_bytes=block_bytes, num_ranks=parallel.world_size,
+                max_loaded_adapters=None if vllm_config.lora_config is None else vllm_config.lora_config.max_cpu_loras,
+            )  # fmt: skip
             self._deciding = Guard(half)
         else:
             is_kept = config.disk is not None or config.remote is not None
             identity = _identity(vllm_config, kv_cache_config, given) if is_kept else None
             self._worker = WorkerSide(
-                config, placements, num_blocks, parallel.rank, self.make_transport, identity=identity
-            )
+                config, placements, num_blocks, parallel.rank, self.make_transport, identity=identity,
+                adapters=_adapters(vllm_config, parallel.rank),
+            )  # fmt: skip
         self._at_end: Callable[[WorkerSide], None] = lambda worker: None
         """Called in a worker before it closes."""
 
@@ -202,7 +211,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: stores begin when the forward is over."""
 
     def wait_for_save(self) -> None:
-        self._copying.start(self._commands.stores)
+        self._copying.start(self._commands.stores, self._commands.uses)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         reports = self._commands.reports
@@ -210,7 +219,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVConnectorTransferResults(finished_recving=over, failed_recving=lost_requests(reports))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return invalid_blocks(self._commands.reports)
+        return invalid_blocks(self._commands.reports) | self._copying.changed_blocks(self._commands)
 
     def build_connector_worker_meta(self) -> StepReports | None:
         reports = self._copying.take_reports()
@@ -229,33 +238,26 @@ def _worker_of_this_process() -> AoffloadConnector | None:
     return found if isinstance(found, AoffloadConnector) else None
 
 
-def _check(vllm_config: VllmConfig) -> None:
-    """Refuse what cannot work, with the reason."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer.kv_load_failure_policy != "recompute":
-        problem = "must be recompute: a load that fails is computed, since a cache must not fail a request"
-        raise ConfigError("kv_load_failure_policy", f"{problem} (got {transfer.kv_load_failure_policy!r})")
-    if transfer.kv_role != "kv_both":
-        raise ConfigError("kv_role", f"must be kv_both: one engine stores and loads (got {transfer.kv_role!r})")
-    if not vllm_config.cache_config.enable_prefix_caching:
-        raise ConfigError("enable_prefix_caching", "must be on: the connector loads into vLLM's prefix cache")
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise ConfigError("pipeline_parallel_size", "must be 1: stages hold different layers, which is not supported")
-    if vllm_config.parallel_config.data_parallel_size > 1 and (transfer.kv_connector_extra_config or {}).get("disk"):
-        raise ConfigError("disk", "takes one engine: with data_parallel_size, all would write to one directory")
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.use_eagle():
-        problem = (
-            f"{speculative.method} keeps KV of its own for tokens that are not in the prefix, which is not supported"
-        )
-        raise ConfigError("speculative_config", problem)
+def _adapters(vllm_config: VllmConfig, rank: int) -> LoadedAdapters | None:
+    """None without LoRA, or if this version of vLLM does not let its adapters be seen: then none of their KV is
+    cached."""
+    if vllm_config.lora_config is None:
+        return None
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    if watch(WorkerLoRAManager):
+        return LoadedAdapters(rank, vllm_config.lora_config)
+    _log.warning("aoffload: vLLM %s hides its LoRA adapters: their requests are not cached", vllm.__version__)
+    return None
 
 
 def _identity(vllm_config: VllmConfig, kv_cache_config: Any, given: str) -> Identity:
     """Of KV that outlives the engine: another version, attention backend or override of the model is another one."""
     model = vllm_config.model_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    others = (vllm.__version__, model.compute_hash(), vllm_config.attention_config.compute_hash(), specs)
+    processors = [getattr(model.multimodal_config, name, None) for name in _PROCESS_INPUTS]
+    hashes = model.compute_hash(), vllm_config.attention_config.compute_hash()
+    others = (vllm.__version__, *hashes, specs, *([processors] if any(processors) else ()))
     return Identity(given, str(model.model), repr(others))
 
 

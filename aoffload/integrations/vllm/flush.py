@@ -20,7 +20,7 @@ def flush(half: SchedulerSide, worker: WorkerSide) -> None:
         may_be_more = disk.flush()
         commands = half.end_step()
         worker.load(commands)
-        worker.start(commands.stores)
+        worker.start(commands.stores, commands.uses)
         if not may_be_more and not half.ledger.jobs.unsettled:
             return
         worker.copies.wait_for_any(left)

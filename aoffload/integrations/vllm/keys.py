@@ -1,7 +1,8 @@
-"""What identifies the KV of a request of vLLM: salt, LoRA adapter, multi-modal inputs, token ids."""
+"""What identifies the KV of a request of vLLM: salt, weights of the LoRA adapter, multi-modal inputs, token ids."""
 
 from __future__ import annotations
 
+import uuid
 from array import array
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from ...errors import InvalidArgument
 from ...prefix import INT32, KeySpan, Prefix, Roots, encode_tokens
 
-__all__ = ["grown", "prefix_of"]
+__all__ = ["grown", "prefix_of", "under"]
 
 FEW = 1024
 """Up to this many ids, a look at each is over before numpy has begun."""
@@ -18,15 +19,23 @@ FEW = 1024
 
 def prefix_of(roots: Roots, request: Any) -> Prefix | None:
     """All tokens of `request` under its keys. None if it cannot be cached: what is computed of embeddings has no token
-    ids, and a session takes tokens back when its next input comes."""
+    ids, and a session takes tokens back when its next input comes.
+
+    With a LoRA adapter, nothing else has this prefix until it is `under` the weights: name, path and id of an adapter
+    do not say which weights vLLM has loaded."""
     if request.prompt_embeds is not None or request.resumable:
         return None
     try:
-        root = roots.of(request.cache_salt or None, _adapter_key(request.lora_request))
+        root = roots.of(request.cache_salt or None, None if request.lora_request is None else _unknown())
         tokens, features = encoded(request.all_token_ids[:]), request.mm_features
         return Prefix.of(root, np.frombuffer(tokens, INT32), _spans(features)) if features else Prefix(root, tokens)
     except (InvalidArgument, OverflowError):  # inputs that overlap, such as the sound of a video; no token ids
         return None
+
+
+def under(prefix: Prefix, roots: Roots, request: Any, adapter_key: str) -> Prefix:
+    """`prefix` of `request`, computed with the adapter that `adapter_key` stands for."""
+    return Prefix(roots.of(request.cache_salt or None, f"lora {adapter_key}"), prefix.tokens, prefix.spans)
 
 
 def grown(prefix: Prefix, request: Any, num_known: int) -> Prefix:
@@ -48,9 +57,9 @@ def encoded(token_ids: list[int]) -> bytes:
     return ids.tobytes()
 
 
-def _adapter_key(lora: Any) -> str | None:
-    """Name and path: another adapter may be loaded under a name. The length keeps the two apart."""
-    return None if lora is None else f"{len(lora.lora_name)}:{lora.lora_name}{lora.lora_path}"
+def _unknown() -> str:
+    """A key that nothing else has, too long for `Roots` to keep its root."""
+    return f"unknown {uuid.uuid4().hex}".ljust(Roots.MAX_KEY + 1)
 
 
 def _spans(features: Any) -> tuple[KeySpan, ...]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
 from ...ledger import CellLabel, Completion, RestoredRun, TransferPlan
 from ...transfer.disk.forgetting import DiskTrouble
 
 __all__ = [
-    "NOTHING", "CellsFound", "Commands", "DiskCommands", "LoadReport", "Question", "ReadingOver", "Refusing",
-    "Reports", "ResetOver", "Said",
+    "NOTHING", "AdapterSeen", "AdapterUse", "CellsFound", "Commands", "DiskCommands", "FirstForward", "LoadReport",
+    "Question", "ReadingOver", "Refusing", "Reports", "ResetOver", "Said",
 ]  # fmt: skip
 
 
@@ -22,6 +24,26 @@ class LoadReport:
     """All of it is lost: the request begins again."""
     invalid_block_ids: tuple[int, ...] = ()
     """The end of it is lost: computing goes on at the first of these blocks."""
+
+
+@attrs.frozen
+class AdapterUse:
+    """The weights of a LoRA adapter that something was planned under."""
+
+    adapter: int
+    """vLLM's `lora_int_id`."""
+    serials: dict[int, int]
+    """How often the weights had changed, by rank."""
+    key: str
+    """Stands for the weights of all ranks."""
+
+
+@attrs.frozen
+class FirstForward:
+    """The first forward of a request over what was loaded for it: under other weights, none of it counts."""
+
+    use: AdapterUse
+    block_ids: tuple[int, ...]
 
 
 @attrs.frozen
@@ -75,8 +97,18 @@ class Refusing:
     stores: bool = False
 
 
-Said = RestoredRun | ReadingOver | ResetOver | DiskTrouble | CellsFound | Refusing
-"""What the tiers of a worker have to say beside completions."""
+@attrs.frozen
+class AdapterSeen:
+    """The weights that a rank has loaded for an adapter: others than before."""
+
+    rank: int
+    adapter: int
+    serial: int
+    digest: str
+
+
+Said = RestoredRun | ReadingOver | ResetOver | DiskTrouble | CellsFound | Refusing | AdapterSeen
+"""What a worker has to say beside completions."""
 
 
 @attrs.frozen
@@ -91,6 +123,9 @@ class Commands:
     """Jobs that nobody waits for any more: others may write to their sources from now on."""
     questions: tuple[Question, ...] = ()
     disk: DiskCommands | None = None
+    uses: Mapping[int, AdapterUse] = {}
+    """By job: copies of KV that an adapter computes."""
+    forwards: tuple[FirstForward, ...] = ()
 
 
 NOTHING = Commands()

@@ -12,6 +12,7 @@ from aoffload import Ledger, PrefixMatch, RequestState
 
 from ...ledger import Fetch, Holding, Prefix
 from .keys import grown
+from .messages import AdapterUse
 from .remote import Asked
 
 __all__ = ["EngineRequest", "Fetching", "Wait"]
@@ -62,6 +63,15 @@ class EngineRequest:
     """Until then the same question has the same answer, unless `ask_now` is called or a copy fails."""
     num_failed: int = 0
     """`Counts.num_failed` when it was answered."""
+
+    use: AdapterUse | None = None
+    """The weights of its LoRA adapter that all its KV is computed under; None: no adapter, or nobody has told of it."""
+    is_late: bool = False
+    """It runs, and the ledger knows it once the weights of its adapter are told of."""
+    is_barred: bool = False
+    """Its KV is of several weights, or may be: it is not cached."""
+    has_to_be_compared: bool = False
+    """No forward has shown yet that its adapter is still the one that its load was planned under."""
 
     chosen: PrefixMatch | None = None
     """The match of which was decided last what is loaded: what is left of it."""
@@ -117,7 +127,7 @@ class EngineRequest:
             return holding
         if self.num_known:  # it was admitted before
             self.leave(ledger, "preempted")
-            self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
+        self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
         self.num_known, self.offered_stop, self.next_offer = self.prefix.num_tokens, -1, 0
         self.holding = ledger.admit(
             self.prefix,
@@ -128,6 +138,21 @@ class EngineRequest:
             wake=self.ask_now,
         )
         return self.holding
+
+    def ask_late(self, ledger: Ledger) -> None:
+        """Have the ledger know it though it runs already. It loads nothing."""
+        self.is_late = False
+        self.prefix = prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
+        self.num_known = prefix.num_tokens
+        self.holding = ledger.admit(
+            prefix, request_id=self.request_id, reads_cache=False, num_device_tokens=self.num_local
+        )
+
+    def bar(self, ledger: Ledger) -> None:
+        """From now on it is not cached. A load that vLLM waits for is lost."""
+        self.is_barred, self.is_late = True, False
+        if self.wait is Wait.NONE:
+            self.leave(ledger, "adapter_changed")
 
     def ask_behind_fetch(self, ledger: Ledger, num_failed: int) -> PrefixMatch:
         """A fetch is over. Begin anew: by now, another request may be loading what it has brought."""
@@ -146,6 +171,7 @@ class EngineRequest:
         holding, self.holding = self.holding, None
         fetch, self.fetch, self.fetching = self.fetch, None, Fetching.OPEN
         self.asked, self.fetch_until, self.num_tried, self.num_fetched = None, math.inf, -1, -1
+        self.has_to_be_compared = False
         if fetch is not None:
             ledger.cancel(fetch)
         if holding is not None:

@@ -15,10 +15,12 @@ vLLM frees and reuses blocks as it likes, and tells of preemptions afterwards. S
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
+
+import attrs
 
 from aoffload import Ledger, OffloadConfig
 
@@ -26,13 +28,14 @@ from ...errors import DeviceGone
 from ...fetch_gate import PrefillSpeed
 from ...ledger import Completion, CopyQueue, JobState, LoadCosts, TransferPlan
 from ...prefix import Roots
+from .adapters import Adapters
 from .blocks import BlockTable, EnginePool
 from .computing import Computing
 from .counts import Counts
 from .groups import CachedGroups
-from .keys import prefix_of
+from .keys import prefix_of, under
 from .lower import Lower
-from .messages import NOTHING, Commands, LoadReport, Reports
+from .messages import NOTHING, AdapterUse, Commands, FirstForward, LoadReport, Reports
 from .outbox import Outbox, TieredOutbox
 from .requests import EngineRequest, Wait
 
@@ -50,8 +53,10 @@ class SchedulerSide:
         num_blocks: int,
         block_bytes: int,
         num_ranks: int,
+        max_loaded_adapters: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`max_loaded_adapters`: LoRA adapters that each worker keeps before it evicts one; None: unknown."""
         self._clock = clock
         self._config, self._groups, self._num_blocks, self._block_bytes = config, groups, num_blocks, block_bytes
         self.counts = Counts(clock)
@@ -74,6 +79,11 @@ class SchedulerSide:
         self._reports: list[LoadReport] = []
         self._joined: list[Completion] = []
         """The copies that the last `take` was told of."""
+        self.adapters = Adapters(num_ranks, max_loaded_adapters)
+        self._uses: dict[int, AdapterUse] = {}
+        """By job: copies of KV that an adapter computes. They leave with a step or are dropped."""
+        self._forwards: list[FirstForward] = []
+        """Of this step."""
 
     def bind(self, kv_cache_manager: Any) -> None:
         """vLLM's block pool and prefix cache are there: begin."""
@@ -109,18 +119,27 @@ class SchedulerSide:
             )  # fmt: skip
 
     def _hashes_of(self, request_id: str) -> Any:
+        """None of a request that is not known, and none where what vLLM has under them may be of other weights."""
         found = self.requests.get(request_id)
-        return self._ended.get(request_id, ()) if found is None else found.engine.block_hashes
+        if found is None:
+            return self._ended.get(request_id, ())
+        lora = found.engine.lora_request
+        is_sure = lora is None or (found.holding is not None and not self.adapters.is_mixed(lora))
+        return found.engine.block_hashes if is_sure else ()
 
     # -- a request begins -----------------------------------------------------------------------------------------
 
     def match(self, request: Any, num_local: int) -> int | None:
         """Tokens to load behind the first `num_local`; None: ask again in the next step."""
+        if request.lora_request is not None:
+            self.adapters.see(request.lora_request)
         found = self.requests.get(request.request_id)
         if found is None:
             found = self._new(request)
             if found is None:
                 return 0
+        if request.lora_request is not None and not self._has_weights(found, num_local):
+            return None if self.adapters.is_news(request.lora_request.lora_int_id) else 0
         num_failed = self.counts.num_failed
         match = found.answer(num_local, num_failed, self._clock()) or found.ask(self.ledger, num_local, num_failed)
         if self.lower is not None and not match.is_pending:
@@ -128,7 +147,27 @@ class SchedulerSide:
         if match.is_pending:
             return None
         match = self.steps.chosen(found, match)
+        if found.use is not None and len(self._groups.ids) > 1 and self.adapters.may_evict:
+            return 0  # no forward over what is loaded could be taken back
         return max(0, match.num_tokens - num_local) if self._queue.is_accepting else 0
+
+    def _has_weights(self, found: EngineRequest, num_local: int) -> bool:
+        """Whether the KV of a request with an adapter has a key: all of it is of weights that are told of."""
+        lora = found.engine.lora_request
+        if found.is_barred and not num_local:  # it begins anew: all of its KV is of the weights that are told of now
+            found.is_barred, found.use = False, None
+        if found.use is None and (use := self.adapters.use_of(lora.lora_int_id)) is not None:
+            self._give_weights(found, use)
+        # What its encoder has made of an image, vLLM keeps by the name of the adapter, too.
+        reads_kept = num_local or found.engine.mm_features
+        if found.use is not None and reads_kept and self.adapters.is_mixed(lora):
+            found.bar(self.ledger)
+        found.num_local = num_local if found.holding is None else found.num_local
+        found.is_late = found.use is None and not found.is_barred
+        return found.use is not None and not found.is_barred
+
+    def _give_weights(self, found: EngineRequest, use: AdapterUse) -> None:
+        found.use, found.prefix = use, under(found.prefix, self._roots, found.engine, use.key)
 
     def _new(self, request: Any) -> EngineRequest | None:
         prefix = prefix_of(self._roots, request)
@@ -148,9 +187,16 @@ class SchedulerSide:
         wake, tables = partial(self._over.append, found), self._tables_of(found)
         plans = self.ledger.plan_load(found.holding, found.promised, wake, into=tables)
         if plans:
+            self._note(found, plans)
             self._loads += plans
+            found.has_to_be_compared = found.use is not None
         else:  # the hit is gone
             self._over.append(found)
+
+    def _note(self, found: EngineRequest, plans: Iterable[TransferPlan]) -> None:
+        """These copies are made only while the adapter of `found` has the weights that they were planned under."""
+        if found.use is not None:
+            self._uses.update(dict.fromkeys([plan.job_id for plan in plans], found.use))
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -171,7 +217,7 @@ class SchedulerSide:
         if self.ledger.jobs.unsettled:
             self._queue.give_up_late()
             self._check()
-        elif not (self._over or self._reports) and self._outbox.is_empty:
+        elif not (self._over or self._reports or self._forwards) and self._outbox.is_empty:
             return NOTHING  # as in most steps
         for found in self._take_over():
             self._tell(found)
@@ -179,31 +225,67 @@ class SchedulerSide:
 
     def end_step(self) -> Commands:
         """What leaves with this step."""
-        if not self._reports and self._outbox.is_empty:
+        if not (self._reports or self._forwards) and self._outbox.is_empty:
             return NOTHING
         reports, self._reports = tuple(self._reports), []
-        return self._outbox.take(reports)
+        commands = self._outbox.take(reports)
+        return self._with_adapters(commands) if self._uses or self._forwards else commands
+
+    def _with_adapters(self, commands: Commands) -> Commands:
+        uses, forwards = self._uses, tuple(self._forwards)
+        self._forwards.clear()
+        leaving = [plan.job_id for plan in (*commands.loads, *commands.stores) if plan.job_id in uses]
+        unsettled = self.ledger.jobs.unsettled
+        self._uses = {job_id: use for job_id, use in uses.items() if job_id in unsettled}
+        return attrs.evolve(commands, uses={job_id: uses[job_id] for job_id in leaving}, forwards=forwards)
 
     def _plan_stores(self, num_scheduled_tokens: dict[str, int]) -> list[TransferPlan]:
         """Offer what earlier steps have deferred, and what this step computes. The copies start when its forward is
         over, and with it all earlier ones."""
         plans = [*self.ledger.offer_deferred()]
+        for plan in plans:
+            found = self.requests.get(self.ledger.jobs.unsettled[plan.job_id].request_id)
+            if found is not None:
+                self._note(found, [plan])
         if self._ended:
             deferred = self.ledger.deferred_requests
             self._ended = {request_id: hashes for request_id, hashes in self._ended.items() if request_id in deferred}
         for request_id, num_scheduled in num_scheduled_tokens.items():
             found = self.requests.get(request_id)
+            if found is not None and found.is_late and found.use is not None:
+                self._admit_late(found)
             if found is None or found.holding is None:
                 continue
             engine = found.engine
+            if found.has_to_be_compared:
+                self._compare(found)
             num_computed = engine.num_computed_tokens + num_scheduled
             if num_computed < found.next_offer:
                 continue
             num_computed = min(num_computed, engine.num_tokens)
             if num_computed // self._unit > found.offered_stop:
                 found.offers_up_to(num_computed // self._unit, self._unit)
-                plans += self.ledger.offer(found.holding, num_computed, self._tables_of(found), found.new_tokens())
+                offered = self.ledger.offer(found.holding, num_computed, self._tables_of(found), found.new_tokens())
+                self._note(found, offered)
+                plans += offered
         return plans
+
+    def _admit_late(self, found: EngineRequest) -> None:
+        """The first steps of a request have shown the weights of its adapter."""
+        reads_kept = found.num_local or found.engine.mm_features
+        if reads_kept and self.adapters.is_mixed(found.engine.lora_request):
+            found.bar(self.ledger)
+        else:
+            found.ask_late(self.ledger)
+
+    def _compare(self, found: EngineRequest) -> None:
+        """Have the workers compare weights in this step, which is the first to compute over what was loaded."""
+        assert found.use is not None, "a request without an adapter"
+        found.has_to_be_compared = False
+        if len(tables := self._tables_of(found)) == 1:
+            size = self._groups.block_sizes[0]
+            loaded = tables[0][found.num_local // size : found.engine.num_computed_tokens // size]
+            self._forwards.append(FirstForward(found.use, tuple(loaded)))
 
     def _tables_of(self, found: EngineRequest) -> list[BlockTable]:
         blocks = self._manager.get_blocks(found.request_id).blocks
@@ -217,6 +299,8 @@ class SchedulerSide:
         if reports.gone:
             raise DeviceGone(reports.gone)
         self._joined = self._outbox.joined(reports)
+        if reports.said:
+            self._hear(self.adapters.hear(reports.said))
         if self.lower is not None:
             self.lower.hear(reports.said, self._joined)
         for completion in self._joined:
@@ -234,6 +318,19 @@ class SchedulerSide:
                 self._tell(found)
         return landed
 
+    def _hear(self, changed: Iterable[AdapterUse]) -> None:
+        """Requests that have computed under weights that nobody had told of are of these; of requests that began under
+        others, not all KV is of the same weights."""
+        for use in changed:
+            for found in self.requests.values():
+                lora = found.engine.lora_request
+                if lora is None or lora.lora_int_id != use.adapter:
+                    continue
+                if found.use is None:
+                    self._give_weights(found, use)
+                elif found.use != use:
+                    found.bar(self.ledger)
+
     def _check(self) -> None:
         """Raise what the ledger raised under the queue, which only notes it."""
         if self.counts.failure is not None:
@@ -247,7 +344,8 @@ class SchedulerSide:
 
     @staticmethod
     def _has_landed(found: EngineRequest) -> bool:
-        return found.holding is not None and found.holding.num_computed_tokens >= found.promised
+        has_all = found.holding is not None and found.holding.num_computed_tokens >= found.promised
+        return has_all and not found.is_barred
 
     def _tell(self, found: EngineRequest) -> None:
         """Have the workers report in the next step that a load is over."""
@@ -257,7 +355,7 @@ class SchedulerSide:
             return
         assert found.holding is not None, "a load without a request"
         found.wait, found.max_hit_tokens = Wait.TOLD, found.holding.retry_max_hit_tokens
-        invalid = self._invalid_blocks(found)
+        invalid = () if found.is_barred else self._invalid_blocks(found)
         if not invalid:
             found.leave(self.ledger, "load_lost")
         self._reports.append(LoadReport(found.request_id, not invalid, invalid))
@@ -284,7 +382,7 @@ class SchedulerSide:
         if found.is_running and found.offered_stop >= 0 and found.wait is Wait.NONE:
             self._offer_last(found, self._groups.tables(block_ids))
         found.leave(self.ledger, "closed_early")
-        if found.request_id in self.ledger.deferred_requests:
+        if found.engine.lora_request is None and found.request_id in self.ledger.deferred_requests:
             self._ended[found.request_id] = found.engine.block_hashes
         self.forget(found.request_id)
 
@@ -294,11 +392,15 @@ class SchedulerSide:
         if self._is_plain and num_computed // self._unit == found.offered_stop:
             return  # all of it was offered before
         if num_computed >= found.holding.num_computed_tokens:
-            self._queue.submit(self.ledger.offer(found.holding, num_computed, tables, found.new_tokens(), is_last=True))
+            plans = self.ledger.offer(found.holding, num_computed, tables, found.new_tokens(), is_last=True)
+            self._note(found, plans)
+            self._queue.submit(plans)
 
     def reset(self) -> None:
         """Forget all that is cached."""
         self.ledger.reset()
+        if self._pool.is_all_free:
+            self.adapters.forget_places()
         if self.lower is not None:
             self.lower.reset()
         for found in self.requests.values():

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from aoffload import KVRegion
+from aoffload import KVRegion, Tier
 
 from ...config import OffloadConfig
 from ...env import Env
@@ -15,14 +15,16 @@ from ...ledger import Completion, Outcome, TransferPlan
 from ...transfer.transport import GivesUp
 from ...transport import DeviceGone, LocalTransport, TransferRefused, Transport
 from .copies import RankCopies
-from .messages import Commands, LoadReport, Reports, Said
+from .messages import AdapterUse, Commands, LoadReport, Reports, Said
 from .regions import Placement, block_bytes_of, regions_at
+from .worker_adapters import LoadedAdapters
 from .worker_disk import Identity, WorkerDisk, disk_of, identify, strides_of
 from .worker_remote import WorkerRemote, remote_of
 
 __all__ = ["WorkerSide"]
 
 _log = logging.getLogger("vllm.aoffload")
+NO_USES: Mapping[int, AdapterUse] = {}
 
 
 class WorkerSide:
@@ -37,12 +39,16 @@ class WorkerSide:
         make_transport: Callable[[Sequence[KVRegion]], Transport] = LocalTransport,
         clock: Callable[[], float] = time.monotonic,
         identity: Identity | None = None,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
-        """`identity`: of KV that outlives the engine; None without disk and remote store."""
+        """`identity`: of KV that outlives the engine; None without disk and remote store. `adapters`: None without
+        LoRA, or where this version of vLLM does not let them be seen."""
+        self.adapters = adapters
         self._identity = identity
         self._disk: WorkerDisk | None = None
         self._remote: WorkerRemote | None = None
         self._make_transport = make_transport
+        self._num_groups = len(tuple(config.groups))
         self._config, self._placements, self._num_blocks, self._rank = config, placements, num_blocks, rank
         self._transport: Transport | None = None
         """None before the tensors are registered, while the engine sleeps, and once closed."""
@@ -83,16 +89,34 @@ class WorkerSide:
             self._disk.obey(commands.disk)
         if commands.questions and self._remote is not None:
             self._remote.ask(commands.questions)
-        self.start(commands.loads)
+        self.start(commands.loads, commands.uses)
 
-    def start(self, plans: Iterable[TransferPlan]) -> None:
-        """Start copies behind everything that was given to the device so far."""
+    def start(self, plans: Iterable[TransferPlan], uses: Mapping[int, AdapterUse] = NO_USES) -> None:
+        """Start copies behind everything that was given to the device so far. Those of `uses` fail if the weights of
+        their adapter have changed since they were planned."""
         for plan in plans:
             self.copies.begin(plan)
             try:
+                if (use := uses.get(plan.job_id)) is not None:
+                    self._check_weights(plan, use)
                 self._open_transport().launch(plan, None)
             except (TransferRefused, DeviceGone) as error:
                 self.copies.end(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
+
+    def _check_weights(self, plan: TransferPlan, use: AdapterUse) -> None:
+        if not self._has_weights(use):
+            raise TransferRefused(f"LoRA adapter {use.adapter} has other weights now")
+        is_load, adapters = plan.destination is Tier.DEVICE, self.adapters
+        if is_load and self._num_groups > 1 and adapters is not None and not adapters.is_loaded(use.adapter):
+            raise TransferRefused(f"LoRA adapter {use.adapter} would be read again, maybe with other weights")
+
+    def _has_weights(self, use: AdapterUse) -> bool:
+        return self.adapters is not None and self.adapters.is_current(use)
+
+    def changed_blocks(self, commands: Commands) -> set[int]:
+        """What was loaded for requests that have now been computed under other weights of their adapter."""
+        changed = (each.block_ids for each in commands.forwards if not self._has_weights(each.use))
+        return {block_id for block_ids in changed for block_id in block_ids}
 
     def _open_transport(self) -> Transport:
         if self._transport is None:
@@ -126,9 +150,9 @@ class WorkerSide:
     def take_reports(self) -> Reports | None:
         """What is over since the last call."""
         found, said = self.copies.take(), tuple[Said, ...]()
-        for tier in (self._disk, self._remote):
-            if tier is not None:
-                said += tier.take()
+        for each in (self._disk, self._remote, self.adapters):
+            if each is not None:
+                said += each.take()
         return Reports({self._rank: found}, self._gone, said) if found or said else None
 
     def close(self) -> None:

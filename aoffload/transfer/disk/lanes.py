@@ -298,6 +298,10 @@ class DiskLanes:
 
         self._start(reset, "aoffload-disk-reset")
 
+    def disown(self) -> None:
+        """From the next reset on, what is stored is found by no restart."""
+        self.slots.disown()
+
     def _raise_generation(self, num_resets: int) -> str:
         try:
             self.slots.raise_generation(self._generation_after(num_resets))

@@ -103,6 +103,9 @@ class LocalDisk:
     def reset(self, num_resets: int, over: Callable[[str], None]) -> None:
         self._open_lanes().reset(num_resets, over)
 
+    def disown(self) -> None:
+        self._open_lanes().disown()
+
     def statistics(self) -> DiskStatistics:
         loads, stores = DiskCounts(), DiskCounts()
         if self._lanes is not None:

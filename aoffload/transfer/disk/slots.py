@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
+import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -302,6 +303,10 @@ class DiskSlots:
         """From its return on, no restart finds anything that was planned before. Waits for the disk. `OSError`: it may
         find it, and the files must not be used any more."""
         self.raise_generation(_next(self.generation))
+
+    def disown(self) -> None:
+        """From the next reset on, what is stored is found by no restart: nobody knows which model computes it."""
+        self._fingerprint = os.urandom(len(self._fingerprint))
 
     def raise_generation(self, generation: int) -> None:
         """As `reset`, to this `generation`."""

@@ -32,9 +32,11 @@ class Request:
         return len(self.all_token_ids)
 
     @property
-    def block_hashes(self) -> list[tuple[int, ...]]:
-        """One for each block, of all tokens up to its end."""
-        return [tuple(self.all_token_ids[: end + BLOCK]) for end in range(0, self.num_tokens - BLOCK + 1, BLOCK)]
+    def block_hashes(self) -> list[tuple[int | str, ...]]:
+        """One for each block, of all tokens up to its end, and of name and path of the adapter."""
+        lora = self.lora_request
+        key = () if lora is None else (lora.lora_name, lora.lora_path)
+        return [(*key, *self.all_token_ids[: end + BLOCK]) for end in range(0, self.num_tokens - BLOCK + 1, BLOCK)]
 
 
 class Block:
@@ -76,6 +78,9 @@ class Pool:
             self.cached.pop(block.key, None)
             block.key, block.ref_cnt = None, 1
         return taken
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.free)
 
     def get_cached_block(self, block_hash: Any, group_ids: list[int]) -> list[Block] | None:
         found = self.cached.get((group_ids[0], block_hash))
@@ -163,6 +168,50 @@ class Manager:
         self.block_pool.cached.clear()
         for block in self.block_pool.blocks:
             block.key = None
+
+
+def lora(adapter: int, name: str = "tenant", path: str = "/adapter", load_inplace: bool = False) -> Any:
+    return SimpleNamespace(lora_int_id=adapter, lora_name=name, lora_path=path, load_inplace=load_inplace)
+
+
+class Weights:
+    """An adapter as vLLM has loaded it."""
+
+    def __init__(self, adapter: int, number: int) -> None:
+        self.id, self.number, self.loras = adapter, number, {"layer": torch.full((2, 3), number, dtype=torch.bfloat16)}
+
+
+class LoraManager:
+    """vLLM's manager of adapters in a worker: it reads the files of an adapter that it has not, or evicted, and for
+    `load_inplace`. `files` say which weights lie at a path."""
+
+    def __init__(self, lora_config: Any, files: dict[str, int]) -> None:
+        self.lora_config, self.files, self.num_read = lora_config, files, 0
+        self._loaded = OrderedDict[int, Any]()
+        self._adapter_manager = SimpleNamespace(list_adapters=lambda: dict(self._loaded))
+
+    def list_adapters(self) -> set[int]:
+        return set(self._loaded)
+
+    def add_adapter(self, request: Any) -> None:
+        if request.lora_int_id not in self.list_adapters() or request.load_inplace:
+            self.num_read += 1
+            self._loaded[request.lora_int_id] = Weights(request.lora_int_id, self.files[request.lora_path])
+            self._loaded.move_to_end(request.lora_int_id)
+            while len(self._loaded) > self.lora_config.max_cpu_loras:
+                self._loaded.popitem(last=False)
+
+    def set_active_adapters(self, requests: Any, mapping: Any) -> None:
+        for request in requests:
+            self.add_adapter(request)
+
+    def evict(self) -> None:
+        self._loaded.clear()
+
+    def number(self, request: Any) -> int:
+        """Stands for the weights that a forward of `request` computes with."""
+        found: int = 0 if request is None else self._loaded[request.lora_int_id].number
+        return found
 
 
 def kv_tensor(num_blocks: int, num_layers: int = 2) -> tuple[torch.Tensor, Any]:

@@ -11,14 +11,17 @@ from typing import Any
 from unittest.mock import patch
 
 import attrs
-from engine_doubles import BLOCK, PAGE_BYTES, Manager, Request, kv_tensor
+from engine_doubles import BLOCK, PAGE_BYTES, LoraManager, Manager, Request, kv_tensor
 from vllm_described import kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
 from aoffload.integrations.vllm.messages import Commands
 from aoffload.integrations.vllm.scheduler import SchedulerSide
 from aoffload.integrations.vllm.worker import WorkerSide
+from aoffload.integrations.vllm.worker_adapters import watch
 from aoffload.ledger import Completion, Outcome, TransferPlan
+
+assert watch(LoraManager)
 
 
 class SmallEngine:
@@ -38,10 +41,11 @@ class SmallEngine:
         described = kv_cache_config(num_blocks, windows)
         with vllm_importable():
             self.connector = AoffloadConnector(vllm_config(num_ranks, **extra), KVConnectorRole.SCHEDULER, described)
-            self.copiers = [
-                AoffloadConnector(vllm_config(num_ranks, rank, **extra), KVConnectorRole.WORKER, described)
-                for rank in range(num_ranks)
-            ]
+            configs = [vllm_config(num_ranks, rank, **extra) for rank in range(num_ranks)]
+            self.copiers = [AoffloadConnector(config, KVConnectorRole.WORKER, described) for config in configs]
+        self.files: dict[str, int] = {}
+        """What adapters there are, by path: a number stands for their weights."""
+        self.loras = [LoraManager(config.lora_config, self.files) for config in configs]
         self.half._clock = lambda: self.now
         here = {"has_kv_transfer_group": lambda: num_ranks == 1, "get_kv_transfer_group": lambda: self.copiers[0]}
         with patch.dict(AoffloadConnector.bind_kv_cache_manager.__globals__, here):
@@ -190,24 +194,44 @@ class SmallEngine:
         self.preempted = set()
         for request in ready:
             self.manager.cache(request, request.num_computed_tokens + scheduled[request.request_id])
+        num_wrong = len(self.wrong)
         told = [
-            self._work(copier, bound, memory, ready, scheduled)
-            for copier, memory in zip(self.copiers, self.memories, strict=True)
+            self._work(copier, bound, memory, lora, ready, scheduled)
+            for copier, memory, lora in zip(self.copiers, self.memories, self.loras, strict=True)
         ]
         self.told.append(told)
         self._handle_lost(told)
+        taken_back = self._take_back(ready, {block_id for one in told for block_id in one.invalid})
+        if taken_back:  # what was computed from these blocks is nobody's
+            said = self.wrong[num_wrong:]
+            self.wrong[num_wrong:] = [each for each in said if each.partition(" ")[0] not in taken_back]
         for request in ready:
-            request.num_computed_tokens += scheduled[request.request_id]
-            self._advance(request)
+            if request.request_id not in taken_back:
+                request.num_computed_tokens += scheduled[request.request_id]
+                self._advance(request)
         self._handle_over(told)
         self.half.steps.ends()  # vLLM asks for statistics here
 
-    def _work(self, copier: Any, bound: Any, memory: Any, ready: list[Request], scheduled: dict[str, int]) -> Any:
+    def _take_back(self, ready: list[Request], invalid: set[int]) -> set[str]:
+        """Requests that have computed in this step over blocks that are invalid begin again at the first of these."""
+        found = set()
+        for request in ready if invalid else ():
+            table = self.manager.block_ids(request.request_id)[0][: request.num_computed_tokens // BLOCK]
+            stop = next((at for at, block_id in enumerate(table) if block_id in invalid), None)
+            if stop is not None:
+                request.num_computed_tokens = stop * BLOCK
+                found.add(request.request_id)
+        return found
+
+    def _work(
+        self, copier: Any, bound: Any, memory: Any, lora: LoraManager, ready: list[Request], scheduled: dict[str, int]
+    ) -> Any:
         """What vLLM's model runner does in a step."""
         copier.bind_connector_metadata(bound)
         copier.start_load_kv(None)
+        lora.set_active_adapters([request.lora_request for request in ready if request.lora_request is not None], None)
         for request in ready:
-            self._forward(memory, request, scheduled[request.request_id])
+            self._forward(memory, request, scheduled[request.request_id], lora.number(request.lora_request))
         copier.wait_for_save()
         results = copier.get_transfer_results(set())
         invalid = copier.get_block_ids_with_load_errors()
@@ -275,14 +299,14 @@ class SmallEngine:
 
     # -- the model ------------------------------------------------------------------------------------------------
 
-    def _forward(self, memory: Any, request: Request, number: int) -> None:
+    def _forward(self, memory: Any, request: Request, number: int, adapter: int) -> None:
         """Compute `number` tokens, and note a request that would have read wrong KV."""
         pages, start = memory.view(2, -1, PAGE_BYTES), request.num_computed_tokens
         for group, table in enumerate(self.manager.tables[request.request_id]):
             window = self.manager.windows[group]
             for at in range(max(0, start - window + 1) if window else 0, start + number):
                 page = pages[:, table[at // BLOCK].block_id, at % BLOCK * 4 : at % BLOCK * 4 + 4]
-                right = zlib.crc32(bytes([group, *request.all_token_ids[: at + 1]])).to_bytes(4, "little")
+                right = zlib.crc32(bytes([group, adapter, *request.all_token_ids[: at + 1]])).to_bytes(4, "little")
                 if at >= start:
                     page[:] = page.new_tensor(list(right))
                 elif any(bytes(each.tolist()) != right for each in page):

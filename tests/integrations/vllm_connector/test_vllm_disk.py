@@ -285,17 +285,21 @@ def test_a_request_that_ends_while_it_waits_keeps_nothing(disk: Callable[..., Sm
 
 
 def test_a_reset_reaches_the_disk(disk: Callable[..., SmallEngine]) -> None:
-    """No restart finds what vLLM has had forgotten: the weights may be others by then."""
+    """No restart finds what vLLM has had forgotten, nor what it has stored since: the weights may have changed in the
+    engine, and a restart begins with those of the model's files again. The engine itself uses the disk on."""
     engine = disk()
     run(engine, Request("first", TEXT))
     engine.connector.reset_cache()
     assert engine.connector.has_pending_push_work(), "the worker has to hear of it"
     settle(engine)
+    only_on_disk(engine)
+    run(engine, Request("again", TEXT))
+    assert loaded(engine, "disk") == 7
     run(engine, Request("behind it", OTHER))
     engine.close()
     second = disk()
-    assert counted(second, "restored_blocks") == 7
-    run(second, Request("again", TEXT))
+    assert counted(second, "restored_blocks") == 0
+    run(second, Request("again", TEXT), Request("other", OTHER))
     assert loaded(second, "disk") == 0
 
 

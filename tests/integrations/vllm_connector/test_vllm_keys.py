@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_doubles import Request, feature
+from engine_doubles import Request, feature, lora
 
-from aoffload.integrations.vllm.keys import grown, prefix_of
+from aoffload.integrations.vllm.keys import grown, prefix_of, under
 from aoffload.ledger import Prefix
 from aoffload.prefix import Roots
 
@@ -21,10 +20,6 @@ def key(**fields: Any) -> Prefix:
     return found
 
 
-def lora(name: str, path: str) -> Any:
-    return SimpleNamespace(lora_name=name, lora_path=path)
-
-
 def test_equal_requests_have_equal_prefixes() -> None:
     """Nothing else enters: not the request's name, not when it came."""
     assert key() == prefix_of(Roots("model"), Request("other", TOKENS))
@@ -35,7 +30,7 @@ def test_equal_requests_have_equal_prefixes() -> None:
     "fields",
     [
         {"cache_salt": "a"},
-        {"lora_request": lora("a", "/x")},
+        {"lora_request": lora(1)},
         {"mm_features": [feature(3, 4, "cat")]},
     ],
 )
@@ -48,17 +43,29 @@ def test_what_else_identifies_kv_enters(fields: dict[str, Any]) -> None:
     ("one", "other"),
     [
         ({"cache_salt": "a"}, {"cache_salt": "b"}),
-        ({"lora_request": lora("a", "/x")}, {"lora_request": lora("a", "/y")}),
-        ({"lora_request": lora("a", "/x")}, {"lora_request": lora("b", "/x")}),
-        ({"lora_request": lora("a", "b/x")}, {"lora_request": lora("ab", "/x")}),
         ({"mm_features": [feature(3, 4, "cat")]}, {"mm_features": [feature(3, 4, "dog")]}),
         ({"mm_features": [feature(3, 4, "cat")]}, {"mm_features": [feature(4, 4, "cat")]}),
         ({"mm_features": [feature(3, 4, "a", "image")]}, {"mm_features": [feature(3, 4, "a", "audio")]}),
     ],
 )
 def test_values_are_told_apart(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Another salt, an adapter under the same name from another place, another image or another place of it."""
+    """Another salt, another image or another place of it."""
     assert key(**one) != key(**other)
+
+
+def test_an_adapter_says_nothing_about_its_weights() -> None:
+    """Neither its name, nor its path, nor its id: a request shares nothing, not with the same request. Once the weights
+    are known, they are what counts, and a salt."""
+    roots, requests = Roots("model"), [Request(name, TOKENS, lora_request=lora(1)) for name in "ab"]
+    one, other = (prefix_of(roots, request) for request in requests)
+    assert one is not None and other is not None and one != other
+    assert under(one, roots, requests[0], "weights") == under(other, roots, requests[1], "weights")
+    assert under(one, roots, requests[0], "weights") != under(one, roots, requests[0], "others")
+    salted = Request("c", TOKENS, lora_request=lora(1), cache_salt="salt")
+    assert under(one, roots, salted, "weights") != under(one, roots, requests[0], "weights")
+    for number in range(Roots.MAX_KEPT + 1):
+        prefix_of(roots, Request(str(number), TOKENS, lora_request=lora(1)))
+    assert len(roots) == 3, "these roots are nobody else's, so they push none out"
 
 
 def test_spans_come_in_order() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,7 @@ from vllm_doubles import CONNECTOR, NAMES, AoffloadConnector, KVConnectorRole, v
 
 import aoffload.integrations.vllm as package
 from aoffload import ConfigError
+from proof.vllm.models import DENSE
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -107,13 +111,103 @@ def made(role: str = "SCHEDULER", **changes: Any) -> Any:
         ("enable_prefix_caching", False),
         ("pipeline_parallel_size", 2),
         ("speculative_config", SimpleNamespace(method="eagle", use_eagle=lambda: True)),
+        ("is_hybrid", True),
     ],
 )
 def test_what_cannot_work_is_refused(name: str, value: Any) -> None:
-    """At the start, by the name of the option."""
-    with pytest.raises(ConfigError) as caught:
+    """At the start, by the name of the option, with a way out."""
+    with pytest.raises(ConfigError, match=r"Start |Use |Set ") as caught:
         made(**{name: value})
-    assert caught.value.argument == name
+    assert caught.value.argument == {"is_hybrid": "model"}.get(name, name)
+
+
+class VllmConfig:
+    """As vLLM's: it asks for the class of the connector when its fields are set, and before anything is loaded."""
+
+    def __init__(self, fields: Any) -> None:
+        self.__dict__.update(vars(fields))
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        with vllm_importable():
+            assert package.AoffloadConnector.__name__ == "AoffloadConnector"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"kv_role": "kv_producer"}, "kv_role"),
+        ({"enable_prefix_caching": False}, "enable_prefix_caching"),
+        ({"kv_connector_extra_config": {"num_host_blocks": 64, "hots_bytes": 1}}, "hots_bytes"),
+        ({"kv_connector_extra_config": {}}, "host_bytes"),
+        ({"kv_connector_extra_config": {"host_bytes": "64GiB", "disk": {"path": "/kv", "size": "1GB"}}}, "namespace"),
+    ],
+)
+def test_it_is_refused_before_weights_are_loaded(changes: dict[str, Any], named: str) -> None:
+    """vLLM makes connectors when a model is loaded, which may take minutes. It looks for their class before."""
+    config = vllm_config()
+    VllmConfig(config)
+    for part in filter(None, vars(config).values()):
+        vars(part).update({name: value for name, value in changes.items() if hasattr(part, name)})
+    with pytest.raises(ConfigError) as caught:
+        VllmConfig(config)
+    assert caught.value.argument == named
+    config.kv_transfer_config.kv_connector = "MultiConnector"
+    VllmConfig(config)  # the keys are those of several connectors
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_sleep_mode_takes_a_vllm_that_tells_of_it(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
+    """Without these hooks, which came with vLLM 0.33, copies would go on while the KV tensors have no memory. The
+    refusal says what to do instead."""
+    base = AoffloadConnector.__mro__[1]
+    monkeypatch.setattr(base, "unregister_kv_caches", lambda self: None, raising=False)
+    if not tells:
+        monkeypatch.delattr(base, "unregister_kv_caches")
+        with pytest.raises(ConfigError, match=r"Use vLLM 0\.33, or start without --enable-sleep-mode") as caught:
+            made(enable_sleep_mode=True)
+        assert caught.value.argument == "enable_sleep_mode"
+    else:
+        assert made(enable_sleep_mode=True).off_reason == ""
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_vllm_itself_refuses_before_it_loads_weights(tmp_path: Path) -> None:
+    """With the configuration of a model that has no weights at all."""
+    from vllm import EngineArgs
+    from vllm.config import KVTransferConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    fields = {"kv_connector_module_path": package.__name__, "kv_load_failure_policy": "recompute"}
+    for role, extra in (("kv_producer", {"host_bytes": 1 << 20}), ("kv_both", {"kv_role": 1})):
+        transfer = KVTransferConfig("AoffloadConnector", kv_role=role, kv_connector_extra_config=extra, **fields)
+        arguments = EngineArgs(str(tmp_path), skip_tokenizer_init=True, kv_transfer_config=transfer, dtype="float32")
+        with pytest.raises(ValueError, match="kv_role"):
+            arguments.create_engine_config()
+
+
+@pytest.mark.parametrize("lacks", ["vllm.v1.metrics.cache_hit_source", "SupportsHMA"])
+def test_another_version_of_vllm_is_named(tmp_path: Path, lacks: str) -> None:
+    """What the connector needs of vLLM has moved there: the error says which version is installed, and which are
+    supported. It does not say that vLLM is missing."""
+    for name in (*NAMES, "vllm.v1", "vllm.v1.metrics", "vllm.distributed", "vllm.lora"):
+        path = tmp_path.joinpath(*name.split("."))
+        path.mkdir(parents=True, exist_ok=True)
+        text = "\n".join(f"class {each}: pass" for each in NAMES.get(name, {}) if each not in (lacks, "__version__"))
+        (path / "__init__.py").write_text(text + "\n__version__ = '0.31.0'\n")
+    if "." in lacks:
+        shutil.rmtree(tmp_path.joinpath(*lacks.split(".")))
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import aoffload.integrations.vllm as package\n"
+        "from aoffload.errors import MissingExtra, UnsupportedVersion\n"
+        "try: package.AoffloadConnector\n"
+        "except UnsupportedVersion as error: assert not isinstance(error, MissingExtra); print(error.version, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("0.31.0 AoffloadConnector does not go with vllm 0.31.0, which has no "), done.stderr
+    assert lacks in done.stdout and done.stdout.endswith(f"install {package.SUPPORTED}\n")
 
 
 def test_speculation_without_kv_of_its_own_is_no_obstacle() -> None:
@@ -153,3 +247,20 @@ def test_the_entry_point_is_declared() -> None:
     if found is None:
         pytest.skip("this environment has an installation from before the entry point")
     assert found.value == "aoffload.integrations.vllm:register"
+
+
+def test_what_inputs_are_made_of_enters_the_identity_of_a_disk() -> None:
+    """vLLM caches an image by a hash of the image, whatever its processor is told to make of it; and the hash of the
+    model leaves that out. An engine that is told nothing finds what it has stored before."""
+    identity_of = AoffloadConnector.__init__.__globals__["_identity"]
+
+    def others(**fields: Any) -> str:
+        config = vllm_config()
+        config.model_config.multimodal_config = SimpleNamespace(**fields) if fields else None
+        found: str = identity_of(config, kv_cache_config(9), "weights").others
+        return found
+
+    told = [{"mm_processor_kwargs": {"max_pixels": number}} for number in (1, 2)]
+    found = [others(**fields) for fields in (*told, {"media_io_kwargs": {"video": {"fps": 1}}}, {"other": 1})]
+    assert len(set(found)) == 4
+    assert found[-1] == others()

@@ -16,6 +16,7 @@ HEADS = {"num_kv_heads": 1, "head_size": 8, "block_size": BLOCK}
 def vllm_config(num_ranks: int = 1, rank: int = 0, *, most_step_tokens: int = 1, **extra: Any) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
+            kv_connector="AoffloadConnector",
             kv_load_failure_policy="recompute",
             kv_role="kv_both",
             is_kv_producer=True,
@@ -29,10 +30,19 @@ def vllm_config(num_ranks: int = 1, rank: int = 0, *, most_step_tokens: int = 1,
             pipeline_parallel_size=1,
             data_parallel_size=1,
         ),
-        model_config=SimpleNamespace(model=MODEL, revision=None, dtype="float32", compute_hash=lambda: "model"),
+        model_config=SimpleNamespace(
+            model=MODEL,
+            revision=None,
+            dtype="float32",
+            compute_hash=lambda: "model",
+            is_hybrid=False,
+            enable_sleep_mode=False,
+            multimodal_config=None,
+        ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=most_step_tokens),
         attention_config=SimpleNamespace(compute_hash=lambda: "attention"),
         speculative_config=None,
+        lora_config=SimpleNamespace(max_cpu_loras=2),
     )
 
 

@@ -84,6 +84,11 @@ class PromMetrics:
         self._labelnames, self.per_engine_labelvalues = labelnames, per_engine_labelvalues
 
 
+class WorkerLoRAManager:
+    def list_adapters(self) -> set[int]:
+        return set()
+
+
 class Kind(Enum):
     FULL_ATTENTION = "full_attention"
     MLA_ATTENTION = "mla_attention"
@@ -147,6 +152,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "SupportsHMA": SupportsHMA,
     },
     f"{CONNECTOR}.v1.metrics": {"KVConnectorPromMetrics": PromMetrics, "KVConnectorStats": Statistics},
+    "vllm.lora.worker_manager": {"WorkerLoRAManager": WorkerLoRAManager},
     "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": CacheHitSource},
     "vllm.v1.kv_cache_interface": {
         "FullAttentionSpec": FullAttentionSpec,

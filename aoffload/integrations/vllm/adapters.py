@@ -1,0 +1,95 @@
+"""LoRA adapters in the scheduler: whose KV a request computes, as far as the workers have told what they have loaded.
+
+A request of an adapter is cached under the content of its weights. Until every rank has told of it, nothing is loaded
+for such a request. vLLM may read an adapter again at any time. So every copy, and the first forward over what was
+loaded, carries the `AdapterUse` that it was planned under, and the workers compare.
+
+vLLM's own prefix cache goes by name and path of an adapter. Where several weights have been used under one name and
+path, what vLLM finds there may be of any of them: a request that begins behind such a hit is not cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+
+from .messages import AdapterSeen, AdapterUse, Said
+
+__all__ = ["Adapters"]
+
+
+@attrs.define(eq=False)
+class Adapters:
+    """One per engine. An adapter goes by vLLM's `lora_int_id`."""
+
+    num_ranks: int
+    max_loaded: int | None = None
+    """Adapters that each worker keeps before it evicts one; None: unknown."""
+    _by_rank: dict[int, dict[int, AdapterSeen]] = attrs.field(factory=dict, init=False)
+    _uses: dict[int, AdapterUse] = attrs.field(factory=dict, init=False)
+    _places: dict[int, set[tuple[str, str]]] = attrs.field(factory=dict, init=False)
+    """Names and paths under which an adapter was requested."""
+    _in_place: dict[tuple[str, str], set[str | int]] = attrs.field(factory=dict, init=False)
+    """Whose KV vLLM's own cache may have under a name and a path: keys of weights, and ids of adapters whose weights
+    nobody has told of."""
+    _asked: set[int] = attrs.field(factory=set, init=False)
+
+    def use_of(self, adapter: int) -> AdapterUse | None:
+        """The weights that the workers have loaded last; None: not told of."""
+        return self._uses.get(adapter)
+
+    def is_news(self, adapter: int) -> bool:
+        """Whether the adapter is asked for the first time: the workers may have loaded it, and tell of it with a
+        step."""
+        is_first = adapter not in self._asked
+        self._asked.add(adapter)
+        return is_first
+
+    def see(self, lora: Any) -> None:
+        """A request of `lora` asks for blocks: vLLM is about to compute by it."""
+        adapter, place = lora.lora_int_id, (lora.lora_name, lora.lora_path)
+        use = self._uses.get(adapter)
+        self._places.setdefault(adapter, set()).add(place)
+        self._in_place.setdefault(place, set()).add(adapter if use is None else use.key)
+
+    def is_mixed(self, lora: Any) -> bool:
+        """Whether what vLLM's own cache has under name and path of `lora` may be of other weights."""
+        return len(self._in_place.get((lora.lora_name, lora.lora_path), ())) > 1
+
+    @property
+    def may_evict(self) -> bool:
+        """Whether the workers may read an adapter again without being told to."""
+        return self.max_loaded is None or len(self._places.keys() | self._by_rank.keys()) > self.max_loaded
+
+    def hear(self, said: Iterable[Said]) -> list[AdapterUse]:
+        """What the workers say. Returns the adapters whose weights have changed."""
+        touched = dict[int, None]()
+        for report in said:
+            if isinstance(report, AdapterSeen):
+                self._by_rank.setdefault(report.adapter, {})[report.rank] = report
+                touched[report.adapter] = None
+        changed = []
+        for adapter in touched:
+            by_rank = self._by_rank[adapter]
+            if len(by_rank) == self.num_ranks:
+                seen = [by_rank[rank] for rank in sorted(by_rank)]
+                serials = {one.rank: one.serial for one in seen}
+                use = AdapterUse(adapter, serials, _key([one.digest for one in seen]))
+                self._uses[adapter] = use
+                changed.append(use)
+                for place in self._places.get(adapter, ()):
+                    self._in_place[place].discard(adapter)
+                    self._in_place[place].add(use.key)
+        return changed
+
+    def forget_places(self) -> None:
+        """vLLM's own cache is empty."""
+        self._in_place.clear()
+
+
+def _key(digests: list[str]) -> str:
+    """What stands for the weights of all ranks together. A rank may have loaded other weights than another."""
+    return digests[0] if len(set(digests)) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
