@@ -15,6 +15,7 @@ from .mutants_disk_proof import DISK_PROOF_MUTANTS
 from .mutants_disk_shell import DISK_SHELL_MUTANTS
 from .mutants_early import EARLY_MUTANTS
 from .mutants_engine import ENGINE_MUTANTS
+from .mutants_found_shell import FOUND_SHELL_MUTANTS
 from .mutants_keeping import KEEPING_MUTANTS
 from .mutants_learned import LEARNED_MUTANTS
 from .mutants_line import LINE_MUTANTS
@@ -40,4 +41,5 @@ MUTANTS: tuple[Mutant, ...] = (
     + VLLM_MUTANTS + DISK_MUTANTS + DISK_CORE_MUTANTS + DISK_SHELL_MUTANTS + DISK_PROOF_MUTANTS
     + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + SEEN_MUTANTS
     + CHOICE_MUTANTS + LEARNED_MUTANTS + CUDA_MUTANTS + SUBMISSION_MUTANTS
+    + FOUND_SHELL_MUTANTS
 )  # fmt: skip
