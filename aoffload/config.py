@@ -219,9 +219,15 @@ class OffloadConfig:
         if self.num_host_blocks is not None:
             return self.num_host_blocks
         assert self.host_bytes is not None
-        num_blocks = parse_bytes("host_bytes", self.host_bytes) // block_bytes
-        if not 1 <= num_blocks <= MAX_BLOCKS:
-            raise ConfigError("host_bytes", f"holds {num_blocks} blocks of {block_bytes} bytes")
+        num_bytes = parse_bytes("host_bytes", self.host_bytes)
+        num_blocks = num_bytes // block_bytes
+        if not num_blocks:
+            problem = f"is {num_bytes:,} bytes, less than one block, which has {block_bytes:,} bytes"
+            raise ConfigError("host_bytes", problem)
+        if num_blocks > MAX_BLOCKS:
+            most = f"there can be {MAX_BLOCKS:,} blocks at most, {MAX_BLOCKS * block_bytes:,} bytes"
+            problem = f"is {num_bytes:,} bytes, {num_blocks:,} blocks of {block_bytes:,} bytes: {most}"
+            raise ConfigError("host_bytes", problem)
         return num_blocks
 
     def blocks_per_job(self, block_bytes: int) -> int:

@@ -76,6 +76,14 @@ class Env:
         trio.lowlevel.spawn_system_task(wait, name="aoffload timer")
         return scope.cancel
 
+    def running_loop(self) -> object:
+        """The running event loop. Another one is another object."""
+        if not _in_trio():
+            return asyncio.get_running_loop()
+        import trio
+
+        return trio.lowlevel.current_trio_token()
+
     def running_task(self) -> Callable[[], object]:
         """A function that returns the current task of the running event loop."""
         if _in_trio():

@@ -153,7 +153,7 @@ class PendingLoad(AwaitedLoad):
     def block_ids(self) -> list[list[int]]:
         """The block table after the load, one list per group. Read it inside a step of this load, which holds these
         blocks. Without a step it raises `WrongState` while the load is under way."""
-        return self._request._session.ledger.expected_block_ids(self._live())
+        return self._request._session.ledger.expected_block_ids(self._request._with_blocks())
 
     @property
     def regions(self) -> tuple[LoadedRegion, ...]:
@@ -174,6 +174,7 @@ class PendingLoad(AwaitedLoad):
         """First token that has to be computed again, in a new step, because the load fell short after a forward had
         started on it. None: no token, or the load is not over. Reading this does not replace `wait`: a commit is
         refused until `wait` has returned."""
+        self._request._session.check_may_look()
         holding = self._request._holding
         if self._first_invalid_token is None and holding is not None and not self._is_of_before(holding):
             return self._request._session.ledger.first_invalid_token(holding)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
+from contextlib import suppress
 from functools import partial
 
 import anyio
@@ -11,7 +13,11 @@ import attrs
 from .core.hops import Tier
 from .errors import TransferRefused
 from .session import Session
+from .session_life import SessionLife
+from .transfer.claims import claim, unclaim
 from .transfer.layout import described
+from .transfer.local import LocalTransport
+from .transfer.region import KVRegion
 from .transfer.transport import HasDisk, HasRemote, PinProgress, ReportsPinning, SlowToOpen
 
 __all__ = ["Opening"]
@@ -23,9 +29,28 @@ class Opening:
 
     session: Session
     num_host_blocks: int
+    has_own_ids: bool
+    """The program hands out the block ids of the device."""
+    is_open: bool = attrs.field(default=False, init=False)
+    """It was opened, and nobody has begun to close it."""
 
     async def open(self) -> None:
         """Open the transport; in a worker thread if it opens slowly, since page-locking gigabytes takes seconds."""
+        claim(self._regions, has_own_ids=self.has_own_ids)
+        try:
+            await self._open_claimed()
+        except BaseException:
+            if not self.is_open:
+                unclaim(self._regions)
+            raise
+
+    @property
+    def _regions(self) -> tuple[KVRegion, ...]:
+        """Empty where a transport of the program's own has them."""
+        transport = self.session.transport
+        return transport.regions if isinstance(transport, LocalTransport) else ()
+
+    async def _open_claimed(self) -> None:
         transport = self.session.transport
         if isinstance(transport, ReportsPinning):
             transport.report_pinning(self._hear_pinning)
@@ -48,11 +73,24 @@ class Opening:
             engine_blocks=ledger.cache.tiers[Tier.DEVICE].is_outside,
         )
 
+    def let_go(self) -> None:
+        """Close the transport of a runtime that nobody leaves: in a thread of its own, because this is called by a
+        finaliser, which may interrupt whoever has a lock that closing takes. The task of the worker ends in its loop,
+        if there still is one."""
+        self.is_open = False
+        session, timeout_s = self.session, self.session.config.close_timeout_s
+        session.life = SessionLife.CLOSED
+        session.worker.call_soon(session.worker.end)
+        with suppress(RuntimeError):  # the interpreter ends, and its threads with it
+            _thread.start_new_thread(self.close, (timeout_s,))
+
     def close(self, timeout_s: float) -> None:
         """Close the transport, waiting up to `timeout_s` seconds. Errors are only logged, so that a device that fails
         does not keep the engine from ending."""
+        self.is_open = False
         try:
-            self.session.transport.close(timeout_s)
+            if self.session.transport.close(timeout_s):
+                unclaim(self._regions)
         except Exception as error:  # noqa: BLE001 - a driver error; what is in flight is quarantined
             self.session.telemetry.transport_failed(error)
 
@@ -68,6 +106,7 @@ class Opening:
         session = self.session
         deliver = session.observers.hearing(session.worker.deliver)
         session.transport.open(self.num_host_blocks, verify=session.config.verify, deliver=deliver, env=session.env)
+        self.is_open = True
 
     async def _open_in_thread(self) -> None:
         """Open in a thread, so that the event loop goes on. A native cancellation leaves the thread running; the task

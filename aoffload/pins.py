@@ -65,11 +65,15 @@ class PinScope:
         self._prefix = prefix
         self._ttl_s = ttl_s
         self._pin: Pin | None = None
+        self._was_entered = False
+        self._runtime: object = None
+        """What opened the session: it stays open for as long as this pin is there."""
 
     def __repr__(self) -> str:
         return f"<PinScope {self.state.name} {self.match.num_tokens} tokens>"
 
     def __enter__(self) -> Self:
+        self._was_entered = True
         self._session.check_usable()
         if self._pin is not None:
             raise WrongState(f"{self!r} was entered before: make another one")
@@ -81,12 +85,16 @@ class PinScope:
     def __exit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pin is not None:
-            self._session.ledger.unpin(self._pin)
+        pin = self._pin
+        if pin is not None:
+            self._session.leave_in_loop(lambda: self._session.ledger.unpin(pin))
 
     def __del__(self) -> None:
         pin = self._pin
-        if pin is not None and pin.state is PinState.HELD:
+        if pin is None:
+            if not self._was_entered and self._session.is_open:
+                warnings.warn("a pin was never entered, and pins nothing: use `with`", ResourceWarning, stacklevel=2)
+        elif pin.state is PinState.HELD:
             self._session.call_later(lambda: self._session.ledger.unpin(pin))  # before the warning, which may raise
             warnings.warn(f"{self!r} was abandoned: leave its with block", ResourceWarning, stacklevel=2, source=self)
 
@@ -129,7 +137,7 @@ class _Pending(ABC, Generic[AnyTransfer]):
     def __exit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cancel()
+        self._session.leave_in_loop(self._cancel)
 
     @property
     def is_over(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
 import anyio
 
-from .core.owners import Waiter
+from .core.owners import Holding, Waiter
 from .core.results import Extension, Preemption
 from .engine_calls import EngineCalls
 from .errors import OutOfBlocks
@@ -32,14 +33,31 @@ class Request(EngineCalls):
 
     @property
     def block_ids(self) -> list[list[int]]:
-        """The block table, one list per group; null block 0 for blocks that are not needed or still loading."""
-        return self._session.ledger.block_ids(self._live())
+        """The block table, one list per group; null block 0 for blocks that are not needed or still loading.
+        `WrongState` while it has no blocks: before `allocate`, and after `preempt`."""
+        return self._session.ledger.block_ids(self._with_blocks())
 
     # -- allocation -----------------------------------------------------------------------------------------------
 
     def allocate_nowait(self, num_tokens: int | None = None) -> None:
-        """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). `OutOfBlocks` changes nothing."""
-        self._session.ledger.allocate_nowait(self._live(), num_tokens)
+        """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). `OutOfBlocks` changes nothing.
+
+        For the first part of a prompt, whole blocks: a part that ends inside of one is a warning, because it is more
+        often a mistake, and the rest of that block costs nothing.
+        """
+        holding = self._live()
+        self._warn_of_part(holding, num_tokens)
+        self._session.ledger.allocate_nowait(holding, num_tokens)
+
+    def _warn_of_part(self, holding: Holding, num_tokens: int | None) -> None:
+        num_known = holding.sequence.num_tokens
+        if type(num_tokens) is not int or not 0 < num_tokens < num_known:
+            return
+        if num_tokens % self._session.ledger.layout.unit_tokens:
+            problem = (
+                f"{num_tokens} tokens in total are fewer than the {num_known} of {holding}, and end inside of a block"
+            )
+            warnings.warn(f"allocate: {problem}", UserWarning, stacklevel=3)
 
     async def fetch(self) -> int:
         """Bring what disk and remote store have behind the hit into host memory, and match again, while the request has
@@ -56,6 +74,10 @@ class Request(EngineCalls):
         if it can never fit."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         holding = self._live()
+        self._warn_of_part(holding, num_tokens)
+        await self._allocate(holding, num_tokens)
+
+    async def _allocate(self, holding: Holding, num_tokens: int | None) -> None:
         if holding.match.num_disk_tokens or self._session.remote is not None:
             await fetch(self, holding, self._prefix)
         try:
@@ -107,16 +129,16 @@ class Request(EngineCalls):
         return found
 
     async def preempt(self) -> Preemption:
-        """As `preempt_nowait`, but waits: first for steps that hold its blocks, then until every block is free. Nothing
-        is freed if another task has preempted it during that wait.
+        """As `preempt_nowait`, but waits: first for steps that hold its blocks, then until every block is free. For any
+        task: it frees nothing if the request has ended meanwhile, was preempted by another task, or waits for room.
 
         A request that needs these blocks must be waiting in `extend` by then; otherwise, a `resume` takes them back."""
         await anyio.lowlevel.checkpoint_if_cancelled()
-        holding = self._live()
-        while holding.num_steps:
+        holding = self._entered()
+        while holding.num_steps and not holding.is_over:
             await self._wait(anyio.Event())
-            if not self._live().tables:
-                return Preemption(0, 0, ())
+        if not self._session.ledger.is_engine_owned and not holding.may_be_preempted:
+            return Preemption(0, 0, ())  # no error: the caller cannot have seen what another task does meanwhile
         found = self.preempt_nowait()
         await self._session.worker.wait_over(max(found.job_ids, default=0))
         return found
@@ -130,7 +152,7 @@ class Request(EngineCalls):
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         self._session.ledger.resume(self._live(), num_tokens)
-        await self.allocate(num_tokens)
+        await self._allocate(self._live(), num_tokens)
         return await self.load()
 
     # -- loading --------------------------------------------------------------------------------------------------

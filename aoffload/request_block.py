@@ -15,7 +15,7 @@ import anyio
 
 from .arguments import check_text
 from .core.answer import NO_MATCH, PrefixMatch
-from .core.lifecycle import RequestState
+from .core.lifecycle import RequestState, require
 from .core.owners import Holding
 from .errors import RequestAborted, RuntimeClosed, WrongState
 from .prefix import LongList, Prefix
@@ -24,12 +24,16 @@ from .session import RequestOptions, Session
 
 __all__ = ["RequestBlock"]
 
+WITH_BLOCKS = (RequestState.ALLOCATED, RequestState.LOADING, RequestState.DRAINING, RequestState.RUNNING)
+
 
 class RequestBlock:
     """Holds what a request has until the block ends, and no longer. `Request` says what its scope does."""
 
     def __init__(self, session: Session, prompt: Prefix | LongList, options: RequestOptions) -> None:
         self._session = session
+        self._runtime: object = None
+        """What opened the session: it stays open for as long as this request is there."""
         self._prompt = prompt
         self._options = options
         self._prefix: Prefix
@@ -52,6 +56,7 @@ class RequestBlock:
 
     async def __aenter__(self) -> Self:
         is_scoped = not may_be_suspended(sys._getframe(1))
+        self._session.check_loop(self._session.env.running_loop())
         bound_s = self._options.deadline_s
         deadline = None if bound_s is None else anyio.current_time() + bound_s
         prefix = self._prompt if isinstance(self._prompt, Prefix) else await _read(self._prompt)
@@ -83,6 +88,12 @@ class RequestBlock:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        if self._session.is_in_fork:
+            return False  # a copy of the request, which belongs to the parent
+        if self._session.is_elsewhere:
+            self._session.call_in_loop(partial(self._left_elsewhere, self._why(error)))
+            warnings.warn(f"{self!r} was left in another thread than it was entered in", ResourceWarning, stacklevel=2)
+            return False
         # First and synchronously: nothing after this can keep blocks held, not even a second cancellation.
         self._close(self._why(error))
         self._stop_timer()
@@ -95,6 +106,13 @@ class RequestBlock:
             scope.deadline = math.inf  # it stays around a task that no longer serves this request
             return False
         return bool(scope.__exit__(exc_type, error, trace))
+
+    def _left_elsewhere(self, reason: str) -> None:
+        """The end of the block, in the event loop's thread. The scope stays around the task that entered it."""
+        self._close(reason)
+        self._stop_timer()
+        if self._scope is not None:
+            self._scope.deadline = math.inf
 
     def __del__(self) -> None:
         holding = self._holding
@@ -162,18 +180,28 @@ class RequestBlock:
         finally:
             self._waiting.discard(event)
 
-    def _live(self) -> Holding:
+    def _entered(self) -> Holding:
         self._session.check_usable()
-        holding = self._holding
-        if holding is None:
-            raise WrongState("the request was not entered: use `async with`")
+        if self._holding is None:
+            raise WrongState(f"request {self.request_id} was not entered: use `async with`")
+        return self._holding
+
+    def _with_blocks(self) -> Holding:
+        """For whoever reads its block tables."""
+        holding = self._live()
+        if not self._session.ledger.is_engine_owned:  # which refuses the call in every state
+            require(holding, "block_ids", *WITH_BLOCKS)
+        return holding
+
+    def _live(self) -> Holding:
+        holding = self._entered()
         if holding.is_over:
             if holding.reason == "runtime_closed":
                 raise RuntimeClosed(f"the runtime was closed under {holding}")
             if self._scope is None and self._cancel_reason:
                 self._aborted = RequestAborted(self.request_id, holding.reason)
                 raise self._aborted
-            raise WrongState(f"{holding} is {holding.state.name}")
+            raise WrongState(f"{holding} is {holding.state.name}: it has given up its blocks")
         return holding
 
     # -- properties -----------------------------------------------------------------------------------------------

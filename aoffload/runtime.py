@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, Unpack
 
 import anyio
@@ -23,7 +24,7 @@ from .prefix import KeySpan, Prefix, TokenIds, prompt_of
 from .request import Request
 from .runtime_life import RuntimeLife
 from .session import RequestOptions
-from .steps import Computed, commit_step, hold, run_step
+from .steps import Computed, StepScope, commit_step, run_step
 from .transfer.fence import Fence
 from .transfer.transport import DiskStatistics, RemoteStatistics, TransferStatistics
 
@@ -90,11 +91,16 @@ class OffloadRuntime(RuntimeLife):
         """
         self._session.check_usable()
         seconds = None if deadline_s is None else _seconds("deadline_s", deadline_s)
+        if seconds is not None and seconds < 0:  # no error: what is left of a time may be less than nothing
+            over = "is over before the request begins; None is no deadline"
+            warnings.warn(f"deadline_s: {shown(deadline_s)} {over}", UserWarning, stacklevel=2)
         prompt = prompt_of(self._roots.of(cache_salt, adapter_key), token_ids, key_spans)
         options = RequestOptions(
             request_id, seconds, max_hit_tokens, hit_alignment, reads_cache, store, max_store_tokens, num_device_tokens
         )
-        return Request(self._session, prompt, options)
+        request = Request(self._session, prompt, options)
+        request._runtime = self
+        return request
 
     async def run(
         self, function: Callable[[Request], Awaitable[Result]], token_ids: TokenIds, /, **options: Any
@@ -143,7 +149,9 @@ class OffloadRuntime(RuntimeLife):
 
     def pin(self, token_ids: TokenIds, ttl_s: float, **identity: Unpack[Identity]) -> PinScope:
         """A context manager that pins the cached part of a prompt from entering on, for at most `ttl_s` seconds."""
-        return PinScope(self._session, self._prefix_for("pin", token_ids, identity), time_to_live(ttl_s))
+        pin = PinScope(self._session, self._prefix_for("pin", token_ids, identity), time_to_live(ttl_s))
+        pin._runtime = self
+        return pin
 
     def hint(self, token_ids: TokenIds, *, expected_s: float, category: str = "", **identity: Unpack[Identity]) -> int:
         """Say that a prompt will be asked for again within `expected_s` seconds, as after an agent's tool call: what
@@ -210,8 +218,7 @@ class OffloadRuntime(RuntimeLife):
 
     # -- computing ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def step(self, requests: Iterable[Request | PendingLoad]) -> Iterator[None]:
+    def step(self, requests: Iterable[Request | PendingLoad]) -> AbstractContextManager[None]:
         """Hold the blocks of `requests` while a forward uses them, in any thread, even if a request ends meanwhile.
 
         A load waits only for the steps that used the blocks it writes to, and not for all compute so far. So once you
@@ -220,8 +227,8 @@ class OffloadRuntime(RuntimeLife):
 
         A pending load in place of its request: the forward starts before the load is over (see `PendingLoad`).
         """
-        with hold(self._session, requests):
-            yield
+        self._session.check_usable()
+        return StepScope(self._session, requests)
 
     async def run_step(self, requests: Iterable[Request | PendingLoad], function: Callable[[], Result]) -> Result:
         """Run `function()` in a worker thread and hold the blocks of `requests` until the *thread* has finished.
@@ -281,6 +288,7 @@ class OffloadRuntime(RuntimeLife):
     async def flush(self) -> None:
         """Wait until every transfer planned so far has ended or is given up."""
         self._session.check_usable()
+        self._session.check_loop(self.env.running_loop())
         await self.worker.wait_idle()
 
     async def reset(self, tier: Tier | None = None, timeout_s: float | None = None) -> tuple[int, ...]:
@@ -295,6 +303,7 @@ class OffloadRuntime(RuntimeLife):
         taken it. What is in a remote store stays there, for whoever uses its namespace: this runtime uses it no more.
         """
         self._session.check_usable()
+        self._session.check_loop(self.env.running_loop())
         seconds = math.inf if timeout_s is None else _seconds("timeout_s", timeout_s)
         if seconds < 0:
             raise InvalidArgument("timeout_s", f"must not be negative, got {shown(timeout_s)}")
@@ -311,6 +320,7 @@ class OffloadRuntime(RuntimeLife):
         return self.worker.copies.in_flight_up_to(last_id)
 
     def statistics(self) -> RuntimeStatistics:
+        self._session.check_may_look()
         found = self.ledger.statistics()
         disk, remote = self._session.disk, self._session.remote
         return RuntimeStatistics(
@@ -326,6 +336,7 @@ class OffloadRuntime(RuntimeLife):
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block has exactly one owner. Looks at every block."""
+        self._session.check_may_look()
         self.ledger.check_integrity()
 
 

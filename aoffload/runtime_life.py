@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -16,7 +17,7 @@ from .core.ledger import Ledger
 from .core.pools import DevicePool, EngineBlocks
 from .disk_work import DiskWork
 from .env import Env
-from .errors import ConfigError, InvalidArgument, RuntimeClosed
+from .errors import ConfigError, InvalidArgument, RuntimeClosed, WrongThread
 from .explained import Explained
 from .fetch_gate import PrefillSpeed
 from .load_costs import LoadCosts
@@ -37,6 +38,8 @@ __all__ = ["RuntimeLife"]
 
 class RuntimeLife(Explained):
     """The wiring of a runtime, from its making to its end. `OffloadRuntime` has the calls."""
+
+    _session: Session
 
     def __init__(
         self,
@@ -69,19 +72,21 @@ class RuntimeLife(Explained):
         self.telemetry = Telemetry(logger)
         self.observers = Observers(self.telemetry, *as_tuple("observers", observers, "RuntimeObserver"))
         block_bytes = self.transport.block_bytes
+        sessions: list[Session] = []  # not `self`: a thread of the transport would keep the runtime alive
         self.ledger = Ledger(
             config,
             self.transport.num_device_blocks,
             block_bytes=block_bytes,
             device_pool=device_pool,
             engine_blocks=engine_blocks,
-            clock=None if engine_blocks is None else lambda: self._session.now(),
+            clock=None if engine_blocks is None else lambda: sessions[0].now(),
             observer=self.observers if len(self.observers.observers) > 1 else self.telemetry,
         )
         self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
         self._session = Session(
             config, self.env, self.ledger, self.worker, self.transport, self.telemetry, self.observers
         )
+        sessions.append(self._session)
         if disk is not None:
             work = DiskWork(self.ledger, self.worker, disk, block_bytes, self.env, self.telemetry)
             self._session.disk = work
@@ -94,12 +99,21 @@ class RuntimeLife(Explained):
                 self._session.costs = LoadCosts(self.ledger, self.worker.copies, speed, self.telemetry.load_declined)
         if disk is not None or remote is not None:
             self.worker.after_settled = self._session.look_below
-        self._opening = Opening(self._session, config.resolve_host_blocks(block_bytes))
+        has_own_ids = device_pool is not None or engine_blocks is not None
+        self._opening = Opening(self._session, config.resolve_host_blocks(block_bytes), has_own_ids)
         self._roots = Roots(config.root_namespace)
         self._group: TaskGroup | None = None
 
     def __repr__(self) -> str:
         return f"<OffloadRuntime {'open' if self._session.is_open else 'closed'} {self.ledger!r}>"
+
+    def __del__(self) -> None:
+        opening = self.__dict__.get("_opening")  # there is none if it could not be made
+        if opening is not None and opening.is_open and not self._session.is_in_fork:
+            opening.let_go()  # first: a warning may be an error
+            warnings.warn(
+                f"{self!r} was abandoned: leave its async with block", ResourceWarning, stacklevel=2, source=self
+            )
 
     def _remarks(self) -> Iterator[str]:
         for below in (self._session.disk, self._session.remote):
@@ -152,7 +166,22 @@ class RuntimeLife(Explained):
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End live requests, drop queued jobs, then wait up to `close_timeout_s` for jobs in flight. With a disk, store
-        before that what it lacks, for up to its `close_flush_s`."""
+        before that what it lacks, for up to its `close_flush_s`.
+
+        In another event loop, nothing can be waited for, and nothing is stored: threads and files are closed, and
+        `RuntimeClosed` is raised. A forked child leaves the block, and everything is left to its parent."""
+        if self._session.is_in_fork:
+            return
+        if not self._session.is_bound:
+            raise RuntimeClosed("the runtime was not entered: use `async with`")
+        if self._session.is_elsewhere:
+            raise WrongThread("leave the block of a runtime in the event loop's thread: it stays open")
+        if not self._session.is_own_loop(self.env.running_loop()):
+            if self._opening.is_open:
+                self._opening.let_go()
+            if error is None:
+                raise RuntimeClosed("the event loop of the runtime is another one: it was closed without a wait")
+            return
         self._session.life = SessionLife.CLOSED
         self._session.close_requests()
         if self._session.remote is not None:
@@ -177,6 +206,7 @@ class RuntimeLife(Explained):
             self.worker.stop("the runtime was closed")
             self.telemetry.runtime_closed(len(self.ledger.jobs.quarantined))
             self.worker.end()
+            self._session.is_over = True
             assert self._group is not None
             await self._group.__aexit__(None, None, None)
 

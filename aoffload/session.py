@@ -72,6 +72,10 @@ class Entered(Protocol):
         """Its holding. Raises if the request is over or the runtime is closed."""
         ...
 
+    def _with_blocks(self) -> Holding:
+        """Its holding. Raises if it has no blocks, too."""
+        ...
+
     def _close(self, reason: str) -> None:
         """Release everything now."""
         ...
@@ -136,7 +140,7 @@ class Session(BoundSession):
 
     def begin(self) -> None:
         """Bind to the event loop of this thread. `RuntimeClosed` the second time."""
-        self.bind()
+        self.bind(self.env.running_loop())
         self.running_task, self.now = self.env.running_task(), self.env.loop_clock()
         self.ledger._moves.clock = self.now  # not given to the ledger when it is made: there was no loop yet
         self.slow = self.worker.slow = SlowWatch(self.ledger, self.config, self.observers, self.now)

@@ -27,41 +27,94 @@ class BoundSession:
     def __init__(self, worker: CopyWorker) -> None:
         self.worker = worker
         self.life = SessionLife.NEW
+        self.is_over = False
+        """Closed to the end: nothing changes any more, so every thread may look."""
+        self.step_threads: set[int] = set()
+        """The threads that compute for `run_step`."""
         self._thread_id = 0
         self._process_id = 0
+        self._loop: object = None
 
     @property
     def is_open(self) -> bool:
         return self.life is SessionLife.OPEN
 
-    def bind(self) -> None:
-        """Belong to this thread. `RuntimeClosed` the second time."""
+    def bind(self, loop: object) -> None:
+        """Belong to this thread and its event loop. `RuntimeClosed` the second time."""
         if self._process_id:
             raise RuntimeClosed("a runtime is entered once: make another one")
-        self._thread_id, self._process_id = threading.get_ident(), os.getpid()
+        self._thread_id, self._process_id, self._loop = threading.get_ident(), os.getpid(), loop
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it was entered."""
+        return bool(self._process_id)
+
+    @property
+    def is_in_fork(self) -> bool:
+        """Whether this is a forked child: what it has of the runtime is a copy, which it must not use."""
+        return bool(self._process_id) and os.getpid() != self._process_id
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this is not the thread of the event loop."""
+        return threading.get_ident() != self._thread_id
 
     def check_usable(self) -> None:
         """Raise unless the runtime is open and this is its process and thread."""
         if not self.is_open or os.getpid() != self._process_id or threading.get_ident() != self._thread_id:
             raise self._why_not()
 
+    def check_may_look(self) -> None:
+        """Raise if the runtime may be changing in another thread, or belongs to another process. Before it is opened,
+        and once it is closed, it does not change."""
+        if self._process_id and not self.is_over and (self.is_in_fork or self.is_elsewhere):
+            raise self._why_not_here()
+
+    def check_loop(self, running: object) -> None:
+        """Raise in another event loop than that of the runtime, also one of the same thread: no wait would end there,
+        because completions wake the loop that the runtime was opened in."""
+        if self.is_open and not self.is_in_fork and not self.is_elsewhere and running is not self._loop:
+            raise WrongThread("the runtime belongs to the event loop that it was opened in: make one for each loop")
+
+    def is_own_loop(self, running: object) -> bool:
+        return running is self._loop
+
     def _why_not(self) -> AoffloadError:
-        if self._process_id and os.getpid() != self._process_id:
-            return WrongProcess("the runtime belongs to the process it was opened in, not to a fork of it")
+        if self.is_in_fork:
+            return self._why_not_here()
         if self.life is SessionLife.CLOSED:
             return RuntimeClosed("the runtime is closed: its `async with` block is over")
         if not self.is_open:
             return RuntimeClosed("the runtime is not open: use it inside its `async with` block")
-        return WrongThread("call the runtime in its event loop's thread (anyio.from_thread.run_sync gets there)")
+        return self._why_not_here()
+
+    def _why_not_here(self) -> AoffloadError:
+        if self.is_in_fork:
+            return WrongProcess("the runtime belongs to the process it was opened in, not to a fork of it")
+        if threading.get_ident() in self.step_threads:
+            return WrongThread(
+                "the function of `run_step` runs in a worker thread, which may not call the runtime: read `block_ids`, "
+                "and whatever else it needs, before `run_step`, and commit after it"
+            )
+        return WrongThread(
+            "call the runtime in its event loop's thread: read `block_ids` there, before another thread begins to "
+            "compute (anyio.from_thread.run_sync gets back there)"
+        )
 
     def call_in_loop(self, function: Callable[[], None]) -> None:
         """Call `function` now in the event loop's thread; from another thread, have it called there soon."""
-        if self._process_id and os.getpid() != self._process_id:
+        if self.is_in_fork:
             raise self._why_not()
         if threading.get_ident() == self._thread_id:
             function()
         else:
             self.worker.call_soon(function)
+
+    def leave_in_loop(self, function: Callable[[], None]) -> None:
+        """As `call_in_loop`, for the end of a `with` block: a forked child leaves it, too, and has nothing to end."""
+        if not self.is_in_fork:
+            self.call_in_loop(function)
 
     def call_later(self, function: Callable[[], None]) -> None:
         """For finalisers, which run in any thread, or in the middle of a ledger change. Does nothing once closed."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from inspect import iscoroutinefunction
+from threading import get_ident
+from types import TracebackType
 from typing import TypeVar
 
 import attrs
@@ -20,7 +23,7 @@ from .request import Request
 from .session import Session
 from .transfer.fence import Fence
 
-__all__ = ["Computed", "commit_step", "hold", "run_step"]
+__all__ = ["Computed", "StepScope", "commit_step", "hold", "run_step"]
 
 Result = TypeVar("Result")
 GONE = (RequestState.DONE, RequestState.ABORTED, RequestState.PREEMPTED)
@@ -51,6 +54,46 @@ def hold(session: Session, requests: Iterable[Request | PendingLoad]) -> Abstrac
     return _held(session, held, arriving)
 
 
+class StepScope:
+    """Returned by `OffloadRuntime.step`; enter it once, with `with`. It may be left in any thread: it ends in the event
+    loop's."""
+
+    def __init__(self, session: Session, requests: Iterable[Request | PendingLoad]) -> None:
+        self._session = session
+        self._requests = requests
+        self._held: AbstractContextManager[None] | None = None
+        self._was_entered = self._is_over = False
+
+    def __enter__(self) -> None:
+        if self._was_entered:
+            raise WrongState("step: this one was entered before: make another one")
+        self._was_entered = True
+        held = hold(self._session, self._requests)
+        held.__enter__()
+        self._held = held
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        held = self._held
+        if held is not None and not self._is_over:
+            self._is_over = True
+            self._session.leave_in_loop(lambda: _end(held))
+
+    def __del__(self) -> None:
+        held = self._held
+        if held is None:
+            if not self._was_entered and self._session.is_open:
+                warnings.warn("a step was never entered, and holds nothing: use `with`", ResourceWarning, stacklevel=2)
+        elif not self._is_over:
+            self._session.call_later(lambda: _end(held))  # before the warning, which may raise
+            warnings.warn("a step was abandoned: leave its with block", ResourceWarning, stacklevel=2, source=self)
+
+
+def _end(held: AbstractContextManager[None]) -> None:
+    held.__exit__(None, None, None)
+
+
 @contextmanager
 def _held(session: Session, held: Iterable[Holding], arriving: Iterable[Holding]) -> Iterator[None]:
     with session.ledger.step(held, arriving):
@@ -73,9 +116,11 @@ async def run_step(
 
     def compute() -> Result:
         held.begin()
+        session.step_threads.add(get_ident())
         try:
             return function()
         finally:
+            session.step_threads.discard(get_ident())
             if held.computed():
                 session.worker.call_soon(held.end)
 
@@ -121,10 +166,15 @@ def commit_step(session: Session, computed: Iterable[Computed], after: Fence | N
     each = [check_type("computed", one, Computed) for one in as_tuple("computed", computed, "Computed")]
     gone = tuple(one.request for one in each if _is_gone(_own(session, "computed", one.request)))
     there = [(one.request._live(), one) for one in each if one.request not in gone]
-    if len({holding for holding, _ in there}) < len(there):
-        raise InvalidArgument("computed", "names a request twice")
+    seen: set[Holding] = set()
     for holding, one in there:
-        session.ledger.check_commit(holding, one.num_computed_tokens, one.new_token_ids)
+        if holding in seen:
+            raise InvalidArgument("computed", f"names {holding} twice")
+        seen.add(holding)
+        try:
+            session.ledger.check_commit(holding, one.num_computed_tokens, one.new_token_ids)
+        except InvalidArgument as error:  # of several requests, the caller has to know which
+            raise type(error)(error.argument, f"{error.problem} ({holding})") from error
     fence = session.fence_after(after)
     for holding, one in there:
         session.commit_behind(fence, holding, one.num_computed_tokens, one.new_token_ids)

@@ -204,8 +204,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "pin outlives its block",
         SHELL,
-        "        if self._pin is not None:\n            self._session.ledger.unpin(self._pin)\n",
-        "        if self._pin is not None and error is None:\n            self._session.ledger.unpin(self._pin)\n",
+        "        if pin is not None:\n            self._session.leave_in_loop(",
+        "        if pin is not None and error is None:\n            self._session.leave_in_loop(",
         "a pin is released by its scope, however it is left",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),

@@ -122,7 +122,7 @@ _WORKER = (
     Mutant(
         "bytes in flight not bounded",
         COPIES,
-        "fits = hop.num_bytes + num_bytes <= hop.max_bytes",
+        "fits = hop.num_bytes + num_bytes <= most",
         "fits = True",
         "in-flight work is bounded in bytes",
     ),
@@ -319,8 +319,8 @@ _WORKER = (
     Mutant(
         "nobody told of settled jobs",
         COPIES,
-        "        self._begin_turn()\n        self._dispatch()\n        self.ended()\n",
-        "        self._begin_turn()\n        self._dispatch()\n",
+        "            hop.step_ended()\n        self._dispatch()\n        self.ended()\n",
+        "            hop.step_ended()\n        self._dispatch()\n",
         "no hang: a flush ends with the last job",
     ),
 )

@@ -149,6 +149,22 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in sorted(kept) if not any((at / name).exists() for at in (ROOT, PACKAGE))] == []
 
 
+MISSING = re.compile(
+    r"not built|not (there )?yet\b|nothing remote|no connector|no plug-in|not in vLLM|not under vLLM|not implemented"
+    r"|what is missing|([Pp]rocesses|[Ee]ngines) share nothing"
+)
+
+
+@each_page
+def test_what_is_missing_stands_in_one_table(page: Path) -> None:
+    """A page that says that something is not there points to the one table that is kept true, in the same paragraph."""
+    if page in (CHANGELOG, DOCS / "compatibility.md"):
+        return
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    claims = [line for line in re.split(r"\n(?=\n|[-#]|.* \| )", prose) if MISSING.search(re.sub(r"`[^`]*`", "", line))]
+    assert [claim for claim in claims if "compatibility.md#what-is-not-there" not in claim] == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL], ids=attrgetter("stem"))
 def test_blocks_of_a_page_are_python(page: Path) -> None:
     """Each block compiles, fragments too, and what it imports from the package is there. The tutorial: one program

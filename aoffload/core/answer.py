@@ -22,9 +22,15 @@ class PrefixMatch:
 
     num_device_tokens: int
     num_host_tokens: int
-    is_pending: bool = attrs.field(default=False, repr=False)
-    num_disk_tokens: int = attrs.field(default=0, repr=False)
+    is_pending: bool = False
+    num_disk_tokens: int = 0
     """Tokens behind those that a fetch from the disk would add. They are no part of the hit."""
+
+    def __repr__(self) -> str:
+        """A match without a disk, which is never pending, does not show the fields that say nothing about it."""
+        also = f", num_disk_tokens={self.num_disk_tokens}" if self.num_disk_tokens else ""
+        also += ", is_pending=True" if self.is_pending else ""
+        return f"PrefixMatch(num_device_tokens={self.num_device_tokens}, num_host_tokens={self.num_host_tokens}{also})"
 
     @property
     def num_tokens(self) -> int:

@@ -83,7 +83,7 @@ class Commits:
             check_valid(holding, num_tokens)
         allocated = holding.num_units * self.cache.layout.unit_tokens
         if num_tokens > allocated:
-            problem = f"is {num_tokens}, beyond the {allocated} tokens that were allocated"
+            problem = f"is {num_tokens}, beyond the {allocated} tokens that were allocated: `extend` takes more"
             raise CommitError("num_computed_tokens", problem)
         return num_tokens, added
 
@@ -233,7 +233,8 @@ def check_count(holding: Holding, num_computed_tokens: object, before: int, num_
         raise CommitError(name, f"goes back from {before} to {num_computed_tokens}")
     known = holding.sequence.num_tokens + num_added
     if num_computed_tokens > known:
-        raise CommitError(name, f"is {num_computed_tokens}, beyond the {known} tokens that are known")
+        known_are = f"the {known} tokens that are known, {num_added} of `new_token_ids` included"
+        raise CommitError(name, f"is {num_computed_tokens}, beyond {known_are}")
     return num_computed_tokens
 
 

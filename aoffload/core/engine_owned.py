@@ -225,7 +225,7 @@ class EngineOwned:
         """Take back what was offered from token `first_wrong` on, and all cached behind it. Returns those of `others`
         that may have read it, in the engine's cache or from the host, and the jobs settled by discarding queued
         stores."""
-        require(holding, "invalidate", State.RUNNING)
+        require(holding, "invalidate", State.RUNNING, instead="call `load` or `offer` first")
         from_token = check_int("from_token", first_wrong, 0, holding.num_computed_tokens)
         self._check_readable(holding, from_token)
         start = from_token // self.cache.layout.unit_tokens

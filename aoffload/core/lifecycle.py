@@ -156,11 +156,46 @@ class Stateful(Protocol):
     state: Any
 
 
-def require(entity: Stateful, call: str, *states: State) -> None:
-    """Refuse `call` unless `entity` is in one of `states`."""
+_COMES_FIRST: Mapping[State, str] = {
+    _R.MATCHED: "call `match_again` first, until the match is not pending any more",
+    _R.PINNED: "call `allocate` first, and await it",
+    _R.ALLOCATED: "call `load` first, and await it",
+    _R.LOADING: "wait first until its load is over",
+    _R.DRAINING: "wait first until its load is over",
+    _R.REQUEUED: "wait first until its load is over",
+    _R.PREEMPTED: "call `resume` first, and await it",
+}
+"""How a request leaves each state on its way to be computed, as advice. On a `Ledger`, there is nothing to await."""
+_TOO_LATE: Mapping[State, str] = {
+    _R.STRANDED: "it has let go of its blocks: leave it, or `preempt` and `resume` it",
+    _R.DONE: "it is over",
+    _R.ABORTED: "it is over",
+}
+
+
+def require(entity: Stateful, call: str, *states: State, instead: str = "") -> None:
+    """Refuse `call` unless `entity` is in one of `states`. The error says what to do `instead`; by default, it names
+    the call that the caller has left out, by the table of moves."""
     if entity.state not in states:
         allowed = " or ".join(state.name for state in states)
-        raise WrongState(f"{call}: {entity} is {entity.state.name}, and that takes {allowed}")
+        advice = instead or _instead(call, entity.state, states)
+        raise WrongState(f"{call}: {entity} is {entity.state.name}, and that takes {allowed}{advice and ': '}{advice}")
+
+
+def _instead(call: str, state: State, states: tuple[State, ...]) -> str:
+    """What to do instead, where the table of requests has a way from `state` to one of `states`. No way leads over a
+    preemption, because no caller has forgotten that one."""
+    if state in _TOO_LATE:
+        return _TOO_LATE[state]
+    reached, ways = {state}, [state] if state in _COMES_FIRST else []
+    for at in ways:  # it grows
+        for new in REQUEST_MOVES[at]:
+            if new in states:
+                return _COMES_FIRST[state]
+            if new is not _R.PREEMPTED and new not in reached:
+                reached.add(new)
+                ways.append(new)
+    return "it has its blocks, and `extend` takes more" if call == "allocate" else ""
 
 
 def mermaid(moves: Mapping[State, frozenset[State]]) -> str:

@@ -129,6 +129,13 @@ class Holding(Claimant):
         return self.state in (RequestState.DONE, RequestState.ABORTED)
 
     @property
+    def may_be_preempted(self) -> bool:
+        """Whether a preemption would not be refused, apart from steps."""
+        has_blocks = bool(self.tables) or self.state in (RequestState.REQUEUED, RequestState.STRANDED)
+        waits = self.waiter is not None and self.state is not RequestState.REQUEUED
+        return has_blocks and not waits and not self.is_over
+
+    @property
     def device_run(self) -> Run | None:
         """The last run of the path that it leases on the device."""
         lease = self.leases.get(Tier.DEVICE)

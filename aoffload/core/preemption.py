@@ -40,6 +40,7 @@ class Preemptions:
         require(
             holding, "preempt",
             State.ALLOCATED, State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED, State.RUNNING,
+            instead="it has no blocks to give up",
         )  # fmt: skip
         if holding.waiter is not None and holding.state is not State.REQUEUED:
             raise is_waiting(holding, "preempt")
@@ -71,7 +72,7 @@ class Preemptions:
 
     def resume(self, holding: Holding, num_tokens: object) -> None:
         """Match it again, with what it has computed: PINNED. It asks for room and a load as after the first match."""
-        require(holding, "resume", State.PREEMPTED)
+        require(holding, "resume", State.PREEMPTED, instead="only a request that was preempted is resumed")
         if num_tokens is not None:
             self.admission.check_could_fit(num_tokens)
         self.moves.request(holding, State.MATCHED)

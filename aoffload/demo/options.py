@@ -12,6 +12,7 @@ import attrs
 
 from ..integrations.arguments import count
 from ..integrations.models import MODEL_NAMES
+from ..options import check_goes_with
 
 __all__ = ["EVICTIONS", "LOAD_CHOICES", "STORE_POLICIES", "Corrupt", "DemoOptions", "make_parser", "parse_options"]
 
@@ -112,7 +113,9 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_options(arguments: Sequence[str] | None = None) -> DemoOptions:
     """The options, or a message and exit status 2."""
     parser = make_parser()
-    options = DemoOptions(**vars(parser.parse_args(arguments)))
+    found = parser.parse_args(arguments)
+    check_goes_with(parser, found, {"remote_secret": "remote"})
+    options = DemoOptions(**vars(found))
     if options.host_gbs is not None and options.corrupt is not None:
         parser.error("argument --host-gbs: not with --corrupt, which has a copy backend of its own")
     return options

@@ -66,7 +66,7 @@ class Ask:
         if self.deadline_s is None or self._expires_at is None:
             self._expires_at = None if self.deadline_s is None else anyio.current_time() + float(self.deadline_s)
             return self.deadline_s
-        return self._expires_at - anyio.current_time()
+        return max(0.0, self._expires_at - anyio.current_time())
 
     def listener(self) -> Callable[[int], bool]:
         """The token callback of one try; True at the last token. Passes on only tokens that no earlier try has told."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from aoffload import InvalidArgument, Ledger, RuntimeClosed, WrongThread
+from aoffload import InvalidArgument, Ledger, WrongThread
 from aoffload.arguments import check_has, check_type
 
 from .families import FAMILIES, Family, Kind
@@ -72,12 +72,10 @@ class MetricsCollector(SnapshotCollector):
 
     def _snapshot(self) -> Snapshot:
         try:
-            self._runtime._session.check_usable()
+            self._runtime._session.check_may_look()
         except WrongThread:
             with self._asking:  # one question to the loop at a time
                 return self._ask_loop()
-        except RuntimeClosed:
-            pass  # not open yet, or closed: nothing changes
         return self._take()
 
     def _take(self) -> Snapshot:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..config import parse_bytes
 from ..errors import ConfigError, InvalidArgument
 from ..exits import INTERRUPTED, complain, ended_by, print_any_name
+from ..options import check_goes_with
 from .forecast import EVICTIONS, STORES, Forecast, Prices, Sizes
 from .page import write_page
 from .report import as_json, as_text
@@ -22,11 +23,20 @@ __all__ = ["main", "make_parser"]
 
 NAME = "plan"
 HOST_GBS, DISK_GBS = 25.0, 3.5
+GOES_WITH = {
+    "host_gbs": "prefill_tokens_per_s",
+    "disk_gbs": "prefill_tokens_per_s",
+    "decode_tokens_per_s": "prefill_tokens_per_s",
+    "disk_price_per_gib_month": "price_per_gib_month",
+}
+"""Options that change only what another option asks for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: printed; 2: no such file, no trace, or a size that cannot be; 130: Ctrl-C."""
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    check_goes_with(parser, options, GOES_WITH)
     print_any_name()
     try:
         _run(options)

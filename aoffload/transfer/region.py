@@ -14,7 +14,7 @@ import torch
 from ..arguments import shown
 from ..errors import RegionError
 
-__all__ = ["KVRegion", "byte_rows", "regions_of"]
+__all__ = ["KVRegion", "byte_rows", "regions_of", "share_memory"]
 
 _DEVICE_TYPES = ("cpu", "cuda")
 MAX_BYTES = 2**60
@@ -217,11 +217,12 @@ def _check_alike(regions: Mapping[str, KVRegion]) -> None:
 def _check_disjoint(regions: Mapping[str, KVRegion]) -> None:
     """Raise if two regions share memory: a load into a block of one would write into the other."""
     for (one_name, one), (other_name, other) in itertools.combinations(regions.items(), 2):
-        if _share_memory(one, other):
+        if share_memory(one, other):
             raise RegionError(other_name, f"shares memory with {one_name}")
 
 
-def _share_memory(one: KVRegion, other: KVRegion) -> bool:
+def share_memory(one: KVRegion, other: KVRegion) -> bool:
+    """Whether a block of one region and a block of the other have a byte in common, on one device."""
     if _end(one) <= other.address or _end(other) <= one.address:
         return False
     if one.block_stride_bytes == other.block_stride_bytes:

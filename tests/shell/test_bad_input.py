@@ -572,6 +572,11 @@ async def test_an_unknown_keyword_names_the_call(call: str) -> None:
 # -- when and where -----------------------------------------------------------------------------------------------
 
 
+def looking(runtime: OffloadRuntime) -> list[Callable[[], Any]]:
+    """What may be asked of a runtime that is closed, and does not change any more."""
+    return [runtime.statistics, runtime.requests, runtime.holders, runtime.explain, runtime.check_integrity]
+
+
 def everything(runtime: OffloadRuntime, request: Any) -> list[Callable[[], Any]]:
     return [
         lambda: runtime.request(A),
@@ -583,6 +588,7 @@ def everything(runtime: OffloadRuntime, request: Any) -> list[Callable[[], Any]]
         lambda: runtime.cancel("r1"),
         lambda: runtime.step([request]).__enter__(),
         lambda: runtime.commit_step([]),
+        *looking(runtime),
         request.allocate_nowait,
         request.load_nowait,
         lambda: request.extend_nowait(16),
@@ -613,7 +619,10 @@ async def test_use_before_opening_and_after_closing() -> None:
         waiting = runtime.request(B)
         async with runtime.request(A, "r1") as request:
             pass
-    assert errors_of(everything(runtime, request)) == {"RuntimeClosed"}
+    assert errors_of([call for call in everything(runtime, request) if call not in looking(runtime)]) == {
+        "RuntimeClosed"
+    }
+    assert errors_of(looking(runtime)) == {"no error"}
     for ask in (runtime.prefetch, runtime.demote):
         with pytest.raises(RuntimeClosed):
             await ask(A)

@@ -339,6 +339,7 @@ async def test_cancelled_in_another_thread(is_stream: bool) -> None:
 
         async def tokens() -> AsyncIterator[int]:
             async with request:
+                request.allocate_nowait()
                 yield 0
                 while request.block_ids:
                     await anyio.lowlevel.checkpoint()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import anyio
 import pytest
 from serving import BACKENDS, GUARD_S, assert_at_rest, prompt, scripted, turns
 
-from aoffload import OutOfBlocks, Request
+from aoffload import OutOfBlocks, Preemption, Request, RequestState, WrongState
 
 pytestmark = pytest.mark.anyio
 
@@ -66,3 +67,57 @@ async def land_all(transport: Any) -> None:
     for _ in range(50):
         await turns(2)
         transport.land_all()
+
+
+async def test_preempting_what_has_nothing_to_give_is_no_error() -> None:
+    """A task that preempts a request of another one cannot see what becomes of it. `preempt` answers that nothing
+    is freed: when the request has no blocks yet, waits for room, was preempted by a third task, or is over in either
+    way. Only a request that was never entered is a mistake."""
+    nothing = Preemption(0, 0, ())
+    async with scripted(8, num_host_blocks=32) as (engine, _):
+        runtime = engine.runtime
+        with pytest.raises(WrongState, match="was not entered"):
+            await runtime.request(A).preempt()
+        async with runtime.request(A, "holder") as holder, runtime.request(B, "victim") as victim:
+            assert await victim.preempt() == nothing, "it has no blocks yet"
+            await engine.prefill(holder, A)
+            async with anyio.create_task_group() as group:
+                group.start_soon(holder.extend, 32)
+                await turns()
+                assert runtime.statistics().num_waiting == 0
+                group.start_soon(victim.allocate)
+                await turns()
+                assert runtime.statistics().num_waiting == 1
+                assert await victim.preempt() == nothing, "it waits for room"
+                assert (await holder.preempt()).num_freed > 0
+                assert await holder.preempt() == nothing, "it was preempted before"
+            await victim.load()
+            victim.commit(16)
+        assert victim.state is RequestState.DONE
+        assert await victim.preempt() == nothing
+        assert await holder.preempt() == nothing
+        with pytest.raises(WrongState, match="DONE"):
+            victim.preempt_nowait()
+        await runtime.flush()
+        await assert_at_rest(runtime)
+
+
+async def test_a_victim_that_ends_during_its_last_step_frees_nothing_more() -> None:
+    """`preempt` that waits for a step returns when the step is over and the request, too; whoever waited goes on."""
+    async with scripted(8, num_host_blocks=32) as (engine, _):
+        found: list[Preemption] = []
+
+        async def preempts(victim: Request) -> None:
+            found.append(await victim.preempt())
+
+        async with anyio.create_task_group() as group:
+            with ExitStack() as forward:
+                async with engine.runtime.request(A) as victim:
+                    await engine.prefill(victim, A)
+                    forward.enter_context(engine.runtime.step([victim]))
+                    group.start_soon(preempts, victim)
+                    await turns()
+                    assert found == []
+        assert found == [Preemption(0, 0, ())]
+        await engine.runtime.flush()
+        await assert_at_rest(engine.runtime)

@@ -9,6 +9,7 @@ from pathlib import Path
 import attrs
 
 from ...demo.options import EVICTIONS, LOAD_CHOICES, STORE_POLICIES
+from ...options import check_goes_with
 from ..arguments import count
 from ..models import MODEL_NAMES
 from .readings import MAX_READING_BYTES, READ_TIMEOUT_S
@@ -146,7 +147,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
     """The options, or a message and exit status 2."""
-    found = vars(make_parser().parse_args(arguments))
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    check_goes_with(parser, options, {"disk_size": "disk", "remote_secret": "remote"})
+    found = vars(options)
     return ServerOptions(**found | {"allowed_hosts": tuple(found["allowed_hosts"])})
 
 

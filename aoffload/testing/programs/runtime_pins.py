@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -9,11 +12,13 @@ import attrs
 
 from ...core.hops import Tier
 from ...core.lifecycle import PinState
+from ...errors import RuntimeClosed, WrongThread
 from ...pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 from ...request import Request
 from ..violations import Violation
 from .runtime_calls import RequestCalls
 from .runtime_requests import Served, Work
+from .runtime_state import picture
 
 __all__ = ["ClientCalls"]
 
@@ -143,6 +148,35 @@ class ClientCalls(RequestCalls):
 
     async def _do_statistics(self, args: Any) -> None:
         self.stage.attempt("statistics", self.stage.runtime.statistics)
+        self._ask_elsewhere()
+
+    def _ask_elsewhere(self) -> None:
+        """A second thread makes calls, one of each kind. Every one is refused, and nothing changes, or nothing changes
+        any more."""
+        runtime, answers = self.stage.runtime, dict[str, Any]()
+        if runtime._session.is_over:
+            return
+        calls: dict[str, Callable[[], object]] = {
+            "statistics": runtime.statistics,
+            "requests": runtime.requests,
+            "explain": runtime.explain,
+            "holders": runtime.holders,
+            "lookup": lambda: runtime.lookup((1, 2)),
+            "prefetch_nowait": lambda: runtime.prefetch_nowait((1, 2)),
+            "step": lambda: runtime.step([]),
+        }
+
+        def ask() -> None:
+            for what, call in calls.items():
+                with suppress(WrongThread, RuntimeClosed):
+                    answers[what] = call()
+
+        before = picture(runtime.ledger)
+        thread = threading.Thread(target=ask, name="elsewhere")
+        thread.start()
+        thread.join()
+        if answers or picture(runtime.ledger) != before:
+            raise Violation("threads", f"another thread was answered by {', '.join(answers) or 'nothing'}")
 
     async def _do_report_queue(self, args: Any) -> None:
         self.stage.make("report_queue", lambda: self.stage.runtime.report_queue(args["num_tokens"]))

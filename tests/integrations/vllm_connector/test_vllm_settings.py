@@ -58,7 +58,7 @@ def test_a_step_is_in_flight_at_once_whatever_is_configured() -> None:
     """Fewer bytes would not bound what a worker copies at a time, only how much of a step is stored."""
     groups = [KVCacheGroup("full", block_size=16), KVCacheGroup("window", SlidingWindow(64), 8)]
 
-    def bound(**extra: Any) -> int | str | None:
+    def bound(**extra: object) -> int | str | None:
         config = offload_config({"num_host_blocks": 9, **extra}, groups, namespace="n", num_ranks=1)
         return with_a_step_in_flight(config, 100, 1000).max_bytes_in_flight
 

@@ -1,0 +1,290 @@
+"""Each block of Python that the documentation shows runs as it stands, in the surroundings that its page takes for
+granted."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, cast
+
+import anyio
+import pytest
+import torch
+
+import aoffload
+from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request, RequestState
+from aoffload.ledger import StorePolicy
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NUM_ROWS = 25
+Names = dict[str, Any]
+
+ELSEWHERE = {
+    "docs/tutorial.md": ("tests/test_docs.py", "test_the_tutorial_shows_the_example_line_by_line"),
+    "docs/testing.md": ("tests/test_docs.py", "test_what_the_page_of_testing_shows_runs_and_prints_what_it_says"),
+    "docs/pins.md": ("tests/test_docs.py", "test_the_program_about_keeping_runs_and_prints_what_it_says"),
+    "docs/howto/it-hangs.md": ("tests/trace/test_stuck.py", "test_what_the_page_shows_is_what_its_programs_print"),
+}
+"""Pages with whole programs, and the tests that compare what they print with what the page says."""
+
+
+def blocks(page: Path) -> list[CodeType]:
+    """The blocks of a page, compiled as if each stood in an `async def`. Their lines are those of the page."""
+    text, found = page.read_text(), []
+    for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        code = "\n" * text.count("\n", 0, block.start(1)) + block[1]
+        found.append(compile(code, str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
+    return found
+
+
+def config(**options: Any) -> OffloadConfig:
+    group = KVCacheGroup("all", block_size=4)
+    return OffloadConfig(groups=[group], **{"num_host_blocks": 64, "namespace": "test", **options})
+
+
+# -- what stands around the blocks of a page ----------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def running(**options: Any) -> AsyncIterator[Names]:
+    """A runtime, a request of it that has committed its prompt, and a task group."""
+    kv_cache = torch.zeros(NUM_ROWS, 8)
+    async with AsyncExitStack() as stack:
+        runtime = await stack.enter_async_context(OffloadRuntime(config(**options), kv_cache))
+        group = await stack.enter_async_context(anyio.create_task_group())
+        request = await stack.enter_async_context(runtime.request(range(40)))
+        await request.allocate()
+        await request.load()
+        request.commit(40)
+        await runtime.flush()
+        yield {"runtime": runtime, "request": request, "requests": [request], "group": group, "anyio": anyio}
+
+
+@asynccontextmanager
+async def preempting() -> AsyncIterator[Names]:
+    """A full device: `request` needs more, and `victim` ends before the task that preempts it has had its turn."""
+    async with running() as names:
+        runtime: OffloadRuntime = names["runtime"]
+        victims: list[Request] = []
+        begun, ends = anyio.Event(), anyio.Event()
+
+        async def serve() -> None:
+            async with runtime.request(range(1000, 1040), "victim") as victim:
+                await victim.allocate()
+                await victim.load()
+                victims.append(victim)
+                begun.set()
+                await ends.wait()
+                victim.commit(40)
+
+        names["group"].start_soon(serve)
+        await begun.wait()
+        ends.set()
+        names |= {"victim": victims[0], "num_tokens": 80, "OutOfBlocks": aoffload.OutOfBlocks}
+        yield names
+        assert victims[0].state is RequestState.DONE, "the victim has ended, and nobody is harmed"
+        assert len(names["request"].block_ids[0]) == 20
+
+
+@asynccontextmanager
+async def starting_early() -> AsyncIterator[Names]:
+    """A prompt in host memory, whose request has begun."""
+
+    def forward(start: int, tables: list[list[int]], regions: Any) -> bool:
+        return bool(tables[0]) and all(region.wait() is None for region in regions)
+
+    async with running() as names:
+        runtime: OffloadRuntime = names["runtime"]
+        await runtime.demote(range(36))
+        async with runtime.request(range(200, 240)) as request:
+            yield names | {"request": request, "forward": forward, "num_computed_tokens": 40}
+        assert request.state is RequestState.DONE
+
+
+async def admit(runtime: OffloadRuntime, tasks: Any) -> None:
+    """Serves one request."""
+
+    async def serve() -> None:
+        async with runtime.request(range(9)) as request:
+            await request.allocate()
+            request.commit(9)
+
+    tasks.start_soon(serve)
+
+
+@asynccontextmanager
+async def promising() -> AsyncIterator[Names]:
+    async with running() as names:
+        kv_cache = torch.zeros(NUM_ROWS, 8)
+        yield names | {
+            "forward": lambda: None, "OffloadRuntime": OffloadRuntime, "config": config(), "kv_cache": kv_cache,
+            "admit": admit,
+        }  # fmt: skip
+
+
+def build(rank: int, num_ranks: int) -> torch.Tensor:
+    """The KV tensors of a rank."""
+    return torch.zeros(NUM_ROWS, 8)
+
+
+@asynccontextmanager
+async def given(**names: Any) -> AsyncIterator[Names]:
+    """Values that a page takes for granted."""
+    yield names
+
+
+GROUPS = [KVCacheGroup("full", block_size=16)]
+AROUND: dict[str, Callable[[], Any]] = {
+    "docs/disk.md": partial(given, groups=GROUPS, model_path="model"),
+    "docs/remote.md": partial(given, groups=GROUPS, model_path="model", secret=b"of eight letters"),
+    "docs/policies.md": partial(given, EagerStore=aoffload.EagerStore),
+    "docs/ranks.md": partial(given, build=build, config=config()),
+    "docs/cuda.md": partial(given, kv_caches=torch.zeros(NUM_ROWS, 8)),
+    "docs/engines.md": starting_early,
+    "docs/howto/preempting.md": preempting,
+    "docs/howto/the-promise.md": promising,
+}
+"""What stands around the blocks of a page; nothing, if it is not here."""
+
+
+# -- what the blocks have defined, used -----------------------------------------------------------------------------
+
+
+async def evicting(names: Names, _: Path) -> None:
+    async with running(eviction="learned") as found:
+        names["before_a_tool_call"](found["runtime"], range(40), None)
+        assert found["runtime"].statistics().num_hints == 1
+
+
+async def loading(names: Names, _: Path) -> None:
+    async with running(load_choice=names["AtLeast"](8)) as found:
+        await found["runtime"].demote(range(40))
+        async with found["runtime"].request(range(1000, 1020)) as request:
+            await request.allocate()
+            await request.load()
+
+
+async def storing(names: Names, _: Path) -> None:
+    policy: StorePolicy = names["FirstUnits"](2)
+    async with running(store_policy=policy) as found:
+        assert found["runtime"].statistics().host.num_cached == 2
+
+
+async def publishing(names: Names, _: Path) -> None:
+    publisher = names["KVEventPublisher"]
+    names["KVEventPublisher"] = lambda ledger, **to: publisher(ledger, **to | {"replay": "tcp://127.0.0.1:*"})
+    await names["serve"](config(), torch.zeros(NUM_ROWS, 8))
+
+
+async def measuring(names: Names, _: Path) -> None:
+    start = names["start_http_server"]
+    names["start_http_server"] = lambda port, **to: start(0, **to)
+    await names["serve"](config(), torch.zeros(NUM_ROWS, 8))
+
+
+async def recording(names: Names, _: Path) -> None:
+    await names["serve"](config(), torch.zeros(NUM_ROWS, 8))
+    assert Path("asked.jsonl").exists()  # noqa: ASYNC240 - a local file
+
+
+async def keeping(names: Names, path: Path) -> None:
+    store = names["DirectoryStore"](path)
+    store.put(b"key", memoryview(b"value"), 1.0)
+    assert (list(store.exist([b"key", b"other"], 1.0)), store.get(b"key", 1.0)) == ([True, False], b"value")
+    store.remove(b"key", 1.0)
+    assert store.get(b"key", 1.0) is None
+    aoffload.RemoteTier(store)
+
+
+async def answering(names: Names, _: Path) -> None:
+    assert names["asked"] == [("llama", {"cache_salt": "tenant-a"})]
+    await names["main"]()
+
+
+AFTERWARDS: dict[str, Callable[[Names, Path], Awaitable[None]]] = {
+    "docs/eviction.md": evicting,
+    "docs/loads.md": loading,
+    "docs/policies.md": storing,
+    "docs/kv_events.md": publishing,
+    "docs/metrics.md": measuring,
+    "docs/plan.md": recording,
+    "docs/remote.md": keeping,
+    "docs/server.md": answering,
+}
+"""Uses what the blocks of a page define, and would otherwise only define."""
+
+
+class Client:
+    """In the place of OpenAI's: there is no server here."""
+
+    def __init__(self, asked: list[tuple[str, object]], base_url: str, api_key: str) -> None:
+        assert base_url.endswith("/v1") and api_key
+        self.asked = asked
+        self.chat = self.completions = self
+
+    def create(self, *, model: str, messages: list[dict[str, str]], extra_body: object) -> None:
+        assert messages[0]["role"] == "user"
+        self.asked.append((model, extra_body))
+
+
+# -- tests ----------------------------------------------------------------------------------------------------------
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def run(page: Path, names: Names, path: Path) -> None:
+    """Blocks without `await` run outside of an event loop: some of them start one."""
+    codes = blocks(page)
+    awaits = [bool(code.co_flags & inspect.CO_COROUTINE) for code in codes]
+    for code in [code for code, is_async in zip(codes, awaits, strict=True) if not is_async]:
+        exec(code, names)
+
+    async def rest() -> None:
+        for code in [code for code, is_async in zip(codes, awaits, strict=True) if is_async]:
+            async with AROUND.get(name_of(page), given)() as around:
+                await cast("Callable[[], Awaitable[None]]", FunctionType(code, names | around))()
+        if name_of(page) in AFTERWARDS:
+            await AFTERWARDS[name_of(page)](names, path)
+
+    anyio.run(rest)
+
+
+SHOWING = [page for page in PAGES if name_of(page) not in ELSEWHERE and blocks(page)]
+
+
+@pytest.mark.filterwarnings("ignore:copies will be slow")  # docs/cuda.md, without a device
+@pytest.mark.parametrize("page", SHOWING, ids=name_of)
+def test_each_block_of_a_page_runs_as_it_stands(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever copies a block from a page and has what the page speaks of has something that runs: all blocks of all
+    pages, one after the other, in a directory of their own. The block of docs/howto/preempting.md runs against a
+    victim that ends at the very moment at which it is preempted."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/weights.safetensors").write_bytes(b"weights")
+    asked: list[tuple[str, object]] = []
+    names: Names = {"__name__": f"page_{page.stem}", "asked": asked}
+    if page.name == "server.md":
+        monkeypatch.setattr(pytest.importorskip("openai"), "OpenAI", partial(Client, asked))
+    if AROUND.get(name_of(page)) not in (starting_early, preempting, promising, None):
+        names |= AROUND[name_of(page)].keywords  # type: ignore[attr-defined]
+    run(page, names, tmp_path)
+
+
+def test_the_pages_that_other_tests_run_are_run_by_them() -> None:
+    """Each of them names a test that there is, and that reads the page."""
+    for page, (file, test) in ELSEWHERE.items():
+        text = (ROOT / file).read_text()
+        assert f"def {test}(" in text, page
+        assert Path(page).name in text or Path(page).stem.upper() in text, page
+    assert {name_of(page) for page in PAGES} >= {*ELSEWHERE, *AROUND, *AFTERWARDS}
