@@ -171,6 +171,8 @@ class WorkingRequests(BeginningRequests):
         told (`store_skipped`, `in_flight`). An engine without `find` defers nothing: the next offer of a request has
         what was skipped. The copies have to wait for all compute submitted to the device so far.
         """
+        if self._moves.is_telling:
+            raise self._in_report("offer_deferred")
         if self._engine is None:
             raise WrongState("offer_deferred: this ledger has device blocks itself: it takes no others")
         return tuple([job.plan for job in self._engine.offers.offer_deferred()])
