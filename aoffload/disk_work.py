@@ -166,17 +166,18 @@ class DiskWork:
         unsettled = self.ledger.jobs.unsettled.values()
         wrong = [job.plan for job in unsettled if job.epoch is NoEpoch.INVALIDATED and _is_on_its_way(job)]
         self.worker.copies.take_back(plan.job_id for plan in wrong)
-        on_their_way = [slot for plan in wrong for slot in plan.destination_ids]  # one may have just ended
+        on_their_way = [slot for plan in wrong for slot in plan.destination_ids]  # even if its copy has just ended
         self._forget([*self.ledger.take_forgotten_slots(), *on_their_way])
         self.look()
 
     def _forget_more(self) -> None:
-        """The same for what a copy has left that was given up."""
+        """Forget also the slots that a copy left behind after it was given up."""
         if slots := self.ledger.take_forgotten_slots():
             self._forget(slots)
 
     def _forget(self, slots: Sequence[int]) -> None:
-        """No restart is to find these. Without any, what stores under way are about to replace is still forgotten."""
+        """Have no restart find these slots, nor the old content of slots that stores under way replace. `slots` may be
+        empty."""
         try:
             self.disk.forget(slots)
         except TransferRefused as error:

@@ -77,7 +77,7 @@ class Env:
         return scope.cancel
 
     def running_loop(self) -> object:
-        """The running event loop. Another one is another object."""
+        """The running event loop, as an object that is compared by identity."""
         if not _in_trio():
             return asyncio.get_running_loop()
         import trio

@@ -68,7 +68,8 @@ class MissingExtra(AoffloadError, ModuleNotFoundError):  # noqa: N818
 
 
 class UnsupportedVersion(AoffloadError, ImportError):  # noqa: N818
-    """A package is installed in a version that lacks what is used of it. The message names `version` and what to do."""
+    """The installed version of a package lacks a part that aoffload uses. The message names `version` and what to
+    do."""
 
     def __init__(self, module: str, version: str, lacks: str, user: str, advice: str) -> None:
         found = f"{module} {version}".rstrip()

@@ -12,8 +12,8 @@ __all__ = ["Explained"]
 
 
 class Explained:
-    """The questions that a runtime passes on to its ledger. They change nothing, and may be asked at any time in the
-    event loop's thread; before opening and after closing, in any thread."""
+    """Queries that a runtime passes on to its ledger. They change nothing. Call them at any time in the event loop's
+    thread, or, before the runtime is opened and after it is closed, in any thread."""
 
     ledger: Ledger
     _session: BoundSession

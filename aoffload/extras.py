@@ -1,4 +1,4 @@
-"""Extras: the modules that each of them brings, and the errors where one is missing, or too old or too new."""
+"""Extras: the modules of each extra, and the errors if a module is missing, too old or too new."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ MODULES = {
 
 @contextmanager
 def needed(extra: str, user: str, supported: str = "") -> Iterator[None]:
-    """Around imports for `user`. Where a module of `extra` is missing, `MissingExtra` is raised in place of what the
-    import raised; where it is installed and a part of it is missing, `UnsupportedVersion`, which says what is
-    `supported`. Any other missing module is a mistake, and raises as it did."""
+    """A block for the imports that `user` needs from `extra`. If a module of `extra` is not installed, the block raises
+    `MissingExtra`. If it is installed but lacks a part, the block raises `UnsupportedVersion`, with the `supported`
+    versions. Errors about any other module pass unchanged, because they are bugs."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -50,7 +50,7 @@ def needed(extra: str, user: str, supported: str = "") -> Iterator[None]:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether there is more than a folder that several packages share."""
+    """Whether the module itself is installed, and not only a namespace folder that several packages share."""
     found = find_spec(module)
     return found is not None and found.origin is not None
 

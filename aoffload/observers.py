@@ -26,9 +26,9 @@ class RuntimeObserver(NullObserver):
     """Base class for observers of a runtime or a ledger. Methods that are not overridden do nothing.
 
     Except for `completion_delivered`, they are called in the event loop's thread, after the change and in the middle of
-    a call. They must neither block nor call the runtime. What they raise is counted and dropped, `CancelledError`,
-    `KeyboardInterrupt` and every other `BaseException`, too: the change in whose middle they are called has to be
-    completed.
+    a call. They must neither block nor call the runtime. Their exceptions are counted and dropped, even
+    `CancelledError`, `KeyboardInterrupt` and every other `BaseException`, because the runtime has to complete the
+    change that it is reporting.
     """
 
     def __init_subclass__(cls) -> None:

@@ -32,7 +32,7 @@ class Opening:
     has_own_ids: bool
     """The program hands out the block ids of the device."""
     is_open: bool = attrs.field(default=False, init=False)
-    """It was opened, and nobody has begun to close it."""
+    """The transport is open, and its closing has not begun."""
 
     async def open(self) -> None:
         """Open the transport; in a worker thread if it opens slowly, since page-locking gigabytes takes seconds."""
@@ -46,7 +46,7 @@ class Opening:
 
     @property
     def _regions(self) -> tuple[KVRegion, ...]:
-        """Empty where a transport of the program's own has them."""
+        """Empty if the transport is the program's own."""
         transport = self.session.transport
         return transport.regions if isinstance(transport, LocalTransport) else ()
 
@@ -74,14 +74,14 @@ class Opening:
         )
 
     def let_go(self) -> None:
-        """Close the transport of a runtime that nobody leaves: in a thread of its own, because this is called by a
-        finaliser, which may interrupt whoever has a lock that closing takes. The task of the worker ends in its loop,
-        if there still is one."""
+        """Close the transport of a runtime whose `async with` block was never left. A new thread closes it, because a
+        finaliser calls this method, and a finaliser may interrupt code that holds a lock that closing needs. The task
+        of the worker ends in its event loop, if that still runs."""
         self.is_open = False
         session, timeout_s = self.session, self.session.config.close_timeout_s
         session.life = SessionLife.CLOSED
         session.worker.call_soon(session.worker.end)
-        with suppress(RuntimeError):  # the interpreter ends, and its threads with it
+        with suppress(RuntimeError):  # the interpreter is ending, and starts no threads
             _thread.start_new_thread(self.close, (timeout_s,))
 
     def close(self, timeout_s: float) -> None:

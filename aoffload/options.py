@@ -1,4 +1,4 @@
-"""Options of a command that say something about another one."""
+"""Options of a command that have an effect only with another option."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["check_goes_with"]
 
 
 def check_goes_with(parser: argparse.ArgumentParser, found: argparse.Namespace, pairs: Mapping[str, str]) -> None:
-    """Refuse, as argparse does, each option among the keys of `pairs` that was given without the one beside it: it
-    would be read by nobody, whatever it says."""
+    """Refuse, as argparse does, each option among the keys of `pairs` that was given without the option that is its
+    value, because it would have no effect."""
     for option, other in pairs.items():
         is_given = getattr(found, option) != parser.get_default(option)
         if is_given and getattr(found, other) == parser.get_default(other):

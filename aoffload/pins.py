@@ -67,7 +67,7 @@ class PinScope:
         self._pin: Pin | None = None
         self._was_entered = False
         self._runtime: object = None
-        """What opened the session: it stays open for as long as this pin is there."""
+        """The runtime that opened the session. A reference keeps it open as long as this pin exists."""
 
     def __repr__(self) -> str:
         return f"<PinScope {self.state.name} {self.match.num_tokens} tokens>"

@@ -74,8 +74,8 @@ class RemoteWork:
         self.telemetry.remote_opened(type(tier.store).__name__, tier.secret is not None, self.cell_tokens)
 
     async def connect(self) -> None:
-        """Wait until the store has connected or failed, for `load_timeout_s` at most: a request that asks it does not
-        wait so long."""
+        """Wait until the store has connected or failed, for `load_timeout_s` at most, because a request that asks the
+        store has less time."""
         over = anyio.Event()
         self.remote.connect(partial(self.worker.call_soon, over.set))
         with anyio.move_on_after(self.remote.tier.load_timeout_s + LATE_S):

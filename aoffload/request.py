@@ -42,8 +42,8 @@ class Request(EngineCalls):
     def allocate_nowait(self, num_tokens: int | None = None) -> None:
         """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). `OutOfBlocks` changes nothing.
 
-        For the first part of a prompt, whole blocks: a part that ends inside of one is a warning, because it is more
-        often a mistake, and the rest of that block costs nothing.
+        To allocate only the first part of a prompt, allocate whole blocks. A part that ends inside a block causes a
+        warning, because it is most often a mistake, and the rest of that block costs nothing.
         """
         holding = self._live()
         self._warn_of_part(holding, num_tokens)
@@ -129,8 +129,9 @@ class Request(EngineCalls):
         return found
 
     async def preempt(self) -> Preemption:
-        """As `preempt_nowait`, but waits: first for steps that hold its blocks, then until every block is free. For any
-        task: it frees nothing if the request has ended meanwhile, was preempted by another task, or waits for room.
+        """As `preempt_nowait`, but waits: first for steps that hold its blocks, then until every block is free. Any
+        task may call it. It frees nothing if the request has ended meanwhile, was preempted by another task, or waits
+        for blocks.
 
         A request that needs these blocks must be waiting in `extend` by then; otherwise, a `resume` takes them back."""
         await anyio.lowlevel.checkpoint_if_cancelled()
@@ -138,7 +139,7 @@ class Request(EngineCalls):
         while holding.num_steps and not holding.is_over:
             await self._wait(anyio.Event())
         if not self._session.ledger.is_engine_owned and not holding.may_be_preempted:
-            return Preemption(0, 0, ())  # no error: the caller cannot have seen what another task does meanwhile
+            return Preemption(0, 0, ())  # no error: the caller cannot know what another task has done
         found = self.preempt_nowait()
         await self._session.worker.wait_over(max(found.job_ids, default=0))
         return found

@@ -33,7 +33,7 @@ class RequestBlock:
     def __init__(self, session: Session, prompt: Prefix | LongList, options: RequestOptions) -> None:
         self._session = session
         self._runtime: object = None
-        """What opened the session: it stays open for as long as this request is there."""
+        """The runtime that opened the session. A reference keeps it open as long as this request exists."""
         self._prompt = prompt
         self._options = options
         self._prefix: Prefix
@@ -89,7 +89,7 @@ class RequestBlock:
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if self._session.is_in_fork:
-            return False  # a copy of the request, which belongs to the parent
+            return False  # the request belongs to the parent, and this is a copy of it
         if self._session.is_elsewhere:
             self._session.call_in_loop(partial(self._left_elsewhere, self._why(error)))
             warnings.warn(f"{self!r} was left in another thread than it was entered in", ResourceWarning, stacklevel=2)
@@ -108,7 +108,7 @@ class RequestBlock:
         return bool(scope.__exit__(exc_type, error, trace))
 
     def _left_elsewhere(self, reason: str) -> None:
-        """The end of the block, in the event loop's thread. The scope stays around the task that entered it."""
+        """End the block in the event loop's thread. The scope stays entered in the task that entered it."""
         self._close(reason)
         self._stop_timer()
         if self._scope is not None:
@@ -187,9 +187,9 @@ class RequestBlock:
         return self._holding
 
     def _with_blocks(self) -> Holding:
-        """For whoever reads its block tables."""
+        """Its holding, for a call that reads the block tables."""
         holding = self._live()
-        if not self._session.ledger.is_engine_owned:  # which refuses the call in every state
+        if not self._session.ledger.is_engine_owned:  # the ledger itself refuses the call, in every state
             require(holding, "block_ids", *WITH_BLOCKS)
         return holding
 

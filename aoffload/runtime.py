@@ -91,7 +91,7 @@ class OffloadRuntime(RuntimeLife):
         """
         self._session.check_usable()
         seconds = None if deadline_s is None else _seconds("deadline_s", deadline_s)
-        if seconds is not None and seconds < 0:  # no error: what is left of a time may be less than nothing
+        if seconds is not None and seconds < 0:  # no error: the rest of a time-out may be negative
             over = "is over before the request begins; None is no deadline"
             warnings.warn(f"deadline_s: {shown(deadline_s)} {over}", UserWarning, stacklevel=2)
         prompt = prompt_of(self._roots.of(cache_salt, adapter_key), token_ids, key_spans)
@@ -240,11 +240,11 @@ class OffloadRuntime(RuntimeLife):
         return await run_step(self._session, requests, function)
 
     def offer_deferred(self, after: Fence | None = None) -> None:
-        """With `engine_blocks`, at the begin of each step: store the blocks that offers have deferred because too much
-        was in flight, as far as there is room by now. Includes requests that are over, because `find` says where the
-        engine still has their blocks.
+        """With `engine_blocks`, at the beginning of each step: store blocks that offers have deferred because too many
+        were in flight, up to the bound of stores in flight. This includes blocks of requests that are over, because
+        `find` says which block of the engine holds their KV.
 
-        `after` is a fence behind all compute so far; None: behind all work on the current stream so far.
+        `after` is a fence after all compute so far; None: after all work on the current stream so far.
         """
         self._session.check_usable()
         self._session.offer_deferred(after)
@@ -296,11 +296,14 @@ class OffloadRuntime(RuntimeLife):
         they bring there are not published. Returns the ids of the jobs that are not over within `timeout_s` seconds
         (None: no limit); empty if all are.
 
-        No request begins with KV from before the reset: a request whose load is not over computes from its first token.
-        Requests whose load is over, or that compute without one, keep their blocks and go on. Requests from before the
-        reset publish and store nothing any more, unless `tier` is a lower one. What was on a disk is found by no
-        restart, or `TransferRefused` is raised: a disk that fails is used no more, one that is late only once it has
-        taken it. What is in a remote store stays there, for whoever uses its namespace: this runtime uses it no more.
+        No request begins to compute with KV from before the reset: a request whose load is not over computes from its
+        first token. Requests whose load is over, or that compute without a load, keep their blocks and go on. Requests
+        from before the reset publish and store nothing any more, unless `tier` is below the device.
+
+        No restart finds what was on the disk before the reset. If the disk cannot assure that, `TransferRefused` is
+        raised. The runtime then stops using a disk that has failed. If the disk is only late, the runtime uses it again
+        once the reset is complete. The cells of a remote store stay there for other users of its namespace, and this
+        runtime stops using the store.
         """
         self._session.check_usable()
         self._session.check_loop(self.env.running_loop())

@@ -108,7 +108,7 @@ class RuntimeLife(Explained):
         return f"<OffloadRuntime {'open' if self._session.is_open else 'closed'} {self.ledger!r}>"
 
     def __del__(self) -> None:
-        opening = self.__dict__.get("_opening")  # there is none if it could not be made
+        opening = self.__dict__.get("_opening")  # missing if the constructor raised
         if opening is not None and opening.is_open and not self._session.is_in_fork:
             opening.let_go()  # first: a warning may be an error
             warnings.warn(
@@ -168,8 +168,9 @@ class RuntimeLife(Explained):
         """End live requests, drop queued jobs, then wait up to `close_timeout_s` for jobs in flight. With a disk, store
         before that what it lacks, for up to its `close_flush_s`.
 
-        In another event loop, nothing can be waited for, and nothing is stored: threads and files are closed, and
-        `RuntimeClosed` is raised. A forked child leaves the block, and everything is left to its parent."""
+        In another event loop, the runtime cannot wait, so it stores nothing: it ends its threads, closes its files, and
+        raises `RuntimeClosed`. If a forked child leaves the block, nothing is closed, because the runtime belongs to
+        the parent."""
         if self._session.is_in_fork:
             return
         if not self._session.is_bound:

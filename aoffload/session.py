@@ -73,7 +73,7 @@ class Entered(Protocol):
         ...
 
     def _with_blocks(self) -> Holding:
-        """Its holding. Raises if it has no blocks, too."""
+        """Its holding. As `_live`, and raises also if the request has no blocks."""
         ...
 
     def _close(self, reason: str) -> None:
@@ -311,7 +311,7 @@ class Session(BoundSession):
         self._store_behind(fence, plans)
 
     def offer_deferred(self, after: Fence | None) -> None:
-        """Store from an engine's blocks what earlier offers have deferred, once `after` has passed."""
+        """Store the engine's blocks that earlier offers have deferred, once `after` has passed."""
         if after is not None or self.ledger.deferred_requests:
             after = self.fence_after(after)
         self._store_behind(after, self.ledger.offer_deferred())

@@ -28,9 +28,9 @@ class BoundSession:
         self.worker = worker
         self.life = SessionLife.NEW
         self.is_over = False
-        """Closed to the end: nothing changes any more, so every thread may look."""
+        """Closing has ended: nothing changes any more, so any thread may read."""
         self.step_threads: set[int] = set()
-        """The threads that compute for `run_step`."""
+        """Ids of the threads in which `run_step` calls its functions."""
         self._thread_id = 0
         self._process_id = 0
         self._loop: object = None
@@ -40,19 +40,19 @@ class BoundSession:
         return self.life is SessionLife.OPEN
 
     def bind(self, loop: object) -> None:
-        """Belong to this thread and its event loop. `RuntimeClosed` the second time."""
+        """Open the session in this thread and its event loop. Raises `RuntimeClosed` the second time."""
         if self._process_id:
             raise RuntimeClosed("a runtime is entered once: make another one")
         self._thread_id, self._process_id, self._loop = threading.get_ident(), os.getpid(), loop
 
     @property
     def is_bound(self) -> bool:
-        """Whether it was entered."""
+        """Whether the session was ever opened."""
         return bool(self._process_id)
 
     @property
     def is_in_fork(self) -> bool:
-        """Whether this is a forked child: what it has of the runtime is a copy, which it must not use."""
+        """Whether this process is a forked child, which has only a copy of the runtime and must not use it."""
         return bool(self._process_id) and os.getpid() != self._process_id
 
     @property
@@ -66,14 +66,14 @@ class BoundSession:
             raise self._why_not()
 
     def check_may_look(self) -> None:
-        """Raise if the runtime may be changing in another thread, or belongs to another process. Before it is opened,
-        and once it is closed, it does not change."""
+        """Raise if the runtime belongs to another process, or if another thread may be changing it. The runtime does
+        not change before it is opened, nor after it is closed."""
         if self._process_id and not self.is_over and (self.is_in_fork or self.is_elsewhere):
             raise self._why_not_here()
 
     def check_loop(self, running: object) -> None:
-        """Raise in another event loop than that of the runtime, also one of the same thread: no wait would end there,
-        because completions wake the loop that the runtime was opened in."""
+        """Raise in any event loop other than that of the runtime, even in the same thread. No wait would end there,
+        because completions wake the loop in which the runtime was opened."""
         if self.is_open and not self.is_in_fork and not self.is_elsewhere and running is not self._loop:
             raise WrongThread("the runtime belongs to the event loop that it was opened in: make one for each loop")
 
@@ -112,7 +112,8 @@ class BoundSession:
             self.worker.call_soon(function)
 
     def leave_in_loop(self, function: Callable[[], None]) -> None:
-        """As `call_in_loop`, for the end of a `with` block: a forked child leaves it, too, and has nothing to end."""
+        """As `call_in_loop`, for the end of a `with` block. In a forked child it does nothing, because the child owns
+        nothing that has to end."""
         if not self.is_in_fork:
             self.call_in_loop(function)
 

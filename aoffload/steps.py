@@ -55,8 +55,8 @@ def hold(session: Session, requests: Iterable[Request | PendingLoad]) -> Abstrac
 
 
 class StepScope:
-    """Returned by `OffloadRuntime.step`; enter it once, with `with`. It may be left in any thread: it ends in the event
-    loop's."""
+    """Returned by `OffloadRuntime.step`; enter it once, with `with`. Any thread may leave it; the step ends in the
+    event loop's thread."""
 
     def __init__(self, session: Session, requests: Iterable[Request | PendingLoad]) -> None:
         self._session = session
@@ -173,7 +173,7 @@ def commit_step(session: Session, computed: Iterable[Computed], after: Fence | N
         seen.add(holding)
         try:
             session.ledger.check_commit(holding, one.num_computed_tokens, one.new_token_ids)
-        except InvalidArgument as error:  # of several requests, the caller has to know which
+        except InvalidArgument as error:  # the error has to say which of the requests is meant
             raise type(error)(error.argument, f"{error.problem} ({holding})") from error
     fence = session.fence_after(after)
     for holding, one in there:

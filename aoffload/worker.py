@@ -212,8 +212,8 @@ class CopyWorker:
             except anyio.get_cancelled_exc_class():
                 if self._scope.cancel_called:
                     raise
-                # A native `asyncio.Task.cancel`, as when a loop is torn down: the worker has not failed. Re-raised, it
-                # would cancel the group's other tasks, too.
+                # A native `asyncio.Task.cancel`, as when a loop is torn down: the worker has not failed. If this were
+                # raised again, it would cancel the other tasks of the group, too.
                 self._give_up("the worker was cancelled")
             except Exception as error:  # noqa: BLE001 - a supervisor: the cache turns itself off, the requests go on
                 self._fail(error)

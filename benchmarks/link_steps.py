@@ -1,8 +1,8 @@
-"""How many steps of an engine its copies take, on links that are timed and not real: no figure depends on the machine.
+"""The number of engine steps that copies take, on simulated links, so that no figure depends on the machine.
 
 An engine computes a prompt of 32,768 tokens in four steps, with the KV of Llama-8B (2 MiB a block of 16 tokens), and
-loads it again while it decodes. A step hands copies over and hears of those that have ended. The limit is what the link
-needs, in whole steps, and one step in which the end is heard of.
+loads it again while it decodes. A step submits copies and settles those that have ended. The limit is the time that the
+link needs, in whole steps, and one more step to settle the last copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Stepping", "link_step_rows", "run"]
 LINKS = (50e9, 5e9, 2e9)
 BLOCK, BLOCK_BYTES, NUM_TOKENS, STEP_TOKENS = 16, 2 << 20, 32768, 8192
 PREFILL_S, DECODE_S = 0.35, 0.015
-"""Of a step that computes 8,192 tokens, and of one that decodes, on one GPU."""
+"""Durations of a step that computes 8,192 tokens, and of a step that decodes, on one GPU."""
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
@@ -78,7 +78,7 @@ class Link:
 
 @attrs.define(eq=False)
 class Blocks:
-    """The engine's: counts what copies hold."""
+    """The blocks of the engine. Counts those that copies hold."""
 
     num_held: int = 0
 
@@ -89,7 +89,7 @@ class Blocks:
         self.num_held -= len(block_ids)
 
     def find(self, request_id: str, group: int, start: int, stop: int) -> range:
-        """Nothing else uses its blocks: they stay what they were."""
+        """Nothing else uses the blocks, so each of them still holds its KV."""
         return range(1 + start, 1 + stop)
 
 
@@ -120,7 +120,8 @@ class Stepping:
         self.queue.submit(self.ledger.offer_deferred())
 
     def compute(self) -> tuple[int, int]:
-        """Compute and store the prompt. Steps until nothing is held any more, and how many the link needs."""
+        """Compute and store the prompt. Returns the steps until no block is held any more, and the steps that the link
+        needs."""
         self.step(0.0)
         prefix = Prefix.of(Root("llama"), self.tokens)
         request = self.ledger.admit(prefix, num_device_tokens=0, reads_cache=False)
@@ -132,7 +133,7 @@ class Stepping:
         return self._until_idle(), math.ceil(left_s / DECODE_S) + bool(left_s)
 
     def load(self) -> tuple[int, int]:
-        """Load the prompt again. How many steps it takes, and the link."""
+        """Load the prompt again. Returns the steps that it takes, and the steps that the link needs."""
         request = self.ledger.admit(Prefix.of(Root("llama"), self.tokens), num_device_tokens=0)
         assert request.match.num_host_tokens == NUM_TOKENS
         self.queue.submit(self.ledger.plan_load(request, into=self.tables))

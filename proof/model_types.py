@@ -1,11 +1,11 @@
-"""What `load_model` does with each type of causal language model of the installed transformers.
+"""Whether `load_model` serves each type of causal language model of the installed transformers.
 
     python -m proof.model_types              writes the table of docs/models.md (some minutes)
-    python -m proof.model_types llama dbrx   prints what becomes of these types
+    python -m proof.model_types llama dbrx   prints the result for these types
 
-A tiny model of each type is built from its config, with random weights. If `TransformersModel` takes it, it must give
-what the model gives by itself. The check here shares no code with the proof at loading, and has prompts several times
-as long as windows are.
+A tiny model of each type is built from its config, with random weights. If `TransformersModel` accepts it, its answers
+must be those of the model's own forward. This check shares no code with the proof at loading, and its prompts are
+several times as long as the windows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[1] / "docs/models.md"
 BEGIN, END = "<!-- types: python -m proof.model_types -->\n", "<!-- end of types -->\n"
 MOST_WEIGHTS = 6_000_000
 
-# What a config of a tiny model says, under all the names that configs have for it.
+# The sizes of a tiny model, under all the names that configs use for them.
 _NAMES: dict[Any, str] = {
     0.08: "initializer_range",
     256: "max_position_embeddings n_positions n_ctx max_seq_len model_max_length max_target_positions context_length",
@@ -68,12 +68,12 @@ _NAMES: dict[Any, str] = {
 SIZES = {name: value for value, names in _NAMES.items() for name in names.split()}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
-"""Of types whose keys have a rotary part of a size of its own."""
+"""Sizes for types whose keys have a separate rotary part."""
 ATTEMPTS: tuple[dict[str, Any], ...] = ({}, LATENT, {"head_dim": 16, "num_key_value_heads": 2})
 SHARED = {"num_hidden_layers": 12, "num_kv_shared_layers": 6}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}
 
-# What else the configs of some types need, so that a tiny model can be built.
+# Other values that the configs of some types need, so that a tiny model can be built.
 _NEEDS: dict[str, dict[str, Any]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
@@ -94,7 +94,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 _DECODER = {"is_decoder": True}
-# Types with an option that changes how they attend, beside the type as it is.
+# Variants: types with an option that changes how they attend.
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert, `is_decoder`": ("bert", _DECODER),
     "bert-generation, `is_decoder`": ("bert-generation", _DECODER),
@@ -118,7 +118,7 @@ def model_types() -> list[str]:
 
 @attrs.frozen
 class Finding:
-    """What became of a type: "served", "refused" or "not built", and why; "wrong" is a mistake of ours."""
+    """The result for a type: "served", "refused" or "not built", and the reason. "wrong" means a bug of ours."""
 
     kind: str
     verdict: str
@@ -133,7 +133,7 @@ def examine(kind: str) -> Finding:
     """Build a tiny model of this type, or variant, and try to serve it."""
     try:
         plain, ours = tiny_model(kind), tiny_model(kind)
-    except Exception as error:  # noqa: BLE001 - whatever transformers says of a size
+    except Exception as error:  # noqa: BLE001 - transformers may raise anything for a size
         return Finding(kind, "not built", _one_line(f"{type(error).__name__}: {error}"))
     try:
         served = TransformersModel(ours)
@@ -144,8 +144,8 @@ def examine(kind: str) -> Finding:
 
 
 def difference(plain: Any, served: TransformersModel) -> str:
-    """How `served` differs from the plain model, over two prompts of several blocks in slices and some decoded tokens;
-    empty if it does not."""
+    """How the answers of `served` differ from those of the plain model, over two prompts of several blocks, in slices
+    and some decoded tokens. Empty if they do not differ."""
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, 150, (size,), generator=generator).tolist() for size in (61, 44)]
     num_decoded, first = 5, 23
@@ -170,7 +170,7 @@ def difference(plain: Any, served: TransformersModel) -> str:
 
 
 def tiny_model(kind: str) -> Any:
-    """A model of transformers of this type, or variant, with random weights, that computes.
+    """A working model of transformers of this type or variant, with random weights.
 
     Raises what transformers raises if none of the sizes fit.
     """
@@ -200,7 +200,7 @@ def tiny_model(kind: str) -> Any:
 
 
 def _sizes(default: Any) -> dict[str, Any]:
-    """What a config is given, under the names that its defaults have; those of the configs in it, too."""
+    """The values for a config, and for the configs inside it, under the names that its defaults use."""
     found: dict[str, Any] = {}
     for name, value in SIZES.items():
         if name in type(default).attribute_map or isinstance(getattr(type(default), name, None), property):
@@ -231,7 +231,7 @@ def _one_line(text: str) -> str:
 
 
 def page_with(findings: list[Finding]) -> str:
-    """docs/models.md with this table in place of the one it has."""
+    """The text of docs/models.md with this table in place of the old one."""
     import transformers
 
     text = PAGE.read_text()

@@ -1,5 +1,5 @@
-"""Planted defects of what hostile use has found in the core and the worker: resets between two calls of a request,
-foreign code in the middle of a change, and a loop that is torn down."""
+"""Planted defects in the core and the worker: resets between two calls of a request, observers that raise in the middle
+of a change, and an event loop that is torn down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted defects of the disk: writes that fail though safety depends on them, stores without an end, and forks."""
+"""Planted defects of the disk: failing writes that safety depends on, stores that never come to an end, and forks."""
 
 from __future__ import annotations
 

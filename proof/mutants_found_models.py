@@ -1,4 +1,4 @@
-"""Planted defects of loading models: what is taken without proof."""
+"""Planted defects of loading models: models that are accepted without proof."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted defects of calls to a remote store whose end is not known, and of connecting to one."""
+"""Planted defects of remote stores: puts whose outcome is unknown, and connecting."""
 
 from __future__ import annotations
 

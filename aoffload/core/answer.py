@@ -27,7 +27,7 @@ class PrefixMatch:
     """Tokens behind those that a fetch from the disk would add. They are no part of the hit."""
 
     def __repr__(self) -> str:
-        """A match without a disk, which is never pending, does not show the fields that say nothing about it."""
+        """Without a disk, `num_disk_tokens` and `is_pending` keep their defaults, so the text leaves them out."""
         also = f", num_disk_tokens={self.num_disk_tokens}" if self.num_disk_tokens else ""
         also += ", is_pending=True" if self.is_pending else ""
         return f"PrefixMatch(num_device_tokens={self.num_device_tokens}, num_host_tokens={self.num_host_tokens}{also})"

@@ -33,16 +33,16 @@ class DiskStores:
     _came_to: tuple[object, ...] = ()
     """The situation at the last scan of what the host is about to evict."""
     _turns: dict[Run, int] = field(default_factory=dict)
-    """Runs that the disk lacked at that scan, each with the blocks that may still be stored for it; empty once all of
-    them had their turn. Without it, a disk smaller than the watermark is written to for ever: what one store evicts
-    from it, the next one would bring back."""
+    """Runs that the disk lacked at that scan, each with the number of blocks that may still be stored for it. Empty
+    once each run has had its turn. Turns end the writes to a disk that is smaller than the watermark: without them,
+    each store would bring back blocks that the store before it has evicted."""
     _looked_at: int = 0
     """`Part.last_use` up to which all that was asked for twice is on the disk, or was not stored."""
 
     _host: TierBlocks = field(init=False)
     _disk: TierBlocks = field(init=False)
     _least_blocks: int = field(init=False)
-    """Fewer blocks are no unit of any band."""
+    """The blocks of the smallest unit of any band."""
 
     def __post_init__(self) -> None:
         self._host, self._disk = self.watermark.source, self.watermark.there
@@ -72,11 +72,12 @@ class DiskStores:
         return bool(self._turns) or self._nearness() != self._came_to[:2] or self.watermark.has_changed
 
     def _take_turns(self, most: int, wanted: Callable[[Run], int]) -> list[Job]:
-        """Store for the runs that still have a turn, in eviction order. A turn ends when nothing of it is left to
-        store, or when nothing more of it fits beside it; a store that `most` has cut off goes on with the next call."""
+        """Store the runs that still have a turn, in eviction order. The turn of a run ends when nothing of it is left
+        to store, or when a store has evicted other blocks of the same run from the disk. If `most` cuts a run off, the
+        next call goes on with it."""
         jobs, least = list[Job](), self._least_blocks
         runs = self.watermark.about_to_lose(wanted)
-        if not self.watermark.jobs.num_stored_now(self._host.tier):  # else fewer runs are listed
+        if not self.watermark.jobs.num_stored_now(self._host.tier):  # during stores, `runs` lacks some runs
             self._turns = {run: self._turns[run] for run in runs if self._turns.get(run)}
         for run in runs:
             left = min(left_of(most, jobs), self._turns.get(run, 0))
@@ -94,7 +95,7 @@ class DiskStores:
 
     @staticmethod
     def _num_blocks(run: Run, blocks: TierBlocks) -> int:
-        """The blocks that a tier has of the path of `run`."""
+        """The number of blocks that a tier holds of the path of `run`."""
         return sum(len(part.blocks) for each in run.path() for part in each.parts_in(blocks.tier))
 
     def _has_come_nearer(self, only_asked_twice: bool) -> bool:

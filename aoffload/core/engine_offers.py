@@ -1,12 +1,14 @@
 """Offers: stores from an engine's blocks, which the engine names in its tables.
 
-An offer never waits. Blocks that find no room in host memory are skipped: the observer is told, and the next offer of
-the request tries them again.
+An offer never waits. If host memory has no free blocks for some of the offered blocks, the offer skips these. The
+ledger reports them to the observer, and the next offer of the request tries them again.
 
-Copies hold the blocks that they read, so the stores in flight are bounded: by `max_bytes_in_flight` where it is
-configured, else by what one step of the engine computes. Blocks beyond the bound are deferred. `offer_deferred` stores
-them once there is room, also after their request has ended: the engine's prefix cache (`FindsBlocks.find`) proves that
-a block still holds what it held. A block that is no longer there is given up, and the observer is told.
+Copies hold the blocks that they read, so the blocks that stores in flight hold are bounded. If `max_bytes_in_flight` is
+configured, it is the bound. Otherwise the bound is the most blocks that one step of the engine has computed, up to a
+share of the engine's blocks, and the default of `max_bytes_in_flight` at least. An offer defers the blocks beyond the
+bound. `offer_deferred` stores deferred blocks later, even if their request has ended by then: the engine's prefix cache
+(`FindsBlocks.find`) tells which block holds their KV now. If the engine no longer has a block, the ledger gives it up
+and reports that to the observer.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ __all__ = ["EngineOffers", "Offer"]
 MOST_DEFERRED = 128
 """Maximum requests with deferred blocks, because each keeps its tokens. One more gives up the blocks of the oldest."""
 MOST_OF_POOL = 4
-"""What a step computes raises the bound to a quarter of the engine's blocks at most."""
+"""The blocks that a step computes raise the bound to at most a quarter of the engine's blocks."""
 
 Path: TypeAlias = Sequence[tuple[Run, int]]
 """Runs of the index, each with the unit up to which its tokens are those of a request."""
@@ -78,29 +80,30 @@ class Wanted:
     end: End | None = None
     """Where the offers begin, if the index has nothing behind."""
     stop: int = 0
-    """The unit up to which it was looked for."""
+    """The unit up to which the search went."""
     num_evicted: int = 0
     """Blocks that are not offered, since the host has evicted what comes before them."""
     num_left: int = 0
-    """Blocks behind the offers that were not looked for."""
+    """Blocks after the offers that were not searched for."""
     num_missing: int = 0
-    """Blocks behind the offers that the engine does not have."""
+    """Blocks after the offers that the engine does not have."""
 
 
 @dataclass(slots=True, eq=False)
 class Deferred:
-    """The blocks of a request that offers left out, because too much was in flight."""
+    """The blocks of a request that offers have deferred, because too many blocks were in flight."""
 
     holding: Holding
     stop: int
-    """The unit up to which the host is to have it. The request itself does not know that any more once it is over."""
+    """The unit up to which the host is to hold the blocks. It is kept here, because a request that is over forgets
+    it."""
     unwritten: Mapping[int, range]
     num_blocks: int
-    """How many they were when it was tried last."""
+    """The number of deferred blocks at the last attempt."""
 
 
 class Nulls(Sequence[int]):
-    """A block table of null blocks, as long as anybody asks."""
+    """A block table of null blocks, longer than any request."""
 
     def __len__(self) -> int:
         return MAX_BLOCKS
@@ -119,17 +122,19 @@ class EngineOffers:
     device: EngineTier
     max_blocks_in_flight: int
     max_step_blocks: int
-    """A step that computes so many blocks has all of them in flight. 0: `max_blocks_in_flight` is configured."""
+    """If a step computes up to this many blocks, all of them may be in flight. 0: `max_blocks_in_flight` is
+    configured."""
     num_rows: int
     learning: Learning | None = None
     deferred: dict[str, Deferred] = field(default_factory=dict)
     """By request id, the oldest first."""
     _step_blocks: int = 0
-    """The most blocks that a step has computed."""
+    """The most blocks that one step has computed, `max_step_blocks` at most."""
     _computed_blocks: int = 0
-    """Blocks that this step has computed, as far as they were offered."""
+    """Blocks that this step has computed and offered so far."""
     _knows_steps: bool = False
-    """Whether the engine says where a step begins. Until then, each offer counts as a step."""
+    """Whether the engine calls `offer_deferred` at the beginning of a step. Until it does, each offer counts as a
+    step."""
     _ends: dict[Holding, End] = field(default_factory=dict)
     """Where the path of a request was left: what it offers next usually begins there."""
 
@@ -167,7 +172,8 @@ class EngineOffers:
         is_last: bool = False,
         most: int = NO_LIMIT,
     ) -> Wanted:
-        """What the host lacks of the first `stop` units; of full attention, the first `most` units of it."""
+        """The blocks of the first `stop` units that the host lacks; of full attention, only the first `most` missing
+        units."""
         if not stop or not self.cache.tiers[BELOW].pool.num_blocks:
             return Wanted([])
         full = self.cache.layout.full
@@ -281,14 +287,14 @@ class EngineOffers:
     # -- stores ---------------------------------------------------------------------------------------------------
 
     def computed(self, num_units: int) -> None:
-        """An offer is the first of `num_units` that were computed since the offer before it."""
+        """Count `num_units` that were computed since the offer before, and that are offered now for the first time."""
         num_blocks = num_units * sum(band.width for band in self.cache.layout.bands)
         self._computed_blocks = num_blocks + (self._computed_blocks if self._knows_steps else 0)
         self._step_blocks = max(self._step_blocks, min(self._computed_blocks, self.max_step_blocks))
 
     def store(self, holding: Holding, wanted: Wanted, unwritten: Mapping[int, range]) -> list[Job]:
-        """Plan what of `wanted` may be in flight, and defer the rest."""
-        self.deferred.pop(holding.request_id, None)  # it is in `wanted`
+        """Plan stores for the blocks of `wanted` that may be in flight, and defer the others."""
+        self.deferred.pop(holding.request_id, None)  # `wanted` includes these blocks
         jobs, num_left = self._store(holding, wanted)
         if num_left and self.device.finds:
             self.deferred[holding.request_id] = Deferred(holding, wanted.stop, dict(unwritten), num_left)
@@ -300,7 +306,7 @@ class EngineOffers:
         return jobs
 
     def _store(self, holding: Holding, wanted: Wanted) -> tuple[list[Job], int]:
-        """The jobs, and how many blocks are too many now."""
+        """The jobs, and the number of blocks above the bound."""
         jobs, found, num_left = list[Job](), wanted.offers, wanted.num_left
         if wanted.num_evicted:
             self.moves.told.store_skipped(holding, wanted.num_evicted, "evicted")
@@ -341,13 +347,13 @@ class EngineOffers:
 
     @property
     def _num_free_blocks(self) -> int:
-        """Blocks that stores may hold besides those in flight."""
+        """The number of blocks that further stores may hold now."""
         return max(self.max_blocks_in_flight, self._step_blocks) - self.jobs.num_stored_now(Tier.DEVICE)
 
     # -- deferred blocks ------------------------------------------------------------------------------------------
 
     def offer_deferred(self) -> list[Job]:
-        """A step begins: store deferred blocks, those of the oldest request first, as far as there is room by now."""
+        """A step begins: store deferred blocks, up to the bound, those of the oldest request first."""
         self._knows_steps, self._computed_blocks = True, 0
         jobs: list[Job] = []
         while self.deferred and (room := self._num_free_blocks) > 0:
@@ -357,13 +363,13 @@ class EngineOffers:
             if old.holding.is_over:
                 self.forget(old.holding)
             left = self.deferred.pop(request_id, None)
-            if left is not None:  # it goes on being the first
+            if left is not None:  # it stays the first one
                 self.deferred = {request_id: left, **self.deferred}
                 break
         return jobs
 
     def _found_of(self, old: Deferred, room: int) -> Wanted:
-        """What the engine still has of deferred blocks, at least one unit of full attention where the host lacks it."""
+        """Up to `room` deferred blocks that the engine still has; of full attention, one missing unit at least."""
         holding, layout = old.holding, self.cache.layout
         if holding.epoch != self.cache.epoch:
             return Wanted([])
@@ -373,13 +379,14 @@ class EngineOffers:
         named = named_rows(self.num_rows, [offer.blocks for offer in wanted.offers])
         if not named.are_distinct or named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
             wanted = Wanted([], num_missing=old.num_blocks)
-        if wanted.num_missing:  # what comes after a gap is never found
+        if wanted.num_missing:  # a lookup never finds blocks after a gap
             self.moves.told.store_skipped(holding, wanted.num_missing + wanted.num_left, "in_flight")
             wanted.num_left = 0
         return wanted
 
     def taken_back(self, wrong: TokenSequence, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` of `wrong` is wrong in the end: nothing computed from it is stored."""
+        """Drop the deferred blocks of requests that share the first `num_tokens` of `wrong`, because the KV at the end
+        of these is invalid."""
         for request_id, old in tuple(self.deferred.items()):
             if old.holding.sequence.begins_alike(wrong, num_tokens):
                 del self.deferred[request_id]
@@ -407,7 +414,7 @@ def _is_covered(run: Run) -> bool:
 
 
 def _first(lacking: list[range], most: int) -> tuple[list[range], int]:
-    """The first `most` units of `lacking`, and how many are left."""
+    """The first `most` units of `lacking`, and the number of the other ones."""
     found: list[range] = []
     for units in lacking:
         taken = units[: max(0, most)]

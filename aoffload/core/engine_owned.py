@@ -6,7 +6,7 @@ A request's way through it:
                      loading the next block, and the engine asks again
     plan_load(into)  copies into the engine's blocks, held by the jobs
     offer(n, ids)    stores of what the host lacks of the first n tokens, from the engine's blocks
-    offer_deferred() at the begin of a step: stores of what was offered while too much was in flight
+    offer_deferred() at the beginning of a step: stores of the blocks that offers have deferred
     invalidate(n)    what was offered from token n on was wrong
 
 The ledger has no index of the device: the engine says what it has there. A request has no block table here, and the
@@ -139,7 +139,7 @@ class EngineOwned:
             arrival, load = self.arrivals.under_way[holding], holding.load
             assert load is not None
             wakes.append(load.wake)
-            # After a reset, what the copies have brought is from before it.
+            # After a reset, the KV that the copies have brought is from before the reset.
             ready = self._ready_stop(arrival) if holding.epoch == self.cache.epoch else arrival.start
             holding.ended_load()
             if ready < arrival.stop:

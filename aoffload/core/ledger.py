@@ -172,13 +172,13 @@ class Ledger(RemoteOfLedger):
     # -- the whole ------------------------------------------------------------------------------------------------
 
     def reset(self, tier: Tier | None = None) -> None:
-        """Forget everything cached, or what `tier` holds. Every pin ends, unless only the disk is reset.
+        """Forget everything cached, or everything that `tier` holds. Every pin ends, unless only the disk is reset.
 
-        No request begins with KV from before the reset: a match is dropped, and so is the device hit of a request whose
-        load is not over. Such a load ends with nothing, and the request computes from its first token (with
-        `engine_blocks`: from the end of the engine's own hit). A request whose load is over, or that computes without
-        one, keeps its blocks and goes on. Requests from before the reset publish and store nothing any more, unless
-        only a tier below the device is reset."""
+        No request begins to compute with KV from before the reset. The reset drops the match of a request without
+        blocks. If the load of a request is not over, the request loses its device hit, its load ends with no tokens,
+        and the request computes from its first token (with `engine_blocks`: from the end of the engine's own hit). A
+        request whose load is over, or that computes without a load, keeps its blocks and goes on. Requests from before
+        the reset publish and store nothing any more, unless only a tier below the device is reset."""
         if self._moves.is_telling:
             raise self._in_report("reset")
         if tier is not None and check_tier("tier", tier) is Tier.DEVICE:

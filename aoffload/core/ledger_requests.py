@@ -91,7 +91,7 @@ class BeginningRequests(LedgerRooms):
             store_limit=may_store, ledger=self, evictions_before=self.cache.tiers[BELOW].num_evicted,
         )  # fmt: skip
         if may_store:
-            self._policy.seen(holding, 0, sequence.num_prompt_units)  # may be a program's own: it may raise
+            self._policy.seen(holding, 0, sequence.num_prompt_units)  # a policy of the program's own may raise
         self._num_admitted += 1
         self.holdings[name] = holding
         if self._engine is not None:

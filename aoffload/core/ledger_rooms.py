@@ -213,11 +213,12 @@ class LedgerRooms:
     # -- how a call begins and ends -------------------------------------------------------------------------------
 
     def _in_report(self, call: str) -> WrongState:
-        """Refuses `call` to an observer that is being told of a move: the change is half made."""
+        """The error for a `call` by an observer during a report, because the change that is reported is not
+        complete."""
         return WrongState(f"{call}: an observer must not call the ledger, which is in the middle of a change")
 
     def _own(self, holding: object) -> Holding:
-        """Refuse a request of another ledger, and all calls about a request to an observer."""
+        """Refuse a request of another ledger, and any call about a request that an observer makes during a report."""
         if self._moves.is_telling:
             raise self._in_report("a call about a request")
         if not isinstance(holding, Holding) or holding.ledger is not self:

@@ -47,7 +47,7 @@ class WorkingRequests(BeginningRequests):
 
         RUNNING afterwards: nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the load
         fell short and there was no room for the missing blocks, or a reset has made the device hit useless, so the
-        request gave up all its blocks; `wake` is called when its wait for room ends. Then accept `holding.waiter` and
+        request gave up all its blocks. `wake` is called when its wait for blocks ends. Then accept `holding.waiter` and
         plan again. `max_job_bytes` replaces the configured limit, to split an overlapped load into as few jobs as
         possible.
 
@@ -152,8 +152,8 @@ class WorkingRequests(BeginningRequests):
 
         `block_ids` holds the request's block tables, one per group, from the first token on: lists, ranges or arrays.
         Ids are read only where something is stored; with `is_last`, all are checked. Null blocks are skipped. Jobs hold
-        the blocks that they copy until the copies are over, whatever becomes of the request. Blocks without room in
-        host memory are not stored; the next offer tries them again. Blocks that are too many to be in flight are
+        the blocks that they copy until the copies are over, whatever becomes of the request. If host memory has no free
+        blocks, blocks are skipped, and the next offer tries them again. Blocks above the bound of stores in flight are
         deferred: call `offer_deferred` once a step. `is_last`: the last offer of the request, so what a later prompt
         needs of windows is stored too.
         """
@@ -163,13 +163,14 @@ class WorkingRequests(BeginningRequests):
         return tuple([job.plan for job in jobs])
 
     def offer_deferred(self) -> tuple[TransferPlan, ...]:
-        """With `engine_blocks`, at the begin of each step: store the blocks that offers have deferred, those of the
-        oldest request first, as far as there is room in flight by now. Includes requests that are over. Cheap if
-        nothing is deferred.
+        """With `engine_blocks`, at the beginning of each step: store blocks that offers have deferred, up to the bound
+        of stores in flight, those of the oldest request first. This includes blocks of requests that are over. The call
+        is cheap if no blocks are deferred.
 
-        `FindsBlocks.find` says where the engine still has a block. One that is gone is given up, and the observer is
-        told (`store_skipped`, `in_flight`). An engine without `find` defers nothing: the next offer of a request has
-        what was skipped. The copies have to wait for all compute submitted to the device so far.
+        `FindsBlocks.find` says which block of the engine holds the KV now. If the engine no longer has it, the ledger
+        gives the block up and reports that to the observer (`store_skipped`, `in_flight`). Without `find`, no block is
+        deferred: the next offer of the request tries the skipped blocks again. The copies have to wait for all compute
+        submitted to the device so far.
         """
         if self._moves.is_telling:
             raise self._in_report("offer_deferred")
@@ -179,7 +180,7 @@ class WorkingRequests(BeginningRequests):
 
     @property
     def deferred_requests(self) -> tuple[str, ...]:
-        """The ids of requests with deferred blocks, the oldest first; they may be over. `find` is asked about them."""
+        """Ids of the requests with deferred blocks, the oldest first. They may be over. `find` is called for them."""
         return () if self._engine is None else tuple(self._engine.offers.deferred)
 
     def plan_write_back(self) -> tuple[TransferPlan, ...]:

@@ -165,7 +165,7 @@ _COMES_FIRST: Mapping[State, str] = {
     _R.REQUEUED: "wait first until its load is over",
     _R.PREEMPTED: "call `resume` first, and await it",
 }
-"""How a request leaves each state on its way to be computed, as advice. On a `Ledger`, there is nothing to await."""
+"""By state: advice on how a request gets from it to a state with blocks. Calls of a `Ledger` are not awaited."""
 _TOO_LATE: Mapping[State, str] = {
     _R.STRANDED: "it has let go of its blocks: leave it, or `preempt` and `resume` it",
     _R.DONE: "it is over",
@@ -174,8 +174,8 @@ _TOO_LATE: Mapping[State, str] = {
 
 
 def require(entity: Stateful, call: str, *states: State, instead: str = "") -> None:
-    """Refuse `call` unless `entity` is in one of `states`. The error says what to do `instead`; by default, it names
-    the call that the caller has left out, by the table of moves."""
+    """Refuse `call` unless `entity` is in one of `states`. The error says what to do `instead`. By default,
+    the error names the call that the caller has left out, according to the table of moves."""
     if entity.state not in states:
         allowed = " or ".join(state.name for state in states)
         advice = instead or _instead(call, entity.state, states)
@@ -183,12 +183,12 @@ def require(entity: Stateful, call: str, *states: State, instead: str = "") -> N
 
 
 def _instead(call: str, state: State, states: tuple[State, ...]) -> str:
-    """What to do instead, where the table of requests has a way from `state` to one of `states`. No way leads over a
-    preemption, because no caller has forgotten that one."""
+    """What to do instead, if the table of moves has a path from `state` to one of `states`. Paths through a preemption
+    do not count, because a caller does not forget to preempt."""
     if state in _TOO_LATE:
         return _TOO_LATE[state]
     reached, ways = {state}, [state] if state in _COMES_FIRST else []
-    for at in ways:  # it grows
+    for at in ways:  # the loop appends to it
         for new in REQUEST_MOVES[at]:
             if new in states:
                 return _COMES_FIRST[state]

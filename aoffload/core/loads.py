@@ -205,9 +205,9 @@ class Loads:
         return list(shared)
 
     def _conclude(self, holding: Holding, load: Load) -> None:
-        """End a load with what is on the device: RUNNING. Without room for the missing blocks, or with a device hit
-        from before a reset, the request gives up all its blocks and waits in the line, at its old place: REQUEUED, or
-        DRAINING while a step still uses them."""
+        """End a load with the tokens that are on the device: RUNNING. If there are no free blocks for the missing ones,
+        or if the device hit is from before a reset, the request gives up all its blocks and waits in the queue, at its
+        old place: REQUEUED, or DRAINING while a step still uses the blocks."""
         layout = self.cache.layout
         start, run = holding.published, holding.device_run
         if start and holding.epoch != self.cache.epoch:  # a device hit from before a reset

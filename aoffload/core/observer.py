@@ -30,16 +30,16 @@ __all__ = ["Moves"]
 
 @dataclass(slots=True, eq=False)
 class Moves:
-    """Moves states as their tables allow, and tells the observer, of which nothing goes through that it raises. An
-    illegal move raises and changes nothing."""
+    """Moves states as their tables allow, and reports each move to the observer. Exceptions of the observer are
+    dropped. An illegal move raises and changes nothing."""
 
     observer: Observer | None
     clock: Callable[[], float] | None = None
     """Ages of states count by it; None: nobody asks for them."""
     is_telling: bool = field(default=False, init=False)
-    """Whether the observer is being told of something, in the middle of a change: the ledger refuses its calls."""
+    """Whether a report is under way, in the middle of a change. The ledger then refuses the observer's calls."""
     told: Observer = field(init=False)
-    """The observer, shielded; one that does nothing, if there is none."""
+    """The observer, with its exceptions dropped; without an observer, one that does nothing."""
 
     def __post_init__(self) -> None:
         self.told = NullObserver() if self.observer is None else shielded(self.observer, OBSERVES, self)

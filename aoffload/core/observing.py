@@ -1,9 +1,9 @@
-"""Who is told of state moves. Observers may be of any class: this file is never compiled, so that they can derive from
-one of these.
+"""Observers of state moves. An observer may be of any class. This file is never compiled, so that observers can derive
+from its classes.
 
-A ledger reports in the middle of a change, which has to be completed whatever an observer does. So nothing that an
-observer raises goes through, no `BaseException` either. None of these can be a cancellation of the task that makes the
-change: a task is cancelled only where it waits, and a report never waits.
+A ledger reports in the middle of a change, and it has to complete the change whatever an observer does. So the ledger
+drops every exception of an observer, even a `BaseException`. Such an exception never is a cancellation of the task that
+makes the change, because a task is cancelled only where it waits, and a report never waits.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ OBSERVES = (
 
 
 class Observer(Protocol):
-    """Is told of every state move, after the change; must not call back. What it raises is dropped. The
-    telemetry is one."""
+    """Called after every state move. It must not call the ledger. Its exceptions are dropped. The telemetry is an
+    observer."""
 
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> object: ...
     def job_moved(self, job: Job, old: JobState, reason: str) -> object: ...
@@ -85,8 +85,8 @@ class Teller(Protocol):
 
 
 def shielded(one: Any, calls: str, teller: Teller | None = None) -> Any:
-    """`one`, an observer or a watcher, as the ledger calls it: nothing that one of its `calls` raises goes through.
-    `teller` learns that a call is under way."""
+    """`one`, an observer or a watcher, in a wrapper that drops all exceptions of its `calls`. While a call is under
+    way, `teller.is_telling` is true."""
     return _Shield(one, calls.split(), _Anybody() if teller is None else teller)
 
 
@@ -104,7 +104,7 @@ def _tell(teller: Teller, hear: Callable[..., object], *args: object) -> None:
     teller.is_telling = True
     try:
         hear(*args)
-    except BaseException:  # noqa: BLE001 - the change in whose middle it is told has to be completed
+    except BaseException:  # noqa: BLE001 - the change that is reported has to be completed
         pass
     finally:
         teller.is_telling = False

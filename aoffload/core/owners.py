@@ -130,7 +130,7 @@ class Holding(Claimant):
 
     @property
     def may_be_preempted(self) -> bool:
-        """Whether a preemption would not be refused, apart from steps."""
+        """Whether a preemption is allowed, if no step holds its blocks."""
         has_blocks = bool(self.tables) or self.state in (RequestState.REQUEUED, RequestState.STRANDED)
         waits = self.waiter is not None and self.state is not RequestState.REQUEUED
         return has_blocks and not waits and not self.is_over
@@ -323,7 +323,7 @@ def nobody() -> None:
 
 
 def call_all(wakes: Iterator[Callable[[], object]]) -> None:
-    """Call all `wakes`, also those behind one that raises: other requests wait for them."""
+    """Call all `wakes`, even after one of them raises, because each wakes another request."""
     try:
         for wake in wakes:
             wake()

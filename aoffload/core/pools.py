@@ -59,7 +59,7 @@ class FindsBlocks(EngineBlocks, Protocol):
     """For an engine that can find, in its prefix cache, blocks that a request's table no longer names."""
 
     def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
-        """Blocks `[start, stop)` of a request's tokens in group number `group`; 0 where there is none, or where a
-        forward that has not been submitted yet will write. `request_id` may be over if `Ledger.deferred_requests` has
-        it: then it is the last request with that id."""
+        """Blocks `[start, stop)` of a request's tokens in group number `group`; 0 for a block that the engine
+        does not have, or that a forward will write that is not submitted yet. A `request_id` of
+        `Ledger.deferred_requests` may be over: then it is the last request with that id."""
         ...

@@ -10,8 +10,9 @@ __all__ = ["BlockWatcher"]
 
 
 class BlockWatcher(Protocol):
-    """Receives each change of which blocks are cached, right after it and in the middle of a call: it must not call
-    back, and what it raises is dropped. Blocks that move from one run to another stay cached and are not reported."""
+    """Receives each change of the set of cached blocks, right after the change and in the middle of a call. It must not
+    call the ledger. Its exceptions are dropped. Blocks that move from one run to another stay cached and are not
+    reported."""
 
     def part_changed(self, part: Part, first: int, stop: int) -> object:
         """`part` held units `[first, stop)` of its run, and holds `[part.first, part.stop)` now."""

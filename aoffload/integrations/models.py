@@ -22,8 +22,8 @@ def load_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") 
     The named ones have weights drawn from `seed`, the same on every device and torch's own generator untouched.
     A directory is what `save_pretrained` writes, a config and safetensors; nothing is ever downloaded. Raises
     `InvalidArgument` naming `model` for anything else, and `MissingExtra` if transformers is needed but not installed.
-    A model of transformers is first compared with its own forward: `ConfigError` naming `model` gives the reason if
-    block tables and windows do not compute the same.
+    A model of transformers is first compared with its own forward. If block tables and windows do not compute the same,
+    `ConfigError` names `model` and gives the reason.
     """
     if name == "tiny":
         return Decoder(DecoderConfig(), seed=seed, device=device)

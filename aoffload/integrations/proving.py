@@ -1,16 +1,17 @@
-"""The proof that a model of transformers computes over paged KV what it computes by itself, made when it is loaded.
+"""The proof at loading that a model of transformers computes the same over paged KV as by its own forward.
 
-A config says how a model attends, but it may leave something out. So the model runs a few dozen tokens twice: by its
-own forward, each sequence at once, and over paged KV, two sequences side by side, in two slices and a decoded token.
-The proof compares the input of every layer, the output of its attention, and the logits. Over paged KV each layer gets
-the input that it had in the model's own forward, after the comparison: rounding would grow from layer to layer, until
-a mixture of experts sends a token elsewhere. Then the second slice runs again over negated KV, and must fail the
-comparison in every layer, because a comparison that it passes proves nothing.
+A config says how a model attends, but it may leave something out. So the model runs a few dozen tokens twice. By its
+own forward, it computes each sequence at once. Over paged KV, it computes two sequences in one batch, in two slices and
+then one decoded token. The proof compares the input of every layer, the output of its attention, and the logits. Over
+paged KV, each layer gets the input that it had in the model's own forward, once the comparison is made. Otherwise the
+rounding error would grow from layer to layer, until a mixture of experts sends a token to another expert. Then the
+second slice runs again over negated KV. It must fail the comparison in every layer, because a comparison that passes
+with wrong KV proves nothing.
 
-So few tokens do not reach the end of a long window. Therefore the proof also takes the rule of each layer's mask, which
-transformers states as a function of two positions, and asks it about positions up to the model's limit.
+A few dozen tokens do not reach the end of a long window. So the proof also takes the rule of each layer's mask, which
+transformers states as a function of two positions, and calls it for positions up to the model's limit.
 
-Not proven: what depends on the length of the input in another way than by its mask, beyond the tokens of the proof.
+The proof does not cover parts of a model, other than masks, that change when the input is longer than the proof's.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from .paged import PagedBatch, SequenceSlice
 __all__ = ["AttentionCall", "MaskRule", "Provable", "first_line", "prove"]
 
 MaskRule = Callable[..., Any]
-"""A mask function of transformers: batch, head, query's position, key's position → whether the query reads the key."""
+"""A mask function of transformers: (batch, head, query position, key position) → whether the query reads the key."""
 
 BLOCK_SIZE = 4
 MOST_TOKENS, OTHER_TOKENS = 30, 12
-"""Tokens of the two sequences. Of a model with fewer positions, the first one has fewer tokens."""
+"""Tokens of the two sequences. The first one is shorter if the model has fewer positions."""
 TOLERANCE = 1e-3
 """In float32: the largest error of any token, as a share of the size of what is compared."""
 ROUNDINGS = 8
-"""In half precision: the largest error of the median token, in units of the last place of 1. Not of any token, because
-rounding decides between two experts that have nearly equal scores."""
+"""In half precision: the largest error of the median token, in units of the last place of 1. Single tokens may differ
+more, because rounding may decide between two experts that have nearly equal scores."""
 
 
 @attrs.frozen(eq=False)
 class AttentionCall:
-    """A layer's call of the attention function, in a forward in which masks say what they hide."""
+    """A layer's call of the attention function, in a forward whose masks carry their rule."""
 
     module: Any
     rule: MaskRule | None
@@ -60,10 +61,10 @@ class Provable(Protocol):
     max_positions: int
 
     def own_attention(self) -> AbstractContextManager[None]:
-        """A block in which `model` attends by itself."""
+        """A block in which `model` uses the attention of transformers."""
 
     def attention_calls(self, batch: PagedBatch, kv_cache: torch.Tensor) -> dict[int, AttentionCall]:
-        """Run a forward; the call of each layer."""
+        """Run a forward, and return the attention call of each layer."""
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor: ...
 
@@ -78,18 +79,19 @@ def prove(served: Provable) -> None:
             probe.compare(probe.own_run())
     except (AoffloadError, MemoryError):
         raise
-    except Exception as error:  # whatever a model's code makes of a call that it was not written for
+    except Exception as error:  # the model's code may raise anything in a call that it was not written for
         raise ConfigError("model", f"can't compute over paged KV: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line."""
+    """The first line of an error of another library, with its type."""
     return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
 
 
 @attrs.frozen(eq=False)
 class _Run:
-    """What a forward gave: of each layer its input and its attention's output, [..., T, hidden]; [rows, vocab]."""
+    """The results of a forward: by layer, its input and the output of its attention [..., T, hidden]; logits
+    [rows, vocab]."""
 
     inputs: dict[Any, torch.Tensor]
     outputs: dict[Any, torch.Tensor]
@@ -105,7 +107,7 @@ class _Probe:
     tables: tuple[list[list[int]], ...]
     """The block tables of each sequence, one for each group."""
     layers: dict[int, tuple[Any, Any]] = attrs.field(init=False)
-    """Of each layer the module around its attention, and the attention."""
+    """By layer: the module that contains its attention, and the attention module."""
 
     @classmethod
     def of(cls, served: Provable) -> _Probe:
@@ -115,7 +117,7 @@ class _Probe:
         ids = _ordinary_ids(served)
         drawn = torch.randint(len(ids), (sum(sizes),), generator=torch.Generator().manual_seed(1)).tolist()
         tokens = [ids[index] for index in drawn]
-        # The tables lie inside one another, so that no block stands where its position would say.
+        # The tables are interleaved, so that no block id follows from the position in the sequence.
         num_tables, num_blocks = 2 * len(served.groups), -(-MOST_TOKENS // BLOCK_SIZE)
         tables = [[1 + at + num_tables * block for block in range(num_blocks)] for at in range(num_tables)]
         return cls(
@@ -127,7 +129,7 @@ class _Probe:
 
     @layers.default
     def _check_masks(self) -> dict[int, tuple[Any, Any]]:
-        """Compare the rule of each layer's mask with the layer's place."""
+        """Compare the rule of each layer's mask with the window of the layer in the config."""
         batch = PagedBatch.of([self._slice(0, 0)], BLOCK_SIZE, self.served.model.device)
         calls = self.served.attention_calls(batch, self._new_kv_cache())
         checked = set()
@@ -166,7 +168,7 @@ class _Probe:
                 )
 
     def own_run(self) -> list[_Run]:
-        """What the model gives by its own forward for each sequence, with the logits after every token."""
+        """The results of the model's own forward for each sequence, with the logits after every token."""
         with self.served.own_attention():
             found = [self._own_run_of(tokens) for tokens in self.sequences]
         for each in found:
@@ -183,7 +185,7 @@ class _Probe:
         return _Run(inputs, outputs, logits[0].float())
 
     def compare(self, own: Sequence[_Run]) -> None:
-        """Compute both sequences side by side over paged KV, and compare what they give with what they gave alone."""
+        """Compute both sequences in one batch over paged KV, and compare the results with those of the own forward."""
         kv_cache, tolerance = self._new_kv_cache(), self._tolerance
         for number, what in enumerate(("the first slice", "the second slice", "a decoded token")):
             for place, errors in self._errors(number, own, kv_cache).items():
@@ -199,14 +201,14 @@ class _Probe:
         shown = {
             place: float(errors.max())
             for place, errors in self._errors(1, own, kv_cache).items()
-            if place.startswith("attention") and place not in alone  # in a window of 1 a token reads itself only
+            if place.startswith("attention") and place not in alone  # in a window of 1, a token reads only itself
         }
         if not shown or min(shown.values()) <= tolerance:
             where = min(shown, key=shown.__getitem__, default="all layers")
             raise ConfigError("model", f"gives the same whatever KV it reads ({where}), so comparing proves nothing")
 
     def _errors(self, number: int, own: Sequence[_Run], kv_cache: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Run a slice of both sequences; how far each of its tokens is from what the model's own forward gave."""
+        """Run a slice of both sequences. Returns the error of each token against the model's own forward."""
         spans = [slice(self._start(which, number), ends[number]) for which, ends in enumerate(self.ends)]
 
         def of_slice(whole: Callable[[_Run], dict[Any, torch.Tensor]], module: Any) -> torch.Tensor:
@@ -221,7 +223,7 @@ class _Probe:
             if around in forced:
                 errors[f"the input of layer {layer}"] = _off(inputs[around], forced[around])
             wanted = of_slice(lambda run: run.outputs, attention)
-            # A layer whose weights are zero adds nothing, whatever it reads.
+            # The attention of a layer with zero weights gives zeros, whatever KV it reads: not compared.
             if wanted.any() or outputs[attention].any():
                 errors[f"attention of layer {layer}"] = _off(outputs[attention], wanted)
         of_own = torch.stack([each.logits[at.stop - 1] for each, at in zip(own, spans, strict=True)])
@@ -246,7 +248,7 @@ class _Probe:
 
 
 def _off(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The error of each token, as a share of its size, or of the median token's size if that is larger."""
+    """The error of each token, relative to the norm of the token, or to the median norm if that is larger."""
     rows = [each.float().movedim(-2, 0).flatten(1) for each in (found, wanted)]
     sizes = rows[1].norm(dim=-1)
     errors: torch.Tensor = (rows[0] - rows[1]).norm(dim=-1) / sizes.clamp(min=float(sizes.median()))
@@ -257,7 +259,8 @@ def _off(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 def _watched(
     layers: Mapping[int, tuple[Any, Any]], forced: Mapping[Any, torch.Tensor]
 ) -> Iterator[tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]]:
-    """The inputs of layers and the outputs of their attention in the block; layers in `forced` get that for input."""
+    """Record the inputs of layers and the outputs of their attention in the block. `forced` replaces the inputs of its
+    layers."""
     inputs: dict[Any, torch.Tensor] = {}
     outputs: dict[Any, torch.Tensor] = {}
 
@@ -282,7 +285,8 @@ def _watched(
 
 
 def _ordinary_ids(served: Provable) -> list[int]:
-    """The tokens that no config gives a meaning, such as padding or an image; all of them if none is left."""
+    """The token ids to which no config gives a special meaning, such as padding or an image. All ids, if none is
+    left."""
     configs = (served.model.config, served.model.config.get_text_config())
     named = [value for config in configs for name, value in vars(config).items() if "token_i" in name]
     special = {each for value in named for each in (value if isinstance(value, (list, tuple)) else [value])}

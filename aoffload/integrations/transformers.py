@@ -27,7 +27,7 @@ __all__ = ["ATTENTION_NAME", "TransformersModel"]
 # Contains no "/", "|" or "flash", which transformers would interpret. No mask function is registered under this name,
 # so transformers builds no mask.
 ATTENTION_NAME = "aoffload_paged"
-# The same function, with a mask function that puts its rule on the mask: for the proof.
+# The same attention function, for the proof: its mask function attaches its rule to the mask.
 DESCRIBED_NAME = "aoffload_described"
 
 WINDOW = 128
@@ -59,10 +59,11 @@ _SEEDED: dict[str, tuple[str, dict[str, Any]]] = {
 MAX_POSITIONS = 2**31 - 1
 """`max_positions` of models that name no limit."""
 # Attention arguments that paged_attention may ignore. Any other one is refused, since ignoring it gives wrong tokens.
-# So are those that name an output, such as the scores of a router.
+# Arguments that ask for another output, such as the scores of a router, are refused, too.
 _KNOWN_ARGUMENTS = {"is_causal", "dropout", "position_ids", "use_cache", "logits_to_keep"}
-# Rotary frequencies that are the same at every length. Those of "dynamic" and "longrope" depend on the longest position
-# so far, so a cached key is not a function of its prefix; the proof is too short to show that of a type not known here.
+# Types of rotary frequencies that are the same at every length. "dynamic" and "longrope" frequencies depend on the
+# longest position so far, so a cached key would not be a function of its prefix. The proof is too short to notice that,
+# so types that are not listed here are refused.
 _FIXED_ROPE = {"default", "linear", "llama3", "proportional", "yarn"}
 
 
@@ -199,7 +200,7 @@ class TransformersModel:
         return self._run(batch, kv_cache)[0]
 
     def _run(self, batch: PagedBatch, kv_cache: torch.Tensor) -> tuple[torch.Tensor, dict[int, AttentionCall]]:
-        """The logits, and the call of each layer."""
+        """The logits, and the attention call of each layer."""
         calls: dict[int, AttentionCall] = {}
         with torch.inference_mode():
             output = self.model(
@@ -281,7 +282,7 @@ def _heads(shape: Sequence[int]) -> str:
 
 
 def _described_mask(*, mask_function: MaskRule, **_: Any) -> torch.Tensor:
-    """A mask that carries its rule and hides nothing."""
+    """A mask that carries its rule and masks no token."""
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     mask.aoffload_rule = mask_function  # type: ignore[attr-defined]
     return mask

@@ -20,8 +20,9 @@ Command: TypeAlias = tuple[bytes | memoryview, ...]
 MAX_IDLE = 16
 """Connections."""
 CONNECT_S = 0.25
-"""Connecting may take so long, also for a command that has less time: after a failure, only commands connect again, and
-none would ever end where connecting takes longer than a question may."""
+"""The least time that a command has for connecting, even if its own time-out is shorter. After a failure, only commands
+connect again. Without this least time, a command could never connect to a server that is farther away than its
+time-out."""
 
 
 def key_of(key: bytes) -> bytes:

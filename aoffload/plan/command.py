@@ -29,7 +29,7 @@ GOES_WITH = {
     "decode_tokens_per_s": "prefill_tokens_per_s",
     "disk_price_per_gib_month": "price_per_gib_month",
 }
-"""Options that change only what another option asks for."""
+"""Options that have an effect only with another one, by name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -53,7 +53,7 @@ class Network:
         return next((fault for name, fault, kinds in FAULTS_OF_CALLS if call.kind in kinds and self._fire(name)), None)
 
     def later(self, write: Callable[[], Any]) -> None:
-        """Do a write after its call has failed."""
+        """Apply a write after its call has failed."""
         self._soon("a write that has failed arrives", write, 0.004, *LATE_S)
 
     def _fire(self, name: str) -> bool:

@@ -53,9 +53,10 @@ class StoreCall:
 class SimulatedStore:
     """An `ObjectStore` in memory, spread over `num_nodes` nodes.
 
-    `fault` is asked before every call, and says what goes wrong. `wait` is called for a call that waits, without any
-    lock held. `later` is given each write that is to be done later; by default, `arrive` does them. With `keeps_first`,
-    a second put of a key changes nothing and tells nobody. `capacity`: objects; the oldest is evicted.
+    The store calls `fault` before every call to learn which fault to simulate. It calls `wait`, without holding a lock,
+    for a call that waits. It passes each delayed write to `later`; by default, `arrive` applies delayed writes. With
+    `keeps_first`, a second put of a key changes nothing and raises nothing. `capacity` is a number of objects; above
+    it, the oldest object is evicted.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class SimulatedStore:
         return None if found is None else self._misread(found, key, fault)
 
     def put(self, key: bytes, value: memoryview, timeout_s: float) -> None:
-        made = bytes(value)  # `value` is the caller's again, whenever this is done
+        made = bytes(value)  # a copy, because the caller may reuse `value` before a delayed write
 
         def write() -> None:
             if not (self._keeps_first and key in self.objects):
@@ -126,7 +127,7 @@ class SimulatedStore:
                 self.objects.pop(key, None)
 
     def arrive(self) -> None:
-        """Do the writes that are on their way."""
+        """Apply the delayed writes."""
         with self._lock:
             while self._on_their_way:
                 self._on_their_way.pop(0)()

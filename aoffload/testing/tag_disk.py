@@ -83,7 +83,7 @@ class TagDisk:
 
     @property
     def is_off(self) -> bool:
-        """Whether it has told that it must not be used any more."""
+        """Whether the disk has reported that it must not be used any more."""
         return bool(self._refusal)
 
     def identify(self, layout: Layout, namespace: str) -> None:
@@ -156,7 +156,7 @@ class TagDisk:
 
     def _drop(self) -> None:
         self.slots.records.clear()
-        self.slots.identity = None  # nor is anything found that is stored from now on
+        self.slots.identity = None  # nor does a restart find what is stored from now on
 
     def refuses(self, direction: Direction) -> bool:
         return bool(self._refusal) or self._breakers[direction].is_open(self.scheduler.now)

@@ -52,7 +52,7 @@ class TagStore(SimulatedStore):
         return self._contents[number] if 0 <= number < len(self._contents) else TORN
 
     def new_writer(self) -> bytes:
-        """What tells the objects of one process from those of others."""
+        """The id of a new process, by which its objects are told from those of others."""
         self._num_writers += 1
         return self._num_writers.to_bytes(WRITER_BYTES, "little")
 

@@ -1,7 +1,7 @@
 """Which memory the open runtimes of this process use.
 
-Two runtimes over the same memory hand out the same block ids: each overwrites what the other has cached. Only where the
-program hands out the ids of both may they be disjoint.
+Two runtimes over the same memory hand out the same block ids, so each overwrites the cached KV of the other. The ids
+can be disjoint only if the program hands out those of both runtimes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["claim", "unclaim"]
 @attrs.frozen
 class _Claim:
     process_id: int
-    """A forked child has copies of the claims, and of the memory."""
+    """The process that made the claim. A forked child has copies of the claims and of the memory."""
     has_own_ids: bool
     """The program hands out the block ids."""
 
 
 _LOCK = threading.Lock()
 _CLAIMS: WeakKeyDictionary[KVRegion, _Claim] = WeakKeyDictionary()
-"""Weak: what is claimed is as old as the copies that may still use it."""
+"""Weak keys: a claim ends when no copy refers to its region any more."""
 
 
 def claim(regions: Sequence[KVRegion], *, has_own_ids: bool) -> None:

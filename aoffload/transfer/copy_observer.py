@@ -13,7 +13,7 @@ OBSERVES = "transport_stalled transport_recovered worker_failed cache_turned_off
 
 
 class CopyObserver(Protocol):
-    """Is told what concerns no single job. Must not call the queue. What it raises is dropped."""
+    """Receives events that concern no single job. It must not call the queue. Its exceptions are dropped."""
 
     def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
         """`num_jobs` copies of this hop took too long: the hop launches nothing until they are over."""

@@ -55,8 +55,8 @@ class CopyQueue:
 
     At most `Hop.max_jobs` jobs that run and `Hop.max_bytes` bytes of each hop are in flight (see `hop_of`); a job above
     the bound goes alone. `in_steps`: an engine calls `advance` once a step, so nothing is launched between two steps.
-    Then the default bound is at least what a step computes, and grows until the link is busy from one step to the next.
-    Set it to False if `wake` has `advance` called whenever a copy has ended.
+    Then the default bound is at least the bytes that a step computes, and grows until the link is busy from one step to
+    the next. Set `in_steps` to False if `wake` makes your loop call `advance` whenever a copy has ended.
 
     A job has `transfer_timeout_s` (a store: `store_timeout_s`) from its launch, or from the end of the job before it if
     that is later. Without a completion by then it is given up: its destination is quarantined, and its hop launches
@@ -86,7 +86,7 @@ class CopyQueue:
     """Loads first: the order in which they are launched."""
     _inbox: deque[Completion] = attrs.field(init=False, factory=deque)
     _step_bytes: int = attrs.field(init=False, default=0)
-    """The most bytes of stores from the device that were submitted at once: those of one step."""
+    """The most bytes of stores from the device that were submitted at once, that is, in one step."""
     _gives_up: Callable[[int], None] | None = attrs.field(init=False)
     """How the transport is told of a job that is given up, if it wants to know."""
     _begin_turn: Callable[[], object] = attrs.field(init=False)

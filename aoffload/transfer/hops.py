@@ -18,7 +18,7 @@ __all__ = ["DISK_BYTES", "JOBS_IN_FLIGHT", "REMOTE_BYTES", "Hop", "InFlight", "h
 
 JOBS_IN_FLIGHT = 4
 MANY = 2**30
-"""More jobs than there are."""
+"""No bound: more jobs than there can be."""
 LINK_S = 0.02
 """Time for which a GPU's link stays busy with the copies in flight, so that it is not idle while the event loop
 stalls."""
@@ -28,7 +28,7 @@ DISK_BYTES = 64 * 2**20
 REMOTE_BYTES = 64 * 2**20
 """The same from or to a remote store."""
 SLOWER = 64
-"""Fraction (1/64) by which `max_bytes` falls in a step in which the link was busy all the time."""
+"""`max_bytes` falls by 1/64 in a step during which the link was always busy."""
 REMOTE_PATIENCE = 2.0
 """A job of a remote store has so many times the time-out of its call: it may wait for another one's end, and a store
 that keeps to its time-outs is never given up."""
@@ -51,9 +51,9 @@ class Hop:
     max_bytes: int
     max_jobs: int
     follows: bool = False
-    """Nothing is launched between two steps of an engine, so `max_bytes` follows what the link copies in a step."""
+    """Whether `max_bytes` follows the bytes that the link copies in a step of an engine."""
     least_bytes: int = attrs.field(init=False)
-    """`max_bytes` at the beginning."""
+    """The initial `max_bytes`, below which it does not fall."""
     queue: deque[tuple[TransferPlan, Fence | None]] = attrs.field(factory=deque)
     """Jobs to launch, each with the fence that it waits for."""
     queued_bytes: int = 0
@@ -72,14 +72,15 @@ class Hop:
     rate: TransferRate | None = None
     """How fast it is, where that is measured."""
     first_since: float = 0.0
-    """When the first job in flight was launched, or became the first."""
+    """The time at which the first job in flight became the first."""
 
     def __attrs_post_init__(self) -> None:
         self.least_bytes = self.max_bytes
 
     def step_ended(self) -> None:
-        """Let `max_bytes` follow the link. If jobs wait and the link has copied all that it was given, it was idle: it
-        gets twice as much. If it has not, it gets a little less, because it may have become slower."""
+        """Let `max_bytes` follow the link. If jobs wait and nothing is in flight, the link was idle, so `max_bytes`
+        doubles. If jobs wait and copies are still in flight, the link may have become slower, so `max_bytes` falls a
+        little."""
         if self.follows and self.queue:
             less = max(self.least_bytes, self.max_bytes - self.max_bytes // SLOWER)
             self.max_bytes = less if self.in_flight else 2 * self.max_bytes
@@ -159,8 +160,8 @@ class Hop:
 
     @property
     def next_deadline(self) -> float:
-        """When the first job in flight is late. Its time begins when it is the first, because a link copies one job
-        after the other."""
+        """The time at which the first job in flight is late. Its time-out counts from the moment it became the first,
+        because a link copies one job after the other."""
         if not self.in_flight:
             return math.inf
         return max(next(iter(self.in_flight.values())).deadline, self.first_since + self.timeout_s)
@@ -170,8 +171,8 @@ def hop_of(
     source: Tier, destination: Tier, config: OffloadConfig, link_bytes_per_s: float = 0.0, *, in_steps: bool = False
 ) -> Hop:
     """A hop with the bounds that `config` sets for it. It is measured where loading competes with computing: from tiers
-    below the host, and from the host if it is not always loaded from. `link_bytes_per_s`: of the device's link, 0 if it
-    is not known. `in_steps`: jobs are launched once a step of an engine, not whenever one ends."""
+    below the host, and from the host if it is not always loaded from. `link_bytes_per_s`: the speed of the device's
+    link; 0: not known. `in_steps`: jobs are launched once a step of an engine, not whenever a job ends."""
     is_load, max_bytes, remote = destination < source, config.bytes_in_flight, config.remote
     max_jobs = config.max_jobs_in_flight or JOBS_IN_FLIGHT
     if Tier.REMOTE in (source, destination) and remote is not None:

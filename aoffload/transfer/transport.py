@@ -186,9 +186,9 @@ class TransportDisk(Protocol):
         self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None],
         hear_trouble: Callable[[DiskTrouble], None],
     ) -> None:  # fmt: skip
-        """Read what an earlier process has left. `hear` is called with slices, and `over` once: with why it failed, or
-        with an empty text; both in a thread. Nothing is stored before that. `hear_trouble` is called from then on, in a
-        thread, whenever what `forget` was told could not be erased."""
+        """Read what an earlier process has left. `hear` is called with slices, and `over` once, with the reason of a
+        failure or with an empty text; both in a thread. Nothing is stored before `over`. From then on, `hear_trouble`
+        is called in a thread whenever records that `forget` was given could not be erased."""
         ...
 
     def reset(self, num_resets: int, over: Callable[[str], None]) -> None:
@@ -196,13 +196,13 @@ class TransportDisk(Protocol):
         ...
 
     def disown(self) -> None:
-        """Have no restart find what is planned after the next reset either: it may be of another model than the one
-        that `identify` was told of."""
+        """Have no restart find what is planned after the next reset, because its KV may be of another model than the
+        one that `identify` was given."""
         ...
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Have neither a load nor a restart find what these slots hold, even after a loss of power. Stores that are
-        launched later wait for it. Where the records cannot be erased, `hear_trouble` is told what was done instead."""
+        """Have neither a load nor a restart find the blocks in these slots, even after a loss of power. Stores that are
+        launched later wait for it. If the records cannot be erased, `hear_trouble` gets what was done instead."""
         ...
 
     def refuses(self, direction: Direction) -> bool:
@@ -236,8 +236,9 @@ class TransportRemote(Protocol):
         ...
 
     def connect(self, hear: Callable[[], None]) -> None:
-        """Have the store connect, or fail, so that no question takes that long; called once, after `Transport.open`.
-        `hear` is called once, in any thread, after about `load_timeout_s` at the latest if the store keeps to it."""
+        """Connect to the store, so that no question has to. Called once, after `Transport.open`. `hear` is called once,
+        in any thread, when the store has connected or failed, after about `load_timeout_s` at the latest if the store
+        keeps its time-outs."""
         ...
 
     def ask(self, labels: Sequence[CellLabel], hear: Callable[[int], None]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m proof.disk`: stories of the crash model, those in which erasures fail, every call failed in every way.
+"""`python -m proof.disk`: stories of the crash model, stories in which erasures fail, and each call failed in each way.
 `python -m proof.disk mutants`: planted defects.
 
 Exits with 0 if no law was broken, and with `mutants` if every defect was met."""
@@ -18,12 +18,12 @@ from proof.planting import Ending, in_child, preload
 from proof.workers import share_out
 
 FEWEST_LIVES = 2
-"""Of a story."""
+"""The lives of a story, at least."""
 PIECE = 100
 """Stories that a worker tells before it takes others."""
 MUTANT_SEEDS = 1000
 MOST_ERASES = 4
-"""Of the stories in which erasures fail, in a fourth each one fails, in another fourth each second one, and so on."""
+"""In a fourth of the stories with failing erasures each erasure fails, in another fourth each second one, and so on."""
 TIMEOUT_S = 3600.0
 
 
@@ -52,8 +52,8 @@ def calls(argument: Any) -> dict[str, Any]:
 
 
 def explored(num_seeds: int, first: int, num_lives: int, num_swept: int, num_workers: int) -> Iterator[Line]:
-    """Tell the stories of so many seeds, those of at least `num_lives` lives in which erasures fail, and fail every
-    call of the first of them."""
+    """Run the stories of `num_seeds` seeds, stories of at least `num_lives` lives in which erasures fail, and the first
+    `num_swept` stories with each of their calls failed."""
     yield _line("crash model, stories", _told(first, num_seeds, num_workers))
     if num_lives:
         told = _told(first, -(-num_lives // FEWEST_LIVES), num_workers, erases=True)

@@ -1,7 +1,7 @@
 """One life: a process that has the slots open, and the laws for what it is told and finds.
 
-bytes      a block that counts as loaded has the bytes of its prompt, since the last reset, and since those of before
-           were taken back, if the process lived until they were forgotten
+bytes      a block that counts as loaded has the bytes of its prompt, none from before the last reset, and none that
+           were invalidated, if the process lived until they were forgotten
 corrupt    is said only of a block whose bytes on the disk are others
 record     names only data that is there when it is written
 survivors  prove themselves, come once, behind what they follow, in slots that exist; a process that is killed
@@ -41,7 +41,7 @@ class Broken(AssertionError):  # noqa: N818 - named for what is the matter
 
 
 class TurnedOff(Exception):  # noqa: N818 - see above
-    """The disk may not know of a reset, or of what was taken back: the process uses it no more."""
+    """The disk may not have recorded a reset or an invalidation, so the process stops using it."""
 
 
 def hold(law: str, condition: bool, problem: object = "") -> None:
@@ -59,7 +59,7 @@ class Job:
     contents: list[bytes] = attrs.field(factory=list)
     is_given_up: bool = False
     is_before: bool = False
-    """Whether it was begun before something was taken back."""
+    """Whether it began before an invalidation."""
 
 
 def open_slots(
@@ -95,7 +95,7 @@ class Life:
         self.is_forgetting = False
         self.counts: Counter[str] = Counter()
         self._waiting: list[tuple[list[Job], set[tuple[Key, int]]]] = []
-        """What was taken back, and is wrong for good once these stores are over."""
+        """Invalidated versions, which no restart may find once these stores are over."""
         disk.wrote = self._check_record
         disk.hang = lambda call: self.strand.park() if self.strand else None
         self.slots = open_slots(world, disk, self.host, rng, world.size_bytes)
@@ -258,8 +258,8 @@ class Life:
         self.held, self.unlabelled = {}, set()
 
     def take_back(self) -> None:
-        """What is there of a prompt, from some unit on, is wrong. Of freed slots nobody knows what they held: they are
-        forgotten, too, and those that hang stores may be about to replace once these are over."""
+        """Invalidate a prompt from some unit on. Freed slots may hold some of it, so they are forgotten, too. Slots
+        that hanging stores are about to replace are forgotten once these stores are over."""
         wrong = self.world.take_back(self.rng)
         keys = {key for key, _ in wrong} & self.held.keys()
         slots = [*self.free, *[self.held.pop(key) for key in sorted(keys, key=repr)]]
@@ -287,7 +287,7 @@ class Life:
                 raise TurnedOff
 
     def _take_no_more(self, over: Job | None) -> None:
-        """What was taken back is found no more once the stores are over that were under way."""
+        """No restart may find invalidated versions once the stores that were under way then are over."""
         self._waiting = [([job for job in jobs if job is not over], wrong) for jobs, wrong in self._waiting]
         self.world.wrong.update(*[wrong for jobs, wrong in self._waiting if not jobs])
         self._waiting = [(jobs, wrong) for jobs, wrong in self._waiting if jobs]
@@ -355,7 +355,7 @@ class Life:
             self.num_loaded += 1
         for index in outcome.corrupt:
             key, slot = job.keys[index], job.slots[index]
-            right = self.world.right(key)  # the record may be of one of them, and the data of another one
+            right = self.world.right(key)  # record and data may be of different versions
             hold("corrupt", len(right) > 1 or self._on_disk(slot) not in right, "good bytes are called corrupt")
             hold("corrupt", self.may_be_corrupt(slot), "nothing has happened to it")
             self.held.pop(key)

@@ -28,8 +28,8 @@ MOST_TRIES = 5
 
 @attrs.define(eq=False)
 class Story:
-    """`at`: the calls that go wrong, by number; without it, they are drawn. `erases`: each so many-th erasure of what
-    was taken back goes wrong in some way, and nothing else does."""
+    """`at`: the calls that go wrong, by number; without it, they are drawn. With `erases` above 0, each `erases`-th
+    erasure of invalidated blocks goes wrong in some way, and no other call does."""
 
     seed: int
     at: Mapping[int, DiskFault] | None = None

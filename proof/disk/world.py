@@ -50,9 +50,9 @@ class World:
         """Epochs whose bytes may be found: more than one after a reset that did not return."""
         self.fingerprint = 0
         self.version: Counter[Key] = Counter()
-        """How often the bytes of a block turned out to be wrong: they are others from then on."""
+        """How often a block was invalidated. Its right bytes change each time."""
         self.wrong: set[tuple[Key, int]] = set()
-        """Versions that nobody may find any more, not even after a loss of power."""
+        """Versions that no load may find any more, not even after a loss of power."""
         self.prompts = [(rng.randrange(NUM_ROOTS), self._prompt(rng)) for _ in range(4)]
         self.digest = cache(self._digest)
 
@@ -86,12 +86,12 @@ class World:
         return hashlib.sha256(self.root_digest(root) + self.tokens(path)).digest() if path else b""
 
     def content(self, epoch: int, key: Key, version: int | None = None) -> bytes:
-        """`version`: by default, what is right now."""
+        """`version`: by default, the one that is right now."""
         about = (self.fingerprint, epoch, key, self.version[key] if version is None else version)
         return hashlib.shake_128(repr(about).encode()).digest(self.layout.block_bytes)
 
     def right(self, key: Key) -> list[bytes]:
-        """What may be found of a block: more than one after a reset, or a taking back, that was not over."""
+        """The contents of a block that may be found. Several, after a reset or an invalidation that was not over."""
         versions = [version for version in range(self.version[key] + 1) if (key, version) not in self.wrong]
         return [self.content(epoch, key, version) for epoch in self.accepted for version in versions]
 
@@ -99,8 +99,8 @@ class World:
         return data in self.right(key)
 
     def take_back(self, rng: random.Random) -> set[tuple[Key, int]]:
-        """A forward turns out to have failed: all that a prompt has from some unit on is wrong, and so is what others
-        computed after it. Returns every version of it so far."""
+        """A forward has failed: all blocks of a prompt from some unit on are wrong, and so are the blocks that other
+        requests have computed after them. Returns every version of these blocks so far."""
         root, prompt = rng.choice(self.prompts)
         first = rng.randrange(1, len(prompt) + 1)
         paths = {p[:n] for r, p in self.prompts if r == root for n in range(first, len(p) + 1)}

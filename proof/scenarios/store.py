@@ -109,8 +109,8 @@ async def store_that_hangs(sim: Simulation) -> None:
 
 @scenario("request_done", faults=CALLS)
 async def taken_back_in_store(sim: Simulation) -> None:
-    """A forward has failed, and what it left is in the store or on its way there: neither this process nor another one
-    finds it. It may arrive long after the removal: this process still hits none of it."""
+    """A forward has failed, and its KV is in the store or on its way there. Neither this process nor another one finds
+    that KV. Even if a put arrives long after the removal, this process does not hit its object."""
     engine = sim.runtime(num_device_blocks=16, num_host_blocks=8, store=store_of(sim), max_fetch_share=0.5)
     async with engine.runtime:
         sim.spawn("spoils", partial(spoils, sim, engine)).may_abort = ("prefix_invalidated",)

@@ -28,7 +28,7 @@ class Size:
 
     seeds: int = 10_000
     lives: int = 10_000
-    """Of the crash model, in which erasures fail."""
+    """Lives of the crash model in which erasures fail."""
     swept: int = 4
     kills: int = 100
     storm: int = 500
@@ -70,7 +70,7 @@ def failed(size: Size) -> Iterator[Line]:
 
 
 def late(size: Size) -> Iterator[Line]:
-    """Puts to a real Redis that arrive after they have failed. In long, once more without the protection."""
+    """Puts to a real Redis that arrive after they have failed. A long run repeats this without the protection."""
     from .storm import storm
 
     return storm(size.storm, shows=size != SHORT)

@@ -34,13 +34,13 @@ BATCH = 10
 """Forwards that fail together."""
 LATEST_S = 10.0
 STORE_S = 0.15
-"""A put fails after so long."""
+"""The time-out of a put."""
 LATE_SHARE = 0.6
-"""Of the puts that are delayed."""
+"""The share of puts that are delayed."""
 LOOK_S = 0.3
 GUARD_S = 20.0
 MIN_LATE = 0.3
-"""Of the invalidations: so many puts arrive after they have failed, at least."""
+"""Puts that arrive after they have failed, at least, as a share of the invalidations."""
 SECRET = b"of a storm: sixteen bytes or more"
 
 
@@ -48,7 +48,7 @@ SECRET = b"of a storm: sixteen bytes or more"
 class Tally:
     num_invalidated: int = 0
     num_late: int = 0
-    """Puts that have arrived after their client had given them up."""
+    """Puts that have arrived after their client had given up."""
     num_met: int = 0
     """Cells that were read and not used."""
     num_hit: int = 0
@@ -57,7 +57,7 @@ class Tally:
 
 
 def storm(num_invalidations: int, seed: int = 0, *, shows: bool = False) -> Iterator[Line]:
-    """`shows`: once more without the protection, which has to give wrong bytes."""
+    """With `shows`, run once more without the protection, which has to give wrong bytes."""
     what = f"{num_invalidations} invalidations, puts up to {LATEST_S:g} s late"
     torch.set_num_threads(1)
     try:
@@ -112,7 +112,7 @@ async def _serve(proxy: Proxy, rng: random.Random, tally: Tally, num_invalidatio
             tally.num_invalidated += len(batch)
             await _look(engine, rng.sample(prompts[: first + BATCH], min(len(prompts), BATCH)), tally)
         over_s = anyio.current_time() + LATEST_S + 1.0
-        while anyio.current_time() < over_s:  # then all have arrived
+        while anyio.current_time() < over_s:  # until all puts have arrived
             await _look(engine, prompts, tally)
             await anyio.sleep(LOOK_S)
         await _look(engine, prompts, tally)
@@ -123,7 +123,7 @@ async def _serve(proxy: Proxy, rng: random.Random, tally: Tally, num_invalidatio
 
 
 async def _look(engine: FailingEngine, prompts: Sequence[list[int]], tally: Tally) -> None:
-    """Serve prompts of which only the store has anything."""
+    """Serve prompts whose KV only the store has."""
     for tier in (Tier.HOST, Tier.DEVICE):
         await engine.runtime.reset(tier)
     for tokens in prompts:
@@ -135,13 +135,13 @@ async def _look(engine: FailingEngine, prompts: Sequence[list[int]], tally: Tall
 
 
 def _prompt(number: int) -> list[int]:
-    """A cell of its own, and a token."""
+    """A prompt of one cell that no other prompt has, and one token."""
     return tokens_of(number * 10, BLOCK_TOKENS * CELL_BLOCKS + 2)[: BLOCK_TOKENS * CELL_BLOCKS + 1]
 
 
 class FailingEngine(ByteEngine):
     async def fail(self, prompts: Sequence[list[int]], rng: random.Random) -> None:
-        """Commit what no forward has computed, ask for it until it is stored, and invalidate it, at some moment."""
+        """Commit wrong KV, request it until it is stored, and invalidate it after a random time."""
         async with anyio.create_task_group() as group:
             for tokens in prompts:
                 group.start_soon(self._fail, tokens, rng.uniform(0.0, BATCH * STORE_S))
@@ -159,7 +159,7 @@ class FailingEngine(ByteEngine):
             request.invalidate(num_ready)
 
     async def _want(self, tokens: list[int]) -> None:
-        """A request that reads nothing: what it hits is not invalidated yet."""
+        """Request the prompt without checking its KV, which is not invalidated yet."""
         async with self.runtime.request(tokens) as request:
             await request.allocate()
             await request.load()
@@ -172,7 +172,7 @@ class FailingEngine(ByteEngine):
 
 @attrs.frozen
 class SpreadStore:
-    """`store` as one of many nodes: puts that fail do not keep the others from being tried."""
+    """`store` as many nodes, so that a put that fails does not stop the puts to other nodes."""
 
     store: RedisStore
 
@@ -196,8 +196,8 @@ class SpreadStore:
 
 
 class Proxy:
-    """Between a client and the server at `port`, in a thread: it holds puts back, and passes them on even if the client
-    has gone meanwhile."""
+    """A proxy in a thread, between a client and the server at `port`. It delays puts, and passes them on even if the
+    client has disconnected meanwhile."""
 
     def __init__(self, port: int, rng: random.Random, tally: Tally) -> None:
         self.port = 0

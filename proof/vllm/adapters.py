@@ -1,4 +1,4 @@
-"""Scenarios with LoRA adapters that are trained again and saved over themselves: no KV of the weights before hits."""
+"""Scenarios with LoRA adapters that are trained again and saved under the same path: no KV of the old weights hits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ HIT = 192
 """Tokens of the prompt in full blocks."""
 PROMPT = words("adapter", 200)
 OPTIONS = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": RANK}
-"""Room for one: each adapter evicts the one before."""
+"""Space for one adapter, so each adapter evicts the one before."""
 
 
 def train(seed: int, folder: Path) -> Path:
-    """Write an adapter whose weights are drawn by `seed` into `folder`, over what is there."""
+    """Write an adapter with weights drawn from `seed` into `folder`, over the files there."""
     import torch
     from safetensors.torch import save_file
 
@@ -68,7 +68,8 @@ class Tenant:
         return LoRARequest("tenant", adapter, str(self.path), load_inplace=load_inplace)
 
     def say(self, name: str, adapter: int, wanted: Answer, num_cached: int) -> None:
-        """Serve the prompt. What is asked for is the answer of these weights, and so many tokens from the cache."""
+        """Serve the prompt. Checks that the answer is the one of these weights, and how many tokens come from the
+        cache."""
         answer = self.engine.serve({name: PROMPT}, lora=self.request(adapter))[name]
         self.engine.rest()
         self.engine.forget()
@@ -86,7 +87,7 @@ class Tenant:
 
 
 def reference(model: Path, seeds: Sequence[int]) -> dict[int, Answer]:
-    """What each of the adapters answers without offload, by an id and a path of its own."""
+    """The answers of the adapters without offload, each under its own id and path."""
     from vllm.lora.request import LoRARequest
 
     with Engine(model, POOL, **OPTIONS) as engine:
@@ -109,7 +110,7 @@ def trained_again(model: Path, disk: Path) -> list[Row]:
         tenant.say("trained again, another id", 2, wanted[2], 0)
         tenant.say("trained again, another id, again", 2, wanted[2], HIT)
         train(3, tenant.path)
-        # Nobody has told the scheduler, which promises a hit; vLLM counts that, and computes again.
+        # The scheduler does not know of the change and promises a hit. vLLM counts the hit, and computes again.
         tenant.say("evicted and read again", 1, wanted[3], HIT)
         tenant.say("evicted and read again, once more", 1, wanted[3], 0)
         tenant.say("evicted and read again, a third time", 1, wanted[3], HIT)
@@ -133,7 +134,8 @@ def trained_again(model: Path, disk: Path) -> list[Row]:
 
 
 def in_two_groups(model: Path) -> list[Row]:
-    """vLLM cannot take blocks of a running request back there: it has to keep every adapter, or nothing is loaded."""
+    """With several groups, vLLM cannot discard blocks of a running request. So KV is loaded only if every adapter
+    stays."""
     wanted = reference(model, (1, 2))
     with Engine(model, 2 * POOL, ours(), **{**OPTIONS, "max_cpu_loras": 2}) as engine:
         tenant = Tenant(engine)
@@ -151,7 +153,7 @@ def _rows(name: str, run: Callable[[], list[Row]]) -> list[Row]:
     began_s = time.monotonic()
     try:
         return run()
-    except Exception as error:  # noqa: BLE001  whatever an engine raises is a line of the report; the others still run
+    except Exception as error:  # noqa: BLE001  any error is a line of the report, and the other scenarios still run
         traceback.print_exc()
         return [Row(name, took_s=time.monotonic() - began_s, problems=(f"{type(error).__name__}: {error}",))]
 

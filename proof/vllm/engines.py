@@ -163,7 +163,7 @@ class Engine:
     def serve(
         self, prompts: Mapping[str, Sequence[int]], num_new_tokens: int = NUM_NEW_TOKENS, lora: Any = None
     ) -> dict[str, Answer]:
-        """Run these requests to their end, by the adapter `lora` if there is one."""
+        """Run these requests to their end, with the adapter `lora` if it is given."""
         self.submit(prompts, num_new_tokens, lora)
         self.finish()
         return {name: self.served.answers[name] for name in prompts}

@@ -60,7 +60,7 @@ def ours(bench: Bench, num_blocks: int = SMALL_POOL, model: str = "") -> Row:
 
 
 def narrow(bench: Bench) -> Row:
-    """With bytes in flight for an eighth of what a step computes, as much is found as with vLLM's own connector."""
+    """With `max_bytes_in_flight` at an eighth of a step's bytes, the hits are those of vLLM's own connector."""
     with bench.engine(SMALL_POOL, PEER) as engine:
         theirs = bench.talk(engine).num_cached_tokens
     with bench.engine(SMALL_POOL, ours_with(max_bytes_in_flight=STEP_BYTES // 8)) as engine:

@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
 
 @contextmanager
 def _vllm() -> Iterator[None]:
-    """Around imports of what vLLM has: `MissingExtra` without vLLM, `UnsupportedVersion` with one that has it
-    elsewhere."""
+    """A block for imports from vLLM. It raises `MissingExtra` if vLLM is not installed, and `UnsupportedVersion` if the
+    installed version lacks the module."""
     with needed("vllm", "AoffloadConnector", SUPPORTED):
         yield

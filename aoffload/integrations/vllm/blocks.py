@@ -49,8 +49,8 @@ class EnginePool:
         self.pool.free_blocks([blocks[block_id] for block_id in reversed(block_ids)])  # evict a prefix from its end
 
     def find(self, request_id: str, group: int, start: int, stop: int) -> list[int]:
-        """Blocks that vLLM has taken from the table, because they left the window or the request has ended, and still
-        has in its cache."""
+        """Blocks that are no longer in the request's table, because they left the window or the request has ended, but
+        are still in vLLM's cache."""
         per_block = self.block_sizes[group] // self.pool.hash_block_size
         hashes, group_id = self.hashes_of(request_id), [self.group_ids[group]]
         found = []
@@ -66,5 +66,5 @@ class EnginePool:
 
     @property
     def is_all_free(self) -> bool:
-        """Whether nobody has a block, but for the null block, which is nobody's."""
+        """Whether no block is in use. The null block is never free, and does not count."""
         return bool(self.pool.get_num_free_blocks() == len(self.pool.blocks) - 1)

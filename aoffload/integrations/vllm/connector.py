@@ -54,8 +54,8 @@ class StepReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 _PROCESS_INPUTS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
-"""What vLLM makes of an image or a video before its model sees it. Neither the hash of the input, by which vLLM caches
-it, nor that of the model depends on these."""
+"""Options that change how vLLM preprocesses an image or a video for its model. Neither vLLM's hash of the input nor
+its hash of the model depends on these options."""
 _IDLE = StepCommands(NOTHING)
 """Of most steps: nothing is copied."""
 
@@ -239,7 +239,7 @@ def _worker_of_this_process() -> AoffloadConnector | None:
 
 
 def _adapters(vllm_config: VllmConfig, rank: int) -> LoadedAdapters | None:
-    """None without LoRA, or if this version of vLLM does not let its adapters be seen: then none of their KV is
+    """None without LoRA, or if the connector cannot see the adapters in this version of vLLM. Then their KV is not
     cached."""
     if vllm_config.lora_config is None:
         return None

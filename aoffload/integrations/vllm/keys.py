@@ -18,11 +18,11 @@ FEW = 1024
 
 
 def prefix_of(roots: Roots, request: Any) -> Prefix | None:
-    """All tokens of `request` under its keys. None if it cannot be cached: what is computed of embeddings has no token
-    ids, and a session takes tokens back when its next input comes.
+    """All tokens of `request` under its keys. None if it cannot be cached, because a prompt of embeddings has no token
+    ids, and a session removes tokens when its next input comes.
 
-    With a LoRA adapter, nothing else has this prefix until it is `under` the weights: name, path and id of an adapter
-    do not say which weights vLLM has loaded."""
+    With a LoRA adapter, the key is unique until `under` puts the prefix under the weights, because name, path and id of
+    an adapter do not say which weights vLLM has loaded."""
     if request.prompt_embeds is not None or request.resumable:
         return None
     try:
@@ -34,7 +34,7 @@ def prefix_of(roots: Roots, request: Any) -> Prefix | None:
 
 
 def under(prefix: Prefix, roots: Roots, request: Any, adapter_key: str) -> Prefix:
-    """`prefix` of `request`, computed with the adapter that `adapter_key` stands for."""
+    """`prefix` of `request`, under the adapter weights that `adapter_key` identifies."""
     return Prefix(roots.of(request.cache_salt or None, f"lora {adapter_key}"), prefix.tokens, prefix.spans)
 
 
@@ -58,7 +58,7 @@ def encoded(token_ids: list[int]) -> bytes:
 
 
 def _unknown() -> str:
-    """A key that nothing else has, too long for `Roots` to keep its root."""
+    """A unique key. It is so long that `Roots` does not keep its root."""
     return f"unknown {uuid.uuid4().hex}".ljust(Roots.MAX_KEY + 1)
 
 

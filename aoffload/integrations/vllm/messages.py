@@ -28,19 +28,19 @@ class LoadReport:
 
 @attrs.frozen
 class AdapterUse:
-    """The weights of a LoRA adapter that something was planned under."""
+    """The weights of a LoRA adapter for which a copy or a forward was planned."""
 
     adapter: int
     """vLLM's `lora_int_id`."""
     serials: dict[int, int]
-    """How often the weights had changed, by rank."""
+    """By rank: the number of changes of the weights so far."""
     key: str
-    """Stands for the weights of all ranks."""
+    """A key for the weights of all ranks."""
 
 
 @attrs.frozen
 class FirstForward:
-    """The first forward of a request over what was loaded for it: under other weights, none of it counts."""
+    """The first forward of a request over its loaded KV. If the weights have changed, the result does not count."""
 
     use: AdapterUse
     block_ids: tuple[int, ...]
@@ -99,7 +99,7 @@ class Refusing:
 
 @attrs.frozen
 class AdapterSeen:
-    """The weights that a rank has loaded for an adapter: others than before."""
+    """A report of a rank: the new weights that it has loaded for an adapter."""
 
     rank: int
     adapter: int
@@ -108,7 +108,7 @@ class AdapterSeen:
 
 
 Said = RestoredRun | ReadingOver | ResetOver | DiskTrouble | CellsFound | Refusing | AdapterSeen
-"""What a worker has to say beside completions."""
+"""Reports of a worker, apart from completions."""
 
 
 @attrs.frozen
@@ -124,7 +124,7 @@ class Commands:
     questions: tuple[Question, ...] = ()
     disk: DiskCommands | None = None
     uses: Mapping[int, AdapterUse] = {}
-    """By job: copies of KV that an adapter computes."""
+    """By job: the adapter weights for which a copy was planned, if its KV depends on an adapter."""
     forwards: tuple[FirstForward, ...] = ()
 
 

@@ -1,7 +1,7 @@
-"""What the connector refuses: configurations of vLLM in which it cannot work, each with the reason and a way out.
+"""Refusals of configurations of vLLM in which the connector cannot work, each with the reason and a way out.
 
-vLLM makes connectors when it has loaded the weights of the model. But it asks for the class of the connector while it
-checks its configuration, before anything is loaded: `check_early` finds that configuration then.
+vLLM makes connectors after it has loaded the weights of the model. But it imports the class of the connector earlier,
+while it checks its configuration. `check_early` finds that configuration at the import.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["check_all", "check_early"]
 
 
 def check_early() -> None:
-    """Refuse the configuration that vLLM is checking now. Where it checks none, or one in which this connector is one
-    of several, the connector refuses it when it is made."""
+    """Refuse the configuration that vLLM is checking now. If vLLM checks none, or if the configuration has several
+    connectors, the connector makes its checks when it is made."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "__post_init__":
@@ -34,13 +34,14 @@ def check_early() -> None:
 
 
 def check_all(vllm_config: Any) -> None:
-    """`ConfigError` names the option of vLLM, or the key of `kv_connector_extra_config`, and what to do instead."""
+    """Raise `ConfigError` for what is not supported. It names the option of vLLM, or the key of
+    `kv_connector_extra_config`, and says what to do instead."""
     _check_transfer(vllm_config)
     _check_engine(vllm_config)
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     extra = transfer.kv_connector_extra_config or {}
     given_namespace(extra, model.model)
-    any_groups = [KVCacheGroup("any")]  # which ones there are is known once the weights are loaded
+    any_groups = [KVCacheGroup("any")]  # the real groups are known only once the weights are loaded
     offload_config(extra, any_groups, namespace=f"vllm/{model.model}", num_ranks=vllm_config.parallel_config.world_size)
 
 

@@ -65,13 +65,14 @@ class EngineRequest:
     """`Counts.num_failed` when it was answered."""
 
     use: AdapterUse | None = None
-    """The weights of its LoRA adapter that all its KV is computed under; None: no adapter, or nobody has told of it."""
+    """The weights of its LoRA adapter for all its KV. None: no adapter, or no worker has reported its weights yet."""
     is_late: bool = False
-    """It runs, and the ledger knows it once the weights of its adapter are told of."""
+    """It runs already, and is admitted to the ledger once the workers report the weights of its adapter."""
     is_barred: bool = False
-    """Its KV is of several weights, or may be: it is not cached."""
+    """Its KV may be of several weights, so it is not cached."""
     has_to_be_compared: bool = False
-    """No forward has shown yet that its adapter is still the one that its load was planned under."""
+    """Its first forward after a load has to compare the weights of its adapter with those that the load was planned
+    for."""
 
     chosen: PrefixMatch | None = None
     """The match of which was decided last what is loaded: what is left of it."""
@@ -140,7 +141,7 @@ class EngineRequest:
         return self.holding
 
     def ask_late(self, ledger: Ledger) -> None:
-        """Have the ledger know it though it runs already. It loads nothing."""
+        """Admit it to the ledger although it runs already. It loads nothing."""
         self.is_late = False
         self.prefix = prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
         self.num_known = prefix.num_tokens
@@ -149,7 +150,7 @@ class EngineRequest:
         )
 
     def bar(self, ledger: Ledger) -> None:
-        """From now on it is not cached. A load that vLLM waits for is lost."""
+        """Cache nothing of it from now on. If vLLM waits for its load, that load counts as failed."""
         self.is_barred, self.is_late = True, False
         if self.wait is Wait.NONE:
             self.leave(ledger, "adapter_changed")

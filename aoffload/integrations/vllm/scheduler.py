@@ -71,7 +71,7 @@ class SchedulerSide:
         self.requests: dict[str, EngineRequest] = {}
         """Those that vLLM has, as far as it has asked about them."""
         self._ended: dict[str, Any] = {}
-        """Block hashes of requests that have ended, and of which the ledger has deferred blocks."""
+        """By id: block hashes of requests that have ended while some of their blocks are deferred."""
         self._loads: list[TransferPlan] = []
         """Planned for requests of this step."""
         self._over: list[EngineRequest] = []
@@ -81,9 +81,9 @@ class SchedulerSide:
         """The copies that the last `take` was told of."""
         self.adapters = Adapters(num_ranks, max_loaded_adapters)
         self._uses: dict[int, AdapterUse] = {}
-        """By job: copies of KV that an adapter computes. They leave with a step or are dropped."""
+        """By job: the adapter weights for which its copy was planned. An entry leaves with a step or is dropped."""
         self._forwards: list[FirstForward] = []
-        """Of this step."""
+        """The comparisons of weights that the workers make in this step."""
 
     def bind(self, kv_cache_manager: Any) -> None:
         """vLLM's block pool and prefix cache are there: begin."""
@@ -119,7 +119,8 @@ class SchedulerSide:
             )  # fmt: skip
 
     def _hashes_of(self, request_id: str) -> Any:
-        """None of a request that is not known, and none where what vLLM has under them may be of other weights."""
+        """The block hashes of a request. Empty if the request is not known, or if vLLM's blocks with these hashes may
+        be of other weights."""
         found = self.requests.get(request_id)
         if found is None:
             return self._ended.get(request_id, ())
@@ -148,17 +149,17 @@ class SchedulerSide:
             return None
         match = self.steps.chosen(found, match)
         if found.use is not None and len(self._groups.ids) > 1 and self.adapters.may_evict:
-            return 0  # no forward over what is loaded could be taken back
+            return 0  # vLLM could not discard a forward over loaded KV
         return max(0, match.num_tokens - num_local) if self._queue.is_accepting else 0
 
     def _has_weights(self, found: EngineRequest, num_local: int) -> bool:
-        """Whether the KV of a request with an adapter has a key: all of it is of weights that are told of."""
+        """Whether all KV of a request with an adapter is of one set of weights, which the workers have reported."""
         lora = found.engine.lora_request
-        if found.is_barred and not num_local:  # it begins anew: all of its KV is of the weights that are told of now
+        if found.is_barred and not num_local:  # it begins again, so all its KV will be of the weights reported last
             found.is_barred, found.use = False, None
         if found.use is None and (use := self.adapters.use_of(lora.lora_int_id)) is not None:
             self._give_weights(found, use)
-        # What its encoder has made of an image, vLLM keeps by the name of the adapter, too.
+        # vLLM also caches the encoder's output for an image by the name of the adapter.
         reads_kept = num_local or found.engine.mm_features
         if found.use is not None and reads_kept and self.adapters.is_mixed(lora):
             found.bar(self.ledger)
@@ -194,7 +195,7 @@ class SchedulerSide:
             self._over.append(found)
 
     def _note(self, found: EngineRequest, plans: Iterable[TransferPlan]) -> None:
-        """These copies are made only while the adapter of `found` has the weights that they were planned under."""
+        """Note the adapter weights of these copies: workers make a copy only if the weights have not changed since."""
         if found.use is not None:
             self._uses.update(dict.fromkeys([plan.job_id for plan in plans], found.use))
 
@@ -240,8 +241,8 @@ class SchedulerSide:
         return attrs.evolve(commands, uses={job_id: uses[job_id] for job_id in leaving}, forwards=forwards)
 
     def _plan_stores(self, num_scheduled_tokens: dict[str, int]) -> list[TransferPlan]:
-        """Offer what earlier steps have deferred, and what this step computes. The copies start when its forward is
-        over, and with it all earlier ones."""
+        """Offer the blocks that earlier steps have deferred, and those that this step computes. The copies start when
+        the forward of this step, and so every earlier one, is over."""
         plans = [*self.ledger.offer_deferred()]
         for plan in plans:
             found = self.requests.get(self.ledger.jobs.unsettled[plan.job_id].request_id)
@@ -271,7 +272,7 @@ class SchedulerSide:
         return plans
 
     def _admit_late(self, found: EngineRequest) -> None:
-        """The first steps of a request have shown the weights of its adapter."""
+        """Admit a request whose first steps ran before the workers reported the weights of its adapter."""
         reads_kept = found.num_local or found.engine.mm_features
         if reads_kept and self.adapters.is_mixed(found.engine.lora_request):
             found.bar(self.ledger)
@@ -279,7 +280,7 @@ class SchedulerSide:
             found.ask_late(self.ledger)
 
     def _compare(self, found: EngineRequest) -> None:
-        """Have the workers compare weights in this step, which is the first to compute over what was loaded."""
+        """Have the workers compare weights in this step, which is the first one to compute over the loaded KV."""
         assert found.use is not None, "a request without an adapter"
         found.has_to_be_compared = False
         if len(tables := self._tables_of(found)) == 1:
@@ -319,8 +320,8 @@ class SchedulerSide:
         return landed
 
     def _hear(self, changed: Iterable[AdapterUse]) -> None:
-        """Requests that have computed under weights that nobody had told of are of these; of requests that began under
-        others, not all KV is of the same weights."""
+        """Weights were reported. A request without known weights has computed with these. A request that began with
+        other weights now has KV of several weights, so it is barred."""
         for use in changed:
             for found in self.requests.values():
                 lora = found.engine.lora_request
@@ -408,7 +409,7 @@ class SchedulerSide:
 
     @property
     def is_busy(self) -> bool:
-        """Whether steps have to go on: copies or reports are under way, or blocks wait for room to be copied."""
+        """Whether steps have to go on, because copies or reports are under way, or blocks are deferred."""
         jobs = self.ledger.jobs.unsettled
         is_waiting = bool(self._reports or jobs or self.ledger.deferred_requests) or not self._outbox.is_empty
         return is_waiting or (self.lower is not None and self.lower.is_busy)

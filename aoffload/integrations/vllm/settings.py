@@ -57,9 +57,9 @@ def offload_config(
 
 
 def with_a_step_in_flight(config: OffloadConfig, most_tokens: int, block_bytes: int) -> OffloadConfig:
-    """`config`, with a configured `max_bytes_in_flight` that is at least what a step of `most_tokens` computes.
+    """`config`, with a configured `max_bytes_in_flight` raised to the bytes that a step of `most_tokens` computes.
 
-    vLLM's workers copy what a step brings them one job after the other, so a lower bound would not bound what is copied
+    A worker copies the jobs of a step one after the other. So a lower bound would not reduce the bytes that are copied
     at a time. It would only store less of each step."""
     if config.max_bytes_in_flight is None:
         return config

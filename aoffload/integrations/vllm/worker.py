@@ -41,8 +41,8 @@ class WorkerSide:
         identity: Identity | None = None,
         adapters: LoadedAdapters | None = None,
     ) -> None:
-        """`identity`: of KV that outlives the engine; None without disk and remote store. `adapters`: None without
-        LoRA, or where this version of vLLM does not let them be seen."""
+        """`identity`: identifies KV that outlives the engine; None without disk and remote store. `adapters`: None
+        without LoRA, or if the connector cannot see them in this version of vLLM."""
         self.adapters = adapters
         self._identity = identity
         self._disk: WorkerDisk | None = None
@@ -92,8 +92,8 @@ class WorkerSide:
         self.start(commands.loads, commands.uses)
 
     def start(self, plans: Iterable[TransferPlan], uses: Mapping[int, AdapterUse] = NO_USES) -> None:
-        """Start copies behind everything that was given to the device so far. Those of `uses` fail if the weights of
-        their adapter have changed since they were planned."""
+        """Start copies after all work that was submitted to the device so far. A copy in `uses` fails if the weights of
+        its adapter have changed since it was planned."""
         for plan in plans:
             self.copies.begin(plan)
             try:
@@ -114,7 +114,7 @@ class WorkerSide:
         return self.adapters is not None and self.adapters.is_current(use)
 
     def changed_blocks(self, commands: Commands) -> set[int]:
-        """What was loaded for requests that have now been computed under other weights of their adapter."""
+        """Ids of loaded blocks that a first forward has read although the weights of the adapter had changed."""
         changed = (each.block_ids for each in commands.forwards if not self._has_weights(each.use))
         return {block_id for block_ids in changed for block_id in block_ids}
 

@@ -1,9 +1,9 @@
-"""The LoRA adapters of a worker: whose KV its forwards compute, by the weights that vLLM has loaded.
+"""The LoRA adapters of a worker: the weights that vLLM has loaded for each of them.
 
-A name and a path say nothing about weights: an adapter may be trained again and saved over itself. vLLM reads the files
-when it wants to: for a new `lora_int_id`, for `load_inplace`, and again after it has evicted the adapter. A digest of
-the files, whoever takes it, may be one of other weights than those that were read. So the worker digests what vLLM has
-loaded, and counts the changes of each adapter. A copy that was planned under one count is not made under another.
+A name and a path do not identify weights, because an adapter may be trained again and saved under the same path. vLLM
+reads the files for a new `lora_int_id`, for `load_inplace`, and again after it has evicted the adapter. The files may
+change between that and any digest of them. So the worker takes the digest of the weights that vLLM has loaded, and
+counts the changes of each adapter. A copy is not made if the count has changed since the copy was planned.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["LoadedAdapters", "digest_of", "watch"]
 _log = logging.getLogger("vllm.aoffload")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _UNREADABLE = (AttributeError, NotImplementedError, OverflowError, RuntimeError, TypeError, ValueError)
-"""What torch and Python raise for tensors and values that have no bytes to read."""
+"""Errors that torch and Python raise for tensors and values without readable bytes."""
 _watching: weakref.WeakSet[LoadedAdapters] = weakref.WeakSet()
 
 
 @attrs.frozen
 class _Seen:
     model: weakref.ref[Any]
-    """What vLLM had under the id. It loads into another object each time."""
+    """vLLM's adapter object under the id. Each load makes a new object."""
     serial: int
     digest: str
 
@@ -45,7 +45,7 @@ class LoadedAdapters:
 
     rank: int
     lora_config: Any
-    """vLLM's, of this engine: one process may have several."""
+    """The configuration of this engine. It tells the engine's manager from those of other engines in the process."""
     _manager: Any = attrs.field(default=None, init=False)
     """vLLM's manager of adapters in this worker; None until it has been seen."""
     _seen: dict[int, _Seen] = attrs.field(factory=dict, init=False)
@@ -55,7 +55,7 @@ class LoadedAdapters:
         _watching.add(self)
 
     def met(self, manager: Any) -> None:
-        """vLLM's `manager` is about to add adapters, or has them."""
+        """Take vLLM's `manager` of adapters, if it belongs to this engine."""
         if getattr(manager, "lora_config", None) is self.lora_config:
             self._manager = manager
 
@@ -64,17 +64,17 @@ class LoadedAdapters:
         for adapter, model in self._loaded().items():
             self._look(adapter, model)
         if not self._news:
-            return ()  # as in most steps
+            return ()  # in most steps
         found = tuple(self._news.values())
         self._news.clear()
         return found
 
     def is_loaded(self, adapter: int) -> bool:
-        """Whether vLLM need not read the adapter again."""
+        """Whether vLLM has the adapter loaded."""
         return adapter in self._loaded()
 
     def is_current(self, use: AdapterUse) -> bool:
-        """Whether the weights have been the same ever since `use` was told of."""
+        """Whether the weights have not changed since this worker reported those of `use`."""
         model = self._loaded().get(use.adapter)
         if model is not None:
             self._look(use.adapter, model)
@@ -98,8 +98,8 @@ class LoadedAdapters:
 
 
 def digest_of(model: Any) -> str:
-    """SHA-256 over all weights and numbers of an adapter, whatever its name, path and id. What cannot be read has a
-    digest that no other load ever has, in this process or another."""
+    """SHA-256 over all weights and numbers of an adapter, without its name, path and id. If they cannot be read, the
+    digest is unique to this load."""
     hasher = hashlib.sha256()
     try:
         fields = {name: value for name, value in vars(model).items() if name != "id"}
@@ -112,7 +112,7 @@ def digest_of(model: Any) -> str:
 
 
 def _parts(value: Any, depth: int) -> Iterator[Any]:
-    """`value` as bytes and arrays of bytes, from which it can be told apart from any other."""
+    """`value` as bytes and arrays of bytes. Different values give different bytes."""
     if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(value, torch.Tensor):
@@ -143,8 +143,8 @@ MAX_DEPTH = 8
 
 
 def watch(manager_class: Any) -> bool:
-    """Have every `LoadedAdapters` of this process meet the managers of `manager_class`, which ask themselves for their
-    adapters before they add one. Returns whether that is possible: not with a class that vLLM has changed."""
+    """Give every `LoadedAdapters` of this process the managers of `manager_class`. To see them, wrap `list_adapters`,
+    because a manager calls it before it adds an adapter. Returns False if vLLM has changed that method."""
     inner = getattr(manager_class, "list_adapters", None)
     if getattr(inner, "is_of_aoffload", False):
         return True

@@ -75,7 +75,7 @@ class WorkerDisk:
             if commands.forgotten:
                 self._disk.forget(commands.forgotten)
             if commands.num_resets:
-                self._disk.disown()  # weights may have changed, and `Identity` is of those that the engine began with
+                self._disk.disown()  # weights may have changed since `Identity` was made
                 self._disk.reset(commands.num_resets, partial(self._reset_over, commands.num_resets))
         except TransferRefused as error:  # it is closed, or off already
             _log.warning("aoffload: the disk: %s", error)

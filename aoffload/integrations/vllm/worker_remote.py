@@ -37,7 +37,8 @@ class WorkerRemote:
         """As the scheduler knows it."""
 
     def connect(self) -> None:
-        """Wait until the store has connected or failed, for `load_timeout_s` at most: questions do not wait so long."""
+        """Wait until the store has connected or failed, for `load_timeout_s` at most, because questions have less
+        time."""
         is_over = threading.Event()
         self._remote.connect(is_over.set)
         is_over.wait(self._remote.tier.load_timeout_s + LATE_S)

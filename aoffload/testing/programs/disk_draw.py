@@ -74,7 +74,7 @@ class DiskDraw(ABC):
         return Call("write_behind", args)
 
     def _idle(self) -> Call:
-        """With few blocks a call, as where little may be in flight."""
+        """Often with few blocks a call, as under a low bound in flight."""
         args: dict[str, Any] = {"most": self.rng.choice((1, 1, 2, 3, 1000))}
         return Call("idle", args | ({"only_asked_twice": True} if self.rng.random() < 0.2 else {}))
 

@@ -179,7 +179,7 @@ class EngineMachine(EngineState, Machine):
         client.num_computed = stop
         self._sample(client, new[num_drafts:])
         client.unoffered += new
-        if client.born == self.bytes.weights:  # else its KV is partly of old weights
+        if client.born == self.bytes.weights:  # otherwise some of its KV is of old weights
             self.own.cache(client, client.num_computed)
         return self._offer(client, is_last=is_last) if offers else "computed"
 
@@ -257,7 +257,7 @@ class EngineMachine(EngineState, Machine):
         return client.holding.state.name
 
     def _forget_ended(self) -> None:
-        """The engine knows the tokens of requests that are over as long as blocks of them are deferred."""
+        """The engine keeps the tokens of a request that is over until no block of it is deferred."""
         deferred = self.ledger.deferred_requests
         for who in self._ended:
             if who not in deferred and who not in self.clients:
@@ -285,7 +285,7 @@ class EngineMachine(EngineState, Machine):
         return "evicted"
 
     def do_reset(self, tier: str | None = None) -> str:
-        """The engine's own cache forgets all, too, and what has computed nothing asks again."""
+        """Also empties the engine's own cache. Requests that have computed nothing ask again."""
         said = super().do_reset(tier)
         if tier is None:
             self.do_evict()

@@ -41,8 +41,8 @@ class DiskCalls(JobCalls):
         return self._stored("write behind", most, plans)
 
     def do_idle(self, most: int, only_asked_twice: bool = False) -> str:
-        """Nobody asks for anything, and whatever the ledger plans for the disk lands: that comes to an end, and brings
-        no block twice, whatever the stores evict from the disk meanwhile."""
+        """No request comes, and each store to the disk that the ledger plans lands. These stores come to an end, and
+        none stores a block twice, even if the stores evict blocks from the disk."""
         seen, num_blocks = set[tuple[bytes, int, int]](), 0
         while plans := self.ledger.plan_disk_stores(most, is_idle=True, only_asked_twice=only_asked_twice):
             num_blocks += sum(plan.num_blocks for plan in plans)

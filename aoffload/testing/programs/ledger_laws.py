@@ -62,7 +62,7 @@ class Laws:
                     raise Violation(law, f"{part.tier.name} {how}: {run}")
 
     def after_reset(self, tier: Tier | None) -> None:
-        """Nothing from before the reset can be found, and no request that has no blocks yet keeps a hit."""
+        """No lookup finds KV from before the reset, and no request without blocks keeps a hit."""
         for holding in self._ledger.holdings.values() if tier is None else ():
             if holding.may_match_again and (holding.leases or holding.reserve is not None):
                 raise Violation("may not hit", f"{holding} keeps {holding.match} after a reset")

@@ -1,4 +1,4 @@
-"""A ledger observer that checks the events that it gets, and calls the ledger and raises at each."""
+"""A ledger observer that checks its events, and that calls the ledger and raises at each event."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ PREFIX = Prefix.of(Root("programs", "observers"), [1] * 8)
 
 
 class Rude(BaseException):
-    """What observers raise in programs, beside an `Exception`."""
+    """The `BaseException` that observers of programs raise, in turn with an `Exception`."""
 
 
 class Recorder:
     """Checks that every state change begins in the state in which the one before ended. At each event it calls the
-    ledger, which has to refuse that, and raises: nothing of that may reach the ledger."""
+    ledger, which has to refuse the call, and then raises, which must not reach the ledger."""
 
     __slots__ = ("_hear", "calls_to", "num_told", "problem")
-    # Functions but for the last one: the fingerprint of a ledger leaves out what they refer to.
+    # All but `num_told` and `problem` are functions: the fingerprint of a ledger leaves out their closures.
 
     def __init__(self) -> None:
         states: dict[int, tuple[Any, Any]] = {}
@@ -34,7 +34,7 @@ class Recorder:
         calls: Iterator[Callable[[], object]] = iter(())
         num_told = 0
         self.problem = ""
-        """The first event that came out of order."""
+        """The first violation: an event out of order, or a call that was not refused."""
 
         def hear(*told: Any) -> None:
             nonlocal num_told

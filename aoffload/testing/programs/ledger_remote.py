@@ -20,12 +20,12 @@ __all__ = ["RemoteCalls"]
 
 @attrs.frozen
 class _Object:
-    """What a put writes."""
+    """The object that a put writes."""
 
     cell: CellLabel
     content: list[Block]
     number: int | None
-    """Of the put; None for one of an earlier process."""
+    """The number of the put; None for a put of an earlier process."""
 
 
 class RemoteCalls(DiskCalls):
@@ -36,11 +36,11 @@ class RemoteCalls(DiskCalls):
         self.store: dict[bytes, _Object | None] = {}
         """None: something is there that does not verify."""
         self.puts: dict[str, _Object] = {}
-        """By job: puts that were given up, and may still arrive."""
+        """By job: objects of puts that were given up, and may still arrive."""
         self.on_their_way: list[_Object] = []
-        """Of puts that have failed, and arrive later all the same."""
+        """Objects of puts that have failed, and arrive later all the same."""
         self.removals = Removals()
-        """Those of a transport. Here, a removal is over at once, also while a put is under way."""
+        """The removals of a transport. Here a removal is over at once, even while a put is under way."""
         self._named: dict[bytes, list[int]] = {}
         """By digest: the tokens that a cell was put there for."""
 
@@ -79,7 +79,7 @@ class RemoteCalls(DiskCalls):
         return "poisoned"
 
     def do_arrive(self, at: int) -> str:
-        """A put arrives that has failed."""
+        """A put that has failed arrives."""
         if not self.on_their_way:
             return "skipped"
         found = self.on_their_way.pop(at % len(self.on_their_way))
@@ -109,9 +109,9 @@ class RemoteCalls(DiskCalls):
             super()._begins(plan)
 
     def do_settle(self, job: str, outcome: str = "landed", at: int = 0) -> str:
-        """Of a cell: FAILED with an odd `at`: a put has arrived, and nobody knows, or it arrives later. CORRUPT: it
-        does not verify, and a transport says so; ours says FAILED.
-        UNPROVEN: it is given up; what a get brings later is dropped, a put may arrive."""
+        """For a cell, FAILED with an odd `at` means that the put has arrived unnoticed, or arrives later. CORRUPT means
+        that the cell does not verify; a transport reports it, and ours reports FAILED. UNPROVEN means that the call is
+        given up: a get is dropped, and a put may still arrive."""
         found, plan = self.job(job), self.plans.get(job)
         if plan is None or plan.cell is None:
             return super().do_settle(job, outcome, at)
@@ -195,8 +195,8 @@ class RemoteCalls(DiskCalls):
             self._check_store()
 
     def _check_store(self) -> None:
-        """What was taken back is not in the store, nor on its way there, unless it is revoked or a store of it is not
-        over."""
+        """No object of invalidated KV is in the store or on its way there, unless the object is revoked or its cell
+        waits for removal."""
         remote = self.ledger._remote_stores
         waiting = set() if remote is None else remote.forgotten.keys()
         for found in (*self.store.values(), *self.puts.values(), *self.on_their_way):
@@ -220,7 +220,7 @@ class RemoteCalls(DiskCalls):
         self.on_their_way.clear()
         for digest, found in list(self.store.items()):
             if found is not None and self._is_revoked(found):
-                del self.store[digest]  # neither that of these: see docs/remote.md
+                del self.store[digest]  # nor that of revoked objects: see docs/remote.md
             elif found is not None:
                 self.store[digest] = attrs.evolve(found, number=None)
         self.removals = Removals()

@@ -37,11 +37,11 @@ class Client:
     is_told: bool = False
     """It has to be aborted: what it has read was invalidated. Its bytes are not checked any more."""
     born: int = 0
-    """The weights when it was admitted."""
+    """The version of the weights when it was admitted."""
     state: RequestState = RequestState.QUEUED
-    """As of the last call."""
+    """Its state after the last call."""
     oldest: int = 0
-    """The weights when the ledger said last which of its tokens are computed. It reads nothing that is older."""
+    """The version of the weights when the request got its blocks or its load ended. It reads no KV of older weights."""
     marks: list[int] = attrs.field(factory=list)
     """The mark of each token that it has computed itself, 0 where it was loaded."""
 
@@ -109,13 +109,13 @@ class LedgerState:
             raise Violation("an answer", f"{what}: {about}")
 
     def read(self, client: Client, tables: Sequence[Sequence[int]], stop: int) -> int:
-        """Read what computing token `stop` of `client` reads. What an engine's own cache has is the engine's matter."""
+        """Read the KV that computing token `stop` of `client` reads, except for hits in an engine's own cache."""
         start = client.holding.engine_tokens
         return self.bytes.read(client.text, tables, stop, client.name, client.oldest, start)
 
     def note_answers(self, call: str) -> None:
-        """Note which weights are the oldest whose KV each request may read: those at the moment when it got its blocks
-        or, later, when its load was over."""
+        """Note the oldest weights whose KV each request may read: the weights when the request got its blocks, or, if
+        it loads, when its load ended."""
         for client in self.clients.values():
             before, client.state = client.state, client.holding.state
             is_loaded = before in _LOADING or call == "load"

@@ -128,7 +128,7 @@ class LedgerStories(LedgerDraw):
         return [*begins, *leaves, *holds, asks, waits, self._reset, *leaves]
 
     def _reset_between(self) -> list[Step]:
-        """A request for a cached prompt goes its way, and everything is reset between two of its calls."""
+        """A request for a cached prompt makes its usual calls, and everything is reset between two of them."""
         rng, (served, known), who = self.rng, self._served(), self._name("r")
         wanted = self._longer(known, 1, 4, 8)
         lands: list[Step] = [_call("land")] * rng.choice((0, 1))

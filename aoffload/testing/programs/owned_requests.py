@@ -119,7 +119,7 @@ class EngineServed(Served):
 
     def has_written(self) -> None:
         """A forward is over: its whole blocks hit from now on."""
-        is_of_before = self.born != self.engine.num_resets  # its KV is partly of old weights
+        is_of_before = self.born != self.engine.num_resets  # some of its KV is of old weights
         if not self.is_told and not self.is_spent and not is_of_before:
             self.own.cache(self, self.num_written(self.chain))
 

@@ -91,7 +91,7 @@ class EngineStage(Stage):
             del self.pool.prefixes[served.name]
 
     def _is_deferred(self, name: str) -> bool:
-        """Whether the engine may be asked about the request after its end."""
+        """Whether the ledger may call `find` for the request after its end."""
         return name in self.runtime.ledger.deferred_requests
 
     def _note_calls(self) -> None:

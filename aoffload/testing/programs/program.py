@@ -117,7 +117,7 @@ class World:
     eviction: str = "lru"
     """"lru", "learned", "learned:device" (there, too)."""
     max_in_flight: int = 0
-    """Blocks in flight of a direction; 0: as the package chooses."""
+    """Bound of blocks in flight for each direction; 0: the default of the package."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.groups, tuple) or not all(isinstance(one, GroupShape) for one in self.groups):
@@ -235,13 +235,13 @@ def with_learning(world: World) -> World:
 
 
 def with_a_bound(world: World) -> World:
-    """`world`, in half of the cases with few blocks in flight. Which follows from the world itself."""
+    """`world`, in half of all worlds with few blocks in flight. The world itself determines which half it is in."""
     chance = random.Random(f"{words_of(world)} bound")
     return attrs.evolve(world, max_in_flight=chance.choice((0, 0, 0, 1, 2, 5)))
 
 
 def words_of(world: World) -> str:
-    """`world` in words that a field with its default value does not change."""
+    """`world` as text, without the fields that have their default value."""
     return repr(world).replace(", max_in_flight=0", "")
 
 

@@ -1,11 +1,11 @@
 """Bytes by provenance: for every token of every block, which prefix's KV it is and which computations it depends on.
 
-The KV of a token is a function of the prefix that it ends and of its group, so an interned prefix stands for the right
-bytes. A cell also has the weights that computed it: a reset of everything stands for new weights, and no request begins
-with KV of the old ones.
+The KV of a token is a function of its group and of the prefix up to and including the token, so an interned prefix
+represents the right bytes. A cell also records the version of the weights that computed it. A reset of everything
+simulates new weights, and no request begins with KV of the old weights.
 
-And it has marks: every token ever computed has a bit, and a cell has the bits of its own token and of all that its
-forward has read. When a forward is invalidated, its bits become invalid: a cell with one of them was never right.
+A cell also has marks: every token ever computed has a bit, and a cell has the bits of its own token and of all tokens
+that its forward has read. When a forward is invalidated, its bits become invalid, and so do all cells with such a bit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Bytes:
         self.tiers: tuple[list[Block], ...] = tuple([[] for _ in range(number)] for number in num_blocks)
         self.invalid = 0
         self.weights = 0
-        """How often the model got new weights."""
+        """The version of the weights: how often the model got new ones."""
         self._num_marks = 0
         self._interned: dict[tuple[object, ...], int] = {}
 
@@ -89,8 +89,8 @@ class Bytes:
     def read(
         self, text: Text, tables: Sequence[Sequence[int]], stop: int, reader: str, oldest: int = 0, start: int = 0
     ) -> int:
-        """Check everything that computing token `stop` reads, and return its marks. Wrong bytes are a violation, and so
-        are those that weights before `oldest` have computed from token `start` on."""
+        """Check all KV that computing token `stop` reads, and return its marks. Wrong bytes are a violation. So is,
+        from token `start` on, KV of weights older than `oldest`."""
         device, marks = self.tiers[0], 0
         for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             size = group.block_size

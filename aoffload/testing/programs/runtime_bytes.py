@@ -93,9 +93,9 @@ class ProgramEngine(SimulatedEngine):
     _chains: dict[object, int] = attrs.field(factory=dict)
     """The number of every prefix, by the number of the prefix before its last token, that token, and its span."""
     weights: int = 0
-    """How often the model got new weights: with each reset of everything, also of an earlier runtime."""
+    """The version of the weights. Each reset of everything, also one of an earlier runtime, increments it."""
     oldest: dict[Holding, int] = attrs.field(factory=dict)
-    """The weights when the ledger said last which tokens of a request are computed. It reads nothing that is older."""
+    """By request: the version of the weights when it got its blocks or its load ended. It reads no KV of older ones."""
 
     def chain(self, roots: tuple[object, object], tokens: Sequence[int], spans: Iterable[KeySpan] = ()) -> list[int]:
         """The numbers of the prefixes of `tokens`, the shortest first."""
@@ -119,7 +119,7 @@ class ProgramEngine(SimulatedEngine):
         self.weights += 1
 
     def answered(self, holding: Holding) -> None:
-        """The request got its blocks just now, or its load is over."""
+        """The request has just got its blocks, or its load has just ended."""
         self.oldest[holding] = self.weights if self.num_resets else 0
 
     def may_be_cached(self, chain: Sequence[int]) -> None:

@@ -290,7 +290,7 @@ class RequestCalls(Role):
             await self.stage.attempt_async(f"preempt {served.name}", lambda: self._preempt(served), give_up_s)
 
     async def _preempt(self, served: Served) -> Any:
-        """Whoever preempts another one's request cannot see its end: that is no error."""
+        """No error if the request has ended: a task that preempts another task's request cannot see that."""
         try:
             return await served.request.preempt()
         except WrongState as error:

@@ -58,7 +58,7 @@ def draw_opening(rng: random.Random, world: World) -> list[Call]:
 
 
 def _when(rng: random.Random, kind: str) -> dict[str, Any]:
-    """Few things are erased, and each of them several times if that fails."""
+    """Erasures are few, and each one that fails is repeated, so faults of erasures come early and often last."""
     if kind == "disk_erase":
         return {"at": rng.choice((0, 0, 1, 3)), "lasting": rng.random() < 0.7}
     return {"at": rng.choice((0, 0, 1, 2, 3, 8, 20))}

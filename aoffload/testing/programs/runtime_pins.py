@@ -151,8 +151,7 @@ class ClientCalls(RequestCalls):
         self._ask_elsewhere()
 
     def _ask_elsewhere(self) -> None:
-        """A second thread makes calls, one of each kind. Every one is refused, and nothing changes, or nothing changes
-        any more."""
+        """A second thread makes one call of each kind. The runtime refuses each of them, and none changes anything."""
         runtime, answers = self.stage.runtime, dict[str, Any]()
         if runtime._session.is_over:
             return

@@ -108,7 +108,7 @@ class Served:
         assert holding is not None
         oldest = self.engine.oldest.get(holding, 0)
         for forward, stop in read.forwards.items():
-            if forward.weights < oldest and stop > holding.engine_tokens:  # an engine's own cache is its own matter
+            if forward.weights < oldest and stop > holding.engine_tokens:  # not an engine's own hit
                 raise Violation("old weights", f"{self.name} reads {forward}, from before a reset, {what}")
 
     def check_match(self, *, is_first: bool) -> None:

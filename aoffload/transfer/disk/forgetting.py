@@ -1,11 +1,11 @@
-"""How no restart finds what was taken back, on a disk whose writes may fail.
+"""Invalidated blocks on a disk whose writes may fail: three ways to hide them from a restart, tried in this order.
 
-    erase the records             a restart does not find them
-    raise the generation          a restart finds nothing that was there
-    drop the table                the same; a process that cannot raise the generation uses the disk no more
-    all of these have failed      a restart may find them: whoever runs the engine has to be told
+    erase the records             a restart does not find the blocks
+    raise the generation          a restart finds nothing of what was stored until then
+    drop the table                the same; this process stops using the disk, because it cannot raise the generation
+    all of these have failed      a restart may find the blocks, so the log has to say it
 
-Data and sum of such a block agree, so no check after a restart would notice it.
+The data and the sum of such a block agree, so no check after a restart would notice it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import attrs
 __all__ = ["ERASES", "DiskTrouble", "forgotten"]
 
 ERASES = 3
-"""How often records are erased: a write may fail once and then succeed."""
+"""Attempts to erase records, because a write may fail once and then succeed."""
 
 
 @attrs.frozen
 class DiskTrouble:
-    """A write that safety depends on has failed."""
+    """All attempts to erase the records of invalidated blocks have failed."""
 
     reason: str
     is_off: bool
@@ -32,8 +32,8 @@ class DiskTrouble:
 def forgotten(
     erase: Callable[[], None], raise_generation: Callable[[], None], drop: Callable[[], None]
 ) -> DiskTrouble | None:
-    """Call these, which raise `OSError`, until one of them has made sure that no restart finds what was taken back.
-    Returns None if the records were erased."""
+    """Try these calls in order, until one of them does not raise `OSError`: then no restart finds the invalidated
+    blocks. Returns None if the records were erased."""
     for _ in range(ERASES):
         try:
             erase()

@@ -74,7 +74,7 @@ class DiskLanes:
         self._first_generation = slots.generation
         self._hear_trouble: Callable[[DiskTrouble], None] = lambda trouble: None
         self._on_superblock = threading.Lock()
-        """Resets and erasures reach the disk one at a time. A reset that comes after a later one has nothing to do."""
+        """Held while a reset or an erasure is written. A reset that gets it after a later reset has nothing to do."""
         self._num_resets = 0
         self._turn = threading.Condition()
         """Guards everything below."""
@@ -87,7 +87,7 @@ class DiskLanes:
         self._num_forgets = 0
         self._given_up: set[int] = set()
         self._under_way: dict[int, int] = {}
-        """Launched jobs, and how often something had to be forgotten before."""
+        """Launched jobs, each with the number of `forget` calls before its launch."""
         self._refusal = ""
         self._is_abandoned = False
         self._is_closing = False
@@ -117,8 +117,8 @@ class DiskLanes:
                 self._given_up.add(job_id)
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Have neither a load nor a restart find what these slots hold, nor what those held that stores are under way
-        to. Stores wait until it is done: they may write to the same slots."""
+        """Have neither a load nor a restart find the blocks in these slots, nor the old blocks in slots to which stores
+        are under way. Stores wait until this is done, because they may write to the same slots."""
         with self._turn:
             if self._is_closing:
                 raise TransferRefused(self._refusal)
@@ -166,7 +166,7 @@ class DiskLanes:
     def _erase(self, slots: list[int]) -> None:
         with self._on_superblock:
             trouble = self.slots.forget(slots)
-            if trouble is not None:  # the generation has been raised, perhaps
+            if trouble is not None:  # `forget` may have raised the generation
                 self._first_generation = (self.slots.generation - self._num_resets) % GENERATIONS
         if trouble is not None:
             if trouble.is_off:
@@ -177,9 +177,9 @@ class DiskLanes:
             self._turn.notify_all()
 
     def _forget_before(self, plan: TransferPlan, num_landed: int) -> None:
-        """What the slots of this store held before may have been part of what was to be forgotten meanwhile: what it
-        has not replaced is erased, and what it has is synced. Told before its completion, so that no other store writes
-        to these slots first."""
+        """Something was forgotten during this store, and the old blocks in its slots may have been part of it. So erase
+        the records that the store has not replaced, and sync the others. Call this before the completion is delivered,
+        so that no other store writes to these slots first."""
         self._to_forget += plan.destination_ids[num_landed:]
         self._is_forgetting_due = True
 
@@ -264,8 +264,8 @@ class DiskLanes:
         hear_trouble: Callable[[DiskTrouble], None],
     ) -> None:  # fmt: skip
         """Read, in a thread of its own, what an earlier process has left. `hear` is called there with each slice, and
-        `over` at the end: with why it failed, or with an empty text. Nothing may be stored before. `hear_trouble` is
-        called in some thread whenever what was to be forgotten could not be erased."""
+        `over` at the end, with the reason of a failure or with an empty text. Nothing may be stored before the end.
+        `hear_trouble` is called in some thread whenever records could not be erased."""
         self._hear_trouble = hear_trouble
 
         def read() -> None:
@@ -299,7 +299,7 @@ class DiskLanes:
         self._start(reset, "aoffload-disk-reset")
 
     def disown(self) -> None:
-        """From the next reset on, what is stored is found by no restart."""
+        """Have no restart find what is stored after the next reset."""
         self.slots.disown()
 
     def _raise_generation(self, num_resets: int) -> str:

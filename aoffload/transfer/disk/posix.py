@@ -30,7 +30,7 @@ _FILE = os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 @attrs.define(eq=False)
 class _Lock:
-    """An open file with a lock, until it is closed."""
+    """An open file that is locked until it is closed."""
 
     descriptor: int
 
@@ -38,21 +38,24 @@ class _Lock:
 class _Locks:
     """The locks of this process, which a forked child does not keep.
 
-    `flock` belongs to the open file, which a child shares: a child that outlives a killed server would keep the
-    directory. So each child closes these files when it begins; as long as the parent lives, that gives nothing away.
-    `fcntl` locks are not inherited, but a process loses them with any descriptor of the file that it closes, and
-    versions of this package that take `flock` would not see them. A child that C code forks keeps the lock until it
-    ends or begins another program.
+    A `flock` belongs to the open file, which a forked child shares. So a child that outlives a killed parent would keep
+    the directory locked. Therefore each child closes these files when it begins. The lock stays as long as the parent
+    lives, because the parent has the file open, too.
+
+    `fcntl` locks are not inherited, but a process loses them when it closes any descriptor of the file. Versions of
+    this package that take `flock` would not see them either. A child that C code forks keeps the lock until it ends or
+    runs another program.
     """
 
     def __init__(self) -> None:
         self._held = set[_Lock]()
         self._num_forks = 0
-        """It changes right before and right after a fork."""
+        """Counts the beginnings and the ends of forks."""
         os.register_at_fork(before=self._forks, after_in_parent=self._forks, after_in_child=self._let_go)
 
     def take(self, path: Path) -> _Lock:
-        """Lock the file at `path`, made if it is missing. `BlockingIOError` while another open file has the lock."""
+        """Lock the file at `path`, and make it if it is missing. `BlockingIOError` if another open file has the
+        lock."""
         while True:
             num_forks, lock = self._num_forks, _Lock(os.open(path, _FILE | os.O_CREAT, 0o600))
             try:
@@ -63,7 +66,7 @@ class _Locks:
             self._held.add(lock)
             if num_forks == self._num_forks:
                 return lock
-            self.give(lock)  # a child that another thread has forked meanwhile may have it, too
+            self.give(lock)  # a child that another thread has forked meanwhile may share it
 
     def give(self, lock: _Lock) -> None:
         """Unlock and close. A forked child has closed it already."""
@@ -88,10 +91,10 @@ _locks = _Locks()
 
 class PosixDirectory:
     """The directory at `path`, made if it is missing, for this process alone: mode 0700, locked with `flock`. A child
-    that it forks neither has the directory nor keeps it.
+    that Python forks does not keep the lock.
 
-    `ConfigError("path")` where another process has it, where others may enter it, or where it cannot be used at all.
-    A directory that was there keeps its mode, so that a mistaken path changes nothing.
+    Raises `ConfigError("path")` if another process has the directory, if other users may enter it, or if it cannot be
+    used. A directory that exists keeps its mode, so that a wrong path changes nothing.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -76,7 +76,7 @@ class DiskSlots:
     _sums: SlotSums
     _numbers: Iterator[int] = attrs.field(factory=itertools.count)
     _stale: set[int] = attrs.field(factory=set)
-    """Slots whose record could not be written or erased: it may name what they held long ago."""
+    """Slots whose record could not be written or erased. Such a record may name an old block."""
 
     @classmethod
     def open(
@@ -276,19 +276,19 @@ class DiskSlots:
     # -- forgetting -----------------------------------------------------------------------------------------------
 
     def forget(self, slots: Sequence[int]) -> DiskTrouble | None:
-        """What these slots hold is wrong: no load accepts it, and from the return on no restart finds it, whether this
-        process is killed or the machine loses power. Waits for the disk. Not while `reset` runs.
+        """The blocks in these slots are wrong. No load accepts them any more. Once this has returned, no restart finds
+        them, even after a kill or a loss of power. Waits for the disk. Must not be called while `reset` runs.
 
-        Returns what else had to be done for that, or that it failed.
+        Returns None if the records were erased, else what was done instead, or that nothing helped.
         """
         self._sums.forget(slots)
         stale = self._stale.copy()
-        self._stale -= stale  # before they are erased: what a store adds meanwhile stays
+        self._stale -= stale  # before the erasure, so that slots that a store adds meanwhile stay
         wrong = sorted(stale.union(slots))
         return forgotten(partial(self._table.erase_for_good, wrong), self.reset, self._table.drop_for_good)
 
     def _erase(self, slots: Sequence[int]) -> None:
-        """Erase records whose data is gone. One that stays costs a restart a load that finds out, unless a loss of
+        """Erase records whose data is gone. If a record stays, a restart makes a load that fails, unless a loss of
         power brings the data back."""
         for at in neighbours(slots):
             self._put(slots[at], partial(self._table.erase, slots[at.start], at.stop - at.start))
@@ -305,7 +305,7 @@ class DiskSlots:
         self.raise_generation(_next(self.generation))
 
     def disown(self) -> None:
-        """From the next reset on, what is stored is found by no restart: nobody knows which model computes it."""
+        """Have no restart find what is stored after the next reset, because the model that computes it is not known."""
         self._fingerprint = os.urandom(len(self._fingerprint))
 
     def raise_generation(self, generation: int) -> None:

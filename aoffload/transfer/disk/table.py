@@ -18,11 +18,11 @@ __all__ = ["SlotTable"]
 
 
 class SlotTable:
-    """Reads and writes records. Records are not synced: a lost or torn one is one that is not there. The superblock is,
-    and so are erasures that have to outlive a loss of power.
+    """Reads and writes records. Writes of records are not synced, because a lost or torn record counts as missing.
+    Writes of the superblock are synced, and so are erasures that have to outlive a loss of power.
 
-    A write that was cut short raises `OSError`, as one that failed does. One thread at a time calls what syncs: the
-    system tells an error of an earlier write to whichever thread syncs first.
+    A write that is cut short raises `OSError`, as a write that fails does. Only one thread at a time may call a method
+    that syncs, because the system reports an error of an earlier write only to the first thread that syncs.
     """
 
     def __init__(self, file: DiskFile, form: RecordFormat) -> None:
@@ -65,7 +65,8 @@ class SlotTable:
         self._file.sync()
 
     def write(self, first_slot: int, records: Sequence[bytes]) -> None:
-        """Write the records of neighbouring slots. `OSError`: some may be written in part, and those are not sound."""
+        """Write the records of neighbouring slots. After an `OSError` some may be written in part; these are not
+        sound."""
         self._write(self.num_bytes(first_slot), b"".join(records))
 
     def erase(self, first_slot: int, num_slots: int) -> None:
@@ -73,13 +74,13 @@ class SlotTable:
         self._write(self.num_bytes(first_slot), self.form.zeros(num_slots))
 
     def erase_for_good(self, slots: Sequence[int]) -> None:
-        """The same for slots anywhere, and return when it would outlive a loss of power."""
+        """Erase the records of any slots, and sync: on return, the erasure outlives a loss of power."""
         for at in neighbours(slots):
             self.erase(slots[at.start], at.stop - at.start)
         self._file.sync()
 
     def drop_for_good(self) -> None:
-        """Drop everything, and return when that would outlive a loss of power."""
+        """Drop everything, and sync: on return, that outlives a loss of power."""
         self.drop()
         self._file.sync()
 

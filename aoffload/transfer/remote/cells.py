@@ -3,7 +3,7 @@
 name     HMAC-SHA256(secret or layout, layout, digest, band, rank)
 object   header, blocks in prefix order, seal
 
-nonce    who wrote it (7 random bytes for each runtime) and the number of that store (5 bytes)
+nonce    the writer (7 random bytes for each runtime) and the number of its put (5 bytes)
 seal     with a secret    AES-256-GCM over header and blocks, with a key for each cell
          without          xxh3-128 over both: finds accidents, and stops nobody who writes to the store
 """
@@ -139,8 +139,8 @@ class Encrypted:
 
 @attrs.frozen
 class Cells:
-    """Makes and reads the objects of cells of one shape. Called by several threads. `writer` tells what it makes from
-    what others make."""
+    """Makes and reads the objects of cells of one shape. Called by several threads. `writer` tells its objects from
+    those of other runtimes."""
 
     shape: CellShape
     sealing: Sealing
@@ -166,13 +166,14 @@ class Cells:
         return self._rows(made[HEADER.size : -SEAL_BYTES])
 
     def seal(self, label: CellLabel, made: memoryview, number: int) -> None:
-        """Turn `made`, which has the blocks in their place, into the object of this cell. No two have one `number`."""
+        """Turn `made`, which has the blocks in their place, into the object of this cell. `number` must be unique."""
         nonce = self.writer + number.to_bytes(NUMBER_BYTES, "little")
         made[: HEADER.size] = self._header(label, self.name(label), nonce)
         self.sealing.close(label, made)
 
     def number_of(self, found: bytes) -> int | None:
-        """The number of an object that this process has sealed; None for those of others. It must have been opened."""
+        """The number of an object that this process has sealed; None for an object of another process. Call `open`
+        first."""
         nonce = found[HEADER.size - NONCE_BYTES : HEADER.size]
         is_own = nonce[:WRITER_BYTES] == self.writer
         return int.from_bytes(nonce[WRITER_BYTES:], "little") if is_own else None

@@ -4,8 +4,8 @@ cells of the prefix    0 1 2 3 4 5 6 7 8 9 ...       a store has, nearly always,
 first round            up to 64 of them, evenly      the last that is there and the first that is not
 second round           up to 64 between those two    loads find out about the rest
 
-Connecting takes longer than a question may. So each thread asks every node about a cell that nobody has, once the tier
-is open. A store of which no node answers is left alone then.
+Connecting takes longer than the time-out of a question. So, once the tier is open, each thread asks every node about a
+cell that does not exist. If no node answers, the tier does not use the store until a trial call succeeds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_WAITING = 64
 """Questions; more are answered with 0 at once."""
 ROUND_CELLS = 64
 NAMES = [bytes([number]) * 32 for number in range(64)]
-"""Of no cell. In a cluster, each node has some of them."""
+"""Names of cells that do not exist. In a cluster, they are spread over the nodes."""
 NUM_ROUNDS = 2
 
 Hear = Callable[[int], None]
@@ -53,7 +53,7 @@ class Question:
 
 @attrs.define(eq=False)
 class Connecting:
-    """Done by each of the threads."""
+    """The work of connecting, which each of the threads does once."""
 
     deadline: float
     hear: Callable[[], None]
@@ -105,7 +105,7 @@ class Questions:
                 self._over(asked, 0)
 
     def connect(self, timeout_s: float, hear: Callable[[], None]) -> None:
-        """Ask every node of the store something, for at most `timeout_s`. `hear` is called once, in any thread."""
+        """Connect to every node of the store, for at most `timeout_s`. `hear` is called once, in any thread."""
         connecting = Connecting(self._env.now() + timeout_s, hear)
         for _ in range(ASK_THREADS):
             try:
@@ -117,7 +117,7 @@ class Questions:
         asked = set[str]()
         try:
             for name in NAMES:
-                node = self._calls.node_of(name)  # of a cluster, known once a node has answered
+                node = self._calls.node_of(name)  # a cluster knows its nodes once one has answered
                 left_s = connecting.deadline - self._env.now()
                 if node not in asked and left_s > 0:
                     asked.add(node)

@@ -1,9 +1,9 @@
-"""Cells whose KV is wrong: until the store has let go of them, nobody here loads or stores them, and what was put for
-them before is never loaded again.
+"""Cells whose KV is wrong. Until the store has removed such a cell, this process neither loads nor stores it. Objects
+that this process put for the cell before are never loaded again.
 
-A put that has failed for us may still be on its way: a proxy or a server holds it, and it arrives after the removal.
-So every object has the number of the put that wrote it, and a removal revokes the numbers up to its own. A removal
-protects others who share the store only as long as no put arrives after it: after a failed put it is repeated.
+A put that has failed for this process may still be under way, because a proxy or a server holds it back, and may arrive
+after the removal. So every object has the number of the put that wrote it, and an invalidation revokes all numbers so
+far. Other processes that share the store do not know the revoked numbers. So a removal is repeated after a failed put.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ __all__ = ["Removals"]
 
 MAX_CELLS = 2**16
 AGAIN_S = 10.0
-"""The first repetition of a removal comes so long after it, and each further one after twice the time."""
+"""The least time from a removal to its repetition. The repetition comes after as long as has passed since the put
+failed, if that is longer."""
 DOUBT_S = 900.0
-"""A put that failed longer ago is taken for dead, and the removal is not repeated any more."""
+"""A put that failed longer ago is assumed not to arrive any more, so the removal is not repeated."""
 
 Key = tuple[int, bytes]
 
@@ -41,18 +42,18 @@ class Removals:
         """Cells that stores under way write, and how many do."""
         self._num_stores = 0
         self._revoked: dict[Key, int] = {}
-        """Stores of these cells with a smaller number wrote wrong KV."""
+        """By cell: puts with a smaller number wrote wrong KV."""
         self._all_revoked = 0
         """The same for the cells that `_revoked` had no room for."""
         self._in_doubt: dict[Key, float] = {}
-        """When a put of these cells has failed last. It may arrive later."""
+        """By cell: the time at which a put has last failed. That put may arrive later."""
         self._again: dict[Key, tuple[CellLabel, float]] = {}
-        """Removed cells, and when they are to be removed once more. Until then they are used."""
+        """Removed cells, each with the time of its next removal. These cells are used meanwhile."""
         self.has_lost_count = False
         """More had to be removed than can be remembered: what the store has can no longer be trusted."""
 
     def add(self, labels: Iterable[CellLabel]) -> None:
-        """What was stored for these cells up to now is wrong."""
+        """The KV that was stored for these cells so far is wrong."""
         with self._lock:
             for label in labels:
                 key = key_of(label)
@@ -69,7 +70,7 @@ class Removals:
         return self.has_lost_count or key_of(label) in self._waiting
 
     def has_revoked(self, label: CellLabel, number: int) -> bool:
-        """Whether the store of this cell with this number wrote wrong KV."""
+        """Whether the put of this cell with this number wrote wrong KV."""
         return number < max(self._all_revoked, self._revoked.get(key_of(label), 0))
 
     @property
@@ -106,8 +107,8 @@ class Removals:
                 self._in_doubt.pop(key, None)
 
     def begin_store(self, label: CellLabel) -> int | None:
-        """The number of a store of this cell: call `end_store` when it is over. None: it may not begin. Its KV has to
-        be read after this: what is added meanwhile revokes it."""
+        """The number of a new store of this cell. Call `end_store` when it is over. None: it may not begin. Read its KV
+        after this call, because a later `add` of the cell revokes the number."""
         key = key_of(label)
         with self._lock:
             if self.has_lost_count or key in self._waiting:
@@ -124,7 +125,7 @@ class Removals:
                 del self._written[key]
 
     def doubt(self, label: CellLabel, now: float) -> None:
-        """A put of this cell has failed, and may arrive all the same."""
+        """A put of this cell has failed, but may still arrive."""
         key = key_of(label)
         with self._lock:
             self._in_doubt.pop(key, None)
