@@ -14,7 +14,7 @@ def check_goes_with(parser: argparse.ArgumentParser, found: argparse.Namespace, 
     for option, other in pairs.items():
         is_given = getattr(found, option) != parser.get_default(option)
         if is_given and getattr(found, other) == parser.get_default(other):
-            parser.error(f"argument {_flag(option)}: says something about {_flag(other)}, which is not there")
+            parser.error(f"argument {_flag(option)}: has an effect only with {_flag(other)}")
 
 
 def _flag(name: str) -> str:

@@ -34,7 +34,7 @@ class Request(EngineCalls):
     @property
     def block_ids(self) -> list[list[int]]:
         """The block table, one list per group; null block 0 for blocks that are not needed or still loading.
-        `WrongState` while it has no blocks: before `allocate`, and after `preempt`."""
+        `WrongState` before `allocate`; empty after `preempt`."""
         return self._session.ledger.block_ids(self._with_blocks())
 
     # -- allocation -----------------------------------------------------------------------------------------------
@@ -138,6 +138,8 @@ class Request(EngineCalls):
         holding = self._entered()
         while holding.num_steps and not holding.is_over:
             await self._wait(anyio.Event())
+        if holding.reason == "runtime_closed":
+            self._live()  # raises
         if not self._session.ledger.is_engine_owned and not holding.may_be_preempted:
             return Preemption(0, 0, ())  # no error: the caller cannot know what another task has done
         found = self.preempt_nowait()

@@ -24,7 +24,11 @@ from .session import RequestOptions, Session
 
 __all__ = ["RequestBlock"]
 
-WITH_BLOCKS = (RequestState.ALLOCATED, RequestState.LOADING, RequestState.DRAINING, RequestState.RUNNING)
+WITH_TABLES = (
+    RequestState.ALLOCATED, RequestState.LOADING, RequestState.DRAINING, RequestState.RUNNING, RequestState.REQUEUED,
+    RequestState.STRANDED, RequestState.PREEMPTED,
+)  # fmt: skip
+"""States with block tables, which are empty once the request has given up its blocks."""
 
 
 class RequestBlock:
@@ -190,7 +194,7 @@ class RequestBlock:
         """Its holding, for a call that reads the block tables."""
         holding = self._live()
         if not self._session.ledger.is_engine_owned:  # the ledger itself refuses the call, in every state
-            require(holding, "block_ids", *WITH_BLOCKS)
+            require(holding, "block_ids", *WITH_TABLES)
         return holding
 
     def _live(self) -> Holding:

@@ -103,7 +103,6 @@ class Scheduler:
 
     def step(self) -> None:
         self.end_copies()
-        self.launch(self.ledger.offer_deferred())  # what earlier offers left, because too much was in flight
         self.short = None  # the request that lacks blocks, and how many; while it does, no request is admitted
         batch = [request for request in tuple(self.requests) if self.is_scheduled(request)]
         if self.short and not self.is_copying and not any(request.tables for request in self.requests):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 import aoffload
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request, RequestState
 from aoffload.ledger import StorePolicy
+from aoffload.transport import LocalTransport
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -47,6 +48,22 @@ def blocks(page: Path) -> list[CodeType]:
 def config(**options: Any) -> OffloadConfig:
     group = KVCacheGroup("all", block_size=4)
     return OffloadConfig(groups=[group], **{"num_host_blocks": 64, "namespace": "test", **options})
+
+
+@pytest.fixture(autouse=True)
+def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A page that opens a transport need not close it."""
+    opened: list[LocalTransport] = []
+    open_transport = LocalTransport.open
+
+    def noted(self: LocalTransport, *arguments: Any, **options: Any) -> None:
+        open_transport(self, *arguments, **options)
+        opened.append(self)
+
+    monkeypatch.setattr(LocalTransport, "open", noted)
+    yield
+    for transport in opened:
+        assert transport.close(10.0)
 
 
 # -- what stands around the blocks of a page ----------------------------------------------------------------------

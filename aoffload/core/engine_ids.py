@@ -87,11 +87,12 @@ class EngineIds:
         return array("i", np.concatenate(rows, axis=1).tobytes())
 
     def _read(self, read: Find, group: int, first: int, last: int) -> array[int]:
+        part: Any = self.tables[group]
         try:
             part = read(group, first, last)
             ids = array("i", part) if type(part) is list else _as_ids(part)
         except Exception:  # noqa: BLE001 - whatever a foreign sequence raises
-            raise InvalidArgument(self.name, f"must be block ids, got {shown(self.tables[group])}") from None
+            raise InvalidArgument(self.name, f"must be block ids, got {shown(part)}") from None
         if not _are_rows(ids, self.num_rows):
             wrong = next(block_id for block_id in ids if not 0 <= block_id < self.num_rows)
             raise InvalidArgument(self.name, f"must lie in [0, {self.num_rows}), got {wrong}")

@@ -135,6 +135,8 @@ class EngineOffers:
     _knows_steps: bool = False
     """Whether the engine calls `offer_deferred` at the beginning of a step. Until it does, each offer counts as a
     step."""
+    _planned: list[Job] = field(default_factory=list)
+    """What `offer_deferred` has planned and not returned, because `find` raised for a later request."""
     _ends: dict[Holding, End] = field(default_factory=dict)
     """Where the path of a request was left: what it offers next usually begins there."""
 
@@ -318,6 +320,7 @@ class EngineOffers:
         run = self._path(holding, wanted.end, stop)
         # One offer pins its path itself.
         pin = None if len(found) == 1 else self.cache.lease(BELOW, run, self._no_windows(run), is_use=False)
+        is_full = False
         for offer in found:
             taken = self._bounded(offer)
             num_left += len(offer.blocks) - len(taken.blocks)
@@ -326,7 +329,11 @@ class EngineOffers:
                 planned = self.stores.store(holding, taken.band, over, taken.blocks)
                 if planned and not taken.band.number:
                     holding.stored_up_to(max(holding.stored_stop, planned[-1].stop))
+                is_full |= sum(job.plan.num_blocks for job in planned) < len(taken.blocks)
                 jobs += planned
+        if is_full and num_left:  # there is no room for what comes after, either
+            self.moves.told.store_skipped(holding, num_left, "host_full")
+            num_left = 0
         if pin is not None:
             self.cache.release(pin)
         elif not jobs or jobs[-1].run is not run:
@@ -355,17 +362,22 @@ class EngineOffers:
     def offer_deferred(self) -> list[Job]:
         """A step begins: store deferred blocks, up to the bound, those of the oldest request first."""
         self._knows_steps, self._computed_blocks = True, 0
-        jobs: list[Job] = []
         while self.deferred and (room := self._num_free_blocks) > 0:
-            request_id = next(iter(self.deferred))
-            old = self.deferred.pop(request_id)
-            jobs += self.store(old.holding, self._found_of(old, room), old.unwritten)
+            request_id, old = next(iter(self.deferred.items()))
+            try:
+                wanted = self._found_of(old, room)
+            except InvalidArgument:
+                self.moves.told.store_skipped(old.holding, old.num_blocks, "in_flight")
+                del self.deferred[request_id]
+                raise
+            self._planned += self.store(old.holding, wanted, old.unwritten)
             if old.holding.is_over:
                 self.forget(old.holding)
             left = self.deferred.pop(request_id, None)
             if left is not None:  # it stays the first one
                 self.deferred = {request_id: left, **self.deferred}
                 break
+        jobs, self._planned = self._planned, []
         return jobs
 
     def _found_of(self, old: Deferred, room: int) -> Wanted:

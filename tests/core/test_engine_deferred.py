@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from engine_driving import EngineDriven, Finding, Seen, loaded, prompt, sources
 
-from aoffload import KVCacheGroup, Ledger, OffloadConfig, SlidingWindow, Tier, WrongState
+from aoffload import InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, SlidingWindow, Tier, WrongState
 from aoffload.core.engine_offers import MOST_DEFERRED
 from aoffload.ledger import Outcome
 
@@ -231,3 +231,52 @@ def test_a_store_that_fails_does_not_come_back_by_itself() -> None:
     driven.end(plan, Outcome.FAILED, num_landed=0)
     driven.land_all()
     assert driven.hit(A) in (0, 16)
+
+
+def test_a_prompt_that_the_host_has_no_room_for_holds_nobody_up() -> None:
+    """What does not fit is given up, as with any offer, so that other requests have their turn and an engine comes to
+    rest."""
+    driven = Caching(num_host=5)
+    long, tables = driven.begin(prompt(9, 41), "long")
+    plans = driven.offer(long, 41, tables)
+    other, others = driven.begin(A[:9], "other")
+    driven.offer(other, 9, others)
+    for holding in (long, other):
+        driven.release(holding)
+    assert driven.deferred == ("long", "other")
+    driven.land(plans)
+    driven.land_all()
+    assert {reason for _, reason in driven.seen.skipped} == {"host_full"} and not driven.held()
+
+
+@pytest.mark.parametrize("wrong", [[3], [1001, 1002], None, ["x", "y"], KeyError, KeyboardInterrupt])
+def test_a_wrong_answer_of_find_loses_no_plan(wrong: Any) -> None:
+    """It is about one request, of which nothing more is stored. What was planned before it comes with the next call."""
+    driven = Caching(max_bytes_in_flight=6)
+    for tokens, name in ((C, "a"), (A, "b"), (B, "c"), (prompt(4, 17), "d")):
+        holding, tables = driven.begin(tokens, name)
+        plans = driven.offer(holding, 17, tables)
+        driven.release(holding)
+        if name == "a":
+            first = plans
+        elif name == "b":
+            second = plans
+    assert driven.deferred == ("b", "c", "d")
+    driven.land([*first, *second])
+    find = driven.engine.find
+
+    def answer(request_id: str, *where: int) -> Any:
+        if request_id != "c":
+            return find(request_id, *where)
+        if isinstance(wrong, type):
+            raise wrong
+        return wrong
+
+    driven.engine.find = answer
+    error = KeyboardInterrupt if wrong is KeyboardInterrupt else InvalidArgument
+    with pytest.raises(error):
+        driven.step()
+    driven.engine.find = find
+    driven.land_all()
+    assert driven.hit(A) == 16 and driven.hit(prompt(4, 17)) == 16 and not driven.held()
+    assert driven.hit(B) == (16 if wrong is KeyboardInterrupt else 0)

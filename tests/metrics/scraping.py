@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, RuntimeObserver
+from aoffload.core.observing import OBSERVES, shielded
 from aoffload.ledger import Observers
 from aoffload.metrics import Metrics, MetricsCollector
 from aoffload.top.look import Look
@@ -125,8 +126,9 @@ async def client(runtime: OffloadRuntime, rng: random.Random, num_requests: int)
 
 def registry_of(runtime: OffloadRuntime) -> CollectorRegistry:
     """Of a runtime that is open already."""
-    observer, registry, metrics = runtime.ledger._moves.observer, CollectorRegistry(), Metrics(runtime.env)
-    runtime.ledger._moves.observer = Observers(observer, metrics)  # type: ignore[arg-type]
+    moves, registry, metrics = runtime.ledger._moves, CollectorRegistry(), Metrics(runtime.env)
+    moves.observer = Observers(moves.observer, metrics)  # type: ignore[arg-type]
+    moves.told = shielded(moves.observer, OBSERVES, moves)
     registry.register(MetricsCollector(runtime, metrics))
     return registry
 

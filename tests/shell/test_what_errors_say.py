@@ -70,7 +70,8 @@ async def test_a_call_that_comes_too_early_names_the_one_that_is_missing() -> No
             with pytest.raises(WrongState, match="only a request that was preempted is resumed"):
                 await request.resume()
             await request.preempt()
-            for call in (lambda: request.commit(9), lambda: request.block_ids, request.load_nowait):
+            assert request.block_ids == [[]]
+            for call in (lambda: request.commit(9), request.load_nowait):
                 with pytest.raises(WrongState, match=r"PREEMPTED.*: call `resume` first, and await it"):
                     call()
         with pytest.raises(WrongState, match="given up its blocks"):
@@ -263,11 +264,11 @@ async def test_two_runtimes_over_one_tensor_are_refused() -> None:
 # -- options of the commands --------------------------------------------------------------------------------------
 
 ALONE: list[tuple[Callable[[list[str]], object], list[str], str]] = [
-    (server.parse_options, ["--disk-size", "banana"], "--disk-size: says something about --disk,"),
-    (server.parse_options, ["--remote-secret", "file"], "--remote-secret: says something about --remote,"),
-    (demo.parse_options, ["--remote-secret", "file"], "--remote-secret: says something about --remote,"),
+    (server.parse_options, ["--disk-size", "banana"], "--disk-size: has an effect only with --disk"),
+    (server.parse_options, ["--remote-secret", "file"], "--remote-secret: has an effect only with --remote"),
+    (demo.parse_options, ["--remote-secret", "file"], "--remote-secret: has an effect only with --remote"),
     *(
-        (plan.main, ["t", "--kv-bytes-per-token", "1", "--device", "1", option, "7"], f"{option}: says something")
+        (plan.main, ["t", "--kv-bytes-per-token", "1", "--device", "1", option, "7"], f"{option}: has an effect")
         for option in ("--host-gbs", "--disk-gbs", "--decode-tokens-per-s", "--disk-price-per-gib-month")
     ),
 ]

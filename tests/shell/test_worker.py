@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -554,8 +556,11 @@ def test_a_loop_that_is_torn_down_is_no_failure_of_the_worker(anyio_backend: Any
         async with scripted(8):
             raise ZeroDivisionError
 
+    kept: list[OffloadRuntime] = []
+
     async def fails_by_hand() -> None:
-        await OffloadRuntime(config(), transport=ScriptedTransport(9)).__aenter__()
+        kept.append(OffloadRuntime(config(), transport=ScriptedTransport(9)))
+        await kept[0].__aenter__()
         raise ZeroDivisionError
 
     with structlog.testing.capture_logs() as logs, pytest.raises(ZeroDivisionError):
@@ -564,6 +569,10 @@ def test_a_loop_that_is_torn_down_is_no_failure_of_the_worker(anyio_backend: Any
     assert "worker_failed" not in events and not any("traceback" in entry for entry in logs)
     reasons = [entry["reason"] for entry in logs if entry["event"] == "cache_turned_off"]
     assert reasons == ([] if is_left else ["the worker was cancelled"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # nobody has left it
+        kept.clear()
+        gc.collect()
 
 
 # -- flush and reset ----------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def with_stores(face: Face, num_programs: int) -> Iterator[tuple[Program, Outcom
         yield _draw_ledger_program(face, seed, 60)[:2]
 
 
-def violations(face: Face, num_programs: int = 120) -> str:
+def violations(face: Face, num_programs: int = 400) -> str:
     """The first law that is broken."""
     for _, outcome in with_stores(face, num_programs):
         if outcome.violation is not None:
@@ -50,7 +50,7 @@ def violations(face: Face, num_programs: int = 120) -> str:
 def test_programs_with_a_store_break_no_law(face: Face) -> None:
     """Cells that are gone, spoiled, late, given up or taken back, answers that are no longer true, restarts: the right
     bytes or a miss, nothing leaks, and nothing that was taken back stays in the store."""
-    found = list(with_stores(face, 80))
+    found = list(with_stores(face, 200))
     for program, outcome in found:
         assert outcome.violation is None, as_test(program, "found", outcome.violation)
     assert set[str]().union(*(outcome.features for _, outcome in found)) >= MET

@@ -152,6 +152,9 @@ def test_a_fork_closes_nothing_of_its_own(path: Path, tmp_path: Path) -> None:
     inherited = PosixDirectory(path)
 
     def have_its_own() -> None:
+        while (descriptor := os.open(os.devnull, os.O_RDONLY)) < inherited._lock.descriptor:
+            pass  # keep it, so that no lower one is free
+        os.close(descriptor)
         own = PosixDirectory(tmp_path / "own")
         inherited.close()
         assert own._lock.descriptor == inherited._lock.descriptor and _is_taken(own.path)

@@ -196,7 +196,7 @@ def _may_be(call: str, name: str, value: object) -> bool:
         return isinstance(value, bool)
     if name in COUNTS:
         return type(value) is int and value >= 0
-    if name in SECONDS:
+    if name in SECONDS and call != "report_compute":
         return value is None or (type(value) in (int, float) and value >= 0)  # type: ignore[operator]
     if name in NAMES and (call, name) != ("begin", "who"):
         return isinstance(value, str)
