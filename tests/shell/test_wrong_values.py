@@ -699,6 +699,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.anyio
+@pytest.mark.filterwarnings("ignore:a (pin|step) was never entered:ResourceWarning")
 async def test_the_runtime_refuses() -> None:
     """No value that is wrong for an argument gets into the runtime or a request, and none changes it."""
     for name, row in RUNTIME.items():
