@@ -33,7 +33,7 @@ from .learning import Learning
 from .observer import Moves
 from .owners import Holding
 from .paths import stretches
-from .policy import StorePolicy
+from .policy import StorePolicy, wanted_stop
 from .presence import covered, covered_stop
 from .records import Job, Run
 from .stores import Stores, first_stored
@@ -159,8 +159,7 @@ class EngineOffers:
         if is_last:
             ids.check(holding.published)
             self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
-        stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
-        return self._lacking(holding, stop, ids, unwritten, is_last=is_last)
+        return self._lacking(holding, wanted_stop(self.policy, holding), ids, unwritten, is_last=is_last)
 
     def _lacking(
         self,
@@ -359,7 +358,13 @@ class EngineOffers:
         while self.deferred and (room := self._num_free_blocks) > 0:
             request_id = next(iter(self.deferred))
             old = self.deferred.pop(request_id)
-            jobs += self.store(old.holding, self._found_of(old, room), old.unwritten)
+            try:
+                wanted = self._found_of(old, room)
+            except BaseException:  # of `find`: nobody would get the plans of the jobs before it
+                for job in reversed(jobs):
+                    self.jobs.discard(job)
+                raise
+            jobs += self.store(old.holding, wanted, old.unwritten)
             if old.holding.is_over:
                 self.forget(old.holding)
             left = self.deferred.pop(request_id, None)
