@@ -47,6 +47,7 @@ _RESETS = (
 )
 
 _FOREIGN = "a change is completed, whatever foreign code does in the middle of it"
+_UNDONE = "a call that raises has changed nothing, so it may be repeated"
 _MISBEHAVE = "tests/core/test_observers_misbehave.py"
 
 _OBSERVERS = (
@@ -128,6 +129,75 @@ _OBSERVERS = (
         "self.num_blocks += 1\n        self.blocks.hold(block_ids)\n        self.num_blocks -= 1\n",
         _FOREIGN,
         test=f"{_MISBEHAVE}::test_an_engine_that_refuses_to_hold_blocks_is_not_counted_on",
+    ),
+    Mutant(
+        "commit stays half made if the policy raises",
+        "aoffload.core.commits",
+        "            holding.sequence.drop_after(known)\n            raise\n",
+        "            raise\n",
+        _UNDONE,
+        test=f"{_MISBEHAVE}::test_a_commit_is_undone_if_the_policy_raises[Own]",
+    ),
+    Mutant(
+        "offer stays half made if foreign code raises",
+        "aoffload.core.engine_owned",
+        "        except BaseException:  # also of the policy or of `find`\n",
+        "        except InvalidArgument:\n",
+        _UNDONE,
+        test=f"{_MISBEHAVE}::test_an_offer_is_undone_if_foreign_code_raises_in_it[Own-find]",
+    ),
+    Mutant(
+        "policy's answer is taken as it is",
+        "aoffload.core.policy",
+        'check_int("store_policy.wanted_stop", policy.wanted_stop(holding), 0)',
+        "policy.wanted_stop(holding)",
+        _UNDONE,
+        test=f"{_MISBEHAVE}::test_a_commit_is_undone_if_the_policy_raises[1.5]",
+    ),
+    Mutant(
+        "request stays if the policy raises at its end",
+        "aoffload.core.ledger_work",
+        "        finally:\n            self._end(request, reason, done=done)\n",
+        "        except ZeroDivisionError:\n            pass\n        else:\n"
+        "            self._end(request, reason, done=done)\n",
+        _FOREIGN,
+        also=(
+            Patch(
+                "aoffload.core.ledger_work",
+                "            return self._commits.offer_last(request) if",
+                "            plans = self._commits.offer_last(request) if",
+            ),
+            Patch(
+                "aoffload.core.ledger_work",
+                "\n    def _end(",
+                "        return plans\n\n    def _end(",
+            ),
+        ),
+        test=f"{_MISBEHAVE}::test_a_request_ends_even_if_the_policy_raises[seen]",
+    ),
+    Mutant(
+        "stores are lost where `find` raises",
+        "aoffload.core.engine_offers",
+        "        self._knows_steps, self._computed_blocks = True, 0\n",
+        "        self._knows_steps, self._computed_blocks, self._planned = True, 0, []\n",
+        "what was planned is launched or discarded",
+        test="tests/core/test_engine_deferred.py::test_a_wrong_answer_of_find_loses_no_plan",
+    ),
+    Mutant(
+        "observer drives the queue",
+        "aoffload.transfer.copy_queue",
+        "        if self.ledger._moves.is_telling:\n",
+        "        if False:\n",
+        _FOREIGN,
+        test="tests/ledger/test_copy_queue.py::test_an_observer_of_the_ledger_cannot_drive_the_queue[advance]",
+    ),
+    Mutant(
+        "integrity is checked in the middle of a change",
+        "aoffload.core.ledger",
+        '            raise self._in_report("check_integrity")\n',
+        "            pass\n",
+        _FOREIGN,
+        test=f"{_MISBEHAVE}::test_an_observer_cannot_call_the_ledger_that_tells_it[check_integrity]",
     ),
 )
 

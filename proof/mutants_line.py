@@ -216,8 +216,8 @@ _WAKING = (
     Mutant(
         "no pump after a release",
         "aoffload.core.ledger_work",
-        "        else:\n            self.admission.serve_line()\n        return plans\n",
-        "        return plans\n",
+        "            self._settled(settled)\n        else:\n            self.admission.serve_line()\n",
+        "            self._settled(settled)\n",
         "everything that changes room serves the line",
     ),
     Mutant(
@@ -338,8 +338,8 @@ _STEPS = (
     Mutant(
         "stores of a finished request not handed out",
         "aoffload.core.ledger_work",
-        "plans = self._commits.offer_stores(request, request.published, is_last=True)",
-        "self._commits.offer_stores(request, request.published, is_last=True)",
+        "return self._commits.offer_last(request) if done and request.epoch == self.cache.epoch else ()",
+        "return (self._commits.offer_last(request) if done and request.epoch == self.cache.epoch else ()) and ()",
         "what was planned is launched or discarded",
     ),
 )

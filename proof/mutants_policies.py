@@ -95,9 +95,9 @@ POLICY_MUTANTS = (
     ),
     Mutant(
         "not to be stored, and stored",
-        COMMITS,
-        "stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))",
-        "stop = min(holding.published, self.policy.wanted_stop(holding))",
+        "aoffload.core.policy",
+        "return min(holding.published, holding.store_limit, wanted)",
+        "return min(holding.published, wanted)",
         "what a request does not want stored is not stored on its account",
     ),
     Mutant(

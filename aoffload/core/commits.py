@@ -22,7 +22,7 @@ from .overlap import check_valid
 from .owners import Holding
 from .pins import Pins
 from .plan import TransferPlan
-from .policy import StorePolicy
+from .policy import StorePolicy, wanted_stop
 from .publish import first_published, publish, published_by, read_by, runs_from, step_back, take_private
 from .records import Run
 from .request_leases import RequestLeases
@@ -49,13 +49,12 @@ class Commits:
         self, holding: Holding, num_computed_tokens: object, new_token_ids: TokenIds = ()
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then publish the whole units of the first `num_computed_tokens` (a total, not an
-        increment). Returns the stores to launch."""
+        increment). Returns the stores to launch. If the policy raises, nothing has changed."""
         num_tokens, added = self.check(holding, num_computed_tokens, new_token_ids)
+        wanted = self._append(holding, num_tokens, added)
         if holding.state is State.ALLOCATED:
             self.request_leases.end_host_lease(holding)
             self.moves.request(holding, State.RUNNING)
-        if added:
-            holding.sequence.append(added)
         if num_tokens > holding.num_computed_tokens:
             self.cache.last_uses.computed(holding)
         holding.committed(num_tokens)
@@ -63,10 +62,32 @@ class Commits:
         first = holding.published
         if holding.epoch == self.cache.epoch:
             publish(self.request_leases, holding, num_tokens // self.cache.layout.unit_tokens)
-            plans = self.offer_stores(holding, first)
+            plans = self.offer_stores(holding, first, wanted)
         if self.cache.layout.windows:
             slide(self.cache, holding)
         return plans
+
+    def _append(self, holding: Holding, num_tokens: int, added: bytes) -> int:
+        """Append the tokens `added`, and ask the policy up to which unit it wants the first `num_tokens` stored.
+
+        The policy may be the program's own and raise, so it is asked before anything is published. Then `added` is
+        dropped: a commit that is repeated would append it twice."""
+        known, computed, published = holding.sequence.num_tokens, holding.num_computed_tokens, holding.published
+        if added:
+            holding.sequence.append(added)
+        num_units = num_tokens // self.cache.layout.unit_tokens
+        if not num_units or not holding.store_limit or holding.epoch != self.cache.epoch:
+            return 0
+        holding.computed(num_tokens)
+        holding.published_up_to(max(published, num_units))
+        try:
+            return wanted_stop(self.policy, holding)
+        except BaseException:
+            holding.sequence.drop_after(known)
+            raise
+        finally:
+            holding.computed(computed)
+            holding.published_up_to(published)
 
     def check(self, holding: Holding, num_computed_tokens: object, new_token_ids: TokenIds) -> tuple[int, bytes]:
         """Raise if the commit is invalid; returns `num_computed_tokens`, and the new tokens, encoded."""
@@ -87,9 +108,19 @@ class Commits:
             raise CommitError("num_computed_tokens", problem)
         return num_tokens, added
 
-    def offer_stores(self, holding: Holding, first: int, *, is_last: bool = False) -> tuple[TransferPlan, ...]:
-        """Plan the stores that the policy wants now: of the path of `holding`, the units from `first` on, and those
-        before it that the host lacks. With an eviction watermark, plan none, but mark the path to be stored later.
+    def offer_last(self, holding: Holding) -> tuple[TransferPlan, ...]:
+        """The request is done: tell the policy what was generated, and plan the stores that it wants now."""
+        if Tier.DEVICE not in holding.leases or not holding.store_limit:
+            return ()
+        self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
+        return self.offer_stores(holding, holding.published, wanted_stop(self.policy, holding), is_last=True)
+
+    def offer_stores(
+        self, holding: Holding, first: int, stop: int, *, is_last: bool = False
+    ) -> tuple[TransferPlan, ...]:
+        """Plan the stores up to unit `stop`, as the policy wants: of the path of `holding`, the units from `first` on,
+        and those before it that the host lacks. With an eviction watermark, plan none, but mark the path to be stored
+        later.
 
         Window bands are stored only where a later hit may end: at the end of the prompt, at the store limit of the
         request, and at the end of the request."""
@@ -102,9 +133,6 @@ class Commits:
             and (first == holding.ready_stop or first < holding.sequence.num_prompt_units)
         ):
             self.learning.mark(self.cache, holding, lease.run, 0 if first == holding.ready_stop else first)
-        if is_last:
-            self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
-        stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
         if self.watermark.num_blocks:
             self.watermark.offer(lease.run, stop)
             return ()

@@ -199,7 +199,7 @@ class EngineOwned:
         try:
             wanted = self.offers.wanted(holding, ids, self._unwritten.get(holding, _NOTHING), is_last=is_last)
             self.offers.check_sources(wanted.offers)
-        except InvalidArgument:
+        except BaseException:  # also of the policy or of `find`
             holding.sequence.drop_after(known)
             holding.computed(computed)
             holding.published_up_to(published)

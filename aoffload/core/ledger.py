@@ -266,6 +266,8 @@ class Ledger(RemoteOfLedger):
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block has exactly one owner and every reference belongs to a lease."""
+        if self._moves.is_telling:  # blocks on their way have no owner, or two
+            raise self._in_report("check_integrity")
         owners = (*self.holdings.values(), *self._closing, *self._cache_transfers.under_way)
         check_integrity(self.cache, self.jobs, self.admission.line, owners, self._pins.pins)
 

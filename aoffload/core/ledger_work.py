@@ -332,16 +332,19 @@ class WorkingRequests(BeginningRequests):
         """End the request: DONE if it has committed and no other `reason` is given, else ABORTED.
 
         Releases all its pins and blocks in this call, except blocks that a step or a job still touches. Returns the
-        stores to launch.
+        stores to launch. If the store policy raises, that is raised, and the request has ended without stores.
         """
         reason = check_text("reason", reason)
         request = self._own(holding)
         if self.holdings.get(request.request_id) is not request:
             raise WrongState(f"release: {request} is {request.state.name} already")
-        plans: tuple[TransferPlan, ...] = ()
         done = request.state is State.RUNNING and request.has_committed and reason == "closed_early"
-        if done and request.epoch == self.cache.epoch:
-            plans = self._commits.offer_stores(request, request.published, is_last=True)
+        try:
+            return self._commits.offer_last(request) if done and request.epoch == self.cache.epoch else ()
+        finally:
+            self._end(request, reason, done=done)
+
+    def _end(self, request: Holding, reason: str, *, done: bool) -> None:
         if request.waiter is not None:
             self.admission.leave(request.waiter)
         settled = self._loads.abandon(request) if request.load is not None else []
@@ -363,7 +366,6 @@ class WorkingRequests(BeginningRequests):
             self._settled(settled)
         else:
             self.admission.serve_line()
-        return plans
 
     # -- preemption -----------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ __all__ = [
     "StoreScope",
     "store_limit",
     "store_policy_of",
+    "wanted_stop",
 ]
 
 MAX_SEEN = 1_000_000
@@ -48,7 +49,10 @@ class StoreScope(enum.Enum):
 
 
 class StorePolicy(Protocol):
-    """What the ledger asks of a policy; positions are units of the layout. `EagerStore` is a base for custom ones."""
+    """What the ledger asks of a policy; positions are units of the layout. `EagerStore` is a base for custom ones.
+
+    If a method raises, the ledger raises that. `admit`, `commit` and `offer` have changed nothing then; `release` has
+    ended the request, and stores nothing."""
 
     @property
     def num_watermark_blocks(self) -> int:
@@ -200,6 +204,12 @@ def store_policy_of(value: Any) -> StorePolicy:
     kind = "name, or a policy such as LazyStore()"
     check_has("store_policy", value, kind, "for_ledger seen wanted_stop num_watermark_blocks", ConfigError)
     return value  # type: ignore[no-any-return]
+
+
+def wanted_stop(policy: StorePolicy, holding: Holding) -> int:
+    """The unit up to which what `holding` has published is to be in the host."""
+    wanted = check_int("store_policy.wanted_stop", policy.wanted_stop(holding), 0)
+    return min(holding.published, holding.store_limit, wanted)
 
 
 def store_limit(prefix: Prefix, unit_tokens: int, store: StoreScope | str, max_store_tokens: int | None) -> int:

@@ -65,6 +65,7 @@ class CopyQueue:
     launched any more, and requests see only misses.
 
     `clock` counts seconds, such as `time.monotonic`. All calls belong to the ledger's thread, except for `deliver`.
+    While the ledger reports to its observer, calls that change something raise `WrongState`.
     `block_bytes` is the size of a block over all regions. `wake` is called by `deliver`, in its thread; `ended` after
     jobs have ended, in the ledger's thread.
     """
@@ -117,6 +118,7 @@ class CopyQueue:
         """Queue `plans` (stores wait for `after`) and launch what may be launched now."""
         if not plans:
             return  # the usual case; queued jobs are launched when a completion makes room
+        self._refuse_in_report("submit")
         computed_bytes = 0
         for plan in plans:
             hop = self.hop(plan.source, plan.destination)
@@ -144,6 +146,7 @@ class CopyQueue:
 
     def refuse(self, plans: Iterable[TransferPlan]) -> None:
         """Discard planned jobs that were never queued."""
+        self._refuse_in_report("refuse")
         for plan in plans:
             self._discard(plan)
 
@@ -188,6 +191,12 @@ class CopyQueue:
             self.deliver(Completion(plan.job_id, Outcome.UNPROVEN, error="the launch was interrupted"))
             raise
 
+    def _refuse_in_report(self, call: str) -> None:
+        """The ledger would refuse what the queue then calls, and the queue would take that for a failure of the
+        ledger."""
+        if self.ledger._moves.is_telling:
+            raise self.ledger._in_report(call)
+
     # -- completions ----------------------------------------------------------------------------------------------
 
     def deliver(self, completion: Completion) -> None:
@@ -203,6 +212,7 @@ class CopyQueue:
         self.give_up_late()
 
     def settle_delivered(self) -> None:
+        self._refuse_in_report("settle_delivered")
         while self._inbox:
             completion = self._inbox.popleft()
             job = self.ledger.jobs.unsettled.get(completion.job_id)
@@ -255,6 +265,7 @@ class CopyQueue:
 
     def give_up_late(self) -> None:
         """Give up the copies whose time is over, and let pins lapse."""
+        self._refuse_in_report("give_up_late")
         now = self.clock()
         for hop in tuple(self._hops.values()):
             if hop.next_deadline <= now:
@@ -267,6 +278,7 @@ class CopyQueue:
 
     def give_up(self, job_ids: Iterable[int], error: str) -> None:
         """Stop waiting for these launched jobs, as if their time were over."""
+        self._refuse_in_report("give_up")
         wanted = set(job_ids)
         for hop in tuple(self._hops.values()):
             if mine := [job_id for job_id in hop.in_flight if job_id in wanted]:
@@ -305,6 +317,7 @@ class CopyQueue:
 
     def turn_off(self, reason: str) -> None:
         """Launch nothing any more. Jobs in flight still report, or are given up at their deadline."""
+        self._refuse_in_report("turn_off")
         if self.is_accepting:
             self.is_accepting, self.off_reason = False, reason
             self.observer.cache_turned_off(reason)
@@ -322,6 +335,7 @@ class CopyQueue:
 
     def discard_queued(self) -> None:
         """Drop jobs that were never launched; requests that wait for them compute instead."""
+        self._refuse_in_report("discard_queued")
         for hop in tuple(self._hops.values()):
             self._discard_queued(hop)
         self.ended()
@@ -331,6 +345,7 @@ class CopyQueue:
 
     def stop(self, error: str) -> None:
         """Launch nothing any more; what is still in flight is quarantined."""
+        self._refuse_in_report("stop")
         self.is_accepting = False
         self.discard_queued()
         self.settle_delivered()  # jobs without a completion are quarantined

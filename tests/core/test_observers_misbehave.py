@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from driving import ROOT, Driven, prompt
-from engine_driving import EngineDriven
+from engine_driving import EngineDriven, Finding
 
-from aoffload import Ledger, WrongState
+from aoffload import InvalidArgument, Ledger, WrongState
 from aoffload.core.observing import OBSERVES
 from aoffload.core.owners import call_all
 from aoffload.core.policy import EagerStore
@@ -117,6 +117,7 @@ CALLS: dict[str, Callable[[Ledger, Any], object]] = {
     "prefetch": lambda ledger, _: ledger.prefetch(Prefix.of(ROOT, A)),
     "demote": lambda ledger, _: ledger.demote(Prefix.of(ROOT, A)),
     "reset": lambda ledger, _: ledger.reset(),
+    "check_integrity": lambda ledger, _: ledger.check_integrity(),
 }
 
 
@@ -213,6 +214,96 @@ def test_a_policy_that_raises_leaves_no_request_behind() -> None:
     with pytest.raises(Own):
         driven.ledger.admit(driven.prefix(A), request_id="a")
     assert driven.ledger.statistics().num_requests == 0 and driven.num_pinned() == (0, 0)
+
+
+class AnswersOnce(EagerStore):
+    """Answers wrongly once: it raises `wrong`, or says it where that is no exception."""
+
+    call = "wanted_stop"
+
+    def __init__(self, wrong: Any = Own) -> None:
+        self.wrong, self.is_next = wrong, False
+
+    def _answer(self, call: str, right: Any) -> Any:
+        if not self.is_next or call != self.call:
+            return right
+        self.is_next = False
+        if isinstance(self.wrong, type):
+            raise self.wrong
+        return self.wrong
+
+    def seen(self, *_: object) -> None:
+        self._answer("seen", None)
+
+    def wanted_stop(self, holding: Any) -> int:
+        return self._answer("wanted_stop", holding.published)  # type: ignore[no-any-return]
+
+
+WRONG = [*RAISED, -1, 1.5, None]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_commit_is_undone_if_the_policy_raises(wrong: Any) -> None:
+    """It may be repeated: its tokens are appended once, and all that follows is found under the tokens of the request,
+    and under no others."""
+    policy = AnswersOnce(wrong)
+    driven = Driven(12, 16, store_policy=policy)
+    holding = driven.allocated(A)
+    driven.ledger.extend_nowait(holding, 24)
+    driven.ledger.plan_load(holding)
+    policy.is_next = True
+    with pytest.raises(wrong if isinstance(wrong, type) else InvalidArgument):
+        driven.ledger.commit(holding, 20, [7] * 3)
+    assert (holding.sequence.num_tokens, holding.num_computed_tokens, holding.published) == (17, 0, 0)
+    assert not policy.is_next and not holding.has_committed
+    driven.ledger.check_integrity()
+    driven.land(driven.ledger.commit(holding, 20, [7] * 3))
+    driven.land(driven.ledger.commit(holding, 24, [8] * 4))
+    assert driven.ledger.lookup(driven.prefix([*A, *[7] * 3, *[8] * 4, 9])).num_tokens == 24
+    assert driven.ledger.lookup(driven.prefix([*A, *[7] * 7, 9])).num_tokens == 20
+    driven.release(holding)
+
+
+@pytest.mark.parametrize("call", ["seen", "wanted_stop", "find"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_offer_is_undone_if_foreign_code_raises_in_it(call: str, wrong: Any) -> None:
+    """The same where an engine owns the device blocks; `find` is the engine's."""
+    policy, engine = AnswersOnce(wrong), Finding()
+    policy.call = call
+    if call == "find":
+        find = engine.find
+        engine.find = lambda *args: policy._answer("find", find(*args))  # type: ignore[method-assign]
+    driven = EngineDriven(engine=engine, store_policy=policy)
+    holding, tables = driven.admit(A), driven.fresh(24)
+    driven.load(holding, tables)
+    with_null = [[tables[0][0], 0, *tables[0][2:]]]
+    policy.is_next = True
+    if call == "seen" and not isinstance(wrong, type):
+        return  # nobody asks what it returns
+    error = wrong if isinstance(wrong, type) and (call != "find" or wrong is not ValueError) else InvalidArgument
+    with pytest.raises(error):
+        driven.offer(holding, 20, with_null, [7] * 3, is_last=True)
+    assert (holding.sequence.num_tokens, holding.num_computed_tokens, holding.published) == (17, 0, 0)
+    driven.land(driven.offer(holding, 20, tables, [7] * 3, is_last=True))
+    driven.land(driven.offer(holding, 24, tables, [8] * 4, is_last=True))
+    assert driven.ledger.lookup(Prefix.of(ROOT, [*A, *[7] * 3, *[8] * 4, 9])).num_tokens == 24
+    assert driven.ledger.lookup(Prefix.of(ROOT, [*A, *[7] * 7, 9])).num_tokens == 20
+    driven.release(holding)
+
+
+@pytest.mark.parametrize("call", ["seen", "wanted_stop"])
+def test_a_request_ends_even_if_the_policy_raises(call: str) -> None:
+    """Whoever leaves a request calls once, and no block stays with what is over."""
+    policy = AnswersOnce()
+    policy.call = call
+    driven = Driven(12, 16, store_policy=policy)
+    holding = driven.running(A)
+    driven.land(driven.commit(holding))
+    policy.is_next = True
+    with pytest.raises(Own):
+        driven.ledger.release(holding)
+    assert holding.is_over and not driven.ledger.holdings and driven.num_pinned() == (0, 0)
+    driven.ledger.check_integrity()
 
 
 def test_an_engine_that_refuses_to_hold_blocks_is_not_counted_on() -> None:

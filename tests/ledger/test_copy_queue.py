@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import pytest
 
-from aoffload import IntegrityError, InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, RequestState, Tier
+from aoffload import (
+    IntegrityError,
+    InvalidArgument,
+    KVCacheGroup,
+    Ledger,
+    OffloadConfig,
+    RequestState,
+    Tier,
+    WrongState,
+)
+from aoffload.core.observing import NullObserver
 from aoffload.ledger import Completion, CopyQueue, Holding, Outcome, Prefix, Root, TransferPlan
 from aoffload.transport import DeviceGone, Fence, TransferRefused
 
@@ -407,6 +418,48 @@ def test_nothing_of_an_observers_goes_through() -> None:
     assert not loop.queue.overdue
     loop.queue.turn_off("enough")
     assert raises.num_told == 3 and loop.queue.off_reason == "enough"
+
+
+CALLS: dict[str, Callable[[CopyQueue, Any], object]] = {
+    "submit": lambda queue, job: queue.submit([job.plan]),
+    "refuse": lambda queue, job: queue.refuse([job.plan]),
+    "advance": lambda queue, _: queue.advance(),
+    "settle_delivered": lambda queue, _: queue.settle_delivered(),
+    "give_up_late": lambda queue, _: queue.give_up_late(),
+    "give_up": lambda queue, job: queue.give_up([job.job_id], "mine"),
+    "turn_off": lambda queue, _: queue.turn_off("mine"),
+    "discard_queued": lambda queue, _: queue.discard_queued(),
+    "stop": lambda queue, _: queue.stop("mine"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_observer_of_the_ledger_cannot_drive_the_queue(name: str) -> None:
+    """The ledger would refuse what the queue calls, in the middle of a change. So the queue refuses first, and takes
+    nothing: all copies are settled, and the cache stays on."""
+    loop = Loop(max_jobs_in_flight=2)
+    said: list[BaseException | None] = []
+
+    class Calls(NullObserver):
+        def job_moved(self, job: Any, *_: object) -> None:
+            try:
+                CALLS[name](loop.queue, job)
+            except BaseException as error:
+                said.append(error)
+                raise
+            said.append(None)
+
+    loop.ledger = Ledger(loop.ledger.config, 40, block_bytes=BLOCK_BYTES, observer=Calls())
+    loop.queue = CopyQueue(
+        loop.ledger, loop.copies, loop.ledger.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, in_steps=False
+    )
+    for seed in range(4):
+        loop.store(seed)
+    for _ in range(3):
+        loop.now += 4.0
+        loop.land()
+    assert len(loop.copies.launched) == 4 and not loop.ledger.jobs.unsettled and loop.queue.is_accepting
+    assert len(said) == 8 and all(isinstance(error, WrongState) for error in said), said
 
 
 def test_a_late_copy_without_a_proof_keeps_its_hop_stopped() -> None:
