@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 from serving import BACKENDS, assert_at_rest, prompt, scripted, with_bytes
 
-from aoffload import InvalidArgument, Tier
+from aoffload import InvalidArgument, Request, RequestState, Tier, WrongState
 
 pytestmark = pytest.mark.anyio
 
@@ -72,3 +73,62 @@ async def test_bad_arguments_are_named() -> None:
             with pytest.raises(InvalidArgument, match=name):
                 await engine.runtime.reset(**{name: wrong})
         assert engine.runtime.lookup([*A, 1]).num_device_tokens == 16
+
+
+@pytest.mark.parametrize("call", ["load", "again", "wait", "step", "resume"])
+@pytest.mark.parametrize("tier", [None, Tier.DEVICE])
+async def test_a_reset_between_a_landing_and_the_turn_of_the_task(call: str, tier: Tier | None) -> None:
+    """A load has landed, and its caller was not told yet. After a reset the caller hears of no token, and gets blocks
+    that nobody else reads. A second caller, who was told before the reset, keeps its blocks."""
+    async with scripted(16, auto=False) as (engine, transport):
+        tokens = [*A, 1]
+
+        async def until(copies: int) -> None:
+            while len(transport.in_flight) != copies:
+                await anyio.lowlevel.checkpoint()
+
+        async def ask(request: Request) -> None:
+            found.append(await request.resume() if call == "resume" else await request.load())
+
+        async with engine.runtime.request(A) as first, anyio.create_task_group() as group:
+            await engine.prefill(first, A)
+            await until(1)
+            transport.land_all()
+        await engine.runtime.flush()
+        await engine.runtime.reset(Tier.DEVICE)
+        found: list[int] = []
+        async with (
+            engine.runtime.request(tokens) as told,
+            engine.runtime.request(tokens) as request,
+            anyio.create_task_group() as group,
+        ):
+            await told.allocate()
+            early = told.load_nowait()
+            await request.allocate()
+            if call == "resume":
+                await request.preempt()
+            pending = request.load_nowait() if call in ("wait", "step", "again") else None
+            if pending is None:
+                group.start_soon(ask, request)
+            await until(1)
+            await anyio.wait_all_tasks_blocked()
+            transport.land_all()
+            engine.runtime.worker.take_completions()
+            assert request.state is RequestState.RUNNING and not found
+            assert await early.wait() == 16
+            if found:
+                pytest.skip("the other task had its turn first")
+            before = told.block_ids
+            await engine.runtime.reset(tier, timeout_s=0)
+            if pending is not None:
+                assert not pending.can_start
+                with pytest.raises(WrongState, match="await `wait`"), engine.runtime.step([pending]):
+                    pass
+                found.append(await (request.load() if call == "again" else pending.wait()))
+                assert pending.can_start or call == "again"
+            else:
+                while not found:
+                    await anyio.lowlevel.checkpoint()
+            assert found == [0] and request.num_computed_tokens == 0
+            assert told.block_ids == before and set(before[0]).isdisjoint(request.block_ids[0])
+            engine.runtime.check_integrity()
