@@ -49,8 +49,8 @@ class WorkingRequests(BeginningRequests):
         fell short and there was no room for the missing blocks, or a reset has made the device hit useless, so the
         request gave up all its blocks. `wake` is called when its wait for blocks ends. Then accept `holding.waiter` and
         plan again. Of a request that is RUNNING already, nothing is planned; it is REQUEUED if its load is lost to a
-        reset (`lost_to_reset`). `max_job_bytes` replaces the configured limit, to split an overlapped load into as few jobs as
-        possible.
+        reset (`lost_to_reset`). `max_job_bytes` replaces the configured limit, to split an overlapped load into as few
+        jobs as possible.
 
         With `engine_blocks`, `into` holds the request's block tables: one per group, from the first token at least to
         the end of the hit. The copies write only to the blocks named there for the units that are loaded.
@@ -75,8 +75,8 @@ class WorkingRequests(BeginningRequests):
         return self._engine is not None
 
     def lost_to_reset(self, holding: Holding) -> bool:
-        """Whether a reset has come since the load was over, and the request has not begun to compute behind it: no step,
-        no commit, no offer. What it has loaded is KV from before the reset. `plan_load` takes it back: call that unless
+        """Whether a reset has come since the load was over, and the request has not begun to compute behind it: no
+        step, no commit, no offer. What it has loaded is KV from before the reset. `plan_load` takes it back: call that unless
         the caller was told before the reset that the load is over."""
         if self._engine is None:
             return self._loads.lost_to_reset(self._own(holding))

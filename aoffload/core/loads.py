@@ -14,9 +14,8 @@ from .groups import Band
 from .hops import BELOW, HIT_TIERS, Tier
 from .intervals import outside
 from .jobs import JobBook
-from .lifecycle import Computing
+from .lifecycle import Computing, require
 from .lifecycle import RequestState as State
-from .lifecycle import require
 from .observer import Moves
 from .overlap import compare, compare_job
 from .owners import Holding, Waiter, nobody
