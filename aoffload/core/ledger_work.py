@@ -76,8 +76,8 @@ class WorkingRequests(BeginningRequests):
 
     def lost_to_reset(self, holding: Holding) -> bool:
         """Whether a reset has come since the load was over, and the request has not begun to compute behind it: no
-        step, no commit, no offer. What it has loaded is KV from before the reset. `plan_load` takes it back: call that unless
-        the caller was told before the reset that the load is over."""
+        step, no commit, no offer. What it has loaded is KV from before the reset. `plan_load` takes it back: call that
+        unless the caller was told before the reset that the load is over."""
         if self._engine is None:
             return self._loads.lost_to_reset(self._own(holding))
         return self._engine.lost_to_reset(self._own(holding))
