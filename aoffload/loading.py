@@ -51,6 +51,7 @@ class AwaitedLoad:
         plans = session.ledger.plan_load(
             holding, max_tokens, self._request._wake, max_job_bytes=self._max_job_bytes, into=self._into
         )
+        self._into = None  # it is named once
         self._watch(holding)
         session.submit_transfers(plans)
 
@@ -67,7 +68,10 @@ class AwaitedLoad:
 
     async def _until_over(self, holding: Holding) -> int:
         request, session = self._request, self._request._session
-        while holding.is_loading:
+        while holding.is_loading or session.ledger.lost_to_reset(holding):
+            if holding.state is RequestState.RUNNING:  # a reset came between the end of the load and this task's turn
+                self._start(holding)
+                continue
             if holding.waiter is not None and holding.waiter.is_over:
                 session.ledger.accept(holding.waiter)
                 self._start(holding)
@@ -112,6 +116,8 @@ class PendingLoad(AwaitedLoad):
         self._load: Load | None = None
         self._jobs: tuple[RegionFences, ...] = ()
         self._first_invalid_token: int | None = None
+        self._is_told = False
+        """Whether `wait` has returned: then the load counts, also behind a reset."""
 
     def __repr__(self) -> str:
         return f"<PendingLoad of {self._request!r}>"
@@ -132,15 +138,17 @@ class PendingLoad(AwaitedLoad):
             found = self._request._session.ledger.begin_again(holding)
             if found is not None and self._first_invalid_token is None:
                 self._first_invalid_token = found  # kept here: the next step resets it in the ledger
+        self._is_told = True
         return num_ready
 
     # -- layer-wise overlap ---------------------------------------------------------------------------------------
 
     @property
     def can_start(self) -> bool:
-        """Whether a step may name this load: all of it is under way, or it is over and the request is RUNNING."""
+        """Whether a step may name this load: all of it is under way, or it is over and the request is RUNNING. False
+        behind a reset, until `wait` has returned."""
         holding = self._live()
-        if self._is_of_before(holding):
+        if self._is_of_before(holding) or self._is_lost(holding):
             return False
         return holding.state is RequestState.RUNNING or self._request._session.ledger.can_start_early(holding)
 
@@ -194,7 +202,12 @@ class PendingLoad(AwaitedLoad):
         holding = self._live()
         if self._is_of_before(holding):
             raise WrongState(f"step: {self!r} is over, and another load is under way: take what began that one")
+        if self._is_lost(holding):
+            raise WrongState(f"step: {self!r} has lost to a reset what it brought: await `wait` first")
         return holding
+
+    def _is_lost(self, holding: Holding) -> bool:
+        return not self._is_told and self._request._session.ledger.lost_to_reset(holding)
 
     def _is_of_before(self, holding: Holding) -> bool:
         return holding.load is not None and holding.load is not self._load

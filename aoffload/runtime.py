@@ -296,9 +296,11 @@ class OffloadRuntime(RuntimeLife):
         they bring there are not published. Returns the ids of the jobs that are not over within `timeout_s` seconds
         (None: no limit); empty if all are.
 
-        No request begins to compute with KV from before the reset: a request whose load is not over computes from its
-        first token. Requests whose load is over, or that compute without a load, keep their blocks and go on. Requests
-        from before the reset publish and store nothing any more, unless `tier` is below the device.
+        No request begins to compute with KV from before the reset: a request whose load is not over, because `load`,
+        `resume` or `PendingLoad.wait` has not returned, computes from its first token. Requests whose load is over, or
+        that compute without a load, keep their blocks and go on. If one of them has begun no step and committed
+        nothing since its load, a further `load` gives its old blocks up and returns 0. Requests from before the reset
+        publish and store nothing any more, unless `tier` is below the device.
 
         No restart finds what was on the disk before the reset. If the disk cannot assure that, `TransferRefused` is
         raised. The runtime then stops using a disk that has failed. If the disk is only late, the runtime uses it again

@@ -45,8 +45,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "nobody woken by a load that brought nothing",
         ENGINE,
-        "                wakes += self.arrivals.fell_short(holding, ready)\n",
-        "                self.arrivals.fell_short(holding, ready)\n",
+        "        return self.arrivals.fell_short(holding, ready)\n",
+        "        self.arrivals.fell_short(holding, ready)\n        return []\n",
         "who waits for what never comes is told so",
         test=f"{PENDING}test_pending_ends_when_nothing_of_the_load_has_come",
     ),
@@ -117,7 +117,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "a next try loads what was lost",
         ENGINE,
-        "                holding.retry_up_to(ready * unit)\n",
+        "        holding.retry_up_to(ready * unit)\n",
         "",
         "no hang: an engine that asks again after a lost load comes to an end",
         test=f"{LOST}test_an_engine_that_tries_again_comes_to_an_end",

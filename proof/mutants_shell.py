@@ -89,8 +89,8 @@ _REQUEST = (
     Mutant(
         "grant for a load not taken",
         LOADING,
-        "                self._start(holding)\n                continue\n",
-        "                continue\n",
+        "accept(holding.waiter)\n                self._start(holding)\n",
+        "accept(holding.waiter)\n",
         "after queueing again the load is planned again",
     ),
     Mutant(

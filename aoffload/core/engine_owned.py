@@ -87,6 +87,8 @@ class EngineOwned:
                 raise WrongState(f"load: the blocks of {holding} were named before: call it again without `into`")
             if holding.load is not None:  # called again
                 holding.load.wake_by(wake)
+            elif self.lost_to_reset(holding):
+                call_all(iter(self._falls_short(holding, self.arrivals.under_way[holding].start)))
             return []
         start = holding.engine_tokens // self.cache.layout.unit_tokens
         stop = self.matches.held_stop(holding, start, limit // self.cache.layout.unit_tokens)
@@ -108,6 +110,19 @@ class EngineOwned:
         self.arrivals.under_way[holding] = Arrival(start, stop, tuple(jobs))
         self.moves.request(holding, State.LOADING)
         return jobs
+
+    def lost_to_reset(self, holding: Holding) -> bool:
+        """See `Ledger.lost_to_reset`."""
+        is_running = holding.state is State.RUNNING and holding in self.arrivals.under_way
+        return is_running and holding.epoch != self.cache.epoch
+
+    def _falls_short(self, holding: Holding, ready: int) -> list[Callable[[], object]]:
+        """The load of `holding`, which is over, counts only up to unit `ready`. Returns the callbacks to call."""
+        unit, arrival = self.cache.layout.unit_tokens, self.arrivals.under_way[holding]
+        holding.lost((arrival.stop - ready) * unit)
+        holding.retry_up_to(ready * unit)
+        self._ready(holding, ready)
+        return self.arrivals.fell_short(holding, ready)
 
     def _destinations(
         self, into: Sequence[Sequence[int]] | None, start: int, stop: int
@@ -143,12 +158,8 @@ class EngineOwned:
             ready = self._ready_stop(arrival) if holding.epoch == self.cache.epoch else arrival.start
             holding.ended_load()
             if ready < arrival.stop:
-                unit = self.cache.layout.unit_tokens
-                holding.lost((arrival.stop - ready) * unit)
-                holding.retry_up_to(ready * unit)
+                wakes += self._falls_short(holding, ready)
             self._run(holding, ready)
-            if ready < arrival.stop:
-                wakes += self.arrivals.fell_short(holding, ready)
         return wakes
 
     def _run(self, holding: Holding, ready: int) -> None:
@@ -156,9 +167,12 @@ class EngineOwned:
         if (lease := holding.leases.get(BELOW)) is not None:
             self.offers.reached(holding, lease.run)
         self.request_leases.end_host_lease(holding)
+        self._ready(holding, ready)
+        self.moves.request(holding, State.RUNNING)
+
+    def _ready(self, holding: Holding, ready: int) -> None:
         holding.hit_up_to(ready)
         holding.ready_up_to(ready, max(holding.engine_tokens, ready * self.cache.layout.unit_tokens))
-        self.moves.request(holding, State.RUNNING)
 
     def _ready_stop(self, arrival: Arrival) -> int:
         """The unit at which computing can go on: all that it needs before is proven to be there, in every group."""

@@ -177,7 +177,8 @@ class Ledger(RemoteOfLedger):
         No request begins to compute with KV from before the reset. The reset drops the match of a request without
         blocks. If the load of a request is not over, the request loses its device hit, its load ends with no tokens,
         and the request computes from its first token (with `engine_blocks`: from the end of the engine's own hit). A
-        request whose load is over, or that computes without a load, keeps its blocks and goes on. Requests from before
+        request whose load is over, or that computes without a load, keeps its blocks and goes on, unless its caller was
+        not told yet that the load is over: see `lost_to_reset`. Requests from before
         the reset publish and store nothing any more, unless only a tier below the device is reset."""
         if self._moves.is_telling:
             raise self._in_report("reset")

@@ -48,8 +48,9 @@ class WorkingRequests(BeginningRequests):
         RUNNING afterwards: nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the load
         fell short and there was no room for the missing blocks, or a reset has made the device hit useless, so the
         request gave up all its blocks. `wake` is called when its wait for blocks ends. Then accept `holding.waiter` and
-        plan again. `max_job_bytes` replaces the configured limit, to split an overlapped load into as few jobs as
-        possible.
+        plan again. Of a request that is RUNNING already, nothing is planned; it is REQUEUED if its load is lost to a
+        reset (`lost_to_reset`). `max_job_bytes` replaces the configured limit, to split an overlapped load into as few
+        jobs as possible.
 
         With `engine_blocks`, `into` holds the request's block tables: one per group, from the first token at least to
         the end of the hit. The copies write only to the blocks named there for the units that are loaded.
@@ -72,6 +73,14 @@ class WorkingRequests(BeginningRequests):
     def is_engine_owned(self) -> bool:
         """Whether an engine owns the device blocks."""
         return self._engine is not None
+
+    def lost_to_reset(self, holding: Holding) -> bool:
+        """Whether a reset has come since the load was over, and the request has not begun to compute behind it: no
+        step, no commit, no offer. What it has loaded is KV from before the reset. `plan_load` takes it back: call that
+        unless the caller was told before the reset that the load is over."""
+        if self._engine is None:
+            return self._loads.lost_to_reset(self._own(holding))
+        return self._engine.lost_to_reset(self._own(holding))
 
     def loadable(self, holding: Holding, max_tokens: int | None = None) -> Loadable | None:
         """What `plan_load` would load now; with `engine_blocks`, all that the match has said. None: nothing, or it was

@@ -115,7 +115,7 @@ REQUEST_MOVES: Mapping[State, frozenset[State]] = {
     _R.DRAINING: frozenset({_R.REQUEUED, _R.RUNNING, _R.ABORTED}),
     _R.REQUEUED: frozenset({_R.ALLOCATED, _R.STRANDED, _R.PREEMPTED, _R.ABORTED}),
     _R.STRANDED: frozenset({_R.PREEMPTED, _R.ABORTED}),
-    _R.RUNNING: frozenset({_R.DONE, _R.PREEMPTED, _R.ABORTED}),
+    _R.RUNNING: frozenset({_R.REQUEUED, _R.DONE, _R.PREEMPTED, _R.ABORTED}),
     _R.PREEMPTED: frozenset({_R.MATCHED, _R.ABORTED}),
     _R.DONE: frozenset(),
     _R.ABORTED: frozenset(),

@@ -14,8 +14,8 @@ from .groups import Band
 from .hops import BELOW, HIT_TIERS, Tier
 from .intervals import outside
 from .jobs import JobBook
+from .lifecycle import Computing, require
 from .lifecycle import RequestState as State
-from .lifecycle import require
 from .observer import Moves
 from .overlap import compare, compare_job
 from .owners import Holding, Waiter, nobody
@@ -53,6 +53,8 @@ class Loads:
         if max_tokens is not None:
             limit = check_int("max_tokens", max_tokens, 0) // self.cache.layout.unit_tokens
         if holding.state is State.RUNNING:
+            if self.lost_to_reset(holding):
+                self._requeue(holding, Load(holding.published, wake), holding.published)
             return ()
         load = holding.load
         if load is not None:  # called again after a cancelled call
@@ -87,6 +89,16 @@ class Loads:
         if not holding.load.jobs:
             self.conclude_all([holding])
         return tuple([job.plan for job in jobs])
+
+    def lost_to_reset(self, holding: Holding) -> bool:
+        """See `Ledger.lost_to_reset`."""
+        return (
+            holding.epoch != self.cache.epoch
+            and holding.state is State.RUNNING
+            and 0 < holding.ready_stop * self.cache.layout.unit_tokens == holding.num_computed_tokens
+            and holding.computing is not Computing.ITS_BLOCKS
+            and holding.waiter is None
+        )
 
     def loadable(self, holding: Holding, max_tokens: object) -> Loadable | None:
         """What `plan` would load. None: nothing, or it was planned before."""

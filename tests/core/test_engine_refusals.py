@@ -57,6 +57,7 @@ OWN_DEVICE: dict[str, tuple[str, Callable[[Ledger, Holding], object]]] = {
 EVERYWHERE = {
     "lookup", "admit", "plan_load", "launch", "settle", "discard", "invalidate", "release", "pin", "unpin", "lapse",
     "hint", "drop_pins", "reset", "statistics", "check_integrity", "watch", "abandon_load", "loadable",
+    "lost_to_reset",
     "requests", "holders", "explain", "fetch", "match_fetched", "plan_disk_stores", "plan_disk_flush",
     "take_forgotten_slots", "restore", "num_fetch_blocks", "num_remote_fetch_blocks", "plan_remote_stores",
     "take_forgotten_cells", "offer_deferred",

@@ -45,6 +45,7 @@ CALLS: dict[str, tuple[str, Call]] = {
     "block_ids": ("block_ids", lambda ledger, holding: ledger.block_ids(holding)),
     "can_start_early": ("block_ids", lambda ledger, holding: ledger.can_start_early(holding)),
     "num_expected_tokens": ("block_ids", lambda ledger, holding: ledger.num_expected_tokens(holding)),
+    "lost_to_reset": ("lost_to_reset", lambda ledger, holding: ledger.lost_to_reset(holding)),
     "loadable": ("loadable", lambda ledger, holding: ledger.loadable(holding)),
     "expected_block_ids": ("block_ids", lambda ledger, holding: ledger.expected_block_ids(holding)),
     "first_invalid_token": ("block_ids", lambda ledger, holding: ledger.first_invalid_token(holding)),
@@ -63,7 +64,7 @@ OTHER_CALLS = {
     "restore", "take_forgotten_slots", "num_fetch_blocks", "num_remote_fetch_blocks",
 }  # fmt: skip
 
-LOOKING = "block_ids can_start_early num_expected_tokens first_invalid_token loadable expected_block_ids"
+LOOKING = "block_ids can_start_early num_expected_tokens first_invalid_token loadable expected_block_ids lost_to_reset"
 ALWAYS = f"release {LOOKING}"
 COMPUTED = f"{ALWAYS} plan_load commit check_commit invalidate step num_shared_tokens begin_again"
 LEGAL: dict[tuple[str, str], str] = {

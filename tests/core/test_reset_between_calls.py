@@ -207,3 +207,40 @@ def test_what_a_copy_brings_after_a_reset_does_not_count_for_an_engine() -> None
     assert (holding.state, holding.num_computed_tokens, holding.num_lost_tokens) == (S.RUNNING, 4, 12)
     driven.release(holding)
     driven.assert_at_rest()
+
+
+@pytest.mark.parametrize("tier", [None, Tier.DEVICE])
+def test_a_load_that_is_over_and_of_which_nobody_was_told(driven: Driven, tier: Tier | None) -> None:
+    """Asked to load again, the request gives its old KV up and begins at its first token, in blocks of its own; in a
+    step, or with a commit behind it, it keeps what it has."""
+    driven.serve(A)
+    holding, reader = driven.running(A), driven.running(A)
+    with driven.ledger.step([reader]):
+        driven.ledger.reset(tier)
+        assert driven.ledger.lost_to_reset(holding) and not driven.ledger.lost_to_reset(reader)
+        go_again = driven.ledger.plan_load(holding)
+        assert go_again == () and holding.state is S.REQUEUED
+        go_on(driven, holding)
+        assert holding.num_computed_tokens == 0 and not driven.ledger.lost_to_reset(holding)
+        assert held(driven, reader).isdisjoint(held(driven, holding))
+    assert driven.ledger.plan_load(reader) == () and reader.num_computed_tokens == 16
+    driven.commit(reader)
+    assert driven.ledger.plan_load(reader) == () and reader.state is S.RUNNING
+    driven.release(reader)
+    driven.release(holding)
+    assert driven.num_pinned() == (0, 0)
+
+
+def test_an_engines_load_that_is_over_and_of_which_nobody_was_told() -> None:
+    """Asked again, it ends where the engine's own hit ends."""
+    driven = EngineDriven()
+    driven.serve(A)
+    holding = driven.admit(A, 4)
+    driven.land(driven.load(holding, driven.fresh(17)))
+    assert holding.num_computed_tokens == 16
+    driven.reset()
+    assert driven.ledger.lost_to_reset(holding) and driven.ledger.plan_load(holding) == ()
+    assert (holding.num_computed_tokens, holding.num_lost_tokens, holding.retry_max_hit_tokens) == (4, 12, 4)
+    assert not driven.ledger.lost_to_reset(holding)
+    driven.release(holding)
+    driven.assert_at_rest()

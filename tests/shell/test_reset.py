@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 from serving import BACKENDS, assert_at_rest, prompt, scripted, with_bytes
 
-from aoffload import InvalidArgument, Tier
+from aoffload import InvalidArgument, RequestState, Tier, WrongState
+from aoffload.ledger import Completion
 
 pytestmark = pytest.mark.anyio
 
@@ -72,3 +74,62 @@ async def test_bad_arguments_are_named() -> None:
             with pytest.raises(InvalidArgument, match=name):
                 await engine.runtime.reset(**{name: wrong})
         assert engine.runtime.lookup([*A, 1]).num_device_tokens == 16
+
+
+@pytest.mark.parametrize("call", ["load", "wait", "again", "resume"])
+@pytest.mark.parametrize("tier", [None, Tier.DEVICE])
+async def test_a_reset_between_a_landing_and_the_turn_of_the_task(
+    call: str, tier: Tier | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load has landed, and its caller was not told yet. After a reset the caller hears of no token, and computes from
+    the first one, in other blocks. No step begins on what the load has brought."""
+    async with with_bytes(16, num_host_blocks=16) as engine:
+        tokens, ledger = [*A, 1], engine.runtime.ledger
+        await engine.serve(A)
+        await engine.runtime.flush()
+        await engine.runtime.reset(Tier.DEVICE)
+        settle, states = ledger.settle, list[RequestState]()
+
+        def settle_and_reset(completion: Completion) -> None:
+            settle(completion)
+            states.append(request.state)
+            ledger.reset(tier)
+
+        async with engine.runtime.request(tokens) as request:
+            await request.allocate()
+            if call == "resume":
+                await request.preempt()
+            monkeypatch.setattr(ledger, "settle", settle_and_reset)
+            if call in ("load", "resume"):
+                found = await (request.load() if call == "load" else request.resume())
+            else:
+                pending = request.load_nowait()
+                while not pending.is_over:
+                    await anyio.lowlevel.checkpoint()
+                assert not pending.can_start and request.num_computed_tokens == 16
+                with pytest.raises(WrongState, match="await `wait`"), engine.runtime.step([pending]):
+                    pass
+                found = await (request.load() if call == "again" else pending.wait())
+                assert pending.can_start
+            assert states[-1] is RequestState.RUNNING, "the load was over before the reset"
+            assert found == request.num_computed_tokens == 0
+            ledger.check_integrity()
+            engine.compute(request, tokens, 0)
+            request.commit(17)
+        monkeypatch.undo()
+        await assert_at_rest(engine.runtime)
+
+
+async def test_who_was_told_before_the_reset_may_begin_a_step() -> None:
+    """A load that has said how much is ready counts, also where a step names the load."""
+    async with with_bytes(16, num_host_blocks=16) as engine:
+        await engine.serve(A)
+        async with engine.runtime.request([*A, 1]) as request:
+            await request.allocate()
+            pending = request.load_nowait()
+            assert await pending.wait() == 16
+            await engine.runtime.reset()
+            assert pending.can_start
+            with engine.runtime.step([pending]):
+                engine.check(request, [*A, 1], pending.num_expected_tokens)
+        await assert_at_rest(engine.runtime)

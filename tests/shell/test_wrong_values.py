@@ -326,6 +326,7 @@ LEDGER: dict[str, Row] = {
     "step of one": Row(lambda c, v: entered(c.ledger.step([v])), HOLDING),
     "step arriving": Row(lambda c, v: entered(c.ledger.step([], v)), "arriving holding", EMPTY),
     "can_start_early": Row(lambda c, v: c.ledger.can_start_early(v), HOLDING),
+    "lost_to_reset": Row(lambda c, v: c.ledger.lost_to_reset(v), HOLDING),
     "num_expected_tokens": Row(lambda c, v: c.ledger.num_expected_tokens(v), HOLDING),
     "expected_block_ids": Row(lambda c, v: c.ledger.expected_block_ids(v), HOLDING),
     "begin_again": Row(lambda c, v: c.ledger.begin_again(v), HOLDING),
