@@ -243,6 +243,14 @@ _WORKER = (
         also=(Patch("aoffload.worker", 'self._give_up("the worker was cancelled")', "self._fail(error)"),),
         test="tests/shell/test_worker.py::test_a_loop_that_is_torn_down_is_no_failure_of_the_worker",
     ),
+    Mutant(
+        "age of a planned copy counted from nothing",
+        "aoffload.core.jobs",
+        "        if self.moves.clock is not None:\n            job.since_s = self.moves.clock()\n",
+        "",
+        "ages say since when",
+        test="tests/core/test_situation.py::test_the_age_of_a_copy_counts_from_its_planning",
+    ),
 )
 
 FOUND_CORE_MUTANTS: tuple[Mutant, ...] = _RESETS + _OBSERVERS + _WORKER

@@ -137,6 +137,8 @@ class JobBook:
             plan, run, start, stop, self.cache.epoch, band.number, read, written,
             "" if holding is None else holding.request_id,
         )  # fmt: skip
+        if self.moves.clock is not None:
+            job.since_s = self.moves.clock()
         if written is not None:
             self._line_up(job, over)
         self.unsettled[plan.job_id] = job

@@ -113,6 +113,18 @@ def test_ages_count_from_the_last_move() -> None:
     assert driven.ledger.situation.oldest_by_state() == {"allocated": 9.0, "pinned": 8.0}
 
 
+def test_the_age_of_a_copy_counts_from_its_planning() -> None:
+    """Also before it is launched: what waits behind the bounds in flight shows for how long."""
+    driven = Timed(8)
+    driven.now = 100.0
+    holding = driven.allocated(prompt(1, 8), request_id="one")
+    driven.ledger.plan_load(holding)
+    driven.ledger.commit(holding, 8)
+    driven.now = 103.0
+    (copy,) = (one for one in driven.ledger.holders() if one.kind == "store")
+    assert copy.age_s == 3.0
+
+
 def test_a_ledger_without_a_clock_has_no_ages() -> None:
     """None, which is not nothing; all else is there."""
     driven = Driven(8)
