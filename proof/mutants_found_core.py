@@ -181,8 +181,8 @@ _OBSERVERS = (
     Mutant(
         "policy's answer is taken as it is",
         "aoffload.core.policy",
-        'check_int("store_policy.wanted_stop", policy.wanted_stop(holding), 0)',
-        "policy.wanted_stop(holding)",
+        "    if type(wanted) is not int or wanted < 0:\n",
+        "    if False:\n",
         _UNDONE,
         test=f"{_MISBEHAVE}::test_a_commit_is_undone_if_the_policy_raises[1.5]",
     ),

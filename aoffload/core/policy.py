@@ -208,7 +208,9 @@ def store_policy_of(value: Any) -> StorePolicy:
 
 def wanted_stop(policy: StorePolicy, holding: Holding) -> int:
     """The unit up to which what `holding` has published is to be in the host."""
-    wanted = check_int("store_policy.wanted_stop", policy.wanted_stop(holding), 0)
+    wanted = policy.wanted_stop(holding)
+    if type(wanted) is not int or wanted < 0:
+        check_int("store_policy.wanted_stop", wanted, 0)
     return min(holding.published, holding.store_limit, wanted)
 
 
