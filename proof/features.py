@@ -53,7 +53,7 @@ FORBIDDEN = {
         Forbidden(
             _of("no host"),
             _of(
-                "load", "load landed", "load failed", "load corrupt", "load unproven", "load abandoned", "load shared",
+                "load", "load landed", "load failed", "load corrupt", "load unproven", "load shared",
                 "host hit", "prefetch", "demote", "early start", "early start committed", "begin again", "store",
                 "store landed", "store failed", "store unproven", "store corrupt", "watermark", "bands", "discard",
                 "late proof",
@@ -70,7 +70,8 @@ FORBIDDEN = {
         Forbidden(
             _of("off"),
             _of(
-                "write behind", "idle", "disk flush", "remote store", "remote store landed", "remote load landed",
+                "write behind", "idle", "disk flush", "deferred", "remote store", "remote store landed",
+                "remote load landed",
                 "cell taken back", "store corrupt",
             ),
             "what is never stored goes no further down",
@@ -80,6 +81,7 @@ FORBIDDEN = {
             _of(
                 "load", "load landed", "load failed", "load corrupt", "load unproven", "load lost", "host hit", "pin",
                 "pending", "declined", "store", "store landed", "store failed", "store unproven", "late proof", "bands",
+                "deferred",
             ),
             "what is never stored is neither copied nor hit",
         ),

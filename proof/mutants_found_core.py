@@ -244,6 +244,15 @@ _WORKER = (
         test="tests/shell/test_worker.py::test_a_loop_that_is_torn_down_is_no_failure_of_the_worker",
     ),
     Mutant(
+        "load after a reset ends with what others have published",
+        "aoffload.core.loads",
+        "        if holding.epoch == self.cache.epoch:\n            path = []",
+        "        if True:\n            path = []",
+        "no request begins with KV from before a reset",
+        test="tests/core/test_found_by_programs.py::"
+        "test_a_load_that_a_reset_ends_brings_nothing_that_others_have_published",
+    ),
+    Mutant(
         "age of a planned copy counted from nothing",
         "aoffload.core.jobs",
         "        if self.moves.clock is not None:\n            job.since_s = self.moves.clock()\n",

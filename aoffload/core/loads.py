@@ -228,8 +228,10 @@ class Loads:
             holding.lost((load.stop - start) * layout.unit_tokens)
             self._requeue(holding, load, start)
             return
-        path = [] if run is None else run.whole_path()
-        ready = max(start, held_stop(layout, path, Tier.DEVICE, start, load.stop))
+        ready = start  # after a reset, nothing: others may have published KV of before it on the same path
+        if holding.epoch == self.cache.epoch:
+            path = [] if run is None else run.whole_path()
+            ready = max(start, held_stop(layout, path, Tier.DEVICE, start, load.stop))
         missing: list[int] = []
         for table, band in zip(holding.tables, layout.bands, strict=True):
             first = max(start, band.first_unit(ready)) if band.number else start

@@ -201,3 +201,21 @@ def test_half_a_block_that_others_read_stays_whole_in_every_group() -> None:
     )
     groups = (GroupShape("chunk", 8, 2), GroupShape("full", 0, 2))
     check_program(Program("ledger", World(groups, 59, 100, 1000, "eager"), calls))
+
+
+def test_a_load_that_a_reset_ends_brings_nothing_that_others_have_published() -> None:
+    """Another request has computed the same prompt and published it on the device while the load was under way: after a
+    reset, that is KV of before, too."""
+    calls = (
+        call("serve", tokens=[2, 2, 1, 1, 0, 2]),
+        call("reset", tier="DEVICE"),
+        call("admit", who="r1", tokens=[2, 2, 1, 1, 0, 2, 2]),
+        call("allocate", who="r1"),
+        call("admit", who="t3", tokens=[2, 2, 1, 1]),
+        call("allocate", who="t3"),
+        call("compute", who="t3", stop=4),
+        call("load", who="r1"),
+        call("reset"),
+        call("land"),
+    )
+    check_program(Program("ledger", World((GroupShape("window", 7, 2),), 7, 100, 1000, "eager", 1.0, 1.0), calls))

@@ -24,7 +24,7 @@ WEIGHTS = {
     "stray": 0.4, "again": 0.2, "lookup": 0.2, "tick": 0.4, "wrong": 0.4, "twins": 0.8,
     "decline": 0.5, "offer_deferred": 1.5,
 }  # fmt: skip
-CORE = ("admit", "go_on", "transfer", "land", "serve", "evict")
+CORE = ("admit", "go_on", "transfer", "land", "serve", "evict", "offer_deferred")
 NOT_HERE = ("allocate_nowait", "queue_allocation", "preempt_nowait", "resume", "fork", "abandon_load", "block_ids")
 WRONG = (-1, True, 1.5, "x", 2**70)
 

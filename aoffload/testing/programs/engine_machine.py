@@ -211,8 +211,6 @@ class EngineMachine(EngineState, Machine):
         plans = self.ledger.offer_deferred()
         self.take(plans)
         self._note("deferred", plans)
-        over = [who for who in self.ledger.deferred_requests if who not in self.clients]
-        self._note("deferred of a request that is over", over)
         return f"{[plan.num_blocks for plan in plans]} {self.ledger.deferred_requests}"
 
     def do_invalidate(self, who: str, from_token: int) -> str:

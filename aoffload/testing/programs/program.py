@@ -237,7 +237,7 @@ def with_learning(world: World) -> World:
 def with_a_bound(world: World) -> World:
     """`world`, in half of all worlds with few blocks in flight. The world itself determines which half it is in."""
     chance = random.Random(f"{words_of(world)} bound")
-    return attrs.evolve(world, max_in_flight=chance.choice((0, 0, 0, 1, 2, 5)))
+    return attrs.evolve(world, max_in_flight=chance.choice((0, 1, 2, 5)))
 
 
 def words_of(world: World) -> str:

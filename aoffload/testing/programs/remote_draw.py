@@ -12,7 +12,7 @@ from .program import Call
 __all__ = ["CORE_OF_REMOTE", "REMOTE_WEIGHTS", "RemoteDraw"]
 
 REMOTE_WEIGHTS = {
-    "remote_stores": 3, "fetch": 2.5, "match_fetched": 1.5, "forget_host": 0.6, "lose_cell": 0.5, "poison_cell": 0.3,
+    "remote_stores": 3, "fetch": 2.5, "match_fetched": 1.5, "forget_host": 0.6, "lose_cell": 0.5, "poison_cell": 0.7,
     "arrive": 0.6,
 }  # fmt: skip
 CORE_OF_REMOTE = ("remote_stores", "fetch", "match_fetched")
