@@ -255,7 +255,7 @@ _WORKER = (
     Mutant(
         "age of a planned copy counted from nothing",
         "aoffload.core.jobs",
-        "        if self.moves.clock is not None:\n            job.since_s = self.moves.clock()\n",
+        "            0.0 if self.moves.clock is None else self.moves.clock(),\n",
         "",
         "ages say since when",
         test="tests/core/test_situation.py::test_the_age_of_a_copy_counts_from_its_planning",

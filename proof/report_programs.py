@@ -17,7 +17,7 @@ __all__ = ["Pairs", "lines", "tables"]
 Parts = Sequence[dict[str, Any]]
 Pair = tuple[str, str]
 MIN_PROGRAMS, MIN_CALLS = 20_000, 1_000_000
-RARE = 40
+RARE = 20
 """A feature that fewer programs have met is only listed, and left out of the pairs, because it meets most others by
 chance alone."""
 MOST_MISSED = 0.01

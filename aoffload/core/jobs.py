@@ -136,9 +136,8 @@ class JobBook:
         job = Job(
             plan, run, start, stop, self.cache.epoch, band.number, read, written,
             "" if holding is None else holding.request_id,
+            0.0 if self.moves.clock is None else self.moves.clock(),
         )  # fmt: skip
-        if self.moves.clock is not None:
-            job.since_s = self.moves.clock()
         if written is not None:
             self._line_up(job, over)
         self.unsettled[plan.job_id] = job

@@ -278,7 +278,7 @@ class Job:
 
     def __init__(
         self, plan: TransferPlan, run: Run, start: int, stop: int, epoch: int | NoEpoch, band: int,
-        source_lease: Lease | None, destination_lease: Lease | None, request_id: str,
+        source_lease: Lease | None, destination_lease: Lease | None, request_id: str, since_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.plan = plan
         self.run = run
@@ -304,7 +304,7 @@ class Job:
         """A completion that came before the predecessor was settled. The job is settled with it right after."""
         self.completion: Completion | None = None
         """The completion that settled the job."""
-        self.since_s = 0.0
+        self.since_s = since_s
         """When it entered its state, where the ledger has a clock."""
 
     def claimed_by(self, claimant: Claimant) -> None:

@@ -128,6 +128,13 @@ class RemoteCalls(DiskCalls):
         self._settle(completion, plan)
         return completion.outcome.value
 
+    def do_end_puts(self, outcome: str, at: int = 0) -> str:
+        """All puts planned so far end with `outcome`, in order."""
+        for name in [name for name, plan in self.plans.items() if plan.destination is Tier.REMOTE]:
+            self.do_launch(name)
+            self.do_settle(name, outcome, at)
+        return outcome
+
     def _got(self, plan: TransferPlan, cell: CellLabel, how: Outcome, at: int) -> Completion:
         found = self.store.get(cell.digest)
         self._note("cell gone", cell.digest not in self.store)

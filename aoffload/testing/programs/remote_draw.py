@@ -13,7 +13,7 @@ __all__ = ["CORE_OF_REMOTE", "REMOTE_WEIGHTS", "RemoteDraw"]
 
 REMOTE_WEIGHTS = {
     "remote_stores": 3, "fetch": 2.5, "match_fetched": 1.5, "forget_host": 0.6, "lose_cell": 0.5, "poison_cell": 0.7,
-    "arrive": 0.6,
+    "arrive": 0.6, "end_puts": 0.4,
 }  # fmt: skip
 CORE_OF_REMOTE = ("remote_stores", "fetch", "match_fetched")
 
@@ -30,7 +30,9 @@ class RemoteDraw(DiskDraw):
         rng, known = self.rng, self.prompts.identity()
         self.prompts.served(known["tokens"])
         story = [Call("serve", {**known, "new": self.prompts.tokens(rng.choice((0, 0, 1)))}), Call("serve", known)]
-        story += [Call("land"), Call("remote_stores", {"most": rng.choice((1000, 1000, 4))}), Call("land")]
+        story += [Call("land"), Call("remote_stores", {"most": rng.choice((1000, 1000, 4))})]
+        story += [self._end_puts(), Call("remote_stores", {"most": 1000})] if rng.random() < 0.3 else []
+        story.append(Call("land"))
         if rng.random() < 0.3:
             story.append(Call(rng.choice(("lose_cell", "poison_cell")), {"at": rng.randrange(9)}))
         story += [*evicts, self._forget_host()]
@@ -63,9 +65,10 @@ class RemoteDraw(DiskDraw):
         story.append(Call("remote_stores", {"most": rng.choice((1000, 1000, 4)), "blind": rng.random() < 0.3}))
         jobs = [f"watermark:store:{at}" for at in range(6)]
         launches, is_late = [Call("launch", {"job": job}) for job in jobs], rng.random() < 0.4
-        story += rng.choice(([Call("land")], launches)) if not is_late else launches
         if is_late:  # the puts have failed, and arrive after the removal
-            story += [Call("settle", {"job": job, "outcome": "failed", "at": 3}) for job in jobs]
+            story.append(Call("end_puts", {"outcome": "failed", "at": 3}))
+        else:
+            story += rng.choice(([Call("land")], [Call("land")], launches))
         story += [*evicts, self._forget_host()] if rng.random() < 0.5 else []
         story.append(Call("invalidate", {"who": who, "from_token": rng.randint(0, max(0, length - 2))}))
         story += [Call("release", {"who": who, "reason": "failed"})] * rng.choice((0, 1))
@@ -89,6 +92,11 @@ class RemoteDraw(DiskDraw):
 
     def _arrive(self) -> Call | None:
         return Call("arrive", {"at": self.rng.randrange(9)}) if self.machine.on_their_way else None
+
+    def _end_puts(self) -> Call:
+        """Some puts fail before or after they arrive, or arrive later; others bring wrong bytes, or never end."""
+        rng = self.rng
+        return Call("end_puts", {"outcome": rng.choice(("failed", "failed", "corrupt", "unproven")), "at": rng.randrange(4)})
 
     def _poison_cell(self) -> Call | None:
         return Call("poison_cell", {"at": self.rng.randrange(9)}) if self.machine.store else None
