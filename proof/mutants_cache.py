@@ -212,14 +212,14 @@ _PUBLISHING = (
     Mutant(
         "partial block published",
         COMMITS,
-        "publish(self.request_leases, holding, num_tokens // self.cache.layout.unit_tokens)",
+        "publish(self.request_leases, holding, num_units)",
         "publish(self.request_leases, holding, self.cache.layout.num_units(num_tokens))",
         "partial blocks are never cached",
     ),
     Mutant(
         "published after a reset",
         COMMITS,
-        "        if holding.epoch == self.cache.epoch:\n            publish(",
+        "        if is_current:\n            publish(",
         "        if holding.epoch:\n            publish(",
         "requests admitted before a reset never publish again",
     ),

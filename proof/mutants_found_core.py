@@ -165,8 +165,8 @@ _OBSERVERS = (
     Mutant(
         "commit stays half made if the policy raises",
         "aoffload.core.commits",
-        "            holding.sequence.drop_after(known)\n            raise\n",
-        "            raise\n",
+        "                holding.sequence.drop_after(known)\n                raise\n",
+        "                raise\n",
         _UNDONE,
         test=f"{_MISBEHAVE}::test_a_commit_is_undone_if_the_policy_raises[Own]",
     ),
@@ -181,17 +181,17 @@ _OBSERVERS = (
     Mutant(
         "policy's answer is taken as it is",
         "aoffload.core.policy",
-        "    if type(wanted) is not int or wanted < 0:\n",
-        "    if False:\n",
+        'return check_int("store_policy.wanted_stop", self.policy.wanted_stop(holding), 0)\n',
+        "return self.policy.wanted_stop(holding)\n",
         _UNDONE,
         test=f"{_MISBEHAVE}::test_a_commit_is_undone_if_the_policy_raises[1.5]",
     ),
     Mutant(
         "request stays if the policy raises at its end",
         "aoffload.core.ledger_work",
-        "        finally:\n            self._end(request, reason, done=done)\n",
+        "        finally:\n            if request.waiter is not None:\n                self.admission.leave(",
         "        except ZeroDivisionError:\n            pass\n        else:\n"
-        "            self._end(request, reason, done=done)\n",
+        "            if request.waiter is not None:\n                self.admission.leave(",
         _FOREIGN,
         also=(
             Patch(
@@ -201,8 +201,8 @@ _OBSERVERS = (
             ),
             Patch(
                 "aoffload.core.ledger_work",
-                "\n    def _end(",
-                "        return plans\n\n    def _end(",
+                "\n    # -- preemption ---",
+                "        return plans\n\n    # -- preemption ---",
             ),
         ),
         test=f"{_MISBEHAVE}::test_a_request_ends_even_if_the_policy_raises[seen]",

@@ -216,8 +216,8 @@ _WAKING = (
     Mutant(
         "no pump after a release",
         "aoffload.core.ledger_work",
-        "            self._settled(settled)\n        else:\n            self.admission.serve_line()\n",
-        "            self._settled(settled)\n",
+        "                self._settled(settled)\n            else:\n                self.admission.serve_line()\n",
+        "                self._settled(settled)\n",
         "everything that changes room serves the line",
     ),
     Mutant(
@@ -299,9 +299,9 @@ _STEPS = (
     Mutant(
         "step holds no blocks",
         "aoffload.core.ledger_work",
-        "        if request.num_steps:\n            self._closing.add(request)\n        else:\n"
+        "            if request.num_steps:\n                self._closing.add(request)\n            else:\n"
+        "                self._request_leases.let_go(request)\n",
         "            self._request_leases.let_go(request)\n",
-        "        self._request_leases.let_go(request)\n",
         "a step holds what it touches",
     ),
     Mutant(

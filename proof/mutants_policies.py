@@ -95,9 +95,9 @@ POLICY_MUTANTS = (
     ),
     Mutant(
         "not to be stored, and stored",
-        "aoffload.core.policy",
-        "return min(holding.published, holding.store_limit, wanted)",
-        "return min(holding.published, wanted)",
+        "aoffload.core.commits",
+        "                wanted = min(holding.published, holding.store_limit, ",
+        "                wanted = min(holding.published, ",
         "what a request does not want stored is not stored on its account",
     ),
     Mutant(

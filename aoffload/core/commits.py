@@ -22,7 +22,7 @@ from .overlap import check_valid
 from .owners import Holding
 from .pins import Pins
 from .plan import TransferPlan
-from .policy import StorePolicy, wanted_stop
+from .policy import StorePolicy
 from .publish import first_published, publish, published_by, read_by, runs_from, step_back, take_private
 from .records import Run
 from .request_leases import RequestLeases
@@ -51,43 +51,35 @@ class Commits:
         """Append `new_token_ids`, then publish the whole units of the first `num_computed_tokens` (a total, not an
         increment). Returns the stores to launch. If the policy raises, nothing has changed."""
         num_tokens, added = self.check(holding, num_computed_tokens, new_token_ids)
-        wanted = self._append(holding, num_tokens, added)
+        known, computed, first = holding.sequence.num_tokens, holding.num_computed_tokens, holding.published
+        num_units, is_current = num_tokens // self.cache.layout.unit_tokens, holding.epoch == self.cache.epoch
+        if added:
+            holding.sequence.append(added)
+        wanted = 0
+        if num_units and holding.store_limit and is_current:
+            # The policy may be the program's own and raise, so it is asked before anything is published. Then `added`
+            # is dropped: a commit that is repeated would append it twice.
+            holding.counts_as(num_tokens, max(first, num_units))
+            try:
+                wanted = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
+            except BaseException:
+                holding.sequence.drop_after(known)
+                raise
+            finally:
+                holding.counts_as(computed, first)
         if holding.state is State.ALLOCATED:
             self.request_leases.end_host_lease(holding)
             self.moves.request(holding, State.RUNNING)
-        if num_tokens > holding.num_computed_tokens:
-            self.cache.last_uses.computed(holding)
+        if num_tokens > computed and holding.computing is Computing.NOTHING and not holding.num_steps:
+            self.cache.last_uses.are_covered = False  # no step covers what this commit has computed
         holding.committed(num_tokens)
         plans: tuple[TransferPlan, ...] = ()
-        first = holding.published
-        if holding.epoch == self.cache.epoch:
-            publish(self.request_leases, holding, num_tokens // self.cache.layout.unit_tokens)
+        if is_current:
+            publish(self.request_leases, holding, num_units)
             plans = self.offer_stores(holding, first, wanted)
         if self.cache.layout.windows:
             slide(self.cache, holding)
         return plans
-
-    def _append(self, holding: Holding, num_tokens: int, added: bytes) -> int:
-        """Append the tokens `added`, and ask the policy up to which unit it wants the first `num_tokens` stored.
-
-        The policy may be the program's own and raise, so it is asked before anything is published. Then `added` is
-        dropped: a commit that is repeated would append it twice."""
-        known, computed, published = holding.sequence.num_tokens, holding.num_computed_tokens, holding.published
-        if added:
-            holding.sequence.append(added)
-        num_units = num_tokens // self.cache.layout.unit_tokens
-        if not num_units or not holding.store_limit or holding.epoch != self.cache.epoch:
-            return 0
-        holding.computed(num_tokens)
-        holding.published_up_to(max(published, num_units))
-        try:
-            return wanted_stop(self.policy, holding)
-        except BaseException:
-            holding.sequence.drop_after(known)
-            raise
-        finally:
-            holding.computed(computed)
-            holding.published_up_to(published)
 
     def check(self, holding: Holding, num_computed_tokens: object, new_token_ids: TokenIds) -> tuple[int, bytes]:
         """Raise if the commit is invalid; returns `num_computed_tokens`, and the new tokens, encoded."""
@@ -113,7 +105,8 @@ class Commits:
         if Tier.DEVICE not in holding.leases or not holding.store_limit:
             return ()
         self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
-        return self.offer_stores(holding, holding.published, wanted_stop(self.policy, holding), is_last=True)
+        wanted = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
+        return self.offer_stores(holding, holding.published, wanted, is_last=True)
 
     def offer_stores(
         self, holding: Holding, first: int, stop: int, *, is_last: bool = False

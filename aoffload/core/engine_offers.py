@@ -33,7 +33,7 @@ from .learning import Learning
 from .observer import Moves
 from .owners import Holding
 from .paths import stretches
-from .policy import StorePolicy, wanted_stop
+from .policy import StorePolicy
 from .presence import covered, covered_stop
 from .records import Job, Run
 from .stores import Stores, first_stored
@@ -161,7 +161,8 @@ class EngineOffers:
         if is_last:
             ids.check(holding.published)
             self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
-        return self._lacking(holding, wanted_stop(self.policy, holding), ids, unwritten, is_last=is_last)
+        wanted = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
+        return self._lacking(holding, wanted, ids, unwritten, is_last=is_last)
 
     def _lacking(
         self,

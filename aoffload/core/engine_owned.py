@@ -208,15 +208,13 @@ class EngineOwned:
         known, computed, published = holding.sequence.num_tokens, holding.num_computed_tokens, holding.published
         if added:
             holding.sequence.append(added)
-        holding.computed(num_tokens)
-        holding.published_up_to(num_units)
+        holding.counts_as(num_tokens, num_units)
         try:
             wanted = self.offers.wanted(holding, ids, self._unwritten.get(holding, _NOTHING), is_last=is_last)
             self.offers.check_sources(wanted.offers)
         except BaseException:  # also of the policy or of `find`
             holding.sequence.drop_after(known)
-            holding.computed(computed)
-            holding.published_up_to(published)
+            holding.counts_as(computed, published)
             raise
         if holding.state is State.PINNED:  # without a load
             self.request_leases.end_host_lease(holding)

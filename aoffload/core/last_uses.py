@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from .lifecycle import Computing, RequestState
+from .lifecycle import RequestState
 from .owners import Holding
 
 __all__ = ["LastUses"]
@@ -47,11 +47,6 @@ class LastUses:
         """Returns the number of the step that ends now."""
         self.num_ended += 1
         return self.num_ended
-
-    def computed(self, holding: Holding) -> None:
-        """Called before `holding` commits computed tokens: note whether a step covers them."""
-        if holding.computing is Computing.NOTHING and not holding.num_steps:
-            self.are_covered = False
 
     def gave_up(self, holding: Holding, block_ids: array[int]) -> None:
         """Note the last step of `holding` for blocks of its tables that it gives up. They may contain null blocks."""

@@ -37,7 +37,7 @@ from .observer import Moves
 from .observing import OBSERVES, Observer
 from .owners import Holding
 from .pins import Pins
-from .policy import AlsoCounts, store_policy_of
+from .policy import AlsoCounts, checked, store_policy_of
 from .pools import DevicePool, EngineBlocks
 from .preemption import Preemptions
 from .records import Job
@@ -106,7 +106,7 @@ class LedgerRooms:
         self.admission = Admission(cache, leases, moves, self._others_hold_room, self._pins.yield_one)
         self._loads = Loads(cache, leases, moves, self.jobs, self.admission)
         self._forks = Forks(cache, leases, self.admission, moves)
-        policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
+        policy = checked(store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1))
         self._hints: Hints | None = None
         self._rulings: Rulings | None = None
         if learning is not None:

@@ -351,30 +351,27 @@ class WorkingRequests(BeginningRequests):
         try:
             return self._commits.offer_last(request) if done and request.epoch == self.cache.epoch else ()
         finally:
-            self._end(request, reason, done=done)
-
-    def _end(self, request: Holding, reason: str, *, done: bool) -> None:
-        if request.waiter is not None:
-            self.admission.leave(request.waiter)
-        settled = self._loads.abandon(request) if request.load is not None else []
-        if request.origins:
-            self._forks.leaving(request)
-        if request.num_steps:
-            self._closing.add(request)
-        else:
-            self._request_leases.let_go(request)
-        del self.holdings[request.request_id]
-        if not done:
-            request.ends_for(reason)
-        self._moves.request(request, State.DONE if done else State.ABORTED)
-        if self._forks.over:
-            self._forks.left(request)
-        if self._engine is not None:
-            self._engine.left(request)
-        if settled:
-            self._settled(settled)
-        else:
-            self.admission.serve_line()
+            if request.waiter is not None:
+                self.admission.leave(request.waiter)
+            settled = self._loads.abandon(request) if request.load is not None else []
+            if request.origins:
+                self._forks.leaving(request)
+            if request.num_steps:
+                self._closing.add(request)
+            else:
+                self._request_leases.let_go(request)
+            del self.holdings[request.request_id]
+            if not done:
+                request.ends_for(reason)
+            self._moves.request(request, State.DONE if done else State.ABORTED)
+            if self._forks.over:
+                self._forks.left(request)
+            if self._engine is not None:
+                self._engine.left(request)
+            if settled:
+                self._settled(settled)
+            else:
+                self.admission.serve_line()
 
     # -- preemption -----------------------------------------------------------------------------------------------
 

@@ -199,7 +199,8 @@ class Holding(Claimant):
 
     def forgot_match(self) -> list[Lease]:
         """Returns its leases, which the caller releases."""
-        leases, self.leases, self.reserve = self.match_leases, {}, None
+        leases = [*self.leases.values()] if self.reserve is None else [self.reserve, *self.leases.values()]
+        self.leases, self.reserve = {}, None
         self.published = self.ready_stop = self.hit_stop = 0
         return leases
 
@@ -236,6 +237,10 @@ class Holding(Claimant):
 
     def computed(self, num_tokens: int) -> None:
         self.num_computed_tokens = num_tokens
+
+    def counts_as(self, num_computed_tokens: int, published: int) -> None:
+        """A policy is asked about what a request will have computed and published."""
+        self.num_computed_tokens, self.published = num_computed_tokens, published
 
     def narrow_hit(self, stop: int) -> None:
         """Lower the maximum of a match to `stop` units."""

@@ -30,9 +30,9 @@ __all__ = [
     "SelectiveStore",
     "StorePolicy",
     "StoreScope",
+    "checked",
     "store_limit",
     "store_policy_of",
-    "wanted_stop",
 ]
 
 MAX_SEEN = 1_000_000
@@ -157,6 +157,30 @@ class SelectiveStore(EagerStore):
 
 
 @attrs.frozen
+class Checked:
+    """A policy of the program's own, whose answers are checked. Those of this file need no check."""
+
+    policy: StorePolicy
+
+    @property
+    def num_watermark_blocks(self) -> int:
+        return self.policy.num_watermark_blocks
+
+    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
+        return self
+
+    def seen(self, holding: Holding, first: int, stop: int) -> None:
+        self.policy.seen(holding, first, stop)
+
+    def wanted_stop(self, holding: Holding) -> int:
+        return check_int("store_policy.wanted_stop", self.policy.wanted_stop(holding), 0)
+
+
+def checked(policy: StorePolicy) -> StorePolicy:
+    return policy if type(policy) in (EagerStore, NoStore, LazyStore, SelectiveStore) else Checked(policy)
+
+
+@attrs.frozen
 class AlsoCounts:
     """The policy of a ledger with a disk or a remote store: that of its stores in the host, and beside it how often
     prefixes were asked for."""
@@ -204,14 +228,6 @@ def store_policy_of(value: Any) -> StorePolicy:
     kind = "name, or a policy such as LazyStore()"
     check_has("store_policy", value, kind, "for_ledger seen wanted_stop num_watermark_blocks", ConfigError)
     return value  # type: ignore[no-any-return]
-
-
-def wanted_stop(policy: StorePolicy, holding: Holding) -> int:
-    """The unit up to which what `holding` has published is to be in the host."""
-    wanted = policy.wanted_stop(holding)
-    if type(wanted) is not int or wanted < 0:
-        check_int("store_policy.wanted_stop", wanted, 0)
-    return min(holding.published, holding.store_limit, wanted)
 
 
 def store_limit(prefix: Prefix, unit_tokens: int, store: StoreScope | str, max_store_tokens: int | None) -> int:

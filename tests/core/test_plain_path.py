@@ -12,7 +12,7 @@ from driving import Driven, prompt
 from aoffload.core.hops import Outcome
 from aoffload.core.plan import Completion
 
-MOST_CALLS = 188
+MOST_CALLS = 180
 """Calls of Python functions of this package that a request may make which loads 64 blocks and computes one token."""
 
 

@@ -96,7 +96,9 @@ class RemoteDraw(DiskDraw):
     def _end_puts(self) -> Call:
         """Some puts fail before or after they arrive, or arrive later; others bring wrong bytes, or never end."""
         rng = self.rng
-        return Call("end_puts", {"outcome": rng.choice(("failed", "failed", "corrupt", "unproven")), "at": rng.randrange(4)})
+        return Call(
+            "end_puts", {"outcome": rng.choice(("failed", "failed", "corrupt", "unproven")), "at": rng.randrange(4)}
+        )
 
     def _poison_cell(self) -> Call | None:
         return Call("poison_cell", {"at": self.rng.randrange(9)}) if self.machine.store else None
