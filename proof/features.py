@@ -33,7 +33,7 @@ NO_DISK = Forbidden(_of("no host"), OF_A_DISK, "what is on the disk comes from t
 OF_A_STORE = _of(
     "remote", "remote store", "remote store landed", "remote store failed", "remote store corrupt",
     "remote store unproven", "remote load landed", "remote load failed", "remote load corrupt", "cell gone",
-    "cell taken back", "late put", "told too much", "reset remote",
+    "cell taken back", "late put", "failed put arrives revoked", "revoked cell met", "told too much", "reset remote",
 )  # fmt: skip
 NO_STORE = Forbidden(
     _of("no host", "window", "chunk", "bands"), OF_A_STORE, "a store keeps full attention that is in the host"
@@ -71,8 +71,8 @@ FORBIDDEN = {
             _of("off"),
             _of(
                 "write behind", "idle", "disk flush", "deferred", "remote store", "remote store landed",
-                "remote load landed",
-                "cell taken back", "store corrupt",
+                "remote store failed", "remote store corrupt", "remote store unproven", "remote load landed", "late put",
+                "cell taken back", "failed put arrives revoked", "revoked cell met", "store corrupt",
             ),
             "what is never stored goes no further down",
         ),

@@ -14,7 +14,7 @@ from .program import Call
 __all__ = ["CORE_OF_DISK", "DISK_WEIGHTS", "RESTART_WEIGHTS", "DiskDraw"]
 
 DISK_WEIGHTS = {
-    "write_behind": 3, "idle": 0.8, "disk_flush": 1.2, "fetch": 2.5, "match_fetched": 1.5, "forget_host": 0.6,
+    "write_behind": 3, "idle": 1.6, "disk_flush": 1.2, "fetch": 2.5, "match_fetched": 1.5, "forget_host": 0.6,
 }  # fmt: skip
 RESTART_WEIGHTS = {"restart": 0.3, "survive": 3}
 CORE_OF_DISK = ("write_behind", "fetch", "match_fetched")
@@ -37,8 +37,9 @@ class DiskDraw(ABC):
         rng, known = self.rng, self.prompts.identity()
         self.prompts.served(known["tokens"])
         story = [Call("serve", {**known, "new": self.prompts.tokens(rng.choice((0, 0, 1)))})]
-        if self.machine.world.store_policy in ("off", "selective:2"):
+        if self.machine.world.store_policy == "selective:2":
             story.append(Call("serve", known))
+        story += self.to_host(known) if restarts else []
         story += [Call("land"), Call("disk_flush", {"most": rng.choice((1000, 1000, 3))})]
         story.append(Call("land"))
         killed = [self._restart(), *[Call("survive", {"most": 1000})] * rng.choice((0, 1, 1))]
@@ -52,6 +53,13 @@ class DiskDraw(ABC):
         if restarts:
             story += [Call("allocate", {"who": name}) for name in names]
         return story + [Call("load", {"who": name}) for name in names]
+
+    def to_host(self, known: dict[str, Any]) -> list[Call]:
+        """What a served prompt needs to be stored, where the policy stores nothing at once."""
+        policy = self.machine.world.store_policy
+        if policy == "off" or (policy.startswith("lazy") and self.rng.random() < 0.5):
+            return [Call("demote", {"name": self._name("e"), **known})]
+        return [Call("watermark")] if policy.startswith("lazy") else []
 
     def down_and_wrong(self) -> list[Call]:
         """What a forward has computed goes down to the disk, and then it turns out that the forward has failed. After a

@@ -22,7 +22,7 @@ WEIGHTS = {
     "admit": 5, "go_on": 14, "transfer": 8, "land": 2, "serve": 4, "evict": 1.5, "any_request": 1.5, "ask": 1,
     "invalidate": 0.9, "release": 1.2, "pin": 0.6, "unpin": 0.4, "lapse": 0.2, "reset": 0.25, "late": 0.6,
     "stray": 0.4, "again": 0.2, "lookup": 0.2, "tick": 0.4, "wrong": 0.4, "twins": 0.8,
-    "decline": 0.5, "offer_deferred": 1.5,
+    "decline": 2, "offer_deferred": 2,
 }  # fmt: skip
 CORE = ("admit", "go_on", "transfer", "land", "serve", "evict", "offer_deferred")
 NOT_HERE = ("allocate_nowait", "queue_allocation", "preempt_nowait", "resume", "fork", "abandon_load", "block_ids")
@@ -36,7 +36,7 @@ class EngineDraw(RemoteDraw, JobDraw):
         self.rng, self.machine = rng, machine
         factors = (0.0, 0.0, 0.3, 1.0, 3.0)
         table = WEIGHTS | (DISK_WEIGHTS | {"story": 1.0} if machine.world.num_disk_blocks else {})
-        table |= REMOTE_WEIGHTS | {"story": 1.0} if machine.world.cell_units else {}
+        table |= REMOTE_WEIGHTS | {"story": 3.0} if machine.world.cell_units else {}
         table |= {"hint": 0.8} if machine.world.eviction != "lru" else {}
         self.kinds, core = list(table), (*CORE, *CORE_OF_DISK, *CORE_OF_REMOTE)
         self.weights = [weight * (1.0 if name in core else rng.choice(factors)) for name, weight in table.items()]

@@ -22,8 +22,8 @@ _S = RequestState
 _LOADING = (_S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED)
 WEIGHTS = {
     "admit": 5, "go_on": 14, "any_request": 2, "transfer": 8, "land": 2, "begin": 1.5, "end": 1.5, "invalidate": 0.7,
-    "release": 1, "preempt": 0.8, "resume": 1.2, "fork": 0.8, "pin": 0.7, "unpin": 0.5, "lapse": 0.2, "prefetch": 0.6,
-    "demote": 0.6, "cancel": 0.2, "reset": 0.25, "watermark": 0.3, "late": 0.6, "stray": 0.3, "again": 0.2,
+    "release": 1, "preempt": 0.8, "resume": 1.2, "fork": 0.8, "pin": 0.7, "unpin": 0.5, "lapse": 0.2, "prefetch": 1.2,
+    "demote": 0.6, "cancel": 0.2, "reset": 0.25, "watermark": 0.3, "late": 0.8, "stray": 0.3, "again": 0.2,
     "lookup": 0.2,
     "serve": 4, "evict": 2.5, "wrong": 0.2, "extend": 0.8, "withdraw": 0.4, "abandon": 0.4,
     "begin_again": 0.2,

@@ -128,9 +128,9 @@ class RemoteCalls(DiskCalls):
         self._settle(completion, plan)
         return completion.outcome.value
 
-    def do_end_puts(self, outcome: str, at: int = 0) -> str:
-        """All puts planned so far end with `outcome`, in order."""
-        for name in [name for name, plan in self.plans.items() if plan.destination is Tier.REMOTE]:
+    def do_end_remote(self, outcome: str, at: int = 0) -> str:
+        """All copies to and from the store that are planned so far end with `outcome`, in order."""
+        for name in [name for name, plan in self.plans.items() if plan.cell is not None]:
             self.do_launch(name)
             self.do_settle(name, outcome, at)
         return outcome

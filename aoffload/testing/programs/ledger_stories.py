@@ -26,13 +26,14 @@ class LedgerStories(LedgerDraw):
         self._ahead: list[Step] = []
         self._stories: tuple[Callable[[], list[Step]], ...] = (self._kept_and_wanted, self._forked, self._reset_between)
         if machine.world.num_host_blocks:
-            self._stories += (self._away_and_back,) * 3
+            self._stories += (self._away_and_back,) * 4
         if machine.world.num_disk_blocks:
             self._stories += (self._down_and_up,) * 4 + (self._down_and_wrong,)
         if machine.world.cell_units:
             self._stories += (self._out_and_back,) * 6 + (self._out_and_wrong,) * 4
         has_more = machine.world.num_disk_blocks or machine.world.cell_units
         often = (0.03, 0.06, 0.12, 0.3) if has_more else (0.0, 0.03, 0.06, 0.12)
+        often = (0.1, 0.3, 0.6) if machine.world.cell_units else often
         self._how_often = rng.choice(often)
 
     def next(self) -> Call:
@@ -72,7 +73,10 @@ class LedgerStories(LedgerDraw):
         if rng.random() < 0.2:
             story.append(partial(self._extend_further, names[0]))
         story += [_call("load", {"who": name}) for name in names]
-        return story + (self._in_vain(names[0], known) if rng.random() < 0.4 else [])
+        ends = rng.random()
+        if ends < 0.15:  # a forward starts on it, and counts
+            return [*story, partial(self._start_early, names[0]), _call("land"), self._end]
+        return story + (self._in_vain(names[0], known) if ends < 0.6 else [])
 
     def _twin(self, known: dict[str, Any]) -> list[Step]:
         """Another request computes the same first tokens, and may hold the rest of the room."""

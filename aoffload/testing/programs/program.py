@@ -217,7 +217,7 @@ def with_a_disk(world: World) -> World:
 def with_a_store(world: World) -> World:
     """`world`, in most of the cases that allow it with a remote store. Which follows from the world itself."""
     chance = random.Random(f"{words_of(world)} store".replace(", eviction='lru'", ""))
-    if not world.num_host_blocks or any(shape.kind != "full" for shape in world.groups) or chance.random() < 0.4:
+    if not world.num_host_blocks or any(shape.kind != "full" for shape in world.groups) or chance.random() < 0.2:
         return world
     share, cell_units = chance.choice((1.0, 1.0, 0.5)), chance.choice((1, 1, 2, 2, 4))
     unit = _unit(world.groups)
@@ -235,9 +235,9 @@ def with_learning(world: World) -> World:
 
 
 def with_a_bound(world: World) -> World:
-    """`world`, in half of all worlds with few blocks in flight. The world itself determines which half it is in."""
+    """`world`, in most cases with few blocks in flight. The world itself determines which case it is."""
     chance = random.Random(f"{words_of(world)} bound")
-    return attrs.evolve(world, max_in_flight=chance.choice((0, 1, 2, 5)))
+    return attrs.evolve(world, max_in_flight=chance.choice((0, 1, 1, 2, 5)))
 
 
 def words_of(world: World) -> str:

@@ -13,7 +13,7 @@ __all__ = ["CORE_OF_REMOTE", "REMOTE_WEIGHTS", "RemoteDraw"]
 
 REMOTE_WEIGHTS = {
     "remote_stores": 3, "fetch": 2.5, "match_fetched": 1.5, "forget_host": 0.6, "lose_cell": 0.5, "poison_cell": 0.7,
-    "arrive": 0.6, "end_puts": 0.4,
+    "arrive": 1.2, "end_remote": 0.8, "late": 1.5,
 }  # fmt: skip
 CORE_OF_REMOTE = ("remote_stores", "fetch", "match_fetched")
 
@@ -30,8 +30,9 @@ class RemoteDraw(DiskDraw):
         rng, known = self.rng, self.prompts.identity()
         self.prompts.served(known["tokens"])
         story = [Call("serve", {**known, "new": self.prompts.tokens(rng.choice((0, 0, 1)))}), Call("serve", known)]
+        story += self.to_host(known) if allocates else []
         story += [Call("land"), Call("remote_stores", {"most": rng.choice((1000, 1000, 4))})]
-        story += [self._end_puts(), Call("remote_stores", {"most": 1000})] if rng.random() < 0.3 else []
+        story += [self._end_remote(), Call("remote_stores", {"most": 1000})] if rng.random() < 0.5 else []
         story.append(Call("land"))
         if rng.random() < 0.3:
             story.append(Call(rng.choice(("lose_cell", "poison_cell")), {"at": rng.randrange(9)}))
@@ -45,7 +46,7 @@ class RemoteDraw(DiskDraw):
         story = [Call("admit", {"who": name, **wanted}) for name in names]
         for _ in names:
             story.append(Call("fetch", {"name": self._name("fetch"), **rng.choice((wanted, known)), **self._answer()}))
-        story += [Call("land")] * rng.choice((0, 1, 1, 1))
+        story += rng.choice(([], *[[Call("land")]] * 3, [self._end_remote()]))
         story += [Call("match_fetched", {"who": name}) for name in names]
         story += [Call("allocate", {"who": name}) for name in names] if allocates else []
         return story + [Call("load", {"who": name}) for name in names]
@@ -61,12 +62,13 @@ class RemoteDraw(DiskDraw):
         story = [Call("admit", {"who": who, **prompt})]
         story += [Call("allocate", {"who": who})] if allocates else []
         story += [Call("load", {"who": who}), Call("compute", {"who": who, "stop": length}), Call("land")]
-        story += [Call("serve", longer)] * rng.choice((1, 2, 2)) + [Call("land")]
+        story += [Call("serve", longer)] * rng.choice((1, 2, 2)) + (self.to_host(known) if allocates else [])
+        story.append(Call("land"))
         story.append(Call("remote_stores", {"most": rng.choice((1000, 1000, 4)), "blind": rng.random() < 0.3}))
         jobs = [f"watermark:store:{at}" for at in range(6)]
-        launches, is_late = [Call("launch", {"job": job}) for job in jobs], rng.random() < 0.4
+        launches, is_late = [Call("launch", {"job": job}) for job in jobs], rng.random() < 0.5
         if is_late:  # the puts have failed, and arrive after the removal
-            story.append(Call("end_puts", {"outcome": "failed", "at": 3}))
+            story.append(Call("end_remote", {"outcome": "failed", "at": 3}))
         else:
             story += rng.choice(([Call("land")], [Call("land")], launches))
         story += [*evicts, self._forget_host()] if rng.random() < 0.5 else []
@@ -93,12 +95,10 @@ class RemoteDraw(DiskDraw):
     def _arrive(self) -> Call | None:
         return Call("arrive", {"at": self.rng.randrange(9)}) if self.machine.on_their_way else None
 
-    def _end_puts(self) -> Call:
-        """Some puts fail before or after they arrive, or arrive later; others bring wrong bytes, or never end."""
+    def _end_remote(self) -> Call:
+        """Copies fail: puts before or after they arrive, or they arrive later. Or they bring wrong bytes, or are given up."""
         rng = self.rng
-        return Call(
-            "end_puts", {"outcome": rng.choice(("failed", "failed", "corrupt", "unproven")), "at": rng.randrange(4)}
-        )
+        return Call("end_remote", {"outcome": rng.choice(("failed", "corrupt", "unproven")), "at": rng.randrange(4)})
 
     def _poison_cell(self) -> Call | None:
         return Call("poison_cell", {"at": self.rng.randrange(9)}) if self.machine.store else None

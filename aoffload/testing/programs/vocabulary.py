@@ -71,13 +71,13 @@ LEDGER_CALLS = _table({
     "fetch": f"name! {KEY} told",
     "match_fetched": "who!", "restart": "at most", "survive": "most!",
     "remote_stores": "most! blind", "lose_cell": "at!", "poison_cell": "at!", "arrive": "at!",
-    "end_puts": "outcome! at",
+    "end_remote": "outcome! at",
 })  # fmt: skip
 
 AS_ON_A_LEDGER = (
     "launch", "settle", "land", "discard", "late", "stray", "again", "pin", "unpin", "lapse", "drop_pins", "reset",
     "hint", "lookup", "serve", "write_behind", "idle", "disk_flush", "fetch", "match_fetched", "cancel",
-    "cancel_cache_transfers", "remote_stores", "lose_cell", "poison_cell", "arrive", "end_puts",
+    "cancel_cache_transfers", "remote_stores", "lose_cell", "poison_cell", "arrive", "end_remote",
 )  # fmt: skip
 ENGINE_CALLS = {name: LEDGER_CALLS[name] for name in AS_ON_A_LEDGER} | _table({
     "admit": f"who! {KEY} spans fewer max_hit_tokens hit_alignment reads_cache store max_store_tokens",
