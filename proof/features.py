@@ -71,8 +71,8 @@ FORBIDDEN = {
             _of("off"),
             _of(
                 "write behind", "idle", "disk flush", "deferred", "remote store", "remote store landed",
-                "remote store failed", "remote store corrupt", "remote store unproven", "remote load landed", "late put",
-                "cell taken back", "failed put arrives revoked", "revoked cell met", "store corrupt",
+                "remote store failed", "remote store corrupt", "remote store unproven", "remote load landed",
+                "late put", "cell taken back", "failed put arrives revoked", "revoked cell met", "store corrupt",
             ),
             "what is never stored goes no further down",
         ),

@@ -33,8 +33,7 @@ class LedgerStories(LedgerDraw):
             self._stories += (self._out_and_back,) * 6 + (self._out_and_wrong,) * 4
         has_more = machine.world.num_disk_blocks or machine.world.cell_units
         often = (0.03, 0.06, 0.12, 0.3) if has_more else (0.0, 0.03, 0.06, 0.12)
-        often = (0.1, 0.3, 0.6) if machine.world.cell_units else often
-        self._how_often = rng.choice(often)
+        self._how_often = rng.choice((0.1, 0.3, 0.6) if machine.world.cell_units else often)
 
     def next(self) -> Call:
         while True:

@@ -96,7 +96,7 @@ class RemoteDraw(DiskDraw):
         return Call("arrive", {"at": self.rng.randrange(9)}) if self.machine.on_their_way else None
 
     def _end_remote(self) -> Call:
-        """Copies fail: puts before or after they arrive, or they arrive later. Or they bring wrong bytes, or are given up."""
+        """Copies bring wrong bytes, are given up, or fail. A put that fails has arrived, arrives later, or never."""
         rng = self.rng
         return Call("end_remote", {"outcome": rng.choice(("failed", "corrupt", "unproven")), "at": rng.randrange(4)})
 
