@@ -70,8 +70,8 @@ FORBIDDEN = {
         Forbidden(
             _of("off"),
             _of(
-                "write behind", "idle", "disk flush", "deferred", "remote store", "remote store landed",
-                "remote store failed", "remote store corrupt", "remote store unproven", "remote load landed",
+                "write behind", "idle", "disk flush", "match fetched", "discard", "deferred",
+                "remote store", "remote store landed", "remote store failed", "remote store corrupt", "remote store unproven", "remote load landed",
                 "late put", "cell taken back", "failed put arrives revoked", "revoked cell met", "store corrupt",
             ),
             "what is never stored goes no further down",
@@ -81,7 +81,7 @@ FORBIDDEN = {
             _of(
                 "load", "load landed", "load failed", "load corrupt", "load unproven", "load lost", "host hit", "pin",
                 "pending", "declined", "store", "store landed", "store failed", "store unproven", "late proof", "bands",
-                "deferred",
+                "deferred", "hint",
             ),
             "what is never stored is neither copied nor hit",
         ),

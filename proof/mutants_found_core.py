@@ -81,6 +81,10 @@ _RESETS = (
 _FOREIGN = "a change is completed, whatever foreign code does in the middle of it"
 _UNDONE = "a call that raises has changed nothing, so it may be repeated"
 _MISBEHAVE = "tests/core/test_observers_misbehave.py"
+_BEHIND = (
+    "tests/core/test_found_by_programs.py::"
+    "test_a_store_that_has_landed_behind_another_is_found_by_no_restart_once_it_is_wrong"
+)
 
 _OBSERVERS = (
     Mutant(
@@ -251,6 +255,22 @@ _WORKER = (
         "no request begins with KV from before a reset",
         test="tests/core/test_found_by_programs.py::"
         "test_a_load_that_a_reset_ends_brings_nothing_that_others_have_published",
+    ),
+    Mutant(
+        "a wrong store that lands behind another is found by a restart",
+        "aoffload.core.jobs",
+        "            if job.epoch is NoEpoch.INVALIDATED:  # a restart",
+        "            if False:  # a restart",
+        "what turns out to be wrong is found by no restart",
+        test=_BEHIND + "[False]",
+    ),
+    Mutant(
+        "a store that is wrong once it has landed behind another is found by a restart",
+        "aoffload.core.cache",
+        "            if job.parked is not None:  # it has landed",
+        "            if False:  # it has landed",
+        "what turns out to be wrong is found by no restart",
+        test=_BEHIND + "[True]",
     ),
     Mutant(
         "age of a planned copy counted from nothing",

@@ -230,6 +230,8 @@ class PrefixCache(SplitsAndMerges):
         job, tier = part.incoming, self.tiers[part.tier]
         while job is not None and job.stop > part.run.start:
             job.publish_nothing()
+            if job.parked is not None:  # it has landed: a restart would find it
+                tier.taken_back(job.plan.destination_ids)
             job = job.predecessor
         part.awaits(None)  # these jobs add nothing any more
         first, stop = part.first, part.stop

@@ -209,6 +209,8 @@ class JobBook:
             and completion.outcome is not Outcome.UNPROVEN
         ):
             job.parked = completion
+            if job.epoch is NoEpoch.INVALIDATED:  # a restart before it is closed must not find what it has brought
+                self.tiers[job.plan.destination].taken_back(job.plan.destination_ids)
             return []
         self._close(job, completion)
         return [job, *self._settle_followers(job)] if job.followers else [job]

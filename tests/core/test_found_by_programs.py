@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from aoffload.testing.programs import GroupShape, Program, World, call, check_program
 
 LOADED = [2, 1, 1, 2, 0, 0, 1, 0, 0, 2]
@@ -219,3 +221,25 @@ def test_a_load_that_a_reset_ends_brings_nothing_that_others_have_published() ->
         call("land"),
     )
     check_program(Program("ledger", World((GroupShape("window", 7, 2),), 7, 100, 1000, "eager", 1.0, 1.0), calls))
+
+
+@pytest.mark.parametrize("lands_first", [False, True])
+def test_a_store_that_has_landed_behind_another_is_found_by_no_restart_once_it_is_wrong(lands_first: bool) -> None:
+    """The second of two stores on the disk lands while the first is under way, before or after its KV turns out to be
+    wrong. The process is killed before the first store ends: a restart found the second."""
+    lands = call("settle", job="watermark:store:1")
+    wrong = call("invalidate", who="w9", from_token=8)
+    tokens = [2, 0, 2, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 2, 0, 1, 1]
+    calls = (
+        call("admit", who="w9", tokens=tokens),
+        call("allocate", who="w9"),
+        call("compute", who="w9", stop=19),
+        call("land"),
+        call("disk_flush", most=1000),
+        call("launch", job="watermark:store:0"),
+        call("launch", job="watermark:store:1"),
+        *((lands, wrong) if lands_first else (wrong, lands)),
+        call("restart", at=1000, most=1000),
+    )
+    groups = (GroupShape("full", 0, 2), GroupShape("full", 0, 4), GroupShape("chunk", 4, 4))
+    check_program(Program("ledger", World(groups, 21, 160, 8, "eager", 0.5, 0.5, 640, 0.25), calls))

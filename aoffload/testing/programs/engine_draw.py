@@ -20,7 +20,7 @@ __all__ = ["EngineDraw"]
 _S = RequestState
 WEIGHTS = {
     "admit": 5, "go_on": 14, "transfer": 8, "land": 2, "serve": 4, "evict": 1.5, "any_request": 1.5, "ask": 1,
-    "invalidate": 0.9, "release": 1.2, "pin": 0.6, "unpin": 0.4, "lapse": 0.2, "reset": 0.25, "late": 0.6,
+    "invalidate": 0.9, "release": 1.2, "pin": 0.6, "unpin": 0.4, "lapse": 0.2, "reset": 0.4, "late": 0.6,
     "stray": 0.4, "again": 0.2, "lookup": 0.2, "tick": 0.4, "wrong": 0.4, "twins": 0.8,
     "decline": 2, "offer_deferred": 2,
 }  # fmt: skip
@@ -103,7 +103,7 @@ class EngineDraw(RemoteDraw, JobDraw):
     def _story(self) -> Call:
         world, evicts = self.machine.world, [Call("evict")]
         if world.cell_units and (not world.num_disk_blocks or self.rng.random() < 0.5):
-            tells = self.out_and_back if self.rng.random() < 0.6 else self.out_and_wrong
+            tells = self.out_and_back if self.rng.random() < 0.5 else self.out_and_wrong
             first, *self._ahead = tells(evicts, allocates=False)
         else:
             first, *self._ahead = self.down_and_up(evicts, restarts=False)
@@ -209,7 +209,7 @@ class EngineDraw(RemoteDraw, JobDraw):
         return Call("lapse", {"now": float(self.rng.randint(0, 50))})
 
     def _reset(self) -> Call:
-        disk = ("DISK",) if self.machine.world.num_disk_blocks else ()
+        disk = ("DISK",) * 3 if self.machine.world.num_disk_blocks else ()
         tier = self.rng.choice((None, "HOST", "HOST", "DEVICE", *disk))
         return Call("reset", {"tier": tier} if tier else {})
 

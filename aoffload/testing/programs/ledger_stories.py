@@ -30,7 +30,7 @@ class LedgerStories(LedgerDraw):
         if machine.world.num_disk_blocks:
             self._stories += (self._down_and_up,) * 4 + (self._down_and_wrong,)
         if machine.world.cell_units:
-            self._stories += (self._out_and_back,) * 6 + (self._out_and_wrong,) * 4
+            self._stories += (self._out_and_back,) * 6 + (self._out_and_wrong,) * 7
         has_more = machine.world.num_disk_blocks or machine.world.cell_units
         often = (0.03, 0.06, 0.12, 0.3) if has_more else (0.0, 0.03, 0.06, 0.12)
         self._how_often = rng.choice((0.1, 0.3, 0.6) if machine.world.cell_units else often)
@@ -92,7 +92,8 @@ class LedgerStories(LedgerDraw):
     def _in_vain(self, name: str, known: dict[str, Any]) -> list[Step]:
         """A load fails or is abandoned. A forward may have started on it, and other requests may come meanwhile."""
         rng, story = self.rng, list[Step]()
-        if rng.random() < 0.5:
+        is_early = rng.random() < 0.5
+        if is_early:
             story.append(partial(self._start_early, name))
         if rng.random() < 0.5:
             story += self._twin(known)
@@ -100,6 +101,8 @@ class LedgerStories(LedgerDraw):
             who = self._name("r")
             story += [_call("admit", {"who": who, "tokens": [9]}), partial(self._squeeze, who)]
         story += [_call("abandon", {"who": name})] if rng.random() < 0.4 else [partial(self._lose, name)] * 3
+        if is_early and rng.random() < 0.5:
+            story += [_call("land"), _call("begin_again", {"who": name})]
         resets, leaves = _call("reset", {"tier": "DEVICE"}), partial(self._release_but, name)
         afterwards: tuple[list[Step], ...] = (
             [],

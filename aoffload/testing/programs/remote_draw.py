@@ -46,7 +46,7 @@ class RemoteDraw(DiskDraw):
         story = [Call("admit", {"who": name, **wanted}) for name in names]
         for _ in names:
             story.append(Call("fetch", {"name": self._name("fetch"), **rng.choice((wanted, known)), **self._answer()}))
-        story += rng.choice(([], *[[Call("land")]] * 3, [self._end_remote()]))
+        story += rng.choice(([], *[[Call("land")]] * 2, [self._end_remote()]))
         story += [Call("match_fetched", {"who": name}) for name in names]
         story += [Call("allocate", {"who": name}) for name in names] if allocates else []
         return story + [Call("load", {"who": name}) for name in names]
@@ -71,7 +71,7 @@ class RemoteDraw(DiskDraw):
             story.append(Call("end_remote", {"outcome": "failed", "at": 3}))
         else:
             story += rng.choice(([Call("land")], [Call("land")], launches))
-        story += [*evicts, self._forget_host()] if rng.random() < 0.5 else []
+        story += [*evicts, self._forget_host()] if is_late or rng.random() < 0.5 else []
         story.append(Call("invalidate", {"who": who, "from_token": rng.randint(0, max(0, length - 2))}))
         story += [Call("release", {"who": who, "reason": "failed"})] * rng.choice((0, 1))
         story += [Call("land")] * rng.choice((0, 1)) + [Call("arrive", {"at": 0})] * (3 * is_late)
@@ -98,7 +98,8 @@ class RemoteDraw(DiskDraw):
     def _end_remote(self) -> Call:
         """Copies bring wrong bytes, are given up, or fail. A put that fails has arrived, arrives later, or never."""
         rng = self.rng
-        return Call("end_remote", {"outcome": rng.choice(("failed", "corrupt", "unproven")), "at": rng.randrange(4)})
+        outcome = rng.choice(("failed", "corrupt", "corrupt", "unproven", "unproven"))
+        return Call("end_remote", {"outcome": outcome, "at": rng.randrange(4)})
 
     def _poison_cell(self) -> Call | None:
         return Call("poison_cell", {"at": self.rng.randrange(9)}) if self.machine.store else None
