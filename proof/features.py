@@ -70,9 +70,10 @@ FORBIDDEN = {
         Forbidden(
             _of("off"),
             _of(
-                "write behind", "idle", "disk flush", "match fetched", "discard", "deferred",
-                "remote store", "remote store landed", "remote store failed", "remote store corrupt", "remote store unproven", "remote load landed",
-                "late put", "cell taken back", "failed put arrives revoked", "revoked cell met", "store corrupt",
+                "write behind", "idle", "disk flush", "match fetched", "deferred",
+                "remote store", "remote store landed", "remote store failed", "remote store corrupt",
+                "remote store unproven", "remote load landed", "late put",
+                "cell taken back", "failed put arrives revoked", "revoked cell met", "store corrupt",
             ),
             "what is never stored goes no further down",
         ),

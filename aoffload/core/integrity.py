@@ -149,8 +149,12 @@ def _check_cell(cache: PrefixCache, job: Job) -> None:
         _demand(Tier.REMOTE not in plan.hop, "a copy from or to a remote store without a cell", job)
         return
     num_units = cell.stop - cell.start
-    digest = cells_before(TokenSequence.of_path(job.run), cell.stop, num_units)[-1].digest
-    _demand(digest == cell.digest and not cell.start % num_units, "a cell of other tokens", job, cell)
+    if job.run.stop < cell.stop:  # the host had no room for the rest of the cell, so the index has no tokens of it
+        _demand(plan.source is Tier.REMOTE, "a part of a cell is stored", job, cell)
+    else:
+        digest = cells_before(TokenSequence.of_path(job.run), cell.stop, num_units)[-1].digest
+        _demand(digest == cell.digest, "a cell of other tokens", job, cell)
+    _demand(not cell.start % num_units, "a cell that begins elsewhere", job, cell)
     ids = plan.source_ids if plan.source is Tier.REMOTE else plan.destination_ids
     is_inside = cell.start <= job.start < job.stop <= cell.stop
     places = places_in_cells(job.start, job.stop, num_units, width)

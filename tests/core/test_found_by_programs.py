@@ -243,3 +243,17 @@ def test_a_store_that_has_landed_behind_another_is_found_by_no_restart_once_it_i
     )
     groups = (GroupShape("full", 0, 2), GroupShape("full", 0, 4), GroupShape("chunk", 4, 4))
     check_program(Program("ledger", World(groups, 21, 160, 8, "eager", 0.5, 0.5, 640, 0.25), calls))
+
+
+def test_a_part_of_a_cell_that_fits_is_loaded() -> None:
+    """The host has room for the first unit of a cell only, since the fetch pins what it takes to be room: this is no
+    fault, but `check_integrity` raised."""
+    calls = (
+        call("serve", tokens=[0, 0]),
+        call("pin", name="p3", tokens=[0, 0]),
+        call("serve", tokens=[0, 0], salt="other"),
+        call("fetch", name="fetch11", tokens=[0] * 9, salt="other", told=99),
+        call("land"),
+    )
+    groups = (GroupShape("full", 0, 2), GroupShape("full", 0, 1))
+    check_program(Program("engine", World(groups, 4, 12, 1000, "eager", 0.25, 0.5, 0, 1.0, 2, max_in_flight=1), calls))

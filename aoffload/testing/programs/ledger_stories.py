@@ -30,10 +30,11 @@ class LedgerStories(LedgerDraw):
         if machine.world.num_disk_blocks:
             self._stories += (self._down_and_up,) * 4 + (self._down_and_wrong,)
         if machine.world.cell_units:
-            self._stories += (self._out_and_back,) * 6 + (self._out_and_wrong,) * 7
+            self._stories += (self._away_and_back,) * 4 + (self._out_and_back,) * 6 + (self._out_and_wrong,) * 7
+            self.outcomes = rng.choice(((12, 2, 2, 1), (4, 2, 2, 2), (1, 1, 1, 1)))
         has_more = machine.world.num_disk_blocks or machine.world.cell_units
         often = (0.03, 0.06, 0.12, 0.3) if has_more else (0.0, 0.03, 0.06, 0.12)
-        self._how_often = rng.choice((0.1, 0.3, 0.6) if machine.world.cell_units else often)
+        self._how_often = rng.choice((0.2, 0.4, 0.6) if machine.world.cell_units else often)
 
     def next(self) -> Call:
         while True:

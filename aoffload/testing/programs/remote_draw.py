@@ -38,15 +38,18 @@ class RemoteDraw(DiskDraw):
             story.append(Call(rng.choice(("lose_cell", "poison_cell")), {"at": rng.randrange(9)}))
         story += [*evicts, self._forget_host()]
         wanted = {**known, "tokens": known["tokens"] + self.prompts.tokens(rng.choice((0, 1, 1, 4)))}
-        return story + self._come_back(known, wanted, allocates=allocates)
+        ends = rng.choice(([], [Call("land")], [self._end_remote()]))
+        return story + self._come_back(known, wanted, ends, allocates=allocates)
 
-    def _come_back(self, known: dict[str, Any], wanted: dict[str, Any], *, allocates: bool) -> list[Call]:
+    def _come_back(
+        self, known: dict[str, Any], wanted: dict[str, Any], ends: list[Call], *, allocates: bool
+    ) -> list[Call]:
         rng = self.rng
         names = [self._name("c") for _ in range(rng.choice((1, 1, 2)))]
         story = [Call("admit", {"who": name, **wanted}) for name in names]
         for _ in names:
             story.append(Call("fetch", {"name": self._name("fetch"), **rng.choice((wanted, known)), **self._answer()}))
-        story += rng.choice(([], *[[Call("land")]] * 2, [self._end_remote()]))
+        story += ends
         story += [Call("match_fetched", {"who": name}) for name in names]
         story += [Call("allocate", {"who": name}) for name in names] if allocates else []
         return story + [Call("load", {"who": name}) for name in names]
@@ -75,7 +78,7 @@ class RemoteDraw(DiskDraw):
         story.append(Call("invalidate", {"who": who, "from_token": rng.randint(0, max(0, length - 2))}))
         story += [Call("release", {"who": who, "reason": "failed"})] * rng.choice((0, 1))
         story += [Call("land")] * rng.choice((0, 1)) + [Call("arrive", {"at": 0})] * (3 * is_late)
-        return story + self._come_back(known, longer, allocates=allocates)
+        return story + self._come_back(known, longer, [Call("land")], allocates=allocates)
 
     def _answer(self) -> dict[str, Any]:
         """What the store is said to have: mostly what it has."""
