@@ -210,6 +210,8 @@ def _draw_ledger_program(
     machine = kind.machine(world, watches=seed % LOOKS_AT_REFUSALS == 1, whole_every=WHOLE_EVERY)
     machine.taken = taken
     draw, calls = kind.draw(rng, machine), list[Call]()
+    if world.cell_units:  # one more tier to go to and to come back from
+        num_calls *= 2
     violation: Violation | None = None
     try:
         for _ in range(rng.randint(num_calls // 2, num_calls * 3 // 2)):
