@@ -82,7 +82,7 @@ FORBIDDEN = {
             _of(
                 "load", "load landed", "load failed", "load corrupt", "load unproven", "load lost", "host hit", "pin",
                 "pending", "declined", "store", "store landed", "store failed", "store unproven", "late proof", "bands",
-                "deferred", "hint",
+                "deferred",
             ),
             "what is never stored is neither copied nor hit",
         ),

@@ -273,6 +273,15 @@ _WORKER = (
         test=_BEHIND + "[True]",
     ),
     Mutant(
+        "cells of a fork stay in the store",
+        "aoffload.core.ledger_work",
+        "        for reader, first in tainted.items() if self._remote_stores is not None else ():\n",
+        "        for reader, first in ():\n",
+        "what turns out to be wrong is removed from the store",
+        test="tests/core/test_found_by_programs.py::"
+        "test_what_a_fork_has_brought_to_a_store_is_removed_with_what_it_copied[False]",
+    ),
+    Mutant(
         "age of a planned copy counted from nothing",
         "aoffload.core.jobs",
         "            0.0 if self.moves.clock is None else self.moves.clock(),\n",

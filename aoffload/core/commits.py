@@ -150,8 +150,8 @@ class Commits:
         """Plan stores of what is about to be evicted; none unless the policy has a watermark."""
         return tuple([job.plan for job in self.watermark.plan()]) if self.watermark.num_blocks else ()
 
-    def invalidate(self, holding: Holding, first_wrong: object, readers: Iterable[Holding]) -> tuple[Holding, ...]:
-        """See `Ledger.invalidate`. Also returns requests that are over.
+    def invalidate(self, holding: Holding, first_wrong: object, readers: Iterable[Holding]) -> dict[Holding, int]:
+        """See `Ledger.invalidate`. Returns each request with its first wrong unit, also requests that are over.
 
         Requests that have matched the wrong KV but have no block tables yet are matched again. If such a request has a
         grant that was not accepted yet, the grant goes back and the request joins the line again.
@@ -173,9 +173,9 @@ class Commits:
         holding.sequence.drop_after(from_token + 1)
         holding.computed(from_token)
         if goes_on and self._reaches_back(holding):
-            return (*tainted,)
+            return tainted
         holding.taint()
-        return (holding, *tainted)
+        return {holding: start, **tainted}
 
     def _compute_again(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> bool:
         """Let `holding` compute again from `from_token` on, into private blocks. False: other requests still read some

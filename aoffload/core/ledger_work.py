@@ -220,19 +220,22 @@ class WorkingRequests(BeginningRequests):
         if self._engine is not None:
             told, settled = self._engine.invalidate(holding, from_token, tuple(self.holdings.values()))
             self._settled(settled)
-            self._take_back_cells(sequence, from_token, published)
+            self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
             return tuple(reader for reader in told if not reader.is_over)
         # Requests that are over may have read it too, in a step or as forks, but need not be aborted.
         readers = dict.fromkeys((*self.holdings.values(), *self._closing, *self._forks.over))
         tainted = self._commits.invalidate(holding, from_token, readers)
-        self._take_back_cells(sequence, from_token, published)
+        self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
+        for reader, first in tainted.items() if self._remote_stores is not None else ():
+            if reader is not holding:  # a fork may have published units that `holding` has only begun
+                self._take_back_cells(reader.sequence, first, max(reader.published, reader.read_before))
         self.admission.serve_line()
         return tuple(reader for reader in tainted if not reader.is_over)
 
-    def _take_back_cells(self, sequence: TokenSequence, from_token: int, stop: int) -> None:
-        """What is in a remote store of `sequence` from `from_token` on, and what may follow it there, is wrong."""
+    def _take_back_cells(self, sequence: TokenSequence, first: int, stop: int) -> None:
+        """A remote store's cells with units `[first, stop)` of `sequence`, and cells that follow them, are wrong."""
         if self._remote_stores is not None:
-            for job in self._remote_stores.take_back(sequence, from_token // self.layout.unit_tokens, stop):
+            for job in self._remote_stores.take_back(sequence, first, stop):
                 self._settled(self.jobs.discard(job))
 
     @property

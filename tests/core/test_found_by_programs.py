@@ -257,3 +257,24 @@ def test_a_part_of_a_cell_that_fits_is_loaded() -> None:
     )
     groups = (GroupShape("full", 0, 2), GroupShape("full", 0, 1))
     check_program(Program("engine", World(groups, 4, 12, 1000, "eager", 0.25, 0.5, 0, 1.0, 2, max_in_flight=1), calls))
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_what_a_fork_has_brought_to_a_store_is_removed_with_what_it_copied(is_over: bool) -> None:
+    """A request computes one token, a fork goes on from it, and a whole cell of the fork is stored. Then that token
+    turns out to be wrong: the cell stayed in the store, because the request itself has published nothing."""
+    tokens = [0, 0, 1, 1, 0, 1, 2, 1, 0, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 2, 2]
+    calls = (
+        call("admit", who="c7", tokens=tokens),
+        call("allocate", who="c7"),
+        call("compute", who="c7", stop=1),
+        call("fork", who="c7", child="f11"),
+        call("compute", who="f11", stop=22, new=[1]),
+        *([call("release", who="f11")] if is_over else []),
+        call("land"),
+        call("serve", tokens=[0, 0, 1, 1]),
+        call("remote_stores", most=1),
+        call("land"),
+        call("invalidate", who="c7", from_token=0),
+    )
+    check_program(Program("ledger", World((GroupShape("full", 0, 4),), 13, 100, 1000, "eager", cell_units=1), calls))
