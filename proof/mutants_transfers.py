@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .planting import Mutant
+from .planting import Mutant, Patch
 
 __all__ = ["TRANSFER_MUTANTS"]
 
@@ -179,9 +179,16 @@ _LANDING = (
     Mutant(
         "predecessors not waited for",
         JOBS,
-        "            job.parked = completion\n            return []\n",
-        "            pass\n",
+        "            job.parked = completion\n",
+        "",
         "a later completion waits for what lies before it",
+        also=(
+            Patch(
+                JOBS,
+                "taken_back(job.plan.destination_ids)\n            return []\n",
+                "taken_back(job.plan.destination_ids)\n",
+            ),
+        ),
     ),
     Mutant(
         "parked completion forgotten",
