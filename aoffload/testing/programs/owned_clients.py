@@ -117,6 +117,7 @@ class EngineActor(Actor):
         if num_ready is None or served.is_told:
             return
         served.look()
+        served.told_again(num_ready)
         if served.request.match.num_host_tokens:
             self.stage.met("load")
         if served.request.num_lost_tokens:

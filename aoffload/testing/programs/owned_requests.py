@@ -29,6 +29,8 @@ class EngineServed(Served):
     """The token from which on a load brings more, while it is not known to be over."""
     most: int = 0
     """Tokens that may be ready after that load."""
+    num_ready: int = 0
+    """What its load has brought, as it was told."""
     has_loaded: bool = False
     """A load was planned, and nothing was offered since: other requests may wait for that."""
     has_computed: bool = False
@@ -99,9 +101,16 @@ class EngineServed(Served):
             )
         if request.num_lost_tokens and request.retry_max_hit_tokens != num_ready:
             raise Violation("an answer", f"{self.name} is to try again up to {request.retry_max_hit_tokens}")
-        self.written = self.chain[:num_ready]
+        self.written, self.num_ready = self.chain[:num_ready], num_ready
         self.own.loaded(self, before, num_ready, is_whole=num_ready >= request.match.num_tokens)
         self.check_ready(num_ready)
+
+    def told_again(self, num_ready: int) -> None:
+        """It has asked for its load again. After a reset, the answer is less than before, and it begins anew there."""
+        if num_ready < self.num_ready:
+            self.num_ready = num_ready
+            self.is_spent |= not self.own.go_back(self, num_ready)
+            del self.written[num_ready:]
 
     def check_match(self, *, is_first: bool) -> None:
         """As of any request, of what lies behind the engine's own hit."""
