@@ -78,15 +78,16 @@ class Request(EngineCalls):
         await self._allocate(holding, num_tokens)
 
     async def _allocate(self, holding: Holding, num_tokens: int | None) -> None:
-        if holding.match.num_disk_tokens or self._session.remote is not None:
+        ledger = self._session.ledger
+        if not ledger.is_engine_owned and (holding.match.num_disk_tokens or self._session.remote is not None):
             await fetch(self, holding, self._prefix)
         try:
-            self._session.ledger.allocate_nowait(holding, num_tokens)
+            ledger.allocate_nowait(holding, num_tokens)
             return
         except OutOfBlocks as error:
             if not error.retryable:
                 raise
-        await self._wait_in_line(self._session.ledger.queue_allocation(holding, num_tokens, self._wake))
+        await self._wait_in_line(ledger.queue_allocation(holding, num_tokens, self._wake))
 
     def extend_nowait(self, num_tokens: int) -> Extension:
         """Allocate blocks for `num_tokens` tokens in total. Returns what was added to the block tables.

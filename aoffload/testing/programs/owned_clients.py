@@ -129,7 +129,8 @@ class EngineActor(Actor):
         for served in requests:
             assert isinstance(served, EngineServed)
             served.own.grow(served, len(served.tokens) + len(args.get("drafts", ())))
-            served.has_computed |= served.request.state is RequestState.PINNED
+            if served.request.state is RequestState.PINNED and not served.has_computed:
+                served.computes_now()
         return super()._begin(requests, args, early, works)
 
     @contextmanager

@@ -29,8 +29,6 @@ class EngineServed(Served):
     """The token from which on a load brings more, while it is not known to be over."""
     most: int = 0
     """Tokens that may be ready after that load."""
-    num_ready: int = 0
-    """What its load has brought, as it was told."""
     has_loaded: bool = False
     """A load was planned, and nothing was offered since: other requests may wait for that."""
     has_computed: bool = False
@@ -79,6 +77,13 @@ class EngineServed(Served):
         self.loads_from = self.num_hit
         return True
 
+    def computes_now(self) -> None:
+        """It begins to compute, in place of a load."""
+        self.has_computed, holding = True, self.request._holding
+        assert holding is not None
+        self.engine.answered(holding)
+        self.engine.computing.add(holding)
+
     def load_refused(self) -> None:
         """The load was not planned: its blocks go back, unless a forward has begun to compute into them meanwhile."""
         if self.loads_from is not None and self.request.state in _ASKING:
@@ -105,12 +110,9 @@ class EngineServed(Served):
         self.own.loaded(self, before, num_ready, is_whole=num_ready >= request.match.num_tokens)
         self.check_ready(num_ready)
 
-    def told_again(self, num_ready: int) -> None:
-        """It has asked for its load again. After a reset, the answer is less than before, and it begins anew there."""
-        if num_ready < self.num_ready:
-            self.num_ready = num_ready
-            self.is_spent |= not self.own.go_back(self, num_ready)
-            del self.written[num_ready:]
+    def goes_back_to(self, num_ready: int) -> None:
+        super().goes_back_to(num_ready)
+        self.is_spent |= not self.own.go_back(self, num_ready)
 
     def check_match(self, *, is_first: bool) -> None:
         """As of any request, of what lies behind the engine's own hit."""

@@ -96,6 +96,8 @@ class ProgramEngine(SimulatedEngine):
     """The version of the weights. Each reset of everything, also one of an earlier runtime, increments it."""
     oldest: dict[Holding, int] = attrs.field(factory=dict)
     """By request: the version of the weights when it got its blocks or its load ended. It reads no KV of older ones."""
+    computing: set[Holding] = attrs.field(factory=set)
+    """Requests that have begun to compute in place of a load: no answer comes any more."""
 
     def chain(self, roots: tuple[object, object], tokens: Sequence[int], spans: Iterable[KeySpan] = ()) -> list[int]:
         """The numbers of the prefixes of `tokens`, the shortest first."""
@@ -120,7 +122,8 @@ class ProgramEngine(SimulatedEngine):
 
     def answered(self, holding: Holding) -> None:
         """The request has just got its blocks, or its load has just ended."""
-        self.oldest[holding] = self.weights if self.num_resets else 0
+        if holding not in self.computing:
+            self.oldest[holding] = self.weights if self.num_resets else 0
 
     def may_be_cached(self, chain: Sequence[int]) -> None:
         """From now on, whole blocks of this prefix may hit."""

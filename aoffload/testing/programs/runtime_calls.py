@@ -113,6 +113,7 @@ class RequestCalls(Role):
         if num_ready is None or served.is_told:
             return
         served.look()
+        served.told_again(num_ready)
         if before is not RequestState.RUNNING and num_ready:
             self.stage.met("load" if served.request.match.num_host_tokens else "device hit")
         served.check_ready(num_ready)

@@ -33,6 +33,8 @@ class Served:
     """The number of resets before it was matched."""
     written: list[int] = attrs.field(factory=list)
     """Like `chain`, of the tokens that lie in its blocks: a prefix, perhaps with drafts that were not accepted."""
+    num_ready: int = 0
+    """Tokens that were in its blocks when its load was over, as it was told, but for those that it has invalidated."""
     life: int = 0
     """Counts the preemptions and invalidations that void the result of a forward under way."""
     num_works: int = 0
@@ -74,11 +76,22 @@ class Served:
         """Update `written` with the tokens that a match or a load has brought."""
         state = self.request.state
         if state in _COMPUTING and state is not self._known_in:
-            self.written, self._known_in = self.chain[: self.request.num_computed_tokens], state
+            self.num_ready, self._known_in = self.request.num_computed_tokens, state
+            self.written = self.chain[: self.num_ready]
+
+    def told_again(self, num_ready: int) -> None:
+        """It has asked again what its load has brought. After a reset, the answer may be less than before."""
+        if num_ready < self.num_ready:
+            self.goes_back_to(num_ready)
+
+    def goes_back_to(self, num_ready: int) -> None:
+        self.num_ready = num_ready
+        del self.written[num_ready:]
 
     def start_again(self) -> None:
         """Forget what lay in the blocks that the request has given up."""
         self.written, self._known_in, self.pending, self.early = [], None, None, None
+        self.num_ready = 0
         self._now.clear()
         self.life += 1
 
@@ -172,6 +185,7 @@ class Served:
         del self.tokens[max(num_prompt, start + 1) :]
         del self.chain[max(num_prompt, start + 1) :]
         del self.written[start:]
+        self.num_ready = min(self.num_ready, start)
         self.life += 1
 
     def computed(self, forward: Forward) -> None:
