@@ -103,14 +103,17 @@ DISK_MUTANTS: tuple[Mutant, ...] = (
         "",
         "a corrupt slot is forgotten for good",
     ),
-    _mutant(
+    Mutant(
         "disk: sum taken after the write",
         SLOTS,
         "        sums, encoded = records()\n        if is_given_up():\n",
         "        sums, encoded = self._records(to, source, labels, generation)\n        if False:\n",
         "a store that hung does not label what was written over its source",
-        Patch(SLOTS, "while not is_given_up():", "while done < len(to):"),
-        Patch(SLOTS, "        if done and is_given_up():  # meanwhile", "        if False:  # meanwhile"),
+        also=(
+            Patch(SLOTS, "while not is_given_up():", "while done < len(to):"),
+            Patch(SLOTS, "        if done and is_given_up():  # meanwhile", "        if False:  # meanwhile"),
+        ),
+        test="tests/transfer/test_disk_slots.py::test_a_store_that_is_given_up_meanwhile_records_nothing",
     ),
     _mutant(
         "disk: larger than its size",

@@ -88,14 +88,6 @@ MATCHES = (
         test=f"{ASKED}test_an_answer_does_not_outlive_what_it_is_about[quarantine]",
     ),
     Mutant(
-        "vLLM: an answer that outlives a reset",
-        SCHEDULER,
-        "        for found in self.requests.values():\n            found.ask_now()\n",
-        "",
-        "what was computed with other weights is never loaded",
-        test=f"{ASKED}test_an_answer_does_not_outlive_what_it_is_about[reset]",
-    ),
-    Mutant(
         "vLLM: promises while nothing is copied",
         SCHEDULER,
         " if self._queue.is_accepting else 0\n",

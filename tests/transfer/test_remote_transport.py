@@ -688,8 +688,10 @@ def test_a_store_under_way_does_not_bring_back_what_is_forgotten(open_remote: Op
     assert not store.objects
 
 
-def test_a_load_under_way_does_not_bring_what_is_forgotten(open_remote: Open) -> None:
-    """Its bytes are wrong, although they are what was stored, and had been read before."""
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_load_under_way_does_not_bring_what_is_forgotten(open_remote: Open, is_own: bool) -> None:
+    """Its bytes are wrong, although they are what was stored, and had been read before. Only an object of its own has a
+    number that was revoked."""
     is_read, go_on = threading.Event(), threading.Event()
 
     class Late(SimulatedStore):
@@ -699,8 +701,9 @@ def test_a_load_under_way_does_not_bring_what_is_forgotten(open_remote: Open) ->
             assert go_on.wait(GUARD_S)
             return found
 
-    copies = open_remote(Late())
-    copies.store(cell(0))
+    store = Late()
+    copies = open_remote(store)
+    (copies if is_own else open_remote(store)).store(cell(0))
     try:
         copies.launch_load(cell(0))
         assert is_read.wait(GUARD_S)

@@ -398,14 +398,12 @@ class SchedulerSide:
             self._queue.submit(plans)
 
     def reset(self) -> None:
-        """Forget all that is cached."""
+        """Forget all that is cached, the matches of all requests included."""
         self.ledger.reset()
         if self._pool.is_all_free:
             self.adapters.forget_places()
         if self.lower is not None:
             self.lower.reset()
-        for found in self.requests.values():
-            found.ask_now()
 
     @property
     def is_busy(self) -> bool:
