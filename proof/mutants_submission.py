@@ -114,7 +114,7 @@ _STEPS = (
     Mutant(
         "compute outside of steps not noticed",
         COMMITS,
-        "            self.cache.last_uses.are_covered = False  # no step covers what this commit has computed\n",
+        "            self.cache.last_uses.are_covered = False  # no step covers this commit\n",
         "            pass\n",
         _OWN_STEPS,
         test="tests/core/test_last_uses.py::test_a_commit_that_no_step_covers_ends_it_for_good",

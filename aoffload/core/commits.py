@@ -71,7 +71,7 @@ class Commits:
             self.request_leases.end_host_lease(holding)
             self.moves.request(holding, State.RUNNING)
         if num_tokens > computed and holding.computing is Computing.NOTHING and not holding.num_steps:
-            self.cache.last_uses.are_covered = False  # no step covers what this commit has computed
+            self.cache.last_uses.are_covered = False  # no step covers this commit
         holding.committed(num_tokens)
         plans: tuple[TransferPlan, ...] = ()
         if is_current:

@@ -149,7 +149,7 @@ def _check_cell(cache: PrefixCache, job: Job) -> None:
         _demand(Tier.REMOTE not in plan.hop, "a copy from or to a remote store without a cell", job)
         return
     num_units = cell.stop - cell.start
-    if job.run.stop < cell.stop:  # the host had no room for the rest of the cell, so the index has no tokens of it
+    if job.run.stop < cell.stop:  # too few free host blocks for the whole cell, so the index lacks its tokens
         _demand(plan.source is Tier.REMOTE, "a part of a cell is stored", job, cell)
     else:
         digest = cells_before(TokenSequence.of_path(job.run), cell.stop, num_units)[-1].digest

@@ -209,7 +209,7 @@ class JobBook:
             and completion.outcome is not Outcome.UNPROVEN
         ):
             job.parked = completion
-            if job.epoch is NoEpoch.INVALIDATED:  # a restart before it is closed must not find what it has brought
+            if job.epoch is NoEpoch.INVALIDATED:  # a restart before it is closed must not find its blocks
                 self.tiers[job.plan.destination].taken_back(job.plan.destination_ids)
             return []
         self._close(job, completion)

@@ -239,7 +239,7 @@ class Holding(Claimant):
         self.num_computed_tokens = num_tokens
 
     def counts_as(self, num_computed_tokens: int, published: int) -> None:
-        """A policy is asked about what a request will have computed and published."""
+        """Set both totals for a question to the store policy, which is asked before they are true."""
         self.num_computed_tokens, self.published = num_computed_tokens, published
 
     def narrow_hit(self, stop: int) -> None:

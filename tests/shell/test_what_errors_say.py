@@ -64,6 +64,10 @@ async def test_a_call_that_comes_too_early_names_the_one_that_is_missing() -> No
                     call()
             with pytest.raises(WrongState, match="no blocks to give up"):
                 request.preempt_nowait()
+            async with engine.runtime.request(B) as other:
+                await other.allocate()
+                with pytest.raises(WrongState, match=r"ALLOCATED.*it has its blocks, and `extend` takes more"):
+                    other.allocate_nowait()
             await engine.prefill(request, A)
             with pytest.raises(WrongState, match=r"RUNNING.*it has its blocks, and `extend` takes more"):
                 request.allocate_nowait()
@@ -206,6 +210,7 @@ async def test_a_step_that_is_abandoned_ends_in_the_loop() -> None:
             steps[0].__enter__()
             with pytest.warns(ResourceWarning, match="step was abandoned"):
                 drop(steps.pop())
+            assert request._holding is not None and request._holding.num_steps == 1  # not before that turn
             with anyio.fail_after(10):
                 await request.preempt()
         await assert_at_rest(engine.runtime)

@@ -55,7 +55,7 @@ class DiskDraw(ABC):
         return story + [Call("load", {"who": name}) for name in names]
 
     def to_host(self, known: dict[str, Any]) -> list[Call]:
-        """What a served prompt needs to be stored, where the policy stores nothing at once."""
+        """Calls that store a served prompt if the policy stores nothing at commit."""
         policy = self.machine.world.store_policy
         if policy == "off" or (policy.startswith("lazy") and self.rng.random() < 0.5):
             return [Call("demote", {"name": self._name("e"), **known})]

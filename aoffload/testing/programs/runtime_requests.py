@@ -34,7 +34,7 @@ class Served:
     written: list[int] = attrs.field(factory=list)
     """Like `chain`, of the tokens that lie in its blocks: a prefix, perhaps with drafts that were not accepted."""
     num_ready: int = 0
-    """Tokens that were in its blocks when its load was over, as it was told, but for those that it has invalidated."""
+    """Tokens that its load has brought, by the last answer, except those that it has invalidated since."""
     life: int = 0
     """Counts the preemptions and invalidations that void the result of a forward under way."""
     num_works: int = 0
@@ -80,7 +80,7 @@ class Served:
             self.written = self.chain[: self.num_ready]
 
     def told_again(self, num_ready: int) -> None:
-        """It has asked again what its load has brought. After a reset, the answer may be less than before."""
+        """Take a second answer of its load. After a reset, it may name fewer tokens than the first one."""
         if num_ready < self.num_ready:
             self.goes_back_to(num_ready)
 
