@@ -201,7 +201,7 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
         " and not self._written.get(key)",
         "",
         "a store under way does not bring back what is forgotten",
-        f"{TRANSPORT}::test_a_store_under_way_does_not_bring_back_what_is_forgotten",
+        f"{TRANSPORT}::test_a_removal_waits_for_the_store_under_way",
     ),
     _mutant(
         "removals that are lost",

@@ -688,6 +688,16 @@ def test_a_store_under_way_does_not_bring_back_what_is_forgotten(open_remote: Op
     assert not store.objects
 
 
+def test_a_removal_waits_for_the_store_under_way() -> None:
+    """A removal before the end of the store would be undone by it."""
+    removals = Removals()
+    removals.begin_store(cell(0))
+    removals.add([cell(0)])
+    assert removals.take(lambda label: True, 0.0) is None
+    removals.end_store(cell(0))
+    assert removals.take(lambda label: True, 0.0) == cell(0)
+
+
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_load_under_way_does_not_bring_what_is_forgotten(open_remote: Open, is_own: bool) -> None:
     """Its bytes are wrong, although they are what was stored, and had been read before. Only an object of its own has a
