@@ -13,15 +13,18 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 from warnings import warn as _warn
 
-from .config import OffloadConfig
-from .core.answer import PrefixMatch
-from .core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
-from .core.hops import Tier
-from .core.ledger import Ledger
-from .core.lifecycle import RequestState
-from .core.policy import EagerStore, LazyStore, NoStore, SelectiveStore
-from .core.results import Extension, Preemption
-from .disk_tier import DiskTier
+from ._config.config import OffloadConfig
+from ._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from ._config.models import fingerprint
+from ._config.tiers import DiskTier, RemoteTier
+from ._extensions.store_policies import EagerStore, LazyStore, NoStore, SelectiveStore
+from ._kernel.ledger import Ledger
+from ._kernel.plans import Extension, Preemption, PrefixMatch
+from ._kernel.prefix import KeySpan
+from ._kernel.states import RequestState, Tier
+from ._observe.observers import RuntimeObserver
+from ._runtime.loading import PendingLoad
+from ._runtime.request import Request
 from .errors import (
     AoffloadError,
     CommitError,
@@ -36,17 +39,11 @@ from .errors import (
     WrongState,
     WrongThread,
 )
-from .loading import PendingLoad
-from .model_files import fingerprint
-from .observers import RuntimeObserver
-from .prefix import KeySpan
-from .remote_tier import RemoteTier
-from .request import Request
 
 if TYPE_CHECKING:
-    from .runtime import OffloadRuntime, RuntimeStatistics
-    from .steps import Computed
-    from .transfer.region import KVRegion
+    from ._runtime.runtime import OffloadRuntime, RuntimeStatistics
+    from ._runtime.steps import Computed
+    from ._transfer.region import KVRegion
 
 try:
     __version__ = _version("aoffload")
@@ -55,10 +52,10 @@ except _PackageNotFoundError:  # a source tree that is on the path, but not inst
 
 # Imported on first access (PEP 562): torch takes seconds to import, and a program around the `Ledger` needs none.
 _NEEDS_TORCH = {
-    "Computed": ".steps",
-    "KVRegion": ".transfer.region",
-    "OffloadRuntime": ".runtime",
-    "RuntimeStatistics": ".runtime",
+    "Computed": "._runtime.steps",
+    "KVRegion": "._transfer.region",
+    "OffloadRuntime": "._runtime.runtime",
+    "RuntimeStatistics": "._runtime.runtime",
 }
 
 _NAMES_BY_MODULE = {

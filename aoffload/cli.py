@@ -16,9 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import attrs
 
-from .core.build import is_compiled
+from ._extras import needed
+from ._kernel.states import is_compiled
 from .errors import MissingExtra, UnsupportedVersion
-from .extras import needed
 
 __all__ = ["COMMANDS", "main"]
 

@@ -1,12 +1,5 @@
 """Public names of copies on a GPU. A machine without one can import them. See docs/cuda.md."""
 
-from .transfer.backends.cuda import (
-    AdaptivePolling,
-    BlockingWait,
-    BreakEven,
-    CudaBackend,
-    CudaOptions,
-    StreamCaptured,
-)
+from ._transfer.backends.cuda import AdaptivePolling, BlockingWait, BreakEven, CudaBackend, CudaOptions, StreamCaptured
 
 __all__ = ["AdaptivePolling", "BlockingWait", "BreakEven", "CudaBackend", "CudaOptions", "StreamCaptured"]

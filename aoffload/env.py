@@ -13,7 +13,7 @@ from typing import TypeVar
 import anyio.to_thread
 import attrs
 
-from .arguments import check_type
+from ._arguments import check_type
 from .errors import MissingExtra, UnsupportedVersion
 
 __all__ = ["Env", "MissingExtra", "UnsupportedVersion"]

@@ -4,25 +4,21 @@ What it takes and hands out, the states of that, the protocols of observers, pol
 bookkeeping. Nothing here needs torch.
 """
 
-from .core.answer import Answer
-from .core.build import is_compiled
-from .core.cells import cells_of
-from .core.choice import CostChoice, Loadable, LoadChoice, LoadOffer
-from .core.eviction import EvictionOrder
-from .core.forked import Fork
-from .core.hops import Direction, Outcome
-from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
-from .core.ledger import LedgerStatistics, RemoteCounts
-from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState
-from .core.observing import Observer
-from .core.owners import Holding, LoadOverlap, Waiter
-from .core.plan import BlockLabel, CellLabel, Completion, TransferPlan
-from .core.policy import StorePolicy, StoreScope
-from .core.pools import DevicePool, EngineBlocks
-from .core.restored import RestoredRun
-from .core.status import (
+from ._config.groups import AttentionKind
+from ._config.tiers import LearnedEviction
+from ._extensions.load_choice import CostChoice, Loadable, LoadChoice, LoadOffer
+from ._extensions.store_policies import StorePolicy, StoreScope
+from ._kernel.eviction import EvictionOrder
+from ._kernel.ledger import LedgerStatistics, RemoteCounts
+from ._kernel.plans import Answer, BlockLabel, CellLabel, Completion, RestoredRun, TransferPlan
+from ._kernel.prefix import Prefix, Root
+from ._kernel.protocols import BlockWatcher, DevicePool, EngineBlocks, Observer
+from ._kernel.requests import CacheTransfer, Demotion, Fetch, Holding, LoadOverlap, Pin, Prefetch, Step, Waiter
+from ._kernel.states import CacheTransferState, Direction, JobState, Outcome, OverlapState, PinState, is_compiled
+from ._kernel.status import (
     EvictionRule,
     EvictionStatistics,
+    Fork,
     HintEnd,
     Holder,
     RequestStatus,
@@ -30,16 +26,12 @@ from .core.status import (
     TierStatistics,
     WaitsFor,
 )
-from .core.watching import BlockWatcher
+from ._observe.log import LedgerLog
+from ._observe.observers import Observers
+from ._runtime.costs import LoadCosts
+from ._tiers.remote.rules import cells_of
+from ._transfer.copy_queue import CopyObserver, CopyQueue, Launches
 from .errors import IllegalTransition, LeaseError
-from .evictions import LearnedEviction
-from .kinds import AttentionKind
-from .ledger_log import LedgerLog
-from .load_costs import LoadCosts
-from .observers import Observers
-from .prefix import Prefix, Root
-from .transfer.copy_observer import CopyObserver
-from .transfer.copy_queue import CopyQueue, Launches
 
 __all__ = [
     "Answer",

@@ -1,11 +1,11 @@
 """Public names of the stores that a remote tier may use, and what a store of your own has to be."""
 
+from ._config.tiers import ObjectStore
+from ._tiers.remote.clients.mooncake_store import MooncakeStore
+from ._tiers.remote.clients.obstore_store import ObstoreStore
+from ._tiers.remote.clients.redis_cluster import RedisClusterStore
+from ._tiers.remote.clients.redis_store import RedisStore
 from .errors import StoreError
-from .object_stores.mooncake_store import MooncakeStore
-from .object_stores.obstore_store import ObstoreStore
-from .object_stores.redis_cluster import RedisClusterStore
-from .object_stores.redis_store import RedisStore
-from .remote_tier import ObjectStore
 
 __all__ = [
     "MooncakeStore",

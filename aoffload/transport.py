@@ -3,12 +3,10 @@
 `aoffload.ranks` has the transport of several devices, `aoffload.cuda` what a GPU takes, `aoffload.ledger` the plans.
 """
 
+from ._transfer.fences import ORDERED, Fence, LoadedRegion, OnlyAfter, PassedFence, StepFences
+from ._transfer.local import LocalTransport
+from ._transfer.transport import TransferStatistics, Transport
 from .errors import DeviceGone, RegionError, RegionNotLoaded, TransferRefused
-from .transfer.fence import ORDERED, Fence, OnlyAfter, PassedFence
-from .transfer.local import LocalTransport
-from .transfer.region_fences import LoadedRegion
-from .transfer.step_fences import StepFences
-from .transfer.transport import TransferStatistics, Transport
 
 __all__ = [
     "ORDERED",

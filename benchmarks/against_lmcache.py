@@ -18,10 +18,10 @@ import attrs
 import numpy as np
 import torch
 
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import Completion, TransferPlan
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._transfer.local import LocalTransport
 from aoffload.env import Env
-from aoffload.transfer.local import LocalTransport
 
 from .harness import Measured, Row, Sample, Subject, interleave, timed
 from .peer import MissingPeerError, Peer

@@ -24,13 +24,13 @@ import attrs
 import numpy as np
 import torch
 
-from aoffload.core.blocks import ExtentPool, FreeList
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import Completion, TransferPlan
-from aoffload.core.pools import DevicePool
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.pools import ExtentPool, FreeList
+from aoffload._kernel.protocols import DevicePool
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._transfer.fences import RegionFences
+from aoffload._transfer.local import LocalTransport
 from aoffload.env import Env
-from aoffload.transfer.local import LocalTransport
-from aoffload.transfer.region_fences import RegionFences
 
 from .harness import Measured, Row, Sample, Subject, interleave, timed
 from .peer import Peer

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 import attrs
 import torch
 
+from aoffload._transfer.backends.cuda import Pieces
+from aoffload._transfer.backends.cuda.method import MARGIN, PUBLISHED
 from aoffload.cuda import CudaOptions
 from aoffload.ledger import Direction
-from aoffload.transfer.backends.cuda import Pieces
-from aoffload.transfer.backends.cuda.method import MARGIN, PUBLISHED
 
 from .cuda_copying import BLOCK_BYTES, NUM_BLOCKS_MOVED, SECONDS, Copying, cuda_device, rate_row
 from .harness import Row, Subject, interleave, timed

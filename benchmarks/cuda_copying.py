@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from aoffload import Tier
+from aoffload._transfer.backends.cuda import Pieces
+from aoffload._transfer.backends.cuda.trials import scattered
 from aoffload.cuda import BreakEven, CudaBackend, CudaOptions
 from aoffload.env import Env
 from aoffload.ledger import Completion, Direction, Outcome, TransferPlan
-from aoffload.transfer.backends.cuda import Pieces
-from aoffload.transfer.backends.cuda.trials import scattered
 from aoffload.transport import Fence, LocalTransport
 
 from .harness import Measured, Row

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from aoffload._transfer.backends.cuda import WaitPolicy
+from aoffload._transfer.region import regions_of
+from aoffload._transfer.turns import Turns
 from aoffload.cuda import AdaptivePolling, BlockingWait, CudaBackend, CudaOptions
-from aoffload.transfer.backends.cuda import WaitPolicy
-from aoffload.transfer.region import regions_of
-from aoffload.transfer.turns import Turns
 
 from .cuda_copying import cuda_device
 from .harness import Row

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from aoffload._transfer.backends.cuda import Pieces
 from aoffload.cuda import CudaOptions
 from aoffload.ledger import Direction
-from aoffload.transfer.backends.cuda import Pieces
 
 from .cuda_copying import ENGINE, KIB, Copying, cuda_device, expected_row, rate_row
 from .harness import Row, Sample, Subject, interleave, timed

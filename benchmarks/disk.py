@@ -25,12 +25,12 @@ import torch
 from numpy.typing import NDArray
 
 from aoffload import DiskTier, KVCacheGroup
-from aoffload.core.groups import Layout
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import Completion, TransferPlan
-from aoffload.disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_bytes
+from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_bytes
+from aoffload._kernel.layout import Layout
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._tiers.disk.slab import READ_BYTES, WRITE_BYTES
 from aoffload.env import Env
-from aoffload.transfer.disk.slab import READ_BYTES, WRITE_BYTES
 from aoffload.transport import LocalTransport
 
 from .disk_start import UNIT_TOKENS, directory, labels

@@ -22,8 +22,8 @@ import attrs
 import torch
 
 from aoffload import DiskTier, KVCacheGroup, OffloadConfig, OffloadRuntime, Tier
-from aoffload.transfer.disk.files import DiskDirectory, DiskFile
-from aoffload.transfer.disk.posix import PosixDirectory
+from aoffload._tiers.disk.files import DiskDirectory, DiskFile
+from aoffload._tiers.disk.posix import PosixDirectory
 from aoffload.transport import LocalTransport
 
 from .cycle import BLOCK_SIZE, Tokens, prompts_of

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from aoffload import DiskTier, KVCacheGroup, OffloadConfig, OffloadRuntime
-from aoffload.core.plan import BlockLabel
-from aoffload.disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_bytes
-from aoffload.transfer.disk.slots import DiskSlots
+from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_bytes
+from aoffload._kernel.plans import BlockLabel
+from aoffload._tiers.disk.slots import DiskSlots
 from aoffload.transport import LocalTransport
 
 from .harness import Row

@@ -13,18 +13,16 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
-from aoffload.core.groups import FullAttention, KVCacheGroup, Layout
-from aoffload.core.hops import Tier
-from aoffload.core.learned_order import LearnedOrder
-from aoffload.core.learning import Learning
-from aoffload.core.owners import Holding
-from aoffload.core.records import Part
-from aoffload.core.returns import ReturnTimes
-from aoffload.core.shadows import Guard
-from aoffload.core.tokens import TokenSequence
+from aoffload._config.groups import FullAttention, KVCacheGroup
+from aoffload._eviction.learned import Guard, LearnedOrder, Learning, ReturnTimes
+from aoffload._kernel.layout import Layout
+from aoffload._kernel.prefix import Prefix
+from aoffload._kernel.records import Part
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import Tier
+from aoffload._kernel.tokens import TokenSequence
 from aoffload.plan.replay import ROOT, replay
 from aoffload.plan.trace import Trace, read_trace
-from aoffload.prefix import Prefix
 
 from .harness import Row
 from .made_traces import MADE, made

@@ -26,7 +26,7 @@ import attrs
 import numpy as np
 
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, Tier
-from aoffload.core.choice import CostChoice
+from aoffload._extensions.load_choice import CostChoice
 from aoffload.ledger import Completion, CopyQueue, Holding, LoadCosts, LoadOffer, Outcome, Prefix, TransferPlan
 
 from .cycle import ROOT

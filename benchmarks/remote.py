@@ -25,15 +25,15 @@ from pathlib import Path
 import numpy as np
 
 from aoffload import RemoteTier
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import CellLabel, Completion, TransferPlan
+from aoffload._config.tiers import MAX_CELL_BYTES, ObjectStore
+from aoffload._kernel.plans import CellLabel, Completion, TransferPlan
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._tiers.remote.cells import CellShape, cells_of_tier
+from aoffload._tiers.remote.jobs import HostRows
+from aoffload._tiers.remote.lanes import RemoteLanes
 from aoffload.env import Env
 from aoffload.errors import MissingExtra
-from aoffload.remote_tier import MAX_CELL_BYTES, ObjectStore
 from aoffload.stores import RedisClusterStore, RedisStore
-from aoffload.transfer.remote.cells import CellShape, cells_of_tier
-from aoffload.transfer.remote.jobs import HostRows
-from aoffload.transfer.remote.lanes import RemoteLanes
 
 from .harness import Row, Sample, Subject, interleave, timed
 from .peer import Peer

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from aoffload.transfer.turns import SWITCH_S
+from aoffload._transfer.turns import SWITCH_S
 
 from .harness import Row, Sample, interleave
 from .peer import Peer

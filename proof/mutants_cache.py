@@ -6,10 +6,10 @@ from .planting import Mutant, Patch
 
 __all__ = ["CACHE_MUTANTS"]
 
-PREFIX, TOKENS, MATCHING = "aoffload.prefix", "aoffload.core.tokens", "aoffload.core.matching"
-PINS, CACHE, TIERS = "aoffload.core.request_leases", "aoffload.core.cache", "aoffload.core.tiers"
-EVICTION, INDEX, RECORDS = "aoffload.core.eviction", "aoffload.core.index", "aoffload.core.records"
-PUBLISH, COMMITS, OWNERS = "aoffload.core.publish", "aoffload.core.commits", "aoffload.core.owners"
+PREFIX, TOKENS, MATCHING = "aoffload._kernel.prefix", "aoffload._kernel.tokens", "aoffload._kernel.index"
+PINS, CACHE, TIERS = "aoffload._kernel.leases", "aoffload._kernel.cache", "aoffload._kernel.pools"
+EVICTION, INDEX, RECORDS = "aoffload._kernel.eviction", "aoffload._kernel.index", "aoffload._kernel.records"
+PUBLISH, COMMITS, OWNERS = "aoffload._kernel.leases", "aoffload._kernel.commits", "aoffload._kernel.requests"
 KNOWS_LEASES = ("from .records import Part, Run", "from .records import Lease, Part, Run")
 
 _KEYS = (
@@ -98,14 +98,14 @@ _PINS = (
     ),
     Mutant(
         "duplicates not given back",
-        "aoffload.core.table",
+        "aoffload._kernel.records",
         "            found.extend(not_null(self.at(units.start, units.stop)))",
         "            found.extend(not_null(self.at(units.start, units.start)))",
         "nothing leaks: private duplicates go at close",
     ),
     Mutant(
         "destinations of a load freed with the request",
-        "aoffload.core.loads",
+        "aoffload._kernel.loads",
         "ids = table.take(start, stop)",
         "ids = table.at(start, stop)",
         "a job owns its blocks, never the request",
@@ -123,14 +123,14 @@ _PINS = (
 _RUNS = (
     Mutant(
         "split loses a reference",
-        "aoffload.core.components",
+        "aoffload._kernel.cache",
         "return min(1, num_references)",
         "return 0",
         "references are leases: what pinned a run pins both parts",
     ),
     Mutant(
         "runs merged with a job in flight",
-        "aoffload.core.splits",
+        "aoffload._kernel.cache",
         "            if front.num_references or behind.num_references or front.ring != behind.ring:\n"
         "                return False\n"
         "            if front.incoming is not None or behind.incoming is not None:\n                return False\n",

@@ -8,8 +8,8 @@ from .planting import Mutant, Patch
 
 __all__ = ["CALL_MUTANTS"]
 
-ADMISSION, PINS, LOADS = "aoffload.core.admission", "aoffload.core.request_leases", "aoffload.core.loads"
-COMMITS, PUBLISH = "aoffload.core.commits", "aoffload.core.publish"
+ADMISSION, PINS, LOADS = "aoffload._kernel.waiting", "aoffload._kernel.leases", "aoffload._kernel.loads"
+COMMITS, PUBLISH = "aoffload._kernel.commits", "aoffload._kernel.leases"
 
 OWN_RUNS_ONLY = """\
         own = published_by(self.cache, holding, start)
@@ -116,7 +116,7 @@ CALL_MUTANTS = (
     ),
     Mutant(
         "a bad entry kept after a reset of the device",
-        "aoffload.core.jobs",
+        "aoffload._kernel.jobs",
         "is_bad and job.run.epoch == self.cache.epoch",
         "is_bad and job.epoch == self.cache.epoch",
         "a content failure forgets the bad entry",

@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["CHOICE_MUTANTS"]
 
-RULE, COSTS, RATES = "aoffload.core.choice", "aoffload.load_costs", "aoffload.transfer.rates"
+RULE, COSTS, RATES = "aoffload._extensions.load_choice", "aoffload._runtime.costs", "aoffload._transfer.rates"
 TESTS, SHELL = "tests/core/test_choice.py", "tests/shell/test_load_costs.py"
 VLLM, IN_VLLM = "aoffload.integrations.vllm.computing", "tests/integrations/vllm_connector/test_vllm_choice.py"
 
@@ -50,7 +50,7 @@ CHOICE_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what is declined is in the match",
-        "aoffload.core.engine_matches",
+        "aoffload._host_cache.matches",
         "        holding.narrow_hit(stop)\n        self.request_leases.end_host_lease(holding)\n",
         "        self.request_leases.end_host_lease(holding)\n",
         "an engine is told what it is to load",
@@ -58,7 +58,7 @@ CHOICE_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what others bring is counted again",
-        "aoffload.core.loads",
+        "aoffload._kernel.loads",
         "layout.num_blocks(there, start, stop)",
         "layout.num_blocks(start, start, stop)",
         "a load of which another one brings the blocks costs nothing more",

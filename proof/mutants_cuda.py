@@ -6,8 +6,8 @@ from .planting import Mutant
 
 __all__ = ["CUDA_MUTANTS"]
 
-BACKEND, KERNEL = "aoffload.transfer.backends.cuda.backend", "aoffload.transfer.backends.cuda.kernel"
-EVENTS, PAGE_LOCKED = "aoffload.transfer.backends.cuda.events", "aoffload.transfer.backends.cuda.page_locked"
+BACKEND, KERNEL = "aoffload._transfer.backends.cuda.backend", "aoffload._transfer.backends.cuda.kernel"
+EVENTS, PAGE_LOCKED = "aoffload._transfer.backends.cuda.events", "aoffload._transfer.backends.cuda.page_locked"
 
 CUDA_MUTANTS: tuple[Mutant, ...] = (
     Mutant(

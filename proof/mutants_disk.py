@@ -6,7 +6,7 @@ from .planting import Mutant, Patch
 
 __all__ = ["DISK_MUTANTS"]
 
-DISK = "aoffload.transfer.disk"
+DISK = "aoffload._tiers.disk"
 SLOTS, RECORDS, SLAB = f"{DISK}.slots", f"{DISK}.records", f"{DISK}.slab"
 NEIGHBOURS, RECOVERY = f"{DISK}.neighbours", f"{DISK}.recovery"
 STORIES = "tests/proof/test_disk_stories.py::test_no_story_breaks_a_law"
@@ -117,7 +117,7 @@ DISK_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "disk: larger than its size",
-        "aoffload.disk_tier",
+        "aoffload._config.tiers",
         "(size_bytes - SUPERBLOCK_BYTES - ROUNDING_BYTES) // (block_bytes + record_bytes(unit_tokens))",
         "size_bytes // block_bytes",
         "the files never take more than their size",

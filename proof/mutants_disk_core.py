@@ -6,7 +6,7 @@ from .planting import Mutant, Patch
 
 __all__ = ["DISK_CORE_MUTANTS"]
 
-CORE = "aoffload.core"
+CORE = "aoffload._kernel"
 STORES, FETCHES, RESTORES = f"{CORE}.disk_stores", f"{CORE}.fetches", f"{CORE}.restores"
 MATCHING, LEDGER_DISK, LABELS, INDEX = f"{CORE}.matching", f"{CORE}.ledger_disk", f"{CORE}.labels", f"{CORE}.index"
 OF_STORES = "tests/core/test_disk_stores.py::test_"

@@ -6,7 +6,7 @@ from .planting import Mutant, Patch
 
 __all__ = ["DISK_PROOF_MUTANTS"]
 
-TIERS, WORK, SLOTS = "aoffload.core.tiers", "aoffload.disk_work", "aoffload.transfer.disk.slots"
+TIERS, WORK, SLOTS = "aoffload._kernel.pools", "aoffload._tiers.disk.loop", "aoffload._tiers.disk.slots"
 FREED = "tests/core/test_disk_stores.py::test_slots_that_were_freed_may_hold_what_is_taken_back"
 RUNTIME, PROGRAMS = "tests/shell/test_disk_runtime.py", "tests/testing/test_disk_programs.py"
 PROMISE = "no restart finds what a failed forward wrote"
@@ -91,7 +91,7 @@ DISK_PROOF_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a reset that the disk never hears of",
-        "aoffload.runtime",
+        "aoffload._runtime.runtime",
         "        if disk is not None and tier in (None, Tier.DISK):\n",
         "        if False:\n",
         "no restart finds what was there before a reset",

@@ -6,8 +6,8 @@ from .planting import Mutant
 
 __all__ = ["DISK_SHELL_MUTANTS"]
 
-LANES, WORK = "aoffload.transfer.disk.lanes", "aoffload.disk_work"
-COPIES, LOCAL, FETCHING = "aoffload.transfer.copy_queue", "aoffload.transfer.local", "aoffload.fetching"
+LANES, WORK = "aoffload._tiers.disk.lanes", "aoffload._tiers.disk.loop"
+COPIES, LOCAL, FETCHING = "aoffload._transfer.copy_queue", "aoffload._transfer.local", "aoffload._tiers.fetch.loop"
 TRANSPORT, RUNTIME = "tests/transfer/test_disk_transport.py", "tests/shell/test_disk_runtime.py"
 SHORT, ROOM = "tests/shell/test_disk_threads.py", "tests/transfer/test_disk_room.py"
 
@@ -187,7 +187,7 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a fork keeps the directory",
-        "aoffload.transfer.disk.posix",
+        "aoffload._tiers.disk.posix",
         "                fcntl.flock(lock.descriptor, fcntl.LOCK_UN)\n",
         "                pass\n",
         "who has closed leaves the directory to the next one, whatever was forked",
@@ -195,7 +195,7 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a fork gives the directory away",
-        "aoffload.transfer.disk.posix",
+        "aoffload._tiers.disk.posix",
         "                os.close(lock.descriptor)\n        self._held.clear()",
         "                fcntl.flock(lock.descriptor, fcntl.LOCK_UN)\n        self._held.clear()",
         "one process has a directory",
@@ -203,7 +203,7 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a failed start keeps its room",
-        "aoffload.transfer.disk.slots",
+        "aoffload._tiers.disk.slots",
         "                give_back()\n",
         "                pass\n",
         "who fails to open leaves nothing",

@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["EARLY_MUTANTS"]
 
-EARLY, COPIES = "aoffload.core.overlap", "aoffload.transfer.copy_queue"
+EARLY, COPIES = "aoffload._extensions.overlap", "aoffload._transfer.copy_queue"
 TEST = "tests/core/test_early_starts.py::"
 
 EARLY_MUTANTS = (
@@ -52,7 +52,7 @@ EARLY_MUTANTS = (
     ),
     Mutant(
         "room given back under an early forward",
-        "aoffload.core.loads",
+        "aoffload._kernel.loads",
         "        if holding.num_steps:\n            load.shorten",
         "        if not holding.tables:\n            load.shorten",
         "a step holds what it touches, also when the load of its request fails",
@@ -60,7 +60,7 @@ EARLY_MUTANTS = (
     ),
     Mutant(
         "a failed load kept when its step is over",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "        elif holding.state is State.DRAINING:",
         "        elif holding.state is State.LOADING:",
         "no hang: who had to wait for its own forward goes on when that ends",

@@ -6,13 +6,13 @@ from .planting import Mutant
 
 __all__ = ["ENGINE_MUTANTS"]
 
-ENGINE, JOBS = "aoffload.core.engine_owned", "aoffload.core.jobs"
-MATCHES, BLOCKS = "aoffload.core.engine_matches", "aoffload.core.engine_blocks"
-ARRIVALS, OFFERS = "aoffload.core.engine_arrivals", "aoffload.core.engine_offers"
+ENGINE, JOBS = "aoffload._host_cache.host_cache", "aoffload._kernel.jobs"
+MATCHES, BLOCKS = "aoffload._host_cache.matches", "aoffload._host_cache.matches"
+ARRIVALS, OFFERS = "aoffload._host_cache.matches", "aoffload._host_cache.offers"
 OWNED = "tests/core/test_engine_owned.py::"
 PENDING = "tests/core/test_engine_pending.py::"
 TAKEN_BACK = "tests/core/test_engine_taken_back.py::"
-CALLS, SESSION, WORKER = "aoffload.engine_calls", "aoffload.session", "aoffload.worker"
+CALLS, SESSION, WORKER = "aoffload._runtime.request", "aoffload._runtime.session", "aoffload._runtime.worker"
 RUNTIME = "tests/shell/test_engine_runtime.py::"
 LOST = "tests/core/test_engine_lost.py::"
 REFUSALS = "tests/core/test_engine_refusals.py::"

@@ -14,7 +14,7 @@ _RESET_TESTS = "tests/core/test_reset_between_calls.py"
 _RESETS = (
     Mutant(
         "reset leaves the match of a request without blocks",
-        "aoffload.core.ledger",
+        "aoffload._kernel.ledger",
         "if tier is not Tier.DISK:  # no request has a match there",
         "if tier in (Tier.DEVICE, Tier.HOST):  # no request has a match there",
         _BETWEEN,
@@ -22,7 +22,7 @@ _RESETS = (
     ),
     Mutant(
         "load keeps a device hit from before a reset",
-        "aoffload.core.loads",
+        "aoffload._kernel.loads",
         "if holding.published and holding.epoch != self.cache.epoch:",
         "if False:",
         _BETWEEN,
@@ -30,7 +30,7 @@ _RESETS = (
     ),
     Mutant(
         "load under way keeps a device hit from before a reset",
-        "aoffload.core.loads",
+        "aoffload._kernel.loads",
         "if start and holding.epoch != self.cache.epoch:",
         "if not load.jobs and load.stop == start and holding.epoch != self.cache.epoch:",
         _BETWEEN,
@@ -38,7 +38,7 @@ _RESETS = (
     ),
     Mutant(
         "caller is told of a load that a reset has overtaken",
-        "aoffload.loading",
+        "aoffload._runtime.loading",
         "while holding.is_loading or session.ledger.lost_to_reset(holding):",
         "while holding.is_loading:",
         _BETWEEN,
@@ -46,7 +46,7 @@ _RESETS = (
     ),
     Mutant(
         "step begins on a load that a reset has overtaken",
-        "aoffload.loading",
+        "aoffload._runtime.loading",
         "return not self._is_told and self._request._session.ledger.lost_to_reset(holding)",
         "return False",
         _BETWEEN,
@@ -54,7 +54,7 @@ _RESETS = (
     ),
     Mutant(
         "load that is over is taken from under a step",
-        "aoffload.core.loads",
+        "aoffload._kernel.loads",
         "            and holding.computing is not Computing.ITS_BLOCKS\n",
         "",
         _BETWEEN,
@@ -62,7 +62,7 @@ _RESETS = (
     ),
     Mutant(
         "engine's load that is over counts behind a reset",
-        "aoffload.core.engine_owned",
+        "aoffload._host_cache.host_cache",
         "return is_running and holding.epoch != self.cache.epoch",
         "return False",
         _BETWEEN,
@@ -70,7 +70,7 @@ _RESETS = (
     ),
     Mutant(
         "engine computes behind what a copy brought after a reset",
-        "aoffload.core.engine_owned",
+        "aoffload._host_cache.host_cache",
         "if holding.epoch == self.cache.epoch else arrival.start",
         "if holding.epoch != -1 else arrival.start",
         _BETWEEN,
@@ -89,7 +89,7 @@ _BEHIND = (
 _OBSERVERS = (
     Mutant(
         "observer's BaseException reaches the ledger",
-        "aoffload.core.observing",
+        "aoffload._kernel.protocols",
         "except BaseException:",
         "except Exception:",
         _FOREIGN,
@@ -97,7 +97,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "observer's BaseException keeps others from being told",
-        "aoffload.observers",
+        "aoffload._observe.observers",
         "except BaseException:",
         "except Exception:",
         _FOREIGN,
@@ -105,7 +105,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "ledger takes an observer's calls about requests",
-        "aoffload.core.ledger_rooms",
+        "aoffload._kernel.ledger",
         "            and not self._moves.is_telling\n",
         "",
         _FOREIGN,
@@ -113,7 +113,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "ledger takes an observer's reset",
-        "aoffload.core.ledger",
+        "aoffload._kernel.ledger",
         'if self._moves.is_telling:\n            raise self._in_report("reset")',
         "pass",
         _FOREIGN,
@@ -121,7 +121,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "watcher's error reaches the ledger",
-        "aoffload.core.cache",
+        "aoffload._kernel.cache",
         'shielded(watcher, "part_changed all_cleared")',
         "watcher",
         _FOREIGN,
@@ -129,7 +129,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "queue's observer is not shielded",
-        "aoffload.transfer.copy_queue",
+        "aoffload._transfer.copy_queue",
         "self.observer = shielded(self.observer, OBSERVES)",
         "pass",
         _FOREIGN,
@@ -137,7 +137,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "wake that raises keeps others from being woken",
-        "aoffload.core.admission",
+        "aoffload._kernel.waiting",
         "            call_all(rest)\n",
         "",
         _FOREIGN,
@@ -145,13 +145,13 @@ _OBSERVERS = (
     ),
     Mutant(
         "policy that raises leaves a request behind",
-        "aoffload.core.ledger_requests",
+        "aoffload._kernel.ledger",
         "        self.holdings[name] = holding\n        if self._engine is not None:",
         "        if self._engine is not None:",
         _FOREIGN,
         also=(
             Patch(
-                "aoffload.core.ledger_requests",
+                "aoffload._kernel.ledger",
                 "        if may_store:\n            self._policy.seen(",
                 "        self.holdings[name] = holding\n        if may_store:\n            self._policy.seen(",
             ),
@@ -160,7 +160,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "blocks that the engine did not hold count as held",
-        "aoffload.core.engine_blocks",
+        "aoffload._host_cache.matches",
         "self.blocks.hold(block_ids)  # first: if the engine raises, nothing is held\n",
         "self.num_blocks += 1\n        self.blocks.hold(block_ids)\n        self.num_blocks -= 1\n",
         _FOREIGN,
@@ -168,7 +168,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "commit stays half made if the policy raises",
-        "aoffload.core.commits",
+        "aoffload._kernel.commits",
         "                holding.sequence.drop_after(known)\n                raise\n",
         "                raise\n",
         _UNDONE,
@@ -176,7 +176,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "offer stays half made if foreign code raises",
-        "aoffload.core.engine_owned",
+        "aoffload._host_cache.host_cache",
         "        except BaseException:  # also of the policy or of `find`\n",
         "        except InvalidArgument:\n",
         _UNDONE,
@@ -184,7 +184,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "policy's answer is taken as it is",
-        "aoffload.core.policy",
+        "aoffload._extensions.store_policies",
         'return check_int("store_policy.wanted_stop", self.policy.wanted_stop(holding), 0)\n',
         "return self.policy.wanted_stop(holding)\n",
         _UNDONE,
@@ -192,19 +192,19 @@ _OBSERVERS = (
     ),
     Mutant(
         "request stays if the policy raises at its end",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "        finally:\n            if request.waiter is not None:\n                self.admission.leave(",
         "        except ZeroDivisionError:\n            pass\n        else:\n"
         "            if request.waiter is not None:\n                self.admission.leave(",
         _FOREIGN,
         also=(
             Patch(
-                "aoffload.core.ledger_work",
+                "aoffload._kernel.ledger",
                 "            return self._commits.offer_last(request) if",
                 "            plans = self._commits.offer_last(request) if",
             ),
             Patch(
-                "aoffload.core.ledger_work",
+                "aoffload._kernel.ledger",
                 "\n    # -- preemption ---",
                 "        return plans\n\n    # -- preemption ---",
             ),
@@ -213,7 +213,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "stores are lost where `find` raises",
-        "aoffload.core.engine_offers",
+        "aoffload._host_cache.offers",
         "        self._knows_steps, self._computed_blocks = True, 0\n",
         "        self._knows_steps, self._computed_blocks, self._planned = True, 0, []\n",
         "what was planned is launched or discarded",
@@ -221,7 +221,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "observer drives the queue",
-        "aoffload.transfer.copy_queue",
+        "aoffload._transfer.copy_queue",
         "        if self.ledger._moves.is_telling:\n",
         "        if False:\n",
         _FOREIGN,
@@ -229,7 +229,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "integrity is checked in the middle of a change",
-        "aoffload.core.ledger",
+        "aoffload._kernel.ledger",
         '            raise self._in_report("check_integrity")\n',
         "            pass\n",
         _FOREIGN,
@@ -240,16 +240,16 @@ _OBSERVERS = (
 _WORKER = (
     Mutant(
         "cancelled worker says that it has failed",
-        "aoffload.worker",
+        "aoffload._runtime.worker",
         "            except anyio.get_cancelled_exc_class():\n",
         "            except anyio.get_cancelled_exc_class() as error:\n",
         "cancellation is no failure of the worker",
-        also=(Patch("aoffload.worker", 'self._give_up("the worker was cancelled")', "self._fail(error)"),),
+        also=(Patch("aoffload._runtime.worker", 'self._give_up("the worker was cancelled")', "self._fail(error)"),),
         test="tests/shell/test_worker.py::test_a_loop_that_is_torn_down_is_no_failure_of_the_worker",
     ),
     Mutant(
         "load after a reset ends with what others have published",
-        "aoffload.core.loads",
+        "aoffload._kernel.loads",
         "        if holding.epoch == self.cache.epoch:\n            path = []",
         "        if True:\n            path = []",
         "no request begins with KV from before a reset",
@@ -258,7 +258,7 @@ _WORKER = (
     ),
     Mutant(
         "a wrong store that lands behind another is found by a restart",
-        "aoffload.core.jobs",
+        "aoffload._kernel.jobs",
         "            if job.epoch is NoEpoch.INVALIDATED:  # a restart",
         "            if False:  # a restart",
         "what turns out to be wrong is found by no restart",
@@ -266,7 +266,7 @@ _WORKER = (
     ),
     Mutant(
         "a store that is wrong once it has landed behind another is found by a restart",
-        "aoffload.core.cache",
+        "aoffload._kernel.cache",
         "            if job.parked is not None:  # it has landed",
         "            if False:  # it has landed",
         "what turns out to be wrong is found by no restart",
@@ -274,7 +274,7 @@ _WORKER = (
     ),
     Mutant(
         "cells of a fork stay in the store",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "        for reader, first in tainted.items() if self._remote_stores is not None else ():\n",
         "        for reader, first in ():\n",
         "what turns out to be wrong is removed from the store",
@@ -283,7 +283,7 @@ _WORKER = (
     ),
     Mutant(
         "age of a planned copy counted from nothing",
-        "aoffload.core.jobs",
+        "aoffload._kernel.jobs",
         "            0.0 if self.moves.clock is None else self.moves.clock(),\n",
         "",
         "ages say since when",

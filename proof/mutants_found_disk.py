@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["FOUND_DISK_MUTANTS"]
 
-DISK = "aoffload.transfer.disk"
+DISK = "aoffload._tiers.disk"
 FORGETTING, TABLE, SLOTS = f"{DISK}.forgetting", f"{DISK}.table", f"{DISK}.slots"
 LANES, POSIX = f"{DISK}.lanes", f"{DISK}.posix"
 ON_DISK, ROOM = "tests/transfer/test_disk_forgetting.py", "tests/transfer/test_disk_room.py"
@@ -92,7 +92,7 @@ _ERASURES = (
     ),
     Mutant(
         "disk: runtime does not hear that the disk cannot forget",
-        "aoffload.disk_work",
+        "aoffload._tiers.disk.loop",
         "        if trouble.is_off:\n            self._fail(trouble.reason)\n",
         "        if trouble.is_off:\n            return\n",
         "a disk that cannot forget is used no more, and the log says so",
@@ -138,7 +138,7 @@ _FORKS = (
 _IDLE = (
     Mutant(
         "disk: what was evicted meanwhile is stored again",
-        "aoffload.core.disk_stores",
+        "aoffload._tiers.disk.rules",
         "            if left_of(most, jobs) < least:\n                return jobs\n",
         "            if left_of(most, jobs) < least:\n                self._came_to = ()\n"
         "                return jobs\n",
@@ -147,7 +147,7 @@ _IDLE = (
     ),
     Mutant(
         "disk: a store evicts what its own turn has stored",
-        "aoffload.core.disk_stores",
+        "aoffload._tiers.disk.rules",
         "            self._turns = {run: self._turns[run] for run in runs if self._turns.get(run)}\n",
         "            pass\n",
         _REST,

@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["FOUND_REMOTE_MUTANTS"]
 
-REMOTE = "aoffload.transfer.remote"
+REMOTE = "aoffload._tiers.remote"
 LANES, REMOVALS = f"{REMOTE}.lanes", f"{REMOTE}.removals"
 TRANSPORT = "tests/transfer/test_remote_transport.py::test_"
 TAKEN_BACK = "tests/shell/test_remote_taken_back.py::test_"
@@ -83,7 +83,7 @@ FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "remote late: a removal that fails after a reset is not tried again",
-        "aoffload.remote_work",
+        "aoffload._tiers.remote.loop",
         "        is_refused = self.remote.refuses(Direction.STORE)  # removals are tried again with it\n",
         "        is_refused = not self.is_on or self.remote.refuses(Direction.STORE)\n",
         _OTHERS,
@@ -91,7 +91,7 @@ FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "remote: the first question connects",
-        "aoffload.runtime_life",
+        "aoffload._runtime.runtime",
         "                await self._session.remote.connect()\n",
         "                pass\n",
         _FIRST,
@@ -107,7 +107,7 @@ FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "remote: opening waits for a store that hangs",
-        "aoffload.remote_work",
+        "aoffload._tiers.remote.loop",
         "        with anyio.move_on_after(self.remote.tier.load_timeout_s + LATE_S):\n",
         "        with anyio.move_on_after(None):\n",
         "a store that hangs does not keep a runtime from opening",
@@ -115,7 +115,7 @@ FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "Redis: connecting has the time of a question",
-        "aoffload.object_stores.redis_node",
+        "aoffload._tiers.remote.clients.redis_node",
         "        connect_s = max(timeout_s, CONNECT_S)\n",
         "        connect_s = timeout_s\n",
         "a store that was gone is used again",

@@ -7,10 +7,10 @@ from .planting import Mutant
 
 __all__ = ["FOUND_SHELL_MUTANTS"]
 
-LIFE, OPENING, RUNTIME = "aoffload.runtime_life", "aoffload.opening", "aoffload.runtime"
-SESSION_LIFE, BLOCK, REQUEST = "aoffload.session_life", "aoffload.request_block", "aoffload.request"
-STEPS, PINS, LIFECYCLE = "aoffload.steps", "aoffload.pins", "aoffload.core.lifecycle"
-CLAIMS = "aoffload.transfer.claims"
+LIFE, OPENING, RUNTIME = "aoffload._runtime.runtime", "aoffload._runtime.runtime", "aoffload._runtime.runtime"
+SESSION_LIFE, BLOCK, REQUEST = "aoffload._runtime.session", "aoffload._runtime.request", "aoffload._runtime.request"
+STEPS, PINS, LIFECYCLE = "aoffload._runtime.steps", "aoffload._runtime.pins", "aoffload._kernel.states"
+CLAIMS = "aoffload._transfer.claims"
 
 _ABANDONED = "a runtime that nobody leaves ends its threads and frees its directory"
 _THREADS = "a call in another thread is refused, or right"
@@ -158,7 +158,7 @@ _PREEMPTING = (
     ),
     Mutant(
         "preempting a request that waits for room raises",
-        "aoffload.core.owners",
+        "aoffload._kernel.requests",
         "        return has_blocks and not waits and not self.is_over\n",
         "        return has_blocks and not self.is_over\n",
         _PREEMPT,
@@ -193,7 +193,7 @@ _ERRORS_SAY = (
     ),
     Mutant(
         "host pool of more blocks than there can be",
-        "aoffload.config",
+        "aoffload._config.config",
         "        if num_blocks > MAX_BLOCKS:\n",
         "        if num_blocks > 2 * MAX_BLOCKS**2:\n",
         _SAYS,
@@ -201,7 +201,7 @@ _ERRORS_SAY = (
     ),
     Mutant(
         "match that hides the disk",
-        "aoffload.core.answer",
+        "aoffload._kernel.plans",
         'if self.num_disk_tokens else ""',
         'if self.num_disk_tokens < 0 else ""',
         _SAYS,
@@ -276,7 +276,7 @@ _NOT_SILENT = (
     ),
     Mutant(
         "option that nobody reads",
-        "aoffload.options",
+        "aoffload._commands",
         "        if is_given and getattr(found, other) == parser.get_default(other):\n",
         "        if False:\n",
         _SILENT,

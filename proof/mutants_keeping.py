@@ -6,15 +6,19 @@ from .planting import Mutant
 
 __all__ = ["KEEPING_MUTANTS"]
 
-KEEPING, CACHE_TRANSFERS, ADMISSION = "aoffload.core.pins", "aoffload.core.cache_transfers", "aoffload.core.admission"
-LEDGER, WORKER, SHELL = "aoffload.core.ledger", "aoffload.worker", "aoffload.pins"
+KEEPING, CACHE_TRANSFERS, ADMISSION = (
+    "aoffload._extensions.pins",
+    "aoffload._extensions.prefetch",
+    "aoffload._kernel.waiting",
+)
+LEDGER, WORKER, SHELL = "aoffload._kernel.ledger", "aoffload._runtime.worker", "aoffload._runtime.pins"
 
 TRANSFERS_AMONG_REQUESTS = ("keeping", "pinned_full", "kept_windows")
 
 KEEPING_MUTANTS = (
     Mutant(
         "demotion evicts what is hit in the host",
-        "aoffload.core.cache_transfers",
+        "aoffload._extensions.prefetch",
         "kept = self._keep_hit(sequence)",
         "kept = None",
         "a demotion loses nothing that could hit",
@@ -100,7 +104,7 @@ KEEPING_MUTANTS = (
     ),
     Mutant(
         "lapse not watched for",
-        "aoffload.transfer.copy_queue",
+        "aoffload._transfer.copy_queue",
         "due = self.ledger.next_lapse\n",
         "due = math.inf\n",
         "a pin ends when its time is over",

@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["LEARNED_MUTANTS"]
 
-CORE = "aoffload.core"
+CORE = "aoffload._kernel"
 ORDER, HINTS, SHADOWS = f"{CORE}.learned_order", f"{CORE}.hints", f"{CORE}.shadows"
 TESTS = "tests/core/test_learned_eviction.py::test_"
 SWITCH = "a_switch_of_the_ruling_order_is_told_once_and_evictions_are_counted_by_it"

@@ -6,9 +6,9 @@ from .planting import Mutant
 
 __all__ = ["LINE_MUTANTS"]
 
-ADMISSION, WAITING, LEDGER = "aoffload.core.admission", "aoffload.core.waiting", "aoffload.core.ledger"
-OWNERS = "aoffload.core.owners"
-COMMITS = "aoffload.core.commits"
+ADMISSION, WAITING, LEDGER = "aoffload._kernel.waiting", "aoffload._kernel.waiting", "aoffload._kernel.ledger"
+OWNERS = "aoffload._kernel.requests"
+COMMITS = "aoffload._kernel.commits"
 
 _LINE = (
     Mutant(
@@ -44,7 +44,7 @@ _LINE = (
     ),
     Mutant(
         "who waits keeps what it matched first",
-        "aoffload.core.request_leases",
+        "aoffload._kernel.leases",
         "        if self.cache.layout.windows or not self._pins_just(",
         "        if self.cache.layout.windows and not self._pins_just(",
         "who waited matches again in the step that grants",
@@ -207,7 +207,7 @@ _WAKING = (
     ),
     Mutant(
         "a store that arrived wrong takes its source away",
-        "aoffload.core.jobs",
+        "aoffload._kernel.jobs",
         "is_bad = completion.outcome is Outcome.CORRUPT and job.plan.direction is Direction.LOAD",
         "is_bad = completion.outcome is Outcome.CORRUPT",
         "what requests read stays theirs, however a copy of it ends",
@@ -215,7 +215,7 @@ _WAKING = (
     ),
     Mutant(
         "no pump after a release",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "                self._settled(settled)\n            else:\n                self.admission.serve_line()\n",
         "                self._settled(settled)\n",
         "everything that changes room serves the line",
@@ -230,7 +230,7 @@ _WAKING = (
     ),
     Mutant(
         "no pump after the head is cancelled",
-        "aoffload.core.ledger_requests",
+        "aoffload._kernel.ledger",
         "        self.admission.withdraw(waiter)\n        self.admission.serve_line()\n",
         "        self.admission.withdraw(waiter)\n",
         "a cancelled waiter's close serves the line",
@@ -238,7 +238,7 @@ _WAKING = (
     ),
     Mutant(
         "no pump after quarantine",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "        self.admission.serve_line(self._concluded(self.jobs.settle(completion)))\n",
         "        jobs = self.jobs.settle(completion)\n        wakes = self._concluded(jobs)\n"
         "        if not any(job.job_id in self.jobs.quarantined for job in jobs):\n"
@@ -247,7 +247,7 @@ _WAKING = (
     ),
     Mutant(
         "no pump after late proof",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "        self.admission.serve_line(self._concluded(self.jobs.settle(completion)))\n",
         "        if jobs := self.jobs.settle(completion):\n            self._settled(jobs)\n",
         "room that comes back serves the line",
@@ -255,7 +255,7 @@ _WAKING = (
     ),
     Mutant(
         "no pump after a step",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "            self._moves.step_ended(step)\n            self.admission.serve_line(wakes)\n",
         "            self._moves.step_ended(step)\n            for wake in wakes:\n                wake()\n",
         "the end of a step serves the line",
@@ -271,7 +271,7 @@ _WAKING = (
     ),
     Mutant(
         "lost load tried again",
-        "aoffload.core.request_leases",
+        "aoffload._kernel.leases",
         "        if holding.state is RequestState.REQUEUED:\n",
         "        if holding.state is RequestState.QUEUED:\n",
         "a failed load is not retried for ever",
@@ -279,7 +279,7 @@ _WAKING = (
     ),
     Mutant(
         "no pump after a commit",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "num_computed_tokens, new_token_ids)\n        self.admission.serve_line()\n",
         "num_computed_tokens, new_token_ids)\n",
         "who is first in line may need less room after a commit",
@@ -287,7 +287,7 @@ _WAKING = (
     ),
     Mutant(
         "shared load wakes only the first",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "        self.admission.serve_line(self._concluded(self.jobs.settle(completion)))\n",
         "        self.admission.serve_line(self._concluded(self.jobs.settle(completion))[:1])\n",
         "no hang: a load wakes all who wait for it",
@@ -298,7 +298,7 @@ _WAKING = (
 _STEPS = (
     Mutant(
         "step holds no blocks",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "            if request.num_steps:\n                self._closing.add(request)\n            else:\n"
         "                self._request_leases.let_go(request)\n",
         "            self._request_leases.let_go(request)\n",
@@ -306,7 +306,7 @@ _STEPS = (
     ),
     Mutant(
         "first of two steps lets go",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "                if holding.ended_step(number):\n                    wakes",
         "                if holding.ended_step(number) or True:\n                    wakes",
         "a block is free when request, jobs and every step have let go",
@@ -314,14 +314,14 @@ _STEPS = (
     ),
     Mutant(
         "step keeps the blocks",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "            self._closing.discard(holding)\n            self._request_leases.let_go(holding)\n",
         "            self._closing.discard(holding)\n",
         "nothing leaks behind a step",
     ),
     Mutant(
         "request id used twice",
-        "aoffload.core.ledger_requests",
+        "aoffload._kernel.ledger",
         "            if name in self.holdings:\n                raise",
         "            if name in self.holdings and not name:\n                raise",
         "a request id used twice is rejected by name",
@@ -329,7 +329,7 @@ _STEPS = (
     ),
     Mutant(
         "illegal move made",
-        "aoffload.core.observer",
+        "aoffload._kernel.events",
         "            raise _illegal(holding, state)\n",
         "            return\n",
         "an illegal move raises",
@@ -337,7 +337,7 @@ _STEPS = (
     ),
     Mutant(
         "stores of a finished request not handed out",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "return self._commits.offer_last(request) if done and request.epoch == self.cache.epoch else ()",
         "return (self._commits.offer_last(request) if done and request.epoch == self.cache.epoch else ()) and ()",
         "what was planned is launched or discarded",

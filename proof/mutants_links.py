@@ -6,8 +6,8 @@ from .planting import Mutant
 
 __all__ = ["LINK_MUTANTS"]
 
-OFFERS, REQUESTS = "aoffload.core.engine_offers", "aoffload.core.ledger_requests"
-HOPS, QUEUE = "aoffload.transfer.hops", "aoffload.transfer.copy_queue"
+OFFERS, REQUESTS = "aoffload._host_cache.offers", "aoffload._kernel.ledger"
+HOPS, QUEUE = "aoffload._transfer.link", "aoffload._transfer.copy_queue"
 VLLM = "aoffload.integrations.vllm"
 
 _DEFERRED = "a deferred block is stored only if it still holds what it held"

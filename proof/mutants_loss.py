@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["LOSS_MUTANTS"]
 
-OPENING, SESSION, COPIES = "aoffload.opening", "aoffload.session", "aoffload.transfer.copy_queue"
+OPENING, SESSION, COPIES = "aoffload._runtime.runtime", "aoffload._runtime.session", "aoffload._transfer.copy_queue"
 
 LOSS_MUTANTS: tuple[Mutant, ...] = (
     Mutant(

@@ -6,8 +6,8 @@ from .planting import Mutant
 
 __all__ = ["POLICY_MUTANTS"]
 
-WATERMARK, HIT_COUNTS, COMMITS = "aoffload.core.watermark", "aoffload.core.hit_counts", "aoffload.core.commits"
-CACHE, POLICY, LEDGER = "aoffload.core.cache", "aoffload.core.policy", "aoffload.core.ledger"
+WATERMARK, HIT_COUNTS, COMMITS = "aoffload._extensions.lazy", "aoffload._eviction.counts", "aoffload._kernel.commits"
+CACHE, POLICY, LEDGER = "aoffload._kernel.cache", "aoffload._extensions.store_policies", "aoffload._kernel.ledger"
 
 SMALL_HOST = "tests/core/test_small_host.py::"
 
@@ -30,7 +30,7 @@ POLICY_MUTANTS = (
     ),
     Mutant(
         "evicted prefixes stored at every offer",
-        "aoffload.core.engine_offers",
+        "aoffload._host_cache.offers",
         " and not is_last and self._evicts(holding):",
         " and False:",
         "a host that is too small evicts, and copies no more for that",
@@ -66,7 +66,7 @@ POLICY_MUTANTS = (
     ),
     Mutant(
         "stored moves to the hot end",
-        "aoffload.core.tiers",
+        "aoffload._kernel.pools",
         "        if part.last_use:\n            self.order.add_back(part)",
         "        if part.last_use < 0:\n            self.order.add_back(part)",
         "being stored makes nobody hot",
@@ -95,7 +95,7 @@ POLICY_MUTANTS = (
     ),
     Mutant(
         "not to be stored, and stored",
-        "aoffload.core.commits",
+        "aoffload._kernel.commits",
         "                wanted = min(holding.published, holding.store_limit, ",
         "                wanted = min(holding.published, ",
         "what a request does not want stored is not stored on its account",
@@ -109,7 +109,7 @@ POLICY_MUTANTS = (
     ),
     Mutant(
         "what must not be stored counts as offered",
-        "aoffload.core.index",
+        "aoffload._kernel.index",
         "        head.num_after, head.offered_stop = 1, min(at, run.offered_stop)",
         "        head.num_after, head.offered_stop = 1, at",
         "what a request does not want stored is not stored later on either",

@@ -6,7 +6,7 @@ from .planting import Mutant, Patch
 
 __all__ = ["REMOTE_CORE_MUTANTS"]
 
-CORE = "aoffload.core"
+CORE = "aoffload._kernel"
 CELLS, STORES, FETCHES, JOBS = f"{CORE}.cells", f"{CORE}.remote_stores", f"{CORE}.fetches", f"{CORE}.jobs"
 LEDGER_WORK, TOKENS = f"{CORE}.ledger_work", f"{CORE}.tokens"
 OF_STORES = "tests/core/test_remote_stores.py::test_"

@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["REMOTE_SHELL_MUTANTS"]
 
-GATE, RATES, RATE = "aoffload.fetch_gate", "aoffload.transfer.rates", "aoffload.write_rate"
+GATE, RATES, RATE = "aoffload._runtime.costs", "aoffload._transfer.rates", "aoffload._tiers.write_rate"
 WORK, FETCHING, RUNTIME, TABLES = (
     f"aoffload.{name}" for name in ("remote_work", "fetching", "runtime", "config_tables")
 )
@@ -60,7 +60,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a hang is not slow",
-        "aoffload.transfer.hops",
+        "aoffload._transfer.link",
         "        return (now - rate.since_s) * all_bytes / in_flight if in_flight else 0.0\n",
         "        return 0.0\n",
         "while one request waits for a tier that hangs, others do not begin to",
@@ -140,7 +140,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what was not written is charged",
-        "aoffload.transfer.hops",
+        "aoffload._transfer.link",
         "        self.bytes_over += completion.num_bytes\n",
         "        self.bytes_over += self.in_flight[completion.job_id].num_bytes\n",
         "what was not written is not charged",
@@ -188,7 +188,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a refused job is a warning",
-        "aoffload.ledger_log",
+        "aoffload._observe.log",
         "completion.outcome is Outcome.REFUSED",
         "False",
         "a log is not flooded while a store is left alone",
@@ -204,7 +204,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a question that cannot be asked is begun",
-        "aoffload.transfer.remote.lanes",
+        "aoffload._tiers.remote.lanes",
         "(Use.ASK, Use.LOAD) if direction",
         "(Use.LOAD,) if direction",
         "a fetch from a store that is left alone is skipped, and counted",

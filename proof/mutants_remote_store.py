@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["REMOTE_STORE_MUTANTS"]
 
-REMOTE, STORES = "aoffload.transfer.remote", "aoffload.object_stores"
+REMOTE, STORES = "aoffload._tiers.remote", "aoffload._tiers.remote.clients"
 CELLS, JOBS, LANES, NODES = f"{REMOTE}.cells", f"{REMOTE}.jobs", f"{REMOTE}.lanes", f"{REMOTE}.nodes"
 QUESTIONS, REMOVALS, MEMORY = f"{REMOTE}.questions", f"{REMOTE}.removals", f"{REMOTE}.memory"
 TRANSPORT = "tests/transfer/test_remote_transport.py"
@@ -45,7 +45,7 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "idle threads are not told of the end",
-        "aoffload.transfer.remote.threads",
+        "aoffload._tiers.remote.threads",
         "                    if found is None or self._waiting:\n",
         "                    if False:\n",
         "closing ends all threads",
@@ -237,7 +237,7 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a late job is in doubt",
-        "aoffload.transfer.hops",
+        "aoffload._transfer.link",
         "return Outcome.FAILED if Tier.REMOTE in (self.source, self.destination) else Outcome.UNPROVEN",
         "return Outcome.UNPROVEN",
         "a remote store never leaves host memory in doubt",

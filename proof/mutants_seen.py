@@ -131,7 +131,7 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "vLLM remote: a given-up load writes on",
-        "aoffload.transfer.remote.lanes",
+        "aoffload._tiers.remote.lanes",
         "        if not job.unless_given_up(lambda: self._host.copy_in(job.plan, blocks[first:])):\n",
         "        if not self._host.copy_in(job.plan, blocks[first:]):\n",
         "a load that was given up touches no host memory",
@@ -179,7 +179,7 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "explain: a fetch is nobody's",
-        "aoffload.core.situation",
+        "aoffload._extensions.explain",
         "        if fetch is not None and place is None:\n",
         "        if fetch is None and place is not None:\n",
         "a request that waits for a fetch says so",

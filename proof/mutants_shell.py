@@ -6,9 +6,14 @@ from .planting import Mutant
 
 __all__ = ["SHELL_MUTANTS"]
 
-REQUEST, LOADING, WORKER, RUNTIME = "aoffload.request", "aoffload.loading", "aoffload.worker", "aoffload.runtime"
-SESSION, STEPS, COPIES = "aoffload.session", "aoffload.steps", "aoffload.transfer.copy_queue"
-BLOCK, COMMITS = "aoffload.request_block", "aoffload.core.commits"
+REQUEST, LOADING, WORKER, RUNTIME = (
+    "aoffload._runtime.request",
+    "aoffload._runtime.loading",
+    "aoffload._runtime.worker",
+    "aoffload._runtime.runtime",
+)
+SESSION, STEPS, COPIES = "aoffload._runtime.session", "aoffload._runtime.steps", "aoffload._transfer.copy_queue"
+BLOCK, COMMITS = "aoffload._runtime.request", "aoffload._kernel.commits"
 
 _REQUEST = (
     Mutant(
@@ -48,7 +53,7 @@ _REQUEST = (
     ),
     Mutant(
         "any cancellation in a group counts",
-        "aoffload.scopes",
+        "aoffload._runtime.request",
         "        return all(is_cancellation(inner) for inner in error.exceptions)",
         "        return any(is_cancellation(inner) for inner in error.exceptions)",
         "an error beside a cancellation is an error",
@@ -135,7 +140,7 @@ _WORKER = (
     ),
     Mutant(
         "bytes in flight never given back",
-        "aoffload.transfer.hops",
+        "aoffload._transfer.link",
         "            self.num_bytes -= found.num_bytes",
         "            self.num_bytes -= 0",
         "budgets are returned with the job",
@@ -210,7 +215,7 @@ _WORKER = (
     ),
     Mutant(
         "opened before the worker has begun",
-        "aoffload.runtime_life",
+        "aoffload._runtime.runtime",
         "            await self.worker.has_begun.wait()\n",
         "",
         "what cancels the worker cancels nobody else",
@@ -336,7 +341,7 @@ _RUNTIME = (
     ),
     Mutant(
         "closing does not wait for copies",
-        "aoffload.runtime_life",
+        "aoffload._runtime.runtime",
         "                await self.worker.wait_idle()\n                await ",
         "                await ",
         "a launched copy is waited for within bounds",

@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["STUCK_MUTANTS"]
 
-SLOW, SITUATION = "aoffload.slow", "aoffload.core.situation"
+SLOW, SITUATION = "aoffload._runtime.worker", "aoffload._extensions.explain"
 HANGS = "tests/trace/test_stuck.py"
 WAITS = "tests/core/test_situation.py"
 
@@ -21,7 +21,7 @@ STUCK_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "worker does not look at steps",
-        "aoffload.worker",
+        "aoffload._runtime.worker",
         "        slow = math.inf if self.slow is None else self.slow.next_deadline\n",
         "        slow = math.inf\n",
         "a long step is said",
@@ -69,7 +69,7 @@ STUCK_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a wait that begins again is young",
-        "aoffload.core.owners",
+        "aoffload._kernel.requests",
         "        if self.joined_s is None:\n            self.joined_s = now\n",
         "        self.joined_s = now\n",
         "a wait is as old as its first place in line",

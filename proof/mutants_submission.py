@@ -6,10 +6,10 @@ from .planting import Mutant, Patch
 
 __all__ = ["SUBMISSION_MUTANTS"]
 
-LANE, LOCAL = "aoffload.transfer.lane", "aoffload.transfer.local"
-QUEUE, AT_ONCE = "aoffload.transfer.copy_queue", "aoffload.transfer.at_once"
-SESSION, FENCES = "aoffload.session", "aoffload.transfer.step_fences"
-USES, COMMITS = "aoffload.core.last_uses", "aoffload.core.commits"
+LANE, LOCAL = "aoffload._transfer.lane", "aoffload._transfer.local"
+QUEUE, AT_ONCE = "aoffload._transfer.copy_queue", "aoffload._transfer.lane"
+SESSION, FENCES = "aoffload._runtime.session", "aoffload._transfer.fences"
+USES, COMMITS = "aoffload._kernel.pools", "aoffload._kernel.commits"
 
 _OWN_STEPS = "a load leaves its destination alone until its last reader is over"
 _ORDER = "completions of a lane come in launch order"
@@ -57,7 +57,7 @@ _STEPS = (
     ),
     Mutant(
         "freed block forgets its step",
-        "aoffload.core.request_leases",
+        "aoffload._kernel.leases",
         "            self.cache.last_uses.gave_up(holding, table.ids)\n",
         "            pass\n",
         _OWN_STEPS,
@@ -65,7 +65,7 @@ _STEPS = (
     ),
     Mutant(
         "load into blocks of its own forward in vain",
-        "aoffload.core.loads",
+        "aoffload._kernel.loads",
         "        if holding.last_step:  # a forward in vain",
         "        if False:  # a forward in vain",
         _OWN_STEPS,
@@ -81,7 +81,7 @@ _STEPS = (
     ),
     Mutant(
         "block that left a window forgets its step",
-        "aoffload.core.windows",
+        "aoffload._kernel.leases",
         "        cache.last_uses.gave_up(holding, table.at(table.start, start))\n",
         "",
         _OWN_STEPS,
@@ -121,7 +121,7 @@ _STEPS = (
     ),
     Mutant(
         "copies of a fork not noticed",
-        "aoffload.core.forks",
+        "aoffload._extensions.forks",
         "        parent.used_outside_of_steps()  # the engine copies from its blocks\n",
         "",
         _OWN_STEPS,

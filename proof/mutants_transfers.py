@@ -6,12 +6,12 @@ from .planting import Mutant, Patch
 
 __all__ = ["TRANSFER_MUTANTS"]
 
-JOBS, LOADS = "aoffload.core.jobs", "aoffload.core.loads"
+JOBS, LOADS = "aoffload._kernel.jobs", "aoffload._kernel.loads"
 
 _OWNERSHIP = (
     Mutant(
         "landed in part taken for landed",
-        "aoffload.core.jobs",
+        "aoffload._kernel.jobs",
         "        if completion.outcome is Outcome.LANDED and completion.num_landed not in",
         "        if False and completion.num_landed not in",
         "a block counts only if its copy was proven",
@@ -169,7 +169,7 @@ _LANDING = (
     ),
     Mutant(
         "published behind a gap",
-        "aoffload.core.components",
+        "aoffload._kernel.cache",
         "        if first == part.run.start and before is not None and before.parts[part.tier].stop != before.stop:\n"
         "            return ids\n",
         "",
@@ -240,7 +240,7 @@ _SHARING = (
     ),
     Mutant(
         "host hit counts before it is loaded",
-        "aoffload.core.admission",
+        "aoffload._kernel.waiting",
         "        holding.computed(holding.published * self.cache.layout.unit_tokens)\n",
         "        holding.computed(holding.hit_stop * self.cache.layout.unit_tokens)\n",
         "a failed load is a miss",
@@ -276,7 +276,7 @@ _SHARING = (
     ),
     Mutant(
         "no pump after a load gave blocks back",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "max_tokens, wake, units_per_job)\n        self.admission.serve_line()\n",
         "max_tokens, wake, units_per_job)\n",
         "everything that changes room serves the line",
@@ -286,7 +286,7 @@ _SHARING = (
 _STORES = (
     Mutant(
         "store in flight offered again",
-        "aoffload.core.components",
+        "aoffload._kernel.cache",
         "part.stop if part.incoming is None else covered_stop(part)",
         "part.stop",
         "a range being stored isn't stored again (I3)",
@@ -308,7 +308,7 @@ _STORES = (
     ),
     Mutant(
         "store evicts what it hangs on",
-        "aoffload.core.stores",
+        "aoffload._kernel.jobs",
         "pin = self.cache.lease(self.destination, end,",
         "pin = self.cache.lease(self.source, end,",
         "a store never evicts its own prefix",
@@ -316,7 +316,7 @@ _STORES = (
     ),
     Mutant(
         "store waits for no host room",
-        "aoffload.core.stores",
+        "aoffload._kernel.jobs",
         "wanted, fit, allowed = stop - start, there.room // band.width",
         "wanted, fit, allowed = stop - start, there.capacity // band.width",
         "a store that finds no room is skipped",

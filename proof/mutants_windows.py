@@ -6,11 +6,11 @@ from .planting import Mutant
 
 __all__ = ["WINDOW_MUTANTS"]
 
-GROUPS, MATCHING, WINDOWS = "aoffload.groups", "aoffload.core.matching", "aoffload.core.windows"
-CACHE, PINS, STORES = "aoffload.core.cache", "aoffload.core.request_leases", "aoffload.core.stores"
-LOADS, ADMISSION, PREEMPTION = "aoffload.core.loads", "aoffload.core.admission", "aoffload.core.preemption"
-SPLITS, RECORDS, COMMITS = "aoffload.core.splits", "aoffload.core.records", "aoffload.core.commits"
-LEDGER, CACHE_TRANSFERS = "aoffload.core.ledger", "aoffload.core.cache_transfers"
+GROUPS, MATCHING, WINDOWS = "aoffload._config.groups", "aoffload._kernel.index", "aoffload._kernel.leases"
+CACHE, PINS, STORES = "aoffload._kernel.cache", "aoffload._kernel.leases", "aoffload._kernel.jobs"
+LOADS, ADMISSION, PREEMPTION = "aoffload._kernel.loads", "aoffload._kernel.waiting", "aoffload._extensions.preemption"
+SPLITS, RECORDS, COMMITS = "aoffload._kernel.cache", "aoffload._kernel.records", "aoffload._kernel.commits"
+LEDGER, CACHE_TRANSFERS = "aoffload._kernel.ledger", "aoffload._extensions.prefetch"
 TAKEN_BACK = "tests/core/test_taken_back.py"
 
 _WINDOWS = (
@@ -24,7 +24,7 @@ _WINDOWS = (
     ),
     Mutant(
         "match ignores the windows",
-        "aoffload.core.presence",
+        "aoffload._kernel.index",
         "        for band in layout.windows:\n            lower",
         "        for band in ():\n            lower",
         "a hit ends where every group has what it needs",
@@ -56,7 +56,7 @@ _WINDOWS = (
     ),
     Mutant(
         "window let go of under another reader",
-        "aoffload.core.components",
+        "aoffload._kernel.cache",
         "            if not part.num_references:\n                blocks.let_go_of(part)\n",
         "            blocks.let_go_of(part)\n",
         "a block is free when everybody has let go",
@@ -64,7 +64,7 @@ _WINDOWS = (
     ),
     Mutant(
         "border moved under another's pin",
-        "aoffload.core.splits",
+        "aoffload._kernel.cache",
         "                if (front.num_references, back.num_references) != (0, 1):\n",
         "                if front.num_references:\n",
         "nobody else's pins move with a window",
@@ -88,7 +88,7 @@ _WINDOWS = (
     ),
     Mutant(
         "window stored from where its run begins",
-        "aoffload.core.components",
+        "aoffload._kernel.cache",
         "max(start, part.first), min(stop, part.stop)",
         "max(start, current.start), min(stop, part.stop)",
         "a store names only what is there",
@@ -160,7 +160,7 @@ _PREEMPTION = (
 _TAKEN_BACK = (
     Mutant(
         "tombstones stay with the tail",
-        "aoffload.core.records",
+        "aoffload._kernel.records",
         "            front.tombstones, self.tombstones = divided(self.tombstones, self.width, at)\n",
         "            pass\n",
         "whoever runs keeps its blocks, whatever is reset",
@@ -192,7 +192,7 @@ _TAKEN_BACK = (
     ),
     Mutant(
         "who waits to begin its load again is not told of a preemption",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "            wakes.append(holding.waiter.wake)\n",
         "            pass\n",
         "nobody sleeps on what is over",
@@ -200,7 +200,7 @@ _TAKEN_BACK = (
     ),
     Mutant(
         "woken in the middle of a preemption",
-        "aoffload.core.ledger_work",
+        "aoffload._kernel.ledger",
         "            wakes += self._concluded(self._loads.abandon(holding), also=holding)\n",
         "            self._settled(self._loads.abandon(holding), also=holding)\n",
         "a block is given to somebody else once every job and step has let go",
@@ -208,7 +208,7 @@ _TAKEN_BACK = (
     ),
     Mutant(
         "whoever was preempted may read everything",
-        "aoffload.core.owners",
+        "aoffload._kernel.requests",
         "max(self.hit_limit, self.num_computed_tokens // unit_tokens)",
         "self.sequence.num_tokens",
         "who may use no hit gets back what it has computed itself",

@@ -202,9 +202,9 @@ def _timed(functions: Sequence[str]) -> list[Stage]:
 def _automatic() -> list[Candidate]:
     from .mutants_automatic import enumerate_specs, mutant_of  # needs Cosmic Ray, which nothing else here does
 
-    core = source_path("aoffload.core").parent
-    modules = [f"aoffload.core.{path.stem}" for path in sorted(core.glob("[!_]*.py"))]
-    modules += ["aoffload.request", "aoffload.request_block"]
+    core = source_path("aoffload._kernel").parent
+    modules = [f"aoffload._kernel.{path.stem}" for path in sorted(core.glob("[!_]*.py"))]
+    modules += ["aoffload._runtime.request", "aoffload._runtime.request"]
     return [
         Candidate(spec.key, spec.module, spec.line, spec.operator, partial(mutant_of, spec))
         for spec in enumerate_specs(modules)

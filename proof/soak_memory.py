@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aoffload.transfer.backends.base import CopyBackend
-from aoffload.transfer.backends.cuda import CudaBackend, CudaOptions
-from aoffload.transfer.region import KVRegion
+from aoffload._transfer.backends.base import CopyBackend
+from aoffload._transfer.backends.cuda import CudaBackend, CudaOptions
+from aoffload._transfer.region import KVRegion
 
 __all__ = ["Compute", "DeviceMemory", "HostMemory", "KVMemory", "MakeMemory", "cuda_compute"]
 

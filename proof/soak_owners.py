@@ -12,13 +12,12 @@ from typing import Any
 import attrs
 
 from aoffload import OffloadRuntime
-from aoffload.core.hops import Tier
-from aoffload.core.lifecycle import NoEpoch
-from aoffload.core.plan import Completion, TransferPlan
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.states import NoEpoch, Tier
+from aoffload._transfer.fences import Fence
+from aoffload._transfer.local import LocalTransport
 from aoffload.testing import Memory, Violation
 from aoffload.testing.memory import OwnedPool
-from aoffload.transfer.fence import Fence
-from aoffload.transfer.local import LocalTransport
 
 __all__ = ["Held", "OwnedTransport", "Owners"]
 

@@ -139,11 +139,11 @@ def _faces_for(module: str) -> tuple[Face, ...]:
     """The faces whose programs can meet a defect in `module`. No program has another engine in it."""
     if module.startswith("aoffload.integrations.vllm."):
         return ()
-    if module.startswith("aoffload.core.engine"):
+    if module.startswith("aoffload._kernel.engine"):
         return ENGINE_FACES
-    if module == "aoffload.engine_calls":
+    if module == "aoffload._runtime.request":
         return ENGINE_RUNTIME_FACES
-    is_of_ledger = module.startswith(("aoffload.core.", "aoffload.transfer.remote."))  # the latter: its removals
+    is_of_ledger = module.startswith(("aoffload._kernel.", "aoffload._tiers.remote."))  # the latter: its removals
     return FACES if is_of_ledger else (*RUNTIME_FACES, *ENGINE_RUNTIME_FACES)
 
 

@@ -43,5 +43,5 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.multiprocessing
 
     context: Any = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["aoffload.transfer.ranks.serving"])
+    context.set_forkserver_preload(["aoffload._transfer.ranks.serving"])
     monkeypatch.setattr(torch.multiprocessing, "get_context", lambda method: context)

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from aoffload import AoffloadError, __version__
+from aoffload._extras import MODULES, needed
 from aoffload.cli import COMMANDS, Command, main
 from aoffload.env import MissingExtra, UnsupportedVersion
-from aoffload.extras import MODULES, needed
 from aoffload.ledger import is_compiled
 
 ROOT = Path(__file__).parent.parent
@@ -132,8 +132,8 @@ def test_ctrl_c_while_a_command_is_imported_leaves_at_once(tmp_path: Path) -> No
 
 
 WANTED = {
-    "cuda": ("from aoffload.transfer.backends.cuda.nvidia import NvidiaDriver; NvidiaDriver(0)", "NvidiaDriver"),
-    "disk": ("import aoffload.transfer.disk.sums", "a disk tier"),
+    "cuda": ("from aoffload._transfer.backends.cuda.nvidia import NvidiaDriver; NvidiaDriver(0)", "NvidiaDriver"),
+    "disk": ("import aoffload._tiers.disk.sums", "a disk tier"),
     "events": ("import aoffload.kv_events", "aoffload.kv_events"),
     "metrics": ("import aoffload.metrics", "aoffload.metrics"),
     "mooncake": (

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from aoffload import DiskTier, RemoteTier
-from aoffload.config import OffloadConfig, parse_bytes
-from aoffload.core.eviction import LeastRecentlyUsed
-from aoffload.core.groups import FullAttention, KVCacheGroup, Layout
-from aoffload.core.ledger import Ledger
-from aoffload.core.policy import LazyStore
+from aoffload._config.config import OffloadConfig
+from aoffload._config.groups import FullAttention, KVCacheGroup
+from aoffload._config.tiers import parse_bytes
+from aoffload._extensions.store_policies import LazyStore
+from aoffload._kernel.eviction import LeastRecentlyUsed
+from aoffload._kernel.layout import Layout
+from aoffload._kernel.ledger import Ledger
 from aoffload.errors import ConfigError, InvalidArgument
 from aoffload.ledger import LearnedEviction
 from aoffload.testing import SimulatedStore

@@ -21,8 +21,10 @@ from public import MODULES
 
 import aoffload
 import aoffload.testing
-from aoffload import KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime, Request, ledger_log, telemetry
-from aoffload.core.lifecycle import CACHE_TRANSFER_MOVES, JOB_MOVES, OVERLAP_MOVES, PIN_MOVES, REQUEST_MOVES
+from aoffload import KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime, Request
+from aoffload._kernel.states import CACHE_TRANSFER_MOVES, JOB_MOVES, OVERLAP_MOVES, PIN_MOVES, REQUEST_MOVES
+from aoffload._observe import log as ledger_log
+from aoffload._observe import log as telemetry
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aoffload"

@@ -7,11 +7,11 @@ import math
 import attrs
 import pytest
 
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import Completion
-from aoffload.fetch_gate import PrefillSpeed, fetch_bound_s
-from aoffload.transfer.hops import Hop
-from aoffload.transfer.rates import FRESH_S, TransferRate
+from aoffload._kernel.plans import Completion
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._runtime.costs import PrefillSpeed, fetch_bound_s
+from aoffload._transfer.link import Hop
+from aoffload._transfer.rates import FRESH_S, TransferRate
 
 # -- the choice -------------------------------------------------------------------------------------------------------
 

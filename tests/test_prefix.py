@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aoffload.core.tokens import TokenSequence, hash_run
+from aoffload._kernel.prefix import KeySpan, Prefix, Root, encode_tokens
+from aoffload._kernel.tokens import TokenSequence, hash_run
 from aoffload.errors import InvalidArgument
-from aoffload.prefix import KeySpan, Prefix, Root, encode_tokens
 
 ROOT = Root("m")
 
@@ -166,7 +166,7 @@ def test_what_is_hashed_ahead_is_what_publishing_hashes(ids: list[int], more: li
     """Where the longest runs end behind `start`, and nowhere else, the running hash is there before anybody asks."""
     unit, most = 2, 4
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("aoffload.core.tokens.MAX_RUN_TOKENS", most * unit)
+        patch.setattr("aoffload._kernel.tokens.MAX_RUN_TOKENS", most * unit)
         sequence = TokenSequence(Prefix.of(ROOT, ids), unit)
         sequence.hash_ahead(start)
         sequence.append(encode_tokens(more))

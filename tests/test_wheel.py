@@ -190,7 +190,7 @@ def test_a_ledger_and_a_runtime_work_without_extras(installed: Environment) -> N
 
 
 NEEDS = {
-    "cuda": "from aoffload.transfer.backends.cuda.nvidia import NvidiaDriver; NvidiaDriver(0)",
+    "cuda": "from aoffload._transfer.backends.cuda.nvidia import NvidiaDriver; NvidiaDriver(0)",
     "events": "import aoffload.kv_events",
     "metrics": "import aoffload.metrics",
     "server": "from aoffload.integrations.openai_server import make_app",

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aoffload.write_rate import WriteRate
+from aoffload._tiers.write_rate import WriteRate
 
 
 def test_a_second_may_be_spent_at_once() -> None:

@@ -14,12 +14,12 @@ from typing import NoReturn
 import anyio
 import torch
 
+from .._extras import needed
+from .._tiers.disk.posix import PosixDirectory
 from ..env import Env
 from ..errors import AoffloadError, ConfigError, InvalidArgument
-from ..extras import needed
 from ..integrations.models import load_model
 from ..plan import Recorder
-from ..transfer.disk.posix import PosixDirectory
 from .interrupt import Interrupt
 from .logs import LogFile, make_logger
 from .options import DemoOptions, make_parser, parse_options

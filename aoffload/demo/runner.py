@@ -10,7 +10,8 @@ import anyio
 import attrs
 
 from .. import DiskTier, OffloadConfig, OffloadRuntime, RemoteTier, fingerprint
-from ..config_tables import secret_in, store_of
+from .._config.sources import secret_in, store_of
+from .._transfer.local import LocalTransport
 from ..errors import IntegrityError
 from ..integrations.batching import PrefillStart
 from ..integrations.engine import PagedEngine
@@ -20,7 +21,6 @@ from ..integrations.models import MODEL_NAMES
 from ..integrations.paged import PagedModel
 from ..integrations.sequence import Generation
 from ..plan import Recorder
-from ..transfer.local import LocalTransport
 from .departures import Departures
 from .options import DemoOptions
 from .outcome import DemoOutcome, RunKind, RunOutcome

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import attrs
 
-from ..core.hops import Direction
-from ..core.plan import TransferPlan
-from ..transfer.backends.base import CopyBackend
-from ..transfer.backends.cpu import CpuBackend
-from ..transfer.backends.cuda import CudaBackend
-from ..transfer.region import KVRegion
+from .._kernel.plans import TransferPlan
+from .._kernel.states import Direction
+from .._transfer.backends.base import CopyBackend
+from .._transfer.backends.cpu import CpuBackend
+from .._transfer.backends.cuda import CudaBackend
+from .._transfer.region import KVRegion
 from .options import Corrupt
 
 __all__ = ["Tampering"]

@@ -9,13 +9,13 @@ import time
 
 import attrs
 
-from ..core.hops import Direction
-from ..core.plan import TransferPlan
-from ..transfer.backends.base import CopyBackend
-from ..transfer.backends.cpu import CpuBackend
-from ..transfer.backends.cuda import CudaBackend
-from ..transfer.fence import Fence
-from ..transfer.region import KVRegion
+from .._kernel.plans import TransferPlan
+from .._kernel.states import Direction
+from .._transfer.backends.base import CopyBackend
+from .._transfer.backends.cpu import CpuBackend
+from .._transfer.backends.cuda import CudaBackend
+from .._transfer.fences import Fence
+from .._transfer.region import KVRegion
 
 __all__ = ["Throttle"]
 

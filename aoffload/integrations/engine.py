@@ -31,11 +31,11 @@ import anyio.abc
 import numpy as np
 import torch
 
-from ..core.groups import FullAttention
-from ..core.policy import StoreScope
+from .._config.groups import FullAttention
+from .._extensions.store_policies import StoreScope
+from .._kernel.prefix import TokenIds, encode_tokens
 from ..env import Env
 from ..errors import InvalidArgument, OutOfBlocks, RequestAborted
-from ..prefix import TokenIds, encode_tokens
 from .batching import EngineOptions, LineUp, PrefillStart, Step
 from .failures import EngineClosed, StepFailed
 from .head_start import HeadStart
@@ -47,7 +47,7 @@ from .statistics import EngineStatistics
 from .tries import Ask, PromptPlace, Rivals, Try
 
 if TYPE_CHECKING:
-    from ..runtime import OffloadRuntime
+    from .._runtime.runtime import OffloadRuntime
 
 __all__ = ["EngineClosed", "EngineOptions", "EngineStatistics", "PagedEngine", "PrefillStart", "StepFailed"]
 

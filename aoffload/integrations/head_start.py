@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import anyio
 import attrs
 
-from ..core.lifecycle import RequestState
+from .._kernel.states import RequestState
 from ..errors import RegionNotLoaded
 from .layer_fences import NOTHING_TO_WAIT_FOR, LayerFences
 from .paged import SequenceSlice
 from .sequence import PromptTable, RowOutput, SliceResult
 
 if TYPE_CHECKING:
-    from ..loading import PendingLoad
-    from ..request import Request
+    from .._runtime.loading import PendingLoad
+    from .._runtime.request import Request
 
 __all__ = ["HeadStart", "HeadStartState"]
 

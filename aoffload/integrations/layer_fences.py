@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from ..transfer.region import KVRegion
+from .._transfer.region import KVRegion
 from .layers import LayerPlace
 
 if TYPE_CHECKING:
-    from ..transfer.region_fences import LoadedRegion
+    from .._transfer.fences import LoadedRegion
 
 __all__ = ["NOTHING_TO_WAIT_FOR", "LayerFences", "layer_regions"]
 

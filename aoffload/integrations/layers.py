@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from ..config import GroupLike
-from ..core.groups import FullAttention, KVCacheGroup, SlidingWindow
+from .._config.config import GroupLike
+from .._config.groups import AttentionKind, FullAttention, KVCacheGroup, SlidingWindow
 from ..errors import ConfigError
-from ..kinds import AttentionKind
 
 __all__ = ["LayerGroup", "LayerPlace", "check_groups", "group_layers", "kv_cache_groups", "places_of"]
 

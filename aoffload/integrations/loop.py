@@ -20,7 +20,7 @@ from .sequence import RowOutput, RunningSequence
 from .statistics import Peaks
 
 if TYPE_CHECKING:
-    from ..runtime import OffloadRuntime
+    from .._runtime.runtime import OffloadRuntime
 
 __all__ = ["EngineLoop"]
 

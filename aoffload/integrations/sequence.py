@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import anyio
 import attrs
 
-from ..core.lifecycle import RequestState
+from .._kernel.states import RequestState
 from .paged import SequenceSlice
 
 if TYPE_CHECKING:
-    from ..request import Request
+    from .._runtime.request import Request
 
 __all__ = ["Generation", "PromptTable", "RowOutput", "RunningSequence", "SliceResult"]
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from ..core.groups import FullAttention, SlidingWindow
+from .._config.groups import AttentionKind, FullAttention, SlidingWindow
+from .._extras import needed
 from ..errors import AoffloadError, ConfigError, InvalidArgument
-from ..extras import needed
-from ..kinds import AttentionKind
 from .attention import paged_attention
 from .decoder import DecoderConfig
 from .layers import LayerPlace, group_layers, places_of

@@ -17,10 +17,10 @@ import anyio.lowlevel
 import attrs
 import numpy as np
 
-from ..core.lifecycle import RequestState
+from .._kernel.states import RequestState
 
 if TYPE_CHECKING:
-    from ..request import Request
+    from .._runtime.request import Request
 
 __all__ = ["Ask", "PromptPlace", "Rivals", "Try"]
 

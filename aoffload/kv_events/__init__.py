@@ -1,6 +1,6 @@
 """KV events for cache-aware routers, in the format that vLLM publishes (extra `events`). See docs/kv_events.md."""
 
-from ..extras import needed
+from .._extras import needed
 
 with needed("events", "aoffload.kv_events"):
     from .format import EventFormat

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import attrs
 
 from aoffload import KeySpan, Ledger, Tier, WrongState
-from aoffload.core.records import Part
+from aoffload._kernel.records import Part
 from aoffload.ledger import Root
 
 if TYPE_CHECKING:
-    from aoffload.prefix import Hasher
+    from aoffload._kernel.prefix import Hasher
 
 __all__ = ["Change", "Changes", "Cleared", "Kind", "Told"]
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import attrs
 
-from aoffload.prefix import TOKEN_BYTES, Hasher
+from aoffload._kernel.prefix import TOKEN_BYTES, Hasher
 
 from .changes import Change, Kind
 

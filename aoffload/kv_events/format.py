@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow, Tier
-from aoffload.core.groups import Layout
-from aoffload.prefix import TOKEN_BYTES
+from aoffload._kernel.layout import Layout
+from aoffload._kernel.prefix import TOKEN_BYTES
 
 from .changes import Change, Cleared, Kind, Told
 from .digests import Digests

@@ -12,7 +12,7 @@ from typing import Self
 import zmq
 
 from aoffload import ConfigError, Ledger, RuntimeClosed
-from aoffload.core.arguments import check_int
+from aoffload._arguments import check_int
 
 from .changes import Changes
 from .format import EventEncoder, EventFormat

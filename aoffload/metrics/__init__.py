@@ -1,6 +1,6 @@
 """Metrics for Prometheus (extra `metrics`). docs/metrics.md lists them."""
 
-from ..extras import needed
+from .._extras import needed
 
 with needed("metrics", "aoffload.metrics"):
     from .collector import LedgerCollector, MetricsCollector

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from aoffload import InvalidArgument, Ledger, WrongThread
-from aoffload.arguments import check_has, check_type
+from aoffload._arguments import check_has, check_type
 
 from .families import FAMILIES, Family, Kind
 from .histogram import Histogram

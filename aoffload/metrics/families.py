@@ -7,9 +7,9 @@ import enum
 import attrs
 
 from aoffload import Tier
-from aoffload.core.hops import CACHE_TIERS, TIERS
+from aoffload._kernel.states import CACHE_TIERS, TIERS
+from aoffload._transfer.breaker import Use
 from aoffload.ledger import Direction, EvictionRule, HintEnd, Outcome
-from aoffload.transfer.breaker import Use
 
 __all__ = ["FAMILIES", "LABEL_VALUES", "LOWER", "REASONS", "Family", "Kind", "ShownWith", "reason_of"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from aoffload import RequestState, RuntimeObserver, Tier
-from aoffload.core.hops import TIERS
-from aoffload.core.records import Job
+from aoffload._kernel.records import Job
+from aoffload._kernel.states import TIERS
 from aoffload.env import Env
 from aoffload.ledger import CacheTransfer, CacheTransferState, Completion, Fetch, HintEnd, Holding, JobState, Outcome
 

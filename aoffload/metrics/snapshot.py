@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import attrs
 
 from aoffload import Ledger, Tier
-from aoffload.core.eviction import LeastRecentlyUsed
-from aoffload.core.tiers import TierBlocks
+from aoffload._kernel.eviction import LeastRecentlyUsed
+from aoffload._kernel.pools import TierBlocks
+from aoffload._observe.observers import each_observer
+from aoffload._transfer.breaker import LeftAlone, Use
 from aoffload.ledger import EvictionRule, EvictionStatistics, LedgerLog, LedgerStatistics, Observers, TierStatistics
-from aoffload.observers import each_observer
-from aoffload.transfer.breaker import LeftAlone, Use
 
 from .families import LABEL_VALUES, LOWER
 from .histogram import Histogram
@@ -22,7 +22,7 @@ from .observer import Metrics
 
 if TYPE_CHECKING:  # it needs torch, and a ledger does not
     from aoffload import OffloadRuntime
-    from aoffload.runtime import RuntimeStatistics
+    from aoffload._runtime.runtime import RuntimeStatistics
 
 __all__ = ["Sample", "Snapshot", "is_told", "snapshot_of_ledger", "snapshot_of_runtime"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..fetch_gate import WORTH
+from .._runtime.costs import WORTH
 from ..trace.wording import counted, duration
 from .forecast import Forecast, Row, binary_size
 

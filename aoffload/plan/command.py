@@ -9,10 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..config import parse_bytes
+from .._commands import INTERRUPTED, check_goes_with, complain, ended_by, print_any_name
+from .._config.tiers import parse_bytes
 from ..errors import ConfigError, InvalidArgument
-from ..exits import INTERRUPTED, complain, ended_by, print_any_name
-from ..options import check_goes_with
 from .forecast import EVICTIONS, STORES, Forecast, Prices, Sizes
 from .page import write_page
 from .report import as_json, as_text

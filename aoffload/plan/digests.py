@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from ..prefix import TOKEN_BYTES, KeySpan, Root
+from .._kernel.prefix import TOKEN_BYTES, KeySpan, Root
 
 __all__ = ["DIGEST_BYTES", "BlockDigests"]
 

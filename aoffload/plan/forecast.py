@@ -8,8 +8,8 @@ from functools import cached_property
 import attrs
 import numpy as np
 
+from .._runtime.costs import WORTH
 from ..errors import ConfigError
-from ..fetch_gate import WORTH
 from .distances import Counts, StackDistances, knee
 from .replay import replay
 from .timing import FirstToken, Speeds, first_token

@@ -19,14 +19,13 @@ from typing import Any, Self, TextIO
 
 import attrs
 
-from ..arguments import check_type
-from ..core.arguments import check_int
-from ..core.lifecycle import RequestState
-from ..core.owners import Holding
-from ..core.tokens import TokenSequence
+from .._arguments import check_int, check_type
+from .._kernel.requests import Holding
+from .._kernel.states import RequestState
+from .._kernel.tokens import TokenSequence
+from .._observe.observers import RuntimeObserver
 from ..env import Env
 from ..errors import InvalidArgument, TransferRefused
-from ..observers import RuntimeObserver
 from .digests import BlockDigests
 
 __all__ = ["FORMAT", "Recorder"]

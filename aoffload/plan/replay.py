@@ -13,13 +13,13 @@ from typing import Any
 import attrs
 import numpy as np
 
-from ..config import OffloadConfig
-from ..core.hops import Outcome
-from ..core.ledger import Ledger
-from ..core.owners import Holding
-from ..core.plan import Completion, TransferPlan
-from ..groups import KVCacheGroup
-from ..prefix import Prefix, Root
+from .._config.config import OffloadConfig
+from .._config.groups import KVCacheGroup
+from .._kernel.ledger import Ledger
+from .._kernel.plans import Completion, TransferPlan
+from .._kernel.prefix import Prefix, Root
+from .._kernel.requests import Holding
+from .._kernel.states import Outcome
 from .distances import Counts
 from .trace import Blocks, Trace, TracedRequest
 

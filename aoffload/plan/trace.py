@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arguments import number_of
+from .._arguments import number_of
 from ..errors import AoffloadError
 from .recorder import FORMAT
 

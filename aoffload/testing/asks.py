@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from ..prefix import KeySpan
+from .._kernel.prefix import KeySpan
 
 __all__ = ["Ask", "Style"]
 

@@ -12,9 +12,9 @@ import anyio
 import attrs
 import trio
 
-from ..core.lifecycle import RequestState
+from .._kernel.states import RequestState
+from .._runtime.request import Request
 from ..errors import InvalidArgument, OutOfBlocks, RequestAborted, RuntimeClosed
-from ..request import Request
 from .asks import Ask
 from .engine import ForwardFailed
 from .faults import Faults

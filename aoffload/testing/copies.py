@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import attrs
 
-from ..core.hops import Outcome
-from ..core.plan import Completion, TransferPlan
+from .._kernel.plans import Completion, TransferPlan
+from .._kernel.states import Outcome
 from .memory import Memory
 
 __all__ = ["LATE_S", "Copy", "otherwise"]

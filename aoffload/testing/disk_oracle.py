@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import attrs
 
-from ..core.hops import Tier
-from ..core.kept import Fetch
-from ..disk_work import DiskState
-from ..runtime import OffloadRuntime
+from .._kernel.requests import Fetch
+from .._kernel.states import Tier
+from .._runtime.runtime import OffloadRuntime
+from .._tiers.disk.loop import DiskState
 from .faults import Faults
 from .serving import SimulatedEngine
 from .tag_disk import TagDisk

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import anyio
 import attrs
 
+from .._runtime.loading import PendingLoad
+from .._runtime.request import Request
+from .._transfer.fences import LoadedRegion
 from ..errors import CommitError, RegionNotLoaded
-from ..loading import PendingLoad
-from ..request import Request
-from ..transfer.region_fences import LoadedRegion
 from .asks import Ask
 from .engine import TagEngine
 from .memory import POISON

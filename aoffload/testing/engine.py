@@ -7,11 +7,10 @@ from weakref import WeakKeyDictionary
 import anyio
 import attrs
 
-from ..core.groups import ChunkedLocal, SlidingWindow
-from ..core.lifecycle import NoEpoch
-from ..kinds import AttentionKind
-from ..request import Request
-from ..runtime import OffloadRuntime
+from .._config.groups import AttentionKind, ChunkedLocal, SlidingWindow
+from .._kernel.states import NoEpoch
+from .._runtime.request import Request
+from .._runtime.runtime import OffloadRuntime
 from .asks import Ask
 from .env import SimulatedEnv
 from .memory import Memory, Tags

@@ -10,14 +10,11 @@ from functools import partial
 
 import attrs
 
-from ..arguments import check_has, check_int, check_type, number_of, shown
-from ..core.hops import Direction, Outcome
-from ..core.plan import Completion, TransferPlan
-from ..env import Env
-from ..errors import DeviceGone, InvalidArgument, TransferRefused
-from ..transfer.fence import Fence
-from ..transfer.region_fences import RegionFences, WatchesRegions
-from ..transfer.transport import (
+from .._arguments import check_has, check_int, check_type, number_of, shown
+from .._kernel.plans import Completion, TransferPlan
+from .._kernel.states import Direction, Outcome
+from .._transfer.fences import Fence, RegionFences, WatchesRegions
+from .._transfer.transport import (
     TRANSPORTS,
     PinProgress,
     ReportsPinning,
@@ -26,6 +23,8 @@ from ..transfer.transport import (
     Transport,
     WaitsOnlyAfter,
 )
+from ..env import Env
+from ..errors import DeviceGone, InvalidArgument, TransferRefused
 
 __all__ = ["FaultyTransport", "JobFault"]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import attrs
 
-from ..core.hops import Direction, Tier
-from ..core.lifecycle import JobState
-from ..core.plan import TransferPlan
-from ..runtime import OffloadRuntime
-from ..transfer.hops import JOBS_IN_FLIGHT
+from .._kernel.plans import TransferPlan
+from .._kernel.states import Direction, JobState, Tier
+from .._runtime.runtime import OffloadRuntime
+from .._transfer.link import JOBS_IN_FLIGHT
 from .faults import Faults
 from .transport import SimulatedTransport
 from .violations import Violation

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import attrs
 
-from ..core.hops import Tier
-from ..core.matching import Hit, find_hit
-from ..core.owners import Holding, Waiter
-from ..runtime import OffloadRuntime
+from .._kernel.index import Hit, find_hit
+from .._kernel.requests import Holding, Waiter
+from .._kernel.states import Tier
+from .._runtime.runtime import OffloadRuntime
 from .violations import Violation
 
 __all__ = ["LineOracle"]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from ..core.blocks import ExtentPool
-from ..core.hops import Tier
-from ..core.pools import DevicePool
+from .._kernel.pools import ExtentPool
+from .._kernel.protocols import DevicePool
+from .._kernel.states import Tier
 from .violations import Violation
 
 __all__ = ["POISON", "TORN", "Memory", "OwnedPool", "OwnedSlots", "Tags"]

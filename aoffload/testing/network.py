@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import attrs
 
+from .._tiers.remote.steps import Steps
+from .._tiers.remote.threads import Threads
 from ..env import Env
 from ..errors import StoreError
-from ..transfer.remote.steps import Steps
-from ..transfer.remote.threads import Threads
 from .faults import Faults
 from .scheduler import Scheduler
 from .simulated_store import StoreCall, StoreFault

@@ -12,14 +12,13 @@ from typing import Any
 
 import attrs
 
-from ..core.hops import HIT_TIERS, Direction, Outcome, Tier
-from ..core.lifecycle import JobState, RequestState
-from ..core.owners import Holding, Waiter
-from ..core.paths import stretches
-from ..core.plan import Completion
-from ..core.records import Job, Run
+from .._kernel.index import stretches
+from .._kernel.plans import Completion
+from .._kernel.records import Job, Run
+from .._kernel.requests import Holding, Waiter
+from .._kernel.states import HIT_TIERS, Direction, JobState, Outcome, RequestState, Tier
+from .._runtime.runtime import OffloadRuntime
 from ..errors import IntegrityError, OutOfBlocks
-from ..runtime import OffloadRuntime
 from .asks import Ask
 from .disk_oracle import DiskOracle
 from .faults import Faults

@@ -9,16 +9,13 @@ from typing import Any
 
 import attrs
 
-from ..core.hops import Direction, Tier
-from ..core.kept import Demotion, Pin, Prefetch
-from ..core.lifecycle import CacheTransferState, JobState, PinState
-from ..core.matching import Hit, find_hit
-from ..core.owners import Holding, claimants
-from ..core.presence import held_stop
-from ..core.records import Part
-from ..core.tokens import TokenSequence
-from ..prefix import Prefix
-from ..runtime import OffloadRuntime
+from .._kernel.index import Hit, find_hit, held_stop
+from .._kernel.prefix import Prefix
+from .._kernel.records import Part
+from .._kernel.requests import Demotion, Holding, Pin, Prefetch, claimants
+from .._kernel.states import CacheTransferState, Direction, JobState, PinState, Tier
+from .._kernel.tokens import TokenSequence
+from .._runtime.runtime import OffloadRuntime
 from .faults import Faults
 from .serving import SimulatedEngine
 from .violations import Violation

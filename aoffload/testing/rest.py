@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import attrs
 
-from ..core.hops import HIT_TIERS, Tier
-from ..core.matching import find_hit
-from ..core.tokens import TokenSequence
-from ..runtime import OffloadRuntime
+from .._kernel.index import find_hit
+from .._kernel.states import HIT_TIERS, Tier
+from .._kernel.tokens import TokenSequence
+from .._runtime.runtime import OffloadRuntime
 from .asks import Ask
 from .faults import Faults
 from .serving import SimulatedEngine

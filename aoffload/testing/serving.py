@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 import anyio
 import attrs
 
+from .._runtime.request import Request
 from ..errors import OutOfBlocks
-from ..request import Request
 from .asks import Ask
 from .early import EarlyForward
 from .engine import TagEngine

@@ -14,8 +14,8 @@ from typing import Any
 
 import attrs
 
+from .._tiers.disk.files import DiskFile
 from ..errors import ConfigError
-from ..transfer.disk.files import DiskFile
 
 __all__ = ["Crash", "DiskFault", "IOCall", "SimulatedDirectory", "SimulatedDisk", "SimulatedFile"]
 

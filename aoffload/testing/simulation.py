@@ -16,16 +16,14 @@ from typing import Any
 import anyio
 import attrs
 
-from ..config import OffloadConfig
-from ..core.groups import FullAttention, KVCacheGroup
-from ..core.hops import Tier
-from ..core.lifecycle import NoEpoch
-from ..core.pools import EngineBlocks
-from ..kinds import AttentionKind
-from ..observers import RuntimeObserver
-from ..runtime import OffloadRuntime
-from ..transfer.ranks.rank import LocalRank
-from ..transfer.ranks.transport import RankTransport
+from .._config.config import OffloadConfig
+from .._config.groups import AttentionKind, FullAttention, KVCacheGroup
+from .._kernel.protocols import EngineBlocks
+from .._kernel.states import NoEpoch, Tier
+from .._observe.observers import RuntimeObserver
+from .._runtime.runtime import OffloadRuntime
+from .._transfer.ranks.rank import LocalRank
+from .._transfer.ranks.transport import RankTransport
 from .asks import Ask
 from .choosers import chooser_of
 from .clients import Client, Log

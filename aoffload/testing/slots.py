@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from ..config import OffloadConfig
-from ..core.groups import Band
-from ..core.plan import BlockLabel, TransferPlan
-from ..core.restored import RestoredRun
-from ..disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
+from .._config.config import OffloadConfig
+from .._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
+from .._kernel.layout import Band
+from .._kernel.plans import BlockLabel, RestoredRun, TransferPlan
 from .memory import POISON, TORN, Memory
 
 __all__ = ["SlotCopy", "SlotRecord", "Slots", "disk_of", "tier_of"]

@@ -10,15 +10,14 @@ from functools import partial
 
 import attrs
 
-from ..core.groups import Band, Layout
-from ..core.hops import Direction, Outcome, Tier
-from ..core.plan import Completion, TransferPlan
-from ..core.restored import RestoredRun
-from ..disk_tier import DiskTier
+from .._config.tiers import DiskTier
+from .._kernel.layout import Band, Layout
+from .._kernel.plans import Completion, RestoredRun, TransferPlan
+from .._kernel.states import Direction, Outcome, Tier
+from .._tiers.disk.forgetting import DiskTrouble, forgotten
+from .._transfer.breaker import Breaker, StorageMove, Use, taken
+from .._transfer.transport import DiskStatistics
 from ..errors import TransferRefused
-from ..transfer.breaker import Breaker, StorageMove, Use, taken
-from ..transfer.disk.forgetting import DiskTrouble, forgotten
-from ..transfer.transport import DiskStatistics
 from .faults import Faults
 from .memory import TORN, Memory
 from .scheduler import Scheduler

@@ -16,15 +16,15 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.groups import Layout
-from ..core.hops import Direction, Outcome
-from ..core.plan import CellLabel, Completion, TransferPlan
+from .._config.tiers import ObjectStore, RemoteTier
+from .._kernel.layout import Layout
+from .._kernel.plans import CellLabel, Completion, TransferPlan
+from .._kernel.states import Direction, Outcome
+from .._tiers.remote.cells import OVERHEAD_BYTES, SEAL_BYTES, WRITER_BYTES, Cells, CellShape
+from .._tiers.remote.lanes import RemoteLanes
+from .._tiers.remote.local import LaneRemote
 from ..env import Env
 from ..errors import TransferRefused
-from ..remote_tier import ObjectStore, RemoteTier
-from ..transfer.remote.cells import OVERHEAD_BYTES, SEAL_BYTES, WRITER_BYTES, Cells, CellShape
-from ..transfer.remote.lanes import RemoteLanes
-from ..transfer.remote.local import LaneRemote
 from .memory import TORN, Memory
 from .network import Network, NetworkThreads
 from .simulated_store import SimulatedStore

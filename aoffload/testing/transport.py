@@ -5,15 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from ..core.hops import Direction, Outcome, Tier
-from ..core.plan import Completion, TransferPlan
-from ..disk_tier import DiskTier
+from .._config.tiers import DiskTier, RemoteTier
+from .._kernel.plans import Completion, TransferPlan
+from .._kernel.states import Direction, Outcome, Tier
+from .._transfer.fences import PASSED, Fence, OnlyAfter, RegionFences
+from .._transfer.transport import TransferStatistics
 from ..env import Env
 from ..errors import DeviceGone, TransferRefused
-from ..remote_tier import RemoteTier
-from ..transfer.fence import PASSED, Fence, OnlyAfter
-from ..transfer.region_fences import RegionFences
-from ..transfer.transport import TransferStatistics
 from .copies import LATE_S, Copy, otherwise
 from .device import SimulatedFence, Stream
 from .faults import Faults

@@ -10,13 +10,12 @@ from typing import Any
 
 import attrs
 
-from ..core.cells import cells_before
-from ..core.kept import Fetch
-from ..core.lifecycle import RequestState
-from ..core.owners import Holding
-from ..remote_work import LATE_S
-from ..request import Request
-from ..runtime import OffloadRuntime
+from .._kernel.requests import Fetch, Holding
+from .._kernel.states import RequestState
+from .._runtime.request import Request
+from .._runtime.runtime import OffloadRuntime
+from .._tiers.remote.loop import LATE_S
+from .._tiers.remote.rules import cells_before
 from .transport import SimulatedTransport
 from .violations import Violation
 

@@ -8,9 +8,8 @@ from typing import TypeVar
 
 import attrs
 
-from ..core.answer import Answer
-from ..core.hops import Outcome, Tier
-from ..core.lifecycle import REQUEST_MOVES, CacheTransferState, JobState, PinState, RequestState
+from .._kernel.plans import Answer
+from .._kernel.states import REQUEST_MOVES, CacheTransferState, JobState, Outcome, PinState, RequestState, Tier
 from .events import Event, Kind
 from .hops import HOPS, HopRow, hop_of
 from .lanes import Lanes

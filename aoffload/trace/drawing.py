@@ -6,8 +6,7 @@ from typing import Any
 
 import attrs
 
-from ..core.hops import TIERS, Tier
-from ..core.lifecycle import RequestState
+from .._kernel.states import TIERS, RequestState, Tier
 from .columns import NumberColumn, TextColumn, Vocabulary
 from .events import Event, Kind
 from .hops import HOPS, HopRow, name_of, pool_field

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from ..core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
+from .._kernel.states import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .lines import LogLines
 from .parse_errors import ParseError, ParseErrors
 

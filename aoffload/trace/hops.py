@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from ..core.hops import BELOW, TIERS, Direction, Tier
+from .._kernel.states import BELOW, TIERS, Direction, Tier
 from .events import Event, FieldError
 
 __all__ = ["HOPS", "HopRow", "hop_of", "in_words", "name_of", "pool_field"]

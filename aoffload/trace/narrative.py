@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
-from ..core.lifecycle import CacheTransferState, RequestState
+from .._kernel.states import CacheTransferState, RequestState
 from .events import Event, FieldError, Kind
 from .request_log import RequestLog, UnknownError, find_request_logs
 from .runtimes import RuntimeLife

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from ..core.hops import TIERS, Tier
+from .._kernel.states import TIERS, Tier
 from .hops import name_of
 from .runtimes import RuntimeLife
 from .timelines import JobTimeline

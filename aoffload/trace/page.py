@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..core.hops import TIERS
+from .._kernel.states import TIERS
 from .drawing import MAX_DRAWN, Drawing
 from .hops import pool_field
 from .occupancy import DERIVED

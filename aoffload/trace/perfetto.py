@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import attrs
 
-from ..core.hops import TIERS
+from .._kernel.states import TIERS
 from .events import Event, Kind
 from .hops import HOPS, name_of
 from .listener import Listener

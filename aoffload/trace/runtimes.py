@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import attrs
 
-from ..core.hops import TIERS, Tier
+from .._kernel.states import TIERS, Tier
 from .events import Event
 from .hops import in_words, pool_field
 from .wording import counted, plain

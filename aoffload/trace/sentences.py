@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..core.answer import Answer
-from ..core.hops import Outcome
-from ..transfer.breaker import at_node
+from .._kernel.plans import Answer
+from .._kernel.states import Outcome
+from .._transfer.breaker import at_node
 from .events import Event
 from .hops import hop_of
 from .wording import counted, duration, plain, size

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..core.hops import Outcome
-from ..core.lifecycle import RequestState
+from .._kernel.states import Outcome, RequestState
 from .durations import Durations
 from .events import Kind
 from .figures import Figures

@@ -20,11 +20,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from aoffload.core.hops import Outcome
+from aoffload._kernel.states import Outcome
+from aoffload._tiers.disk.recovery import Survivors
+from aoffload._tiers.disk.slots import DiskOutcome, DiskSlots
+from aoffload._tiers.disk.sums import data_sum
 from aoffload.testing.simulated_disk import SimulatedDisk
-from aoffload.transfer.disk.recovery import Survivors
-from aoffload.transfer.disk.slots import DiskOutcome, DiskSlots
-from aoffload.transfer.disk.sums import data_sum
 
 from .strands import Strand
 from .world import Key, Path, World

@@ -12,8 +12,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from aoffload.disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES
-from aoffload.transfer.disk.records import BlockLabel, RecordFormat, SlotLayout
+from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES
+from aoffload._kernel.plans import BlockLabel
+from aoffload._tiers.disk.records import RecordFormat, SlotLayout
 
 __all__ = ["Key", "World"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from aoffload import FullAttention, KeySpan, SlidingWindow
-from aoffload.core.eviction import LeastRecentlyUsed
-from aoffload.core.records import Part
+from aoffload._kernel.eviction import LeastRecentlyUsed
+from aoffload._kernel.records import Part
 from aoffload.testing import Client, Simulation
 
 from .common import after, ask, bystanders, canceller, evict_device, expect, serve, store, tokens

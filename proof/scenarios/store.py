@@ -75,7 +75,7 @@ async def gone_in_between(sim: Simulation) -> None:
 async def fetched_from_store(sim: Simulation) -> None:
     """Fetches beside requests: awaited, by a request without blocks, and by a task that is cancelled already. Digests
     are computed in a thread."""
-    with patch("aoffload.remote_work.MUCH_TO_HASH", 3):
+    with patch("aoffload._tiers.remote.loop.MUCH_TO_HASH", 3):
         engine = sim.runtime(num_device_blocks=16, num_host_blocks=12, store=store_of(sim), max_fetch_share=0.5)
         async with engine.runtime:
             await put_away(sim, engine, PROMPT)

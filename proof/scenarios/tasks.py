@@ -7,9 +7,9 @@ from contextlib import ExitStack, suppress
 import anyio
 
 from aoffload import RequestState, RuntimeClosed
+from aoffload._runtime.loading import PendingLoad
+from aoffload._runtime.request import Request
 from aoffload.errors import AoffloadError, WrongState
-from aoffload.loading import PendingLoad
-from aoffload.request import Request
 from aoffload.testing import Ask, Client, ForwardFailed, SimulatedEngine, Simulation
 from aoffload.testing.device import SimulatedFence
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from aoffload import OutOfBlocks
-from aoffload.core.lifecycle import JobState
+from aoffload._kernel.states import JobState
 from aoffload.errors import DuplicateRequest, IllegalTransition, InvalidArgument, LeaseError, WrongState
 from aoffload.testing import Client, Simulation, Violation
 

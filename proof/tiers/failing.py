@@ -11,9 +11,9 @@ import anyio
 import torch
 
 from aoffload import ConfigError, DiskTier, KVCacheGroup, OffloadConfig, Tier
+from aoffload._transfer.local import LocalTransport
 from aoffload.errors import TransferRefused
 from aoffload.testing.simulated_disk import DiskFault, SimulatedDisk
-from aoffload.transfer.local import LocalTransport
 from proof.lines import Line
 
 from .engine import BLOCK_TOKENS, ByteEngine, WrongBytes, tokens_of

@@ -13,7 +13,7 @@ import anyio.lowlevel
 import torch
 
 from aoffload import DiskTier, KVCacheGroup, OffloadConfig, OffloadRuntime, Tier
-from aoffload.core.tokens import TokenSequence
+from aoffload._kernel.tokens import TokenSequence
 
 from .engine import BLOCK_TOKENS, ByteEngine, WrongBytes, tokens_of
 

@@ -19,8 +19,8 @@ import torch
 from anyio.abc import SocketAttribute, SocketStream
 
 from aoffload import KVCacheGroup, OffloadConfig, RemoteTier, Request, Tier
+from aoffload._tiers.remote.removals import Removals
 from aoffload.stores import RedisStore
-from aoffload.transfer.remote.removals import Removals
 from benchmarks.redis_servers import NoServerError, RedisServer
 from proof.lines import Line
 

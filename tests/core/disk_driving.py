@@ -7,9 +7,9 @@ from typing import Any
 from driving import BLOCK, Driven
 
 from aoffload import KVCacheGroup
-from aoffload.core.hops import Tier
-from aoffload.core.plan import TransferPlan
-from aoffload.disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
+from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
+from aoffload._kernel.plans import TransferPlan
+from aoffload._kernel.states import Tier
 
 HUGE = 10**6
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from aoffload.config import OffloadConfig
-from aoffload.core.groups import KVCacheGroup
-from aoffload.core.hops import Direction, Outcome, Tier
-from aoffload.core.ledger import Ledger
-from aoffload.core.owners import Holding
-from aoffload.core.plan import Completion, TransferPlan
-from aoffload.prefix import Prefix, Root
+from aoffload._config.config import OffloadConfig
+from aoffload._config.groups import KVCacheGroup
+from aoffload._kernel.ledger import Ledger
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.prefix import Prefix, Root
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import Direction, Outcome, Tier
 
 ROOT = Root("test")
 BLOCK = 4

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from driving import BLOCK, ROOT, prompt
 
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, RequestState, Tier
-from aoffload.core.observing import NullObserver
+from aoffload._kernel.protocols import NullObserver
 from aoffload.ledger import Completion, Direction, Holding, JobState, Outcome, Prefix, TransferPlan
 
 __all__ = ["BLOCK", "Counted", "EngineDriven", "Finding", "Seen", "destinations", "loaded", "prompt", "sources"]

@@ -16,17 +16,9 @@ from typing import Any, ClassVar, TypeAlias
 
 from walk import UNIT, groups_of
 
-from aoffload import (
-    KVCacheGroup,
-    Ledger,
-    OffloadConfig,
-    OutOfBlocks,
-    RequestState,
-    SelectiveStore,
-    Tier,
-)
+from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState, SelectiveStore, Tier
+from aoffload._kernel.prefix import TOKEN_BYTES
 from aoffload.ledger import Completion, Direction, Holding, Outcome, Prefix, Root, TransferPlan
-from aoffload.prefix import TOKEN_BYTES
 
 __all__ = ["EngineWalk", "walks"]
 

@@ -11,17 +11,15 @@ import pytest
 from naive import DEVICE, HOST, Job, Naive, Request, Tier
 from naive_line import NaiveLine, Waiting
 
-from aoffload.config import OffloadConfig
-from aoffload.core.build import is_compiled
-from aoffload.core.cache import PrefixCache
-from aoffload.core.groups import KVCacheGroup
-from aoffload.core.hops import Outcome
-from aoffload.core.ledger import Ledger
-from aoffload.core.lifecycle import RequestState
-from aoffload.core.owners import Holding, Waiter
-from aoffload.core.plan import Completion
+from aoffload._config.config import OffloadConfig
+from aoffload._config.groups import KVCacheGroup
+from aoffload._kernel.cache import PrefixCache
+from aoffload._kernel.ledger import Ledger
+from aoffload._kernel.plans import Completion
+from aoffload._kernel.prefix import KeySpan, Prefix, Root
+from aoffload._kernel.requests import Holding, Waiter
+from aoffload._kernel.states import Outcome, RequestState, is_compiled
 from aoffload.errors import OutOfBlocks
-from aoffload.prefix import KeySpan, Prefix, Root
 
 _interned: dict[Any, int] = {}
 

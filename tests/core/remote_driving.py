@@ -8,10 +8,10 @@ from typing import Any
 from disk_driving import disk_of
 from driving import BLOCK, Driven, prompt
 
-from aoffload.core.cells import cells_of
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import CellLabel, TransferPlan
-from aoffload.remote_tier import RemoteTier
+from aoffload._config.tiers import RemoteTier
+from aoffload._kernel.plans import CellLabel, TransferPlan
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._tiers.remote.rules import cells_of
 
 __all__ = ["BLOCK", "CELL", "CELL_UNITS", "LOAD", "STORE", "NoStore", "Remote", "prompt"]
 

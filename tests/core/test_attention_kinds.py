@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aoffload.core.groups import ChunkedLocal, FullAttention, SlidingWindow
+from aoffload._config.groups import ChunkedLocal, FullAttention, SlidingWindow
 from aoffload.errors import ConfigError
 
 

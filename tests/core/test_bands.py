@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from driving import Driven, prompt
 
-from aoffload.core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.lifecycle import RequestState
-from aoffload.core.plan import Completion
+from aoffload._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from aoffload._kernel.plans import Completion
+from aoffload._kernel.states import Outcome, RequestState, Tier
 from aoffload.errors import OutOfBlocks, WrongState
 
 BOTH = [KVCacheGroup("full", FullAttention(), 4), KVCacheGroup("window", SlidingWindow(8), 4)]

@@ -7,9 +7,8 @@ from disk_driving import Disk
 from driving import BLOCK, prompt
 
 from aoffload import KVCacheGroup, RequestState, SlidingWindow
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.lifecycle import CacheTransferState
-from aoffload.core.owners import Holding, Waiter
+from aoffload._kernel.requests import Holding, Waiter
+from aoffload._kernel.states import CacheTransferState, Outcome, Tier
 from aoffload.errors import InvalidArgument, WrongState
 
 TOKENS = [*prompt(1, 8 * BLOCK), 7]

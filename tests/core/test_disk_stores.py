@@ -10,10 +10,10 @@ from disk_driving import HUGE, Disk
 from driving import BLOCK, ROOT, Driven, prompt
 
 from aoffload import KVCacheGroup, SlidingWindow
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import TransferPlan
+from aoffload._kernel.plans import TransferPlan
+from aoffload._kernel.prefix import KeySpan, encode_tokens
+from aoffload._kernel.states import Outcome, Tier
 from aoffload.errors import InvalidArgument
-from aoffload.prefix import KeySpan, encode_tokens
 
 
 def test_nothing_goes_down_while_the_host_has_room() -> None:

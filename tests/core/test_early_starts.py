@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from driving import BLOCK, Driven, prompt
 
-from aoffload.core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.lifecycle import OverlapState, RequestState
-from aoffload.core.owners import Holding
-from aoffload.core.plan import TransferPlan
+from aoffload._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from aoffload._kernel.plans import TransferPlan
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import Outcome, OverlapState, RequestState, Tier
 from aoffload.errors import CommitError, InvalidArgument, WrongState
 
 A = prompt(1, 17)

@@ -8,7 +8,7 @@ import pytest
 from engine_driving import EngineDriven, Finding, Seen, loaded, prompt, sources
 
 from aoffload import InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, SlidingWindow, Tier, WrongState
-from aoffload.core.engine_offers import MOST_DEFERRED
+from aoffload._host_cache.offers import MOST_DEFERRED
 from aoffload.ledger import Outcome
 
 A, B, C = prompt(1, 17), prompt(2, 17), prompt(3, 17)

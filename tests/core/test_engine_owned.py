@@ -59,7 +59,7 @@ def test_an_offer_stores_once_what_the_host_lacks() -> None:
 
 def test_what_is_left_of_a_long_run_does_not_keep_its_prompt_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a run has nearly all of its prompt, they share one memory. Cut, it has memory of its own."""
-    monkeypatch.setattr("aoffload.core.tokens.LONG_BYTES", 1)
+    monkeypatch.setattr("aoffload._kernel.tokens.LONG_BYTES", 1)
     driven = EngineDriven()
     holding, (table,) = driven.computed(A)
     driven.land(driven.offer(holding, 17, [table]))

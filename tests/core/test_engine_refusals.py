@@ -11,16 +11,8 @@ from driving import Driven
 from engine_driving import BLOCK, Counted, EngineDriven, Finding, prompt
 from test_illegal_calls import ENGINE_CALLS, enter, refused
 
-from aoffload import (
-    KVCacheGroup,
-    LazyStore,
-    Ledger,
-    OffloadConfig,
-    RequestState,
-    SlidingWindow,
-    Tier,
-)
-from aoffload.core.blocks import FreeList
+from aoffload import KVCacheGroup, LazyStore, Ledger, OffloadConfig, RequestState, SlidingWindow, Tier
+from aoffload._kernel.pools import FreeList
 from aoffload.errors import CommitError, ConfigError, InvalidArgument, WrongState
 from aoffload.ledger import Completion, Holding, Outcome, Prefix, Root
 

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from test_match_machine import WHICH, MatchMachine
 
-from aoffload.core.hops import Outcome
-from aoffload.core.ledger import Ledger
-from aoffload.core.lifecycle import JobState, RequestState
-from aoffload.core.owners import Holding
-from aoffload.core.plan import Completion
+from aoffload._kernel.ledger import Ledger
+from aoffload._kernel.plans import Completion
+from aoffload._kernel.prefix import Prefix, Root
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import JobState, Outcome, RequestState
 from aoffload.errors import DuplicateRequest, IllegalTransition, InvalidArgument, OutOfBlocks, WrongState
-from aoffload.prefix import Prefix, Root
 from aoffload.testing.programs.fingerprint import changes, fingerprint
 
 S = RequestState

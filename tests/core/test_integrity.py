@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from driving import Driven, prompt
 
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.records import Job, Run
+from aoffload._kernel.prefix import Prefix, Root
+from aoffload._kernel.records import Job, Run
+from aoffload._kernel.states import Outcome, Tier
 from aoffload.errors import IntegrityError
-from aoffload.prefix import Prefix, Root
 
 
 class Busy(Driven):

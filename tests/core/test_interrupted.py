@@ -14,11 +14,11 @@ from array import array
 from functools import partial
 from operator import call
 
-from aoffload.core.groups import KVCacheGroup, Layout
-from aoffload.core.hit_counts import HitCounts
-from aoffload.core.table import BlockTable
-from aoffload.core.tokens import TokenSequence
-from aoffload.prefix import Prefix, Root
+from aoffload._kernel.layout import KVCacheGroup, Layout
+from aoffload._eviction.counts import HitCounts
+from aoffload._kernel.records import BlockTable
+from aoffload._kernel.tokens import TokenSequence
+from aoffload._kernel.prefix import Prefix, Root
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 table, counts = BlockTable(1, array("i", [1, 2])), HitCounts(Layout.of([KVCacheGroup("full", block_size=2)]), 1 << 20)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow, Tier
-from aoffload.core.matching import find_hit
+from aoffload._kernel.index import find_hit
 from aoffload.ledger import AttentionKind
 
 NUM_TOKENS = 40

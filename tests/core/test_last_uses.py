@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from driving import BLOCK, Driven, prompt
 
-from aoffload.core.groups import FullAttention, KVCacheGroup, SlidingWindow
-from aoffload.core.hops import Tier
-from aoffload.core.last_uses import MANY, LastUses
-from aoffload.core.lifecycle import RequestState
-from aoffload.core.owners import Holding
-from aoffload.core.plan import TransferPlan
+from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
+from aoffload._kernel.plans import TransferPlan
+from aoffload._kernel.pools import MANY, LastUses
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import RequestState, Tier
 from aoffload.errors import InvalidArgument, OutOfBlocks
 
 A, B, C = (prompt(name, 4 * BLOCK + 1) for name in (1, 2, 3))

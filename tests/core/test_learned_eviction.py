@@ -11,17 +11,25 @@ import pytest
 from driving import BLOCK, Driven, prompt
 
 from aoffload import InvalidArgument, KVCacheGroup, SlidingWindow
-from aoffload.core.groups import FullAttention, Layout
-from aoffload.core.hit_counts import CountedRun, HitCounts
-from aoffload.core.hops import Tier
-from aoffload.core.learned_order import LearnedOrder
-from aoffload.core.observing import NullObserver, Observer
-from aoffload.core.returns import NUM_BINS, NUM_CLASSES, ReturnTimes, class_of
-from aoffload.core.shadows import Guard, num_sampled, sample_of
-from aoffload.core.status import EvictionRule, HintEnd, TierEviction
-from aoffload.core.tokens import TokenSequence
+from aoffload._config.groups import FullAttention
+from aoffload._eviction.counts import CountedRun, HitCounts
+from aoffload._eviction.learned import (
+    NUM_BINS,
+    NUM_CLASSES,
+    Guard,
+    LearnedOrder,
+    ReturnTimes,
+    class_of,
+    num_sampled,
+    sample_of,
+)
+from aoffload._kernel.layout import Layout
+from aoffload._kernel.prefix import Prefix, Root
+from aoffload._kernel.protocols import NullObserver, Observer
+from aoffload._kernel.states import Tier
+from aoffload._kernel.status import EvictionRule, HintEnd, TierEviction
+from aoffload._kernel.tokens import TokenSequence
 from aoffload.ledger import LearnedEviction
-from aoffload.prefix import Prefix, Root
 
 A, B, C, D = (prompt(name, 17) for name in (1, 2, 3, 4))
 """Four blocks and one more token each."""

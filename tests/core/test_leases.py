@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from driving import Driven, Tier, prompt
 
-from aoffload.core.lifecycle import RequestState
-from aoffload.core.plan import TransferPlan
+from aoffload._kernel.plans import TransferPlan
+from aoffload._kernel.states import RequestState
 from aoffload.errors import DuplicateRequest, IntegrityError, LeaseError, OutOfBlocks, WrongState
 
 A = prompt(1, 9)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from driving import Driven, prompt
 
-from aoffload.core.hops import Direction, Outcome, Tier
-from aoffload.core.lifecycle import RequestState
-from aoffload.core.owners import Holding
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import Direction, Outcome, RequestState, Tier
 from aoffload.errors import OutOfBlocks
 
 A, B, C, D = (prompt(name, 9) for name in (1, 2, 3, 4))

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 from driving import Driven, prompt
 
-from aoffload.core.lifecycle import (
+from aoffload._kernel.events import Moves
+from aoffload._kernel.protocols import NullObserver
+from aoffload._kernel.requests import LoadOverlap
+from aoffload._kernel.states import (
     CACHE_TRANSFER_MOVES,
     JOB_MOVES,
     OVERLAP_MOVES,
@@ -27,9 +30,6 @@ from aoffload.core.lifecycle import (
     State,
     mermaid,
 )
-from aoffload.core.observer import Moves
-from aoffload.core.observing import NullObserver
-from aoffload.core.owners import LoadOverlap
 from aoffload.errors import IllegalTransition, WrongState
 from aoffload.testing.programs.fingerprint import fingerprint
 
@@ -196,10 +196,10 @@ def test_every_move_is_told_once() -> None:
 
 @pytest.mark.pure("runs a module of the core as a program")
 def test_the_diagrams_in_the_documentation_are_the_tables() -> None:
-    """docs/lifecycle.md shows exactly what `python -m aoffload.core.lifecycle` prints, and a line on every state."""
+    """docs/lifecycle.md shows exactly what `python -m aoffload._kernel.states` prints, and a line on every state."""
     text = PAGE.read_text()
     printed = subprocess.run(
-        [sys.executable, "-m", "aoffload.core.lifecycle"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "aoffload._kernel.states"], capture_output=True, text=True, check=True
     ).stdout
     shown = re.findall(r"```mermaid\n(.*?)```", text, re.DOTALL)
     assert "\n".join(shown).strip() == printed.strip()

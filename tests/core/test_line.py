@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from driving import Driven, Tier, prompt
 
-import aoffload.core.ledger
-from aoffload.core.hops import Outcome
-from aoffload.core.lifecycle import RequestState
-from aoffload.core.owners import Holding, Waiter
+import aoffload._kernel.ledger
+from aoffload._kernel.requests import Holding, Waiter
+from aoffload._kernel.states import Outcome, RequestState
 from aoffload.errors import OutOfBlocks, WrongState
 
 
@@ -329,7 +328,7 @@ def test_who_is_first_lets_go_of_what_nobody_finds_any_more() -> None:
 
 def test_the_line_is_served_where_the_ledger_is_left() -> None:
     """One way out: nothing below the ledger's face serves the line, so no call does it twice or half way."""
-    core = Path(aoffload.core.ledger.__file__).parent
+    core = Path(aoffload._kernel.ledger.__file__).parent
     callers = {path.stem for path in core.glob("*.py") if ".serve_line(" in path.read_text()}
     assert callers == {"ledger", "ledger_disk", "ledger_requests", "ledger_rooms", "ledger_work"}
 

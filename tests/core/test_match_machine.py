@@ -14,17 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from may_hit import Author, MayHit, Text
 
-from aoffload.config import OffloadConfig
-from aoffload.core.answer import PrefixMatch
-from aoffload.core.groups import KVCacheGroup
-from aoffload.core.hops import Direction, Outcome
-from aoffload.core.ledger import Ledger
-from aoffload.core.lifecycle import JobState, RequestState
-from aoffload.core.observing import NullObserver
-from aoffload.core.owners import Holding
-from aoffload.core.plan import Completion, TransferPlan
+from aoffload._config.config import OffloadConfig
+from aoffload._config.groups import KVCacheGroup
+from aoffload._kernel.ledger import Ledger
+from aoffload._kernel.plans import Completion, PrefixMatch, TransferPlan
+from aoffload._kernel.prefix import KeySpan, Prefix, Root
+from aoffload._kernel.protocols import NullObserver
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import Direction, JobState, Outcome, RequestState
 from aoffload.errors import OutOfBlocks
-from aoffload.prefix import KeySpan, Prefix, Root
 from aoffload.testing.programs.fingerprint import changes, fingerprint
 
 S = RequestState

@@ -12,9 +12,9 @@ from driving import ROOT, Driven, prompt
 from engine_driving import EngineDriven, Finding
 
 from aoffload import InvalidArgument, Ledger, WrongState
-from aoffload.core.observing import OBSERVES
-from aoffload.core.owners import call_all
-from aoffload.core.policy import EagerStore
+from aoffload._extensions.store_policies import EagerStore
+from aoffload._kernel.protocols import OBSERVES
+from aoffload._kernel.requests import call_all
 from aoffload.ledger import Completion, Observers, Outcome, Prefix
 
 A, B = prompt(1, 17), prompt(2, 17)

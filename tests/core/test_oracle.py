@@ -15,9 +15,9 @@ import attrs
 import pytest
 from lockstep import Client, Lockstep
 
-from aoffload.core.lifecycle import RequestState as State
+from aoffload._kernel.prefix import KeySpan, Root
+from aoffload._kernel.states import RequestState as State
 from aoffload.ledger import is_compiled
-from aoffload.prefix import KeySpan, Root
 
 ROOTS = (Root("m"), Root("m", cache_salt="a"), Root("m", adapter_key="a"))
 
@@ -237,14 +237,14 @@ def test_same_hits_as_the_naive_model() -> None:
 
 def test_same_hits_where_long_runs_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """That a run has a longest length changes no hit, and no block's place in the order."""
-    monkeypatch.setattr("aoffload.core.tokens.MAX_RUN_TOKENS", 12)
-    monkeypatch.setattr("aoffload.core.publish.MAX_GROWN_BYTES", 16)
+    monkeypatch.setattr("aoffload._kernel.tokens.MAX_RUN_TOKENS", 12)
+    monkeypatch.setattr("aoffload._kernel.leases.MAX_GROWN_BYTES", 16)
     assert explore_all(1500)["merges"] or is_compiled
 
 
 def test_same_hits_where_runs_share_the_memory_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of long prompts do."""
-    monkeypatch.setattr("aoffload.core.tokens.LONG_BYTES", 1)
+    monkeypatch.setattr("aoffload._kernel.tokens.LONG_BYTES", 1)
     assert explore_all(1500)["merges"] or is_compiled
 
 

@@ -10,12 +10,11 @@ from driving import ROOT, Driven, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aoffload.core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
-from aoffload.core.hops import Direction, Outcome, Tier
-from aoffload.core.kept import Demotion, Pin, Prefetch
-from aoffload.core.lifecycle import CacheTransferState, PinState
+from aoffload._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from aoffload._kernel.prefix import Prefix, Root
+from aoffload._kernel.requests import Demotion, Pin, Prefetch
+from aoffload._kernel.states import CacheTransferState, Direction, Outcome, PinState, Tier
 from aoffload.errors import IllegalTransition, InvalidArgument, OutOfBlocks
-from aoffload.prefix import Prefix, Root
 from aoffload.testing.programs.fingerprint import changes, fingerprint
 
 A, B, C, D = (prompt(name, 9) for name in range(1, 5))

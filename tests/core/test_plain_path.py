@@ -9,8 +9,8 @@ from types import FrameType
 import pytest
 from driving import Driven, prompt
 
-from aoffload.core.hops import Outcome
-from aoffload.core.plan import Completion
+from aoffload._kernel.plans import Completion
+from aoffload._kernel.states import Outcome
 
 MOST_CALLS = 180
 """Calls of Python functions of this package that a request may make which loads 64 blocks and computes one token."""

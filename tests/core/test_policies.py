@@ -20,14 +20,15 @@ from aoffload import (
     SelectiveStore,
     SlidingWindow,
 )
-from aoffload.core.eviction import LeastRecentlyUsed
-from aoffload.core.groups import FullAttention, Layout
-from aoffload.core.hit_counts import RUN_TOKENS, HitCounts
-from aoffload.core.hops import Direction, Outcome, Tier
-from aoffload.core.observing import NullObserver
-from aoffload.core.owners import Holding
-from aoffload.core.records import Part
-from aoffload.core.tokens import TokenSequence
+from aoffload._config.groups import FullAttention
+from aoffload._eviction.counts import RUN_TOKENS, HitCounts
+from aoffload._kernel.eviction import LeastRecentlyUsed
+from aoffload._kernel.layout import Layout
+from aoffload._kernel.protocols import NullObserver
+from aoffload._kernel.records import Part
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._kernel.tokens import TokenSequence
 from aoffload.ledger import Prefix, Root, StoreScope
 
 A, B, C, D = (prompt(name, 17) for name in (1, 2, 3, 4))

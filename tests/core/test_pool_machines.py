@@ -10,16 +10,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aoffload.config import OffloadConfig
-from aoffload.core.blocks import ExtentPool, FreeList, extents
-from aoffload.core.groups import KVCacheGroup
-from aoffload.core.hops import Outcome
-from aoffload.core.ledger import Ledger
-from aoffload.core.owners import Holding
-from aoffload.core.plan import Completion, TransferPlan
-from aoffload.core.pools import DevicePool
+from aoffload._config.config import OffloadConfig
+from aoffload._config.groups import KVCacheGroup
+from aoffload._kernel.ledger import Ledger
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.pools import ExtentPool, FreeList, extents
+from aoffload._kernel.prefix import Prefix, Root
+from aoffload._kernel.protocols import DevicePool
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import Outcome
 from aoffload.errors import OutOfBlocks
-from aoffload.prefix import Prefix, Root
 
 SIZES = st.one_of(st.integers(1, 12), st.integers(1, 70))
 QUICK = settings(max_examples=60, stateful_step_count=40)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aoffload.core.blocks import ExtentPool, FreeList, extents
+from aoffload._kernel.pools import ExtentPool, FreeList, extents
 
 calls = st.lists(st.tuples(st.booleans(), st.integers(1, 24), st.randoms(use_true_random=False)), max_size=60)
 

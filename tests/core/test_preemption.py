@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from driving import Driven, prompt
 
-from aoffload.core.groups import FullAttention, KVCacheGroup, SlidingWindow
-from aoffload.core.hops import Outcome
-from aoffload.core.lifecycle import RequestState
+from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
+from aoffload._kernel.states import Outcome, RequestState
 from aoffload.errors import WrongState
 
 A = prompt(1, 17)

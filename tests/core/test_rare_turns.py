@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 from driving import Driven, prompt
 
-from aoffload.core.eviction import LeastRecentlyUsed
-from aoffload.core.hops import Outcome
-from aoffload.core.lifecycle import RequestState
-from aoffload.core.records import Part
+from aoffload._kernel.eviction import LeastRecentlyUsed
+from aoffload._kernel.records import Part
+from aoffload._kernel.states import Outcome, RequestState
 from aoffload.errors import OutOfBlocks
 
 

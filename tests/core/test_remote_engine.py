@@ -7,9 +7,9 @@ from typing import Any
 from engine_driving import BLOCK, EngineDriven, loaded, prompt
 from remote_driving import CELL, CELL_UNITS, remote_tier
 
-from aoffload.core.cells import cells_of
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import CellLabel, TransferPlan
+from aoffload._kernel.plans import CellLabel, TransferPlan
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._tiers.remote.rules import cells_of
 from aoffload.ledger import Prefix, Root
 
 TOKENS = [*prompt(1, 3 * CELL), 7]

@@ -6,11 +6,10 @@ import pytest
 from remote_driving import BLOCK, CELL, CELL_UNITS, LOAD, Remote, prompt, spans_of
 
 from aoffload import KVCacheGroup, RequestState, SlidingWindow
-from aoffload.core.cells import cells_of
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.lifecycle import CacheTransferState
+from aoffload._kernel.prefix import KeySpan, Root
+from aoffload._kernel.states import CacheTransferState, Outcome, Tier
+from aoffload._tiers.remote.rules import cells_of
 from aoffload.errors import ConfigError, InvalidArgument, WrongState
-from aoffload.prefix import KeySpan, Root
 
 TOKENS = [*prompt(1, 3 * CELL), 7]
 ALL = list(range(CELL_UNITS))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from remote_driving import BLOCK, CELL, CELL_UNITS, HUGE, STORE, Remote, prompt, spans_of
 
-from aoffload.core import hit_counts, remote_stores
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.lifecycle import JobState
-from aoffload.core.owners import Holding
-from aoffload.core.plan import CellLabel
+from aoffload._eviction import counts as hit_counts
+from aoffload._kernel.plans import CellLabel
+from aoffload._kernel.prefix import KeySpan
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import JobState, Outcome, Tier
+from aoffload._tiers.remote import rules as remote_stores
 from aoffload.errors import InvalidArgument
-from aoffload.prefix import KeySpan
 
 TOKENS = [*prompt(1, 3 * CELL), 7]
 OTHER = [*prompt(2, 2 * CELL), 7]

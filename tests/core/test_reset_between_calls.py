@@ -7,8 +7,8 @@ from driving import Driven, prompt
 from engine_driving import EngineDriven
 
 from aoffload import RequestState, Tier
-from aoffload.core.groups import FullAttention, KVCacheGroup, SlidingWindow
-from aoffload.core.owners import Holding
+from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
+from aoffload._kernel.requests import Holding
 
 A = prompt(1, 17)
 S = RequestState

@@ -13,12 +13,11 @@ from disk_driving import HUGE, Disk
 from driving import BLOCK, ROOT, prompt
 
 from aoffload import KVCacheGroup, SlidingWindow
-from aoffload.core.blocks import ExtentPool
-from aoffload.core.hops import Tier
-from aoffload.core.plan import BlockLabel
-from aoffload.core.restored import RestoredRun
+from aoffload._kernel.plans import BlockLabel, RestoredRun
+from aoffload._kernel.pools import ExtentPool
+from aoffload._kernel.prefix import Root, encode_tokens
+from aoffload._kernel.states import Tier
 from aoffload.errors import InvalidArgument
-from aoffload.prefix import Root, encode_tokens
 
 WINDOWS = (
     [KVCacheGroup("full", block_size=BLOCK)],

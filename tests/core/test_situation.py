@@ -11,19 +11,18 @@ import pytest
 from driving import Driven, prompt
 from engine_driving import EngineDriven
 
-from aoffload.config import OffloadConfig
-from aoffload.core.eviction import LeastRecentlyUsed
-from aoffload.core.groups import KVCacheGroup
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.ledger import Ledger
-from aoffload.core.lifecycle import RequestState
-from aoffload.core.observing import NullObserver
-from aoffload.core.owners import Holding
-from aoffload.core.records import Part
-from aoffload.core.status import Declined, Holder, RequestStatus, WaitsFor
+from aoffload._config.config import OffloadConfig
+from aoffload._config.groups import KVCacheGroup
+from aoffload._kernel.eviction import LeastRecentlyUsed
+from aoffload._kernel.ledger import Ledger
+from aoffload._kernel.prefix import Prefix, Root
+from aoffload._kernel.protocols import NullObserver
+from aoffload._kernel.records import Part
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import Outcome, RequestState, Tier
+from aoffload._kernel.status import Declined, Holder, RequestStatus, WaitsFor
 from aoffload.errors import OutOfBlocks
 from aoffload.ledger import LearnedEviction
-from aoffload.prefix import Prefix, Root
 
 
 class Own:

@@ -6,9 +6,8 @@ import pytest
 from driving import Driven, prompt
 
 from aoffload import ChunkedLocal, FullAttention, InvalidArgument, KVCacheGroup, OutOfBlocks, SlidingWindow, WrongState
-from aoffload.core.hops import Tier
-from aoffload.core.lifecycle import RequestState
-from aoffload.core.owners import Holding
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import RequestState, Tier
 
 S = RequestState
 A = prompt(1, 20)

@@ -12,31 +12,25 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from aoffload.core.admission import Admission
-from aoffload.core.blocks import ExtentPool, FreeList
-from aoffload.core.cache import PrefixCache
-from aoffload.core.eviction import LeastRecentlyUsed
-from aoffload.core.groups import FullAttention, KVCacheGroup, Layout, SlidingWindow
-from aoffload.core.hops import Direction, Outcome, Tier
-from aoffload.core.integrity import check_integrity
-from aoffload.core.jobs import JobBook
-from aoffload.core.last_uses import LastUses
-from aoffload.core.lifecycle import JobState, RequestState
-from aoffload.core.loads import Loads
-from aoffload.core.matching import find_hit
-from aoffload.core.observer import Moves
-from aoffload.core.owners import Holding
-from aoffload.core.pins import Pins
-from aoffload.core.plan import Completion, TransferPlan
-from aoffload.core.presence import held_stop, jobs_bringing, present_stop
-from aoffload.core.publish import publish
-from aoffload.core.records import Job, Part, Run
-from aoffload.core.request_leases import RequestLeases
-from aoffload.core.stores import Stores
-from aoffload.core.tiers import TierBlocks
-from aoffload.core.tokens import TokenSequence
-from aoffload.core.windows import slide
-from aoffload.prefix import Prefix, Root
+from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
+from aoffload._extensions.integrity import check_integrity
+from aoffload._extensions.pins import Pins
+from aoffload._kernel.cache import PrefixCache
+from aoffload._kernel.events import Moves
+from aoffload._kernel.eviction import LeastRecentlyUsed
+from aoffload._kernel.index import find_hit, held_stop, jobs_bringing, present_stop
+from aoffload._kernel.jobs import JobBook, Stores
+from aoffload._kernel.layout import Layout
+from aoffload._kernel.leases import RequestLeases, publish, slide
+from aoffload._kernel.loads import Loads
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.pools import ExtentPool, FreeList, LastUses, TierBlocks
+from aoffload._kernel.prefix import Prefix, Root
+from aoffload._kernel.records import Job, Part, Run
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import Direction, JobState, Outcome, RequestState, Tier
+from aoffload._kernel.tokens import TokenSequence
+from aoffload._kernel.waiting import Admission
 
 UNIT = 4
 ROT = ("rot",)

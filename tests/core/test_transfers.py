@@ -6,14 +6,14 @@ import pytest
 from driving import BLOCK, Direction, Driven, Tier, prompt
 
 from aoffload import Ledger, OffloadConfig
-from aoffload.core.groups import KVCacheGroup, Layout
-from aoffload.core.hops import Outcome
-from aoffload.core.lifecycle import JobState, RequestState
-from aoffload.core.observing import NullObserver
-from aoffload.core.owners import Holding
-from aoffload.core.plan import Completion, TransferPlan
-from aoffload.core.policy import EagerStore
-from aoffload.core.records import Job
+from aoffload._config.groups import KVCacheGroup
+from aoffload._extensions.store_policies import EagerStore
+from aoffload._kernel.layout import Layout
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.protocols import NullObserver
+from aoffload._kernel.records import Job
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import JobState, Outcome, RequestState
 from aoffload.errors import IllegalTransition, OutOfBlocks, WrongState
 from aoffload.ledger import Prefix, Root
 

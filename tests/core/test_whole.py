@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from driving import BLOCK, ROOT, Driven, Tier, prompt
 
-from aoffload.core.groups import KVCacheGroup
-from aoffload.core.hops import Outcome
-from aoffload.core.lifecycle import RequestState
+from aoffload._config.groups import KVCacheGroup
+from aoffload._kernel.prefix import TOKEN_BYTES, KeySpan, Root
+from aoffload._kernel.states import Outcome, RequestState
 from aoffload.errors import CommitError, InvalidArgument, WrongState
-from aoffload.prefix import TOKEN_BYTES, KeySpan, Root
 
 A = prompt(1, 17)
 

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 import pytest
 
 from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow, Tier
-from aoffload.core.groups import Layout
-from aoffload.core.hops import HIT_TIERS
-from aoffload.core.index import RunIndex
-from aoffload.core.matching import find_hit
-from aoffload.core.records import Run
-from aoffload.core.tokens import TokenSequence
-from aoffload.kinds import AttentionKind
+from aoffload._config.groups import AttentionKind
+from aoffload._kernel.index import RunIndex, find_hit
+from aoffload._kernel.layout import Layout
+from aoffload._kernel.records import Run
+from aoffload._kernel.states import HIT_TIERS
+from aoffload._kernel.tokens import TokenSequence
 from aoffload.ledger import Prefix, Root
 
 NUM_CASES = 10_000

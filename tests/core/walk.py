@@ -25,9 +25,8 @@ from aoffload import (
     SelectiveStore,
     SlidingWindow,
 )
-from aoffload.core.hops import HIT_TIERS
-from aoffload.core.lifecycle import Computing
-from aoffload.core.loads import has_holes
+from aoffload._kernel.loads import has_holes
+from aoffload._kernel.states import HIT_TIERS, Computing
 from aoffload.ledger import Completion, Direction, Outcome, Prefix, Root
 
 UNIT = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aoffload.core.groups import FullAttention, SlidingWindow
+from aoffload._config.groups import FullAttention, SlidingWindow
 from aoffload.demo.options import DemoOptions
 from aoffload.demo.pools import Pools
 from aoffload.demo.workload import make_workload

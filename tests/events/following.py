@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from aoffload import Ledger, Tier
-from aoffload.core.records import Run
-from aoffload.prefix import TOKEN_BYTES
+from aoffload._kernel.prefix import TOKEN_BYTES
+from aoffload._kernel.records import Run
 
 Hash = int | bytes
 Block = tuple[str, int, Hash]

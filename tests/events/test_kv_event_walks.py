@@ -11,9 +11,9 @@ from following import Follower, really_cached
 from walk import Walk
 
 from aoffload import Ledger, Tier
-from aoffload.core.cache import PrefixCache
-from aoffload.core.records import Run
-from aoffload.core.tiers import TierBlocks
+from aoffload._kernel.cache import PrefixCache
+from aoffload._kernel.pools import TierBlocks
+from aoffload._kernel.records import Run
 from aoffload.kv_events.changes import Changes
 from aoffload.kv_events.format import EventEncoder, EventFormat
 

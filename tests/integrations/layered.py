@@ -15,17 +15,17 @@ import torch
 from numpy.typing import NDArray
 
 from aoffload import OffloadConfig, OffloadRuntime
-from aoffload.core.hops import Direction
-from aoffload.core.plan import TransferPlan
+from aoffload._kernel.plans import TransferPlan
+from aoffload._kernel.states import Direction
+from aoffload._transfer.backends.base import CopyBackend
+from aoffload._transfer.backends.cpu import CpuBackend
+from aoffload._transfer.local import LocalTransport
+from aoffload._transfer.region import KVRegion
 from aoffload.integrations import Decoder, DecoderConfig, kv_cache_groups, layer_regions
 from aoffload.integrations.batching import EngineOptions, PrefillStart
 from aoffload.integrations.engine import PagedEngine
 from aoffload.integrations.forward import Forward
 from aoffload.integrations.paged import SequenceSlice
-from aoffload.transfer.backends.base import CopyBackend
-from aoffload.transfer.backends.cpu import CpuBackend
-from aoffload.transfer.local import LocalTransport
-from aoffload.transfer.region import KVRegion
 
 GUARD_S = 60.0
 SIZES = DecoderConfig(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from aoffload import FullAttention, KVCacheGroup, OffloadConfig, OffloadRuntime
+from aoffload._transfer.local import LocalTransport
 from aoffload.demo.options import Corrupt
 from aoffload.demo.tampering import Tampering
 from aoffload.errors import InvalidArgument, OutOfBlocks, RequestAborted
@@ -22,7 +23,6 @@ from aoffload.integrations.batching import EngineOptions
 from aoffload.integrations.engine import EngineClosed, PagedEngine, StepFailed
 from aoffload.integrations.layers import LayerGroup
 from aoffload.integrations.paged import PagedBatch
-from aoffload.transfer.local import LocalTransport
 
 pytestmark = pytest.mark.anyio
 

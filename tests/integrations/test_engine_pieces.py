@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from aoffload.core.lifecycle import RequestState
+from aoffload._kernel.states import RequestState
 from aoffload.errors import ConfigError
 from aoffload.integrations.batching import EngineOptions, LineUp
 from aoffload.integrations.forward import Forward

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from aoffload import FullAttention, KVCacheGroup
-from aoffload.core.groups import SlidingWindow
+from aoffload._config.groups import AttentionKind, SlidingWindow
 from aoffload.errors import ConfigError
 from aoffload.integrations.layers import LayerGroup, LayerPlace, check_groups, group_layers, kv_cache_groups, places_of
-from aoffload.kinds import AttentionKind
 
 FULL, SLIDING = FullAttention(), SlidingWindow(128)
 

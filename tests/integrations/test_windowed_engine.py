@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from windowed import BY_LAYER, KINDS, OPTIONS, Bench, answer, prompt_of, serving
 
-from aoffload.core.lifecycle import RequestState
+from aoffload._kernel.states import RequestState
 from aoffload.demo.options import Corrupt
 from aoffload.demo.tampering import Tampering
 from aoffload.errors import OutOfBlocks, RequestAborted

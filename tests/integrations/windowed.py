@@ -14,14 +14,14 @@ import attrs
 import torch
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
-from aoffload.core.groups import FullAttention, SlidingWindow
+from aoffload._config.groups import FullAttention, SlidingWindow
+from aoffload._transfer.local import LocalTransport
 from aoffload.demo.tampering import Tampering
 from aoffload.integrations.batching import EngineOptions, PrefillStart
 from aoffload.integrations.engine import PagedEngine
 from aoffload.integrations.layer_fences import layer_regions
 from aoffload.integrations.layers import LayerGroup, places_of
 from aoffload.integrations.paged import PagedBatch, Span
-from aoffload.transfer.local import LocalTransport
 
 VOCABULARY = 997
 WINDOW = 10

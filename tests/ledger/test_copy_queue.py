@@ -20,7 +20,7 @@ from aoffload import (
     Tier,
     WrongState,
 )
-from aoffload.core.observing import NullObserver
+from aoffload._kernel.protocols import NullObserver
 from aoffload.ledger import Completion, CopyQueue, Holding, Outcome, Prefix, Root, TransferPlan
 from aoffload.transport import DeviceGone, Fence, TransferRefused
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from aoffload._transfer.backends.cpu import CpuBackend
 from aoffload.ledger import Direction, Outcome, TransferPlan
-from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transport import LocalTransport
 
 EXAMPLE = Path(__file__).parents[2] / "examples/ledger_step_loop.py"

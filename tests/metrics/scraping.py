@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, RuntimeObserver
-from aoffload.core.observing import OBSERVES, shielded
+from aoffload._kernel.protocols import OBSERVES, shielded
 from aoffload.ledger import Observers
 from aoffload.metrics import Metrics, MetricsCollector
 from aoffload.top.look import Look

@@ -13,11 +13,11 @@ import pytest
 from scraping import BACKENDS, GUARD_S, Scrape, client, measured, prompt, serve
 
 from aoffload import InvalidArgument, RequestState, RuntimeObserver
+from aoffload._runtime.worker import CopyWorker
+from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.ledger import Completion, Holding, Outcome
 from aoffload.metrics import MetricsCollector, collector
 from aoffload.metrics.observer import MAX_REPORTS
-from aoffload.transfer.backends.scripted import ScriptedTransport
-from aoffload.worker import CopyWorker
 
 pytestmark = pytest.mark.anyio
 

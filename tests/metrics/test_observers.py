@@ -12,7 +12,7 @@ import pytest
 from scraping import BACKENDS, measured, prompt, serve
 
 from aoffload import InvalidArgument, RequestState, RuntimeObserver
-from aoffload.core.records import Job
+from aoffload._kernel.records import Job
 from aoffload.ledger import Completion, Holding, JobState
 
 pytestmark = pytest.mark.anyio

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
-from aoffload.core.hops import Outcome
+from aoffload._kernel.states import Outcome
+from aoffload._tiers.disk.slots import DiskOutcome, DiskSlots
 from aoffload.testing.simulated_disk import DiskFault
-from aoffload.transfer.disk.slots import DiskOutcome, DiskSlots
 from proof.tiers import kills
 from proof.tiers.engine import WrongBytes
 from proof.tiers.failing import KINDS, one_run

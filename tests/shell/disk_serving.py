@@ -15,9 +15,9 @@ import attrs
 from serving import GUARD_S, Engine, TensorBlocks, assert_at_rest, config
 
 from aoffload import DiskTier, OffloadRuntime, Tier
+from aoffload._transfer.local import LocalTransport
 from aoffload.env import Env
 from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
-from aoffload.transfer.local import LocalTransport
 
 SIZE = 1 << 18
 """Some 700 slots of 128 bytes."""

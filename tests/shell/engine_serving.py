@@ -13,7 +13,7 @@ import attrs
 from serving import BLOCK, config, tag
 
 from aoffload import OffloadRuntime, Request
-from aoffload.transfer.backends.scripted import ScriptedTransport
+from aoffload._transfer.backends.scripted import ScriptedTransport
 
 __all__ = ["OwnEngine", "OwnPool", "own_engine"]
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aoffload.core.hops import Direction
-from aoffload.transfer.backends.cpu import CpuBackend
-from aoffload.transfer.local import LocalTransport
-from aoffload.transfer.region import KVRegion
+from aoffload._kernel.states import Direction
+from aoffload._transfer.backends.cpu import CpuBackend
+from aoffload._transfer.local import LocalTransport
+from aoffload._transfer.region import KVRegion
 
 HELD_RANK = 1
 

@@ -13,8 +13,8 @@ import attrs
 from serving import GUARD_S, Engine, TensorBlocks, assert_at_rest, config
 
 from aoffload import DiskTier, OffloadRuntime, RemoteTier, Tier
+from aoffload._config.tiers import ObjectStore
 from aoffload.env import Env
-from aoffload.remote_tier import ObjectStore
 from aoffload.testing import SimulatedStore, StoreCall, StoreFault
 
 CELL_BYTES = 128

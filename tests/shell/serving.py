@@ -13,18 +13,11 @@ import attrs
 import pytest
 import torch
 
-from aoffload import (
-    FullAttention,
-    KVCacheGroup,
-    OffloadConfig,
-    OffloadRuntime,
-    PendingLoad,
-    Request,
-)
+from aoffload import FullAttention, KVCacheGroup, OffloadConfig, OffloadRuntime, PendingLoad, Request
+from aoffload._transfer.backends.cpu import CpuBackend
+from aoffload._transfer.backends.scripted import ScriptedTransport
+from aoffload._transfer.local import LocalTransport
 from aoffload.ledger import AttentionKind
-from aoffload.transfer.backends.cpu import CpuBackend
-from aoffload.transfer.backends.scripted import ScriptedTransport
-from aoffload.transfer.local import LocalTransport
 
 ASYNCIO = pytest.param(("asyncio", {}), id="asyncio")
 UVLOOP = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")

@@ -56,7 +56,7 @@ def run(
     example = runpy.run_path(str(EXAMPLE))
     torch.set_num_threads(num_threads)
     if fault is not None:
-        monkeypatch.setattr("aoffload.runtime_life.LocalTransport", make)
+        monkeypatch.setattr("aoffload._runtime.runtime.LocalTransport", make)
     for name, method in replaced.items():
         monkeypatch.setattr(example["Request"], name, method(getattr(example["Request"], name)))
     with asyncio.Runner(loop_factory=LeapingLoop) as runner:

@@ -34,7 +34,7 @@ from aoffload import (
     WrongState,
     WrongThread,
 )
-from aoffload.transfer.backends.scripted import ScriptedTransport
+from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.transport import RegionError
 
 pytestmark = pytest.mark.anyio

@@ -26,8 +26,8 @@ from serving import (
 )
 
 from aoffload import InvalidArgument, OutOfBlocks, Request, RequestState, WrongState
-from aoffload.core.hops import Direction
-from aoffload.transfer.backends.scripted import ScriptedTransport
+from aoffload._kernel.states import Direction
+from aoffload._transfer.backends.scripted import ScriptedTransport
 
 pytestmark = pytest.mark.anyio
 

@@ -53,7 +53,7 @@ def test_its_answers_are_right_whatever_becomes_of_copies(
         made.append(FaultyTransport(LocalTransport(kv), fault, every=2, late_s=0.01))
         return made[0]
 
-    monkeypatch.setattr("aoffload.runtime_life.LocalTransport", faulty)
+    monkeypatch.setattr("aoffload._runtime.runtime.LocalTransport", faulty)
     engine = run(example, backend)
     printed = capsys.readouterr().out
     assert "as if each had the device alone: 12\n" in printed

@@ -10,10 +10,10 @@ import structlog
 from serving import BACKENDS, Engine, TagBlocks, assert_at_rest, config, prompt, scripted, turns
 
 from aoffload import OffloadRuntime, RequestState
+from aoffload._transfer.backends.scripted import ScriptedTransport
+from aoffload._transfer.fences import PASSED, Fence
 from aoffload.ledger import TransferPlan
 from aoffload.ranks import LocalRank, RankTransport
-from aoffload.transfer.backends.scripted import ScriptedTransport
-from aoffload.transfer.fence import PASSED, Fence
 from aoffload.transport import DeviceGone
 
 pytestmark = pytest.mark.anyio

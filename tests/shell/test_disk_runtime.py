@@ -19,8 +19,8 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 from disk_serving import SIZE, Hanging, assert_quiet, of_slab, on_the_disk_only, simulated, stored, with_disk
 
 from aoffload import ConfigError, DiskTier, OffloadRuntime, Tier, WrongState
+from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.testing.simulated_disk import DiskFault, IOCall
-from aoffload.transfer.backends.scripted import ScriptedTransport
 
 pytestmark = pytest.mark.anyio
 

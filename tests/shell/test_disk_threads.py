@@ -17,8 +17,8 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 from disk_serving import Hanging, assert_quiet, on_the_disk_only, simulated, stored, with_disk
 
 from aoffload import OffloadRuntime
-from aoffload.disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_bytes
-from aoffload.disk_work import DiskState
+from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_bytes
+from aoffload._tiers.disk.loop import DiskState
 from aoffload.env import Env
 from aoffload.testing.simulated_disk import IOCall
 from aoffload.transport import TransferRefused

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
 from aoffload import DiskTier
-from aoffload.disk_work import TURN_S, DiskState, DiskWork
+from aoffload._tiers.disk.loop import TURN_S, DiskState, DiskWork
 from aoffload.env import Env
 
 

@@ -27,10 +27,10 @@ from aoffload import (
     Tier,
     WrongState,
 )
-from aoffload.core.blocks import FreeList
+from aoffload._kernel.pools import FreeList
+from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
 from aoffload.errors import CommitError, ConfigError, InvalidArgument
 from aoffload.ledger import Direction, PinState
-from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport
 from aoffload.transport import TransferRefused
 
 pytestmark = pytest.mark.anyio

@@ -20,9 +20,9 @@ from serving import (
 )
 
 from aoffload import OutOfBlocks, Request, RequestState, SlidingWindow
-from aoffload.core.hops import Direction, Tier
-from aoffload.core.records import Run
-from aoffload.transfer.backends.scripted import ScriptedTransport
+from aoffload._kernel.records import Run
+from aoffload._kernel.states import Direction, Tier
+from aoffload._transfer.backends.scripted import ScriptedTransport
 
 pytestmark = pytest.mark.anyio
 

@@ -13,8 +13,8 @@ from serving import Engine, assert_at_rest, on_the_host_only, prompt, scripted
 from structlog.testing import capture_logs
 
 from aoffload import InvalidArgument, RequestState
+from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.ledger import LoadOffer
-from aoffload.transfer.backends.scripted import ScriptedTransport
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,7 @@ import pytest
 from serving import BACKENDS, assert_at_rest, prompt, with_bytes
 
 from aoffload import InvalidArgument, RequestState, WrongState
-from aoffload.core import index, tokens
+from aoffload._kernel import index, tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -29,8 +29,8 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(autouse=True)
 def everything_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aoffload.prefix.MAX_LIST", SLICE)
-    monkeypatch.setattr("aoffload.core.tokens.MAX_RUN_TOKENS", LONGEST_RUN)
+    monkeypatch.setattr("aoffload._kernel.prefix.MAX_LIST", SLICE)
+    monkeypatch.setattr("aoffload._kernel.tokens.MAX_RUN_TOKENS", LONGEST_RUN)
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from serving import BACKENDS, GUARD_S, assert_at_rest, prompt, with_bytes
 
 from aoffload import OffloadRuntime, RuntimeObserver
+from aoffload._transfer.local import LocalTransport
 from aoffload.ledger import JobState
-from aoffload.transfer.local import LocalTransport
 
 pytestmark = pytest.mark.anyio
 

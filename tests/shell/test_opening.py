@@ -25,9 +25,9 @@ from serving import (
 )
 
 from aoffload import ConfigError, OffloadRuntime
+from aoffload._transfer.backends.scripted import ScriptedTransport
+from aoffload._transfer.transport import PinProgress
 from aoffload.env import Env
-from aoffload.transfer.backends.scripted import ScriptedTransport
-from aoffload.transfer.transport import PinProgress
 
 pytestmark = pytest.mark.anyio
 

@@ -12,17 +12,10 @@ import anyio
 import pytest
 from serving import BACKENDS, Engine, assert_at_rest, prompt, scripted, turns
 
-from aoffload import (
-    AoffloadError,
-    OffloadRuntime,
-    PendingLoad,
-    Request,
-    RequestState,
-    WrongThread,
-)
-from aoffload.core.lifecycle import PinState
+from aoffload import AoffloadError, OffloadRuntime, PendingLoad, Request, RequestState, WrongThread
+from aoffload._kernel.states import PinState
+from aoffload._runtime.steps import StepScope
 from aoffload.pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
-from aoffload.steps import StepScope
 
 pytestmark = pytest.mark.anyio
 A = prompt(1, 9)

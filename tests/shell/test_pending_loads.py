@@ -28,10 +28,9 @@ from serving import (
 )
 
 from aoffload import CommitError, InvalidArgument, OffloadRuntime, RuntimeClosed, WrongState
-from aoffload.core.plan import TransferPlan
-from aoffload.transfer.backends.scripted import ScriptedTransport
-from aoffload.transfer.fence import PASSED, Fence
-from aoffload.transfer.region_fences import RegionFences
+from aoffload._kernel.plans import TransferPlan
+from aoffload._transfer.backends.scripted import ScriptedTransport
+from aoffload._transfer.fences import PASSED, Fence, RegionFences
 from aoffload.transport import RegionNotLoaded
 
 pytestmark = pytest.mark.anyio

@@ -27,7 +27,7 @@ from serving import (
 )
 
 from aoffload import InvalidArgument, OutOfBlocks, RuntimeClosed, WrongState, WrongThread
-from aoffload.core.hops import Direction
+from aoffload._kernel.states import Direction
 from aoffload.ledger import PinState
 from aoffload.pins import PinScope
 

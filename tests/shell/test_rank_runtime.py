@@ -20,8 +20,8 @@ from clocks import JUMPING, leap, leaping_backend
 from serving import GUARD_S, Engine, assert_at_rest, config, prompt, turns
 
 from aoffload import OffloadRuntime, RequestState
+from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.ranks import LocalRank, ProcessRank, RankTransport
-from aoffload.transfer.backends.scripted import ScriptedTransport
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("forked_ranks")]
 

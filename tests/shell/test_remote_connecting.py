@@ -16,10 +16,10 @@ pytest.importorskip("cryptography", reason="the extra `remote` is not installed"
 
 from remote_serving import HangingStore, Later, assert_quiet, failing, forget_locally, in_the_store, with_remote
 
-from aoffload.core.hops import Direction
+from aoffload._kernel.states import Direction
+from aoffload._transfer.breaker import Use
 from aoffload.stores import StoreError
 from aoffload.testing import SimulatedStore
-from aoffload.transfer.breaker import Use
 
 pytestmark = pytest.mark.anyio
 

@@ -27,10 +27,10 @@ from remote_serving import (
 )
 
 from aoffload import ConfigError, DiskTier, OffloadRuntime, RemoteTier
+from aoffload._transfer.backends.scripted import ScriptedTransport
+from aoffload._transfer.local import LocalTransport
 from aoffload.ledger import WaitsFor
 from aoffload.testing import SimulatedStore, StoreFault
-from aoffload.transfer.backends.scripted import ScriptedTransport
-from aoffload.transfer.local import LocalTransport
 
 pytestmark = pytest.mark.anyio
 

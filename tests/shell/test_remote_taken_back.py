@@ -24,10 +24,10 @@ from remote_serving import (
     with_remote,
 )
 
-from aoffload.core.hops import Direction
-from aoffload.request import Request
+from aoffload._kernel.states import Direction
+from aoffload._runtime.request import Request
+from aoffload._tiers.remote.local import LaneRemote
 from aoffload.testing import SimulatedStore, StoreFault
-from aoffload.transfer.remote.local import LaneRemote
 
 pytestmark = pytest.mark.anyio
 

@@ -42,8 +42,8 @@ from aoffload import (
     RequestAborted,
     RequestState,
 )
-from aoffload.telemetry import Telemetry
-from aoffload.transfer.backends.scripted import ScriptedFence
+from aoffload._observe.log import Telemetry
+from aoffload._transfer.backends.scripted import ScriptedFence
 
 pytestmark = pytest.mark.anyio
 

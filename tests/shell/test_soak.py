@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from aoffload import Request, WrongState
-from aoffload.core.hops import Direction
-from aoffload.core.owners import Holding
-from aoffload.core.plan import TransferPlan
-from aoffload.core.request_leases import RequestLeases
-from aoffload.transfer.backends.cpu import CpuBackend
+from aoffload._kernel.leases import RequestLeases
+from aoffload._kernel.plans import TransferPlan
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.states import Direction
+from aoffload._transfer.backends.cpu import CpuBackend
 from proof import soak as soak_module
 from proof.soak import Length, soak
 from proof.soak_result import Sample, SoakResult

@@ -10,7 +10,7 @@ from clocks import JUMPING, jumping_backend
 from serving import assert_at_rest, on_the_host_only, pinned, prompt, scripted, turns
 
 from aoffload import OutOfBlocks, Request, RequestState, RuntimeClosed
-from aoffload.core.hops import Direction
+from aoffload._kernel.states import Direction
 
 pytestmark = pytest.mark.anyio
 

@@ -8,9 +8,8 @@ import pytest
 from serving import BACKENDS, Engine, on_the_host_only, prompt, scripted
 
 from aoffload import InvalidArgument
-from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport
-from aoffload.transfer.fence import PASSED, OnlyAfter
-from aoffload.transfer.step_fences import StepFences
+from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
+from aoffload._transfer.fences import PASSED, OnlyAfter, StepFences
 
 A, B, C = (prompt(name, 16) for name in (1, 2, 3))
 

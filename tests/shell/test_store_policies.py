@@ -9,7 +9,7 @@ import pytest
 from serving import BACKENDS, Engine, assert_at_rest, pinned, prompt, scripted, with_bytes
 
 from aoffload import InvalidArgument, LazyStore, SelectiveStore
-from aoffload.core.hops import Direction
+from aoffload._kernel.states import Direction
 from aoffload.ledger import StoreScope
 from aoffload.transport import PassedFence
 

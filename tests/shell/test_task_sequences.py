@@ -22,8 +22,8 @@ from aoffload import (
     SlidingWindow,
     Tier,
 )
+from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.ledger import Direction
-from aoffload.transfer.backends.scripted import ScriptedTransport
 
 pytestmark = pytest.mark.anyio
 

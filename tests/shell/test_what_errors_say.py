@@ -24,8 +24,8 @@ from aoffload import (
     OffloadRuntime,
     WrongState,
 )
-from aoffload.core.answer import PrefixMatch
-from aoffload.core.lifecycle import REQUEST_MOVES, RequestState, require
+from aoffload._kernel.plans import PrefixMatch
+from aoffload._kernel.states import REQUEST_MOVES, RequestState, require
 from aoffload.demo import options as demo
 from aoffload.integrations.openai_server import options as server
 from aoffload.plan import command as plan

@@ -33,12 +33,12 @@ from serving import (
 )
 
 from aoffload import IntegrityError, OffloadRuntime, OutOfBlocks, RequestState, RuntimeClosed
-from aoffload.core.hops import Direction
+from aoffload._kernel.states import Direction
+from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
+from aoffload._transfer.copy_queue import CopyQueue
+from aoffload._transfer.fences import PASSED, Fence
 from aoffload.errors import TransferRefused
 from aoffload.ledger import Completion, Outcome
-from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport
-from aoffload.transfer.copy_queue import CopyQueue
-from aoffload.transfer.fence import PASSED, Fence
 
 pytestmark = pytest.mark.anyio
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aoffload.core.ledger import Ledger
-from aoffload.disk_work import DiskWork
+from aoffload._kernel.ledger import Ledger
+from aoffload._tiers.disk.loop import DiskWork
 from aoffload.testing.programs import GroupShape, Program, World, as_test, call, check_program, run_program
 from aoffload.testing.programs.program import Call, Face
 from aoffload.testing.programs.runtime_face import draw_and_run

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from aoffload.core.engine_arrivals import Arrivals
-from aoffload.core.engine_blocks import EngineTier
-from aoffload.core.engine_owned import EngineOwned
-from aoffload.core.owners import Holding
+from aoffload._host_cache.host_cache import EngineOwned
+from aoffload._host_cache.matches import Arrivals, EngineTier
+from aoffload._kernel.requests import Holding
 from aoffload.testing.programs import Broken, GroupShape, Program, World, call, check_program, explore_programs
 
 ZEROS = [0] * 9

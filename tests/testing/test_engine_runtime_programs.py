@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from aoffload.core.engine_arrivals import Arrivals
-from aoffload.core.engine_blocks import EngineTier
-from aoffload.engine_calls import EngineCalls
-from aoffload.session import Session
+from aoffload._host_cache.matches import Arrivals, EngineTier
+from aoffload._runtime.request import EngineCalls
+from aoffload._runtime.session import Session
 from aoffload.testing.programs import (
     Broken,
     Face,

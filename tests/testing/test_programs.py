@@ -11,12 +11,11 @@ import attrs
 import pytest
 
 from aoffload import Ledger, Tier
-from aoffload.core.admission import Admission
-from aoffload.core.cache import PrefixCache
-from aoffload.core.components import FullComponent
-from aoffload.core.owners import Holding
-from aoffload.core.request_leases import RequestLeases
-from aoffload.core.tiers import TierBlocks
+from aoffload._kernel.cache import FullComponent, PrefixCache
+from aoffload._kernel.leases import RequestLeases
+from aoffload._kernel.pools import TierBlocks
+from aoffload._kernel.requests import Holding
+from aoffload._kernel.waiting import Admission
 from aoffload.errors import OutOfBlocks
 from aoffload.testing import Violation
 from aoffload.testing.programs import (

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from aoffload.core import fetches, remote_stores
-from aoffload.core.plan import CellLabel
-from aoffload.core.remote_stores import RemoteStores
+from aoffload._kernel.plans import CellLabel
+from aoffload._tiers.fetch import rules as fetches
+from aoffload._tiers.remote import rules as remote_stores
+from aoffload._tiers.remote.removals import Removals
+from aoffload._tiers.remote.rules import RemoteStores
 from aoffload.testing.programs import Program, as_test, call, check_program, run_program
 from aoffload.testing.programs.explore import LEDGERS, _draw_ledger_program
 from aoffload.testing.programs.outcome import Outcome
 from aoffload.testing.programs.program import Face, GroupShape, World, draw_world
-from aoffload.transfer.remote.removals import Removals
 
 FACES: tuple[Face, ...] = ("ledger", "engine")
 each_face = pytest.mark.parametrize("face", FACES)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from aoffload.core.ledger import Ledger
-from aoffload.core.owners import Holding
-from aoffload.session import Session
+from aoffload._kernel.ledger import Ledger
+from aoffload._kernel.requests import Holding
+from aoffload._runtime.session import Session
 from aoffload.testing.programs import GroupShape, Program, World, as_test, call, check_program, run_program
 from aoffload.testing.programs.program import Call, Face
 from aoffload.testing.programs.runtime_face import draw_and_run

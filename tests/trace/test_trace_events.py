@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aoffload import ledger_log, telemetry
+from aoffload._observe import log as ledger_log
+from aoffload._observe import log as telemetry
 from aoffload.trace.events import MEANINGS
 from aoffload.trace.figures import Figures
 from aoffload.trace.lines import MAX_LINE_BYTES

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from aoffload import Tier
-from aoffload.telemetry import Telemetry
+from aoffload._observe.log import Telemetry
+from aoffload._transfer.transport import PinProgress
 from aoffload.trace.durations import Durations
 from aoffload.trace.figures import NUM_SLOWEST, Figures
 from aoffload.trace.scan import Scan
@@ -18,7 +19,6 @@ from aoffload.trace.series import MAX_BUCKETS, Series
 from aoffload.trace.summary import summary
 from aoffload.trace.tally import MAX_NAMES, OTHERS, Tally
 from aoffload.trace.wording import duration, size
-from aoffload.transfer.transport import PinProgress
 from benchmarks.synthetic_log import line, write_synthetic
 
 

@@ -11,7 +11,7 @@ import pytest
 from page_data import column, columns, page_data
 from test_trace_events import line
 
-from aoffload.core.hops import TIERS
+from aoffload._kernel.states import TIERS
 from aoffload.trace.command import main
 from aoffload.trace.hops import HOPS
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aoffload.core.hops import Direction
-from aoffload.transfer.backends.base import LostDevice
-from aoffload.transfer.backends.cpu import CpuBackend
-from aoffload.transfer.fence import Fence
-from aoffload.transfer.local import LocalTransport
-from aoffload.transfer.ranks import serving
-from aoffload.transfer.ranks.frames import Open
-from aoffload.transfer.region import KVRegion
+from aoffload._kernel.states import Direction
+from aoffload._transfer.backends.base import LostDevice
+from aoffload._transfer.backends.cpu import CpuBackend
+from aoffload._transfer.fences import Fence
+from aoffload._transfer.local import LocalTransport
+from aoffload._transfer.ranks import serving
+from aoffload._transfer.ranks.frames import Open
+from aoffload._transfer.region import KVRegion
 
 
 def plain(rank: int, num_ranks: int) -> torch.Tensor:

@@ -7,14 +7,13 @@ import queue
 from array import array
 from collections.abc import Callable
 
-from aoffload.core.hops import Tier
-from aoffload.core.plan import Completion, TransferPlan
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.states import Tier
+from aoffload._transfer.backends.base import CopyBackend
+from aoffload._transfer.fences import Fence, RegionFences
+from aoffload._transfer.local import LocalTransport
+from aoffload._transfer.region import KVRegion
 from aoffload.env import Env
-from aoffload.transfer.backends.base import CopyBackend
-from aoffload.transfer.fence import Fence
-from aoffload.transfer.local import LocalTransport
-from aoffload.transfer.region import KVRegion
-from aoffload.transfer.region_fences import RegionFences
 
 GUARD_S = 60.0
 """Never waited for in full unless something hangs that must not."""

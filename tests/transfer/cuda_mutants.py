@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from aoffload.core.hops import Direction
-from aoffload.core.plan import TransferPlan
-from aoffload.transfer.backends.cuda import CudaBackend, CudaFence, Pieces, SourceOrder
-from aoffload.transfer.backends.cuda.events import EventPool
-from aoffload.transfer.fence import PASSED, Fence
+from aoffload._kernel.plans import TransferPlan
+from aoffload._kernel.states import Direction
+from aoffload._transfer.backends.cuda import CudaBackend, CudaFence, Pieces, SourceOrder
+from aoffload._transfer.backends.cuda.events import EventPool
+from aoffload._transfer.fences import PASSED, Fence
 
 
 class Unfenced(CudaBackend):

@@ -14,14 +14,13 @@ import torch
 from copies import GUARD_S
 
 from aoffload import DiskTier, KVCacheGroup
-from aoffload.core.groups import Layout
-from aoffload.core.hops import Tier
-from aoffload.core.plan import BlockLabel, Completion, TransferPlan
-from aoffload.core.restored import RestoredRun
+from aoffload._kernel.layout import Layout
+from aoffload._kernel.plans import BlockLabel, Completion, RestoredRun, TransferPlan
+from aoffload._kernel.states import Tier
+from aoffload._tiers.disk.forgetting import DiskTrouble
+from aoffload._transfer.local import LocalTransport
 from aoffload.env import Env
 from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
-from aoffload.transfer.disk.forgetting import DiskTrouble
-from aoffload.transfer.local import LocalTransport
 
 BLOCK = 4096
 NUM_HOST = 16

@@ -10,10 +10,10 @@ import torch
 from copies import GUARD_S
 from numpy.typing import NDArray
 
-from aoffload.core.hops import Direction
-from aoffload.core.plan import TransferPlan
-from aoffload.transfer.backends.cpu import CpuBackend
-from aoffload.transfer.fence import Fence
+from aoffload._kernel.plans import TransferPlan
+from aoffload._kernel.states import Direction
+from aoffload._transfer.backends.cpu import CpuBackend
+from aoffload._transfer.fences import Fence
 
 
 def numbered_pool(num_blocks: int = 8) -> torch.Tensor:

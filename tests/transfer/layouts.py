@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from aoffload.transfer.region import KVRegion, regions_of
+from aoffload._transfer.region import KVRegion, regions_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool)
 

@@ -22,9 +22,8 @@ import pytest
 import torch
 from copies import Copies
 
-from aoffload.core.hops import Outcome
-from aoffload.errors import DeviceGone
-from aoffload.transfer.backends.cuda import (
+from aoffload._kernel.states import Outcome
+from aoffload._transfer.backends.cuda import (
     CudaBackend,
     CudaError,
     CudaOptions,
@@ -33,11 +32,12 @@ from aoffload.transfer.backends.cuda import (
     SourceOrder,
     StreamCaptured,
 )
-from aoffload.transfer.backends.cuda.driver import LOST_CODES
-from aoffload.transfer.backends.cuda.nvidia import NvidiaDriver
-from aoffload.transfer.backends.cuda.plain import TorchDriver
-from aoffload.transfer.fence import PASSED
-from aoffload.transfer.region import regions_of
+from aoffload._transfer.backends.cuda.driver import LOST_CODES
+from aoffload._transfer.backends.cuda.nvidia import NvidiaDriver
+from aoffload._transfer.backends.cuda.plain import TorchDriver
+from aoffload._transfer.fences import PASSED
+from aoffload._transfer.region import regions_of
+from aoffload.errors import DeviceGone
 
 MOST_S = 120
 """What takes longer hangs, and is ended."""

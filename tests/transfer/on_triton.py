@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from triton.runtime.errors import InterpreterError
 
-from aoffload.transfer.backends.cuda import Pieces
-from aoffload.transfer.backends.cuda.kernel import TILE_BYTES, TritonKernel
-from aoffload.transfer.backends.cuda.triton_copy import ELEMENTS, copy_pieces
-from aoffload.transfer.fence import PASSED
+from aoffload._transfer.backends.cuda import Pieces
+from aoffload._transfer.backends.cuda.kernel import TILE_BYTES, TritonKernel
+from aoffload._transfer.backends.cuda.triton_copy import ELEMENTS, copy_pieces
+from aoffload._transfer.fences import PASSED
 
 ARCHITECTURES = (80, 90, 100)
 CANNOT_INTERPRET = 77

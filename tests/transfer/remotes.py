@@ -13,13 +13,13 @@ import torch
 from copies import GUARD_S
 
 from aoffload import KVCacheGroup, RemoteTier
-from aoffload.core.groups import Layout
-from aoffload.core.hops import Tier
-from aoffload.core.plan import CellLabel, Completion, TransferPlan
+from aoffload._config.tiers import ObjectStore
+from aoffload._kernel.layout import Layout
+from aoffload._kernel.plans import CellLabel, Completion, TransferPlan
+from aoffload._kernel.states import Tier
+from aoffload._transfer.local import LocalTransport
 from aoffload.env import Env
-from aoffload.remote_tier import ObjectStore
 from aoffload.testing import SimulatedStore, StoreCall, StoreFault
-from aoffload.transfer.local import LocalTransport
 
 BLOCK = 2**20
 """Four blocks make a cell."""

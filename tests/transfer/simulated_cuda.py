@@ -15,7 +15,7 @@ import numpy as np
 from copies import GUARD_S
 from numpy.typing import NDArray
 
-from aoffload.transfer.backends.cuda import (
+from aoffload._transfer.backends.cuda import (
     CudaError,
     CudaFence,
     CudaOptions,
@@ -24,8 +24,8 @@ from aoffload.transfer.backends.cuda import (
     SourceOrder,
     StreamCaptured,
 )
-from aoffload.transfer.backends.cuda.driver import MAX_BATCH, Handle
-from aoffload.transfer.fence import Fence
+from aoffload._transfer.backends.cuda.driver import MAX_BATCH, Handle
+from aoffload._transfer.fences import Fence
 
 PAUSE_STEPS = 12
 

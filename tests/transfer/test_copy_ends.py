@@ -10,7 +10,7 @@ import pytest
 from copies import GUARD_S, Copies
 from faulty import DyingBackend, FailingBackend, GateFence, HangingBackend, LateFenceBackend, numbered_pool
 
-from aoffload.core.hops import Outcome
+from aoffload._kernel.states import Outcome
 from aoffload.errors import TransferRefused
 
 

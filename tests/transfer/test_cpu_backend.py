@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from layouts import Pool, filled, separate_sizes, stacked
 from numpy.typing import NDArray
 
-from aoffload.core.hops import Direction, Outcome
+from aoffload._kernel.states import Direction, Outcome
+from aoffload._transfer.backends.cpu import CpuBackend
+from aoffload._transfer.backends.rows import stretches
+from aoffload._transfer.backends.stripes import Stripes
+from aoffload._transfer.backends.waits import LockWaits
+from aoffload._transfer.region import regions_of
 from aoffload.errors import ConfigError
-from aoffload.transfer.backends.cpu import CpuBackend
-from aoffload.transfer.backends.rows import stretches
-from aoffload.transfer.backends.stripes import Stripes
-from aoffload.transfer.backends.waits import LockWaits
-from aoffload.transfer.region import regions_of
 
 
 @settings(max_examples=60)
@@ -72,7 +72,7 @@ def test_stretches_are_maximal(ids: list[int], expected: list[tuple[int, int]]) 
 
 def test_a_large_plan_is_cut_into_batches(open_copies: Callable[..., Copies], monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch ends inside a plan without losing or doubling a block."""
-    monkeypatch.setattr("aoffload.transfer.backends.cpu.BATCH_BYTES", 100)
+    monkeypatch.setattr("aoffload._transfer.backends.cpu.BATCH_BYTES", 100)
     pool = torch.arange(40 * 8, dtype=torch.int32).reshape(40, 8)
     wanted = pool.clone()
     copies = open_copies(pool, 40, verify=True)
@@ -125,7 +125,7 @@ def test_short_stretches_go_through_a_buffer_beside_a_busy_loop(
     open_copies: Callable[..., Copies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However scattered a job is on both sides: a few calls, each for as many blocks as fit into the buffer."""
-    monkeypatch.setattr("aoffload.transfer.backends.cpu.STAGE_BYTES", 7 * 32)
+    monkeypatch.setattr("aoffload._transfer.backends.cpu.STAGE_BYTES", 7 * 32)
     pool = torch.arange(40 * 8, dtype=torch.int32).reshape(40, 8)
     wanted = pool.clone()
     copies = open_copies(pool, 80, verify=True)
@@ -171,8 +171,8 @@ def test_host_memory_lies_outside_of_the_regions(monkeypatch: pytest.MonkeyPatch
     backend = CpuBackend(regions_of([memory[0].reshape(4, 1024), memory[2].reshape(4, 1024)]))
     between, outside = memory[1].numpy().reshape(2, 2048), np.zeros((2, 2048), np.uint8)
     offered = [between, between, outside]
-    monkeypatch.setattr("aoffload.transfer.backends.cpu.anonymous_memory", lambda *size: offered.pop(0))
-    monkeypatch.setattr("aoffload.transfer.backends.cpu.STAGE_BYTES", 0)
+    monkeypatch.setattr("aoffload._transfer.backends.cpu.anonymous_memory", lambda *size: offered.pop(0))
+    monkeypatch.setattr("aoffload._transfer.backends.cpu.STAGE_BYTES", 0)
     backend.open(0)
     assert np.shares_memory(backend._staging[Direction.LOAD].stage, outside)
     assert not offered
@@ -183,8 +183,8 @@ def test_host_memory_between_the_regions_is_no_part_of_what_is_copied(monkeypatc
     memory = torch.arange(3 * 4096, dtype=torch.int32).view(torch.uint8).reshape(3, -1)
     backend = CpuBackend(regions_of([memory[0].reshape(4, 4096), memory[2].reshape(4, 4096)]))
     between = memory[1].numpy()[:16384].reshape(2, 8192)
-    monkeypatch.setattr("aoffload.transfer.backends.cpu.anonymous_memory", lambda *size: between)
-    monkeypatch.setattr("aoffload.transfer.backends.cpu.STAGE_BYTES", 0)
+    monkeypatch.setattr("aoffload._transfer.backends.cpu.anonymous_memory", lambda *size: between)
+    monkeypatch.setattr("aoffload._transfer.backends.cpu.STAGE_BYTES", 0)
     backend.open(0)
     assert isinstance(backend._mover, Stripes)
     assert len(backend._mover.stripes) == 2

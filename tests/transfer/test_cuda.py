@@ -20,16 +20,16 @@ from hypothesis import strategies as st
 from layouts import Pool, separate_sizes, stacked
 from simulated_cuda import SimulatedCuda, SimulatedKernel, Stream, on
 
-from aoffload.core.hops import Direction, Outcome, Tier
-from aoffload.core.plan import TransferPlan
+from aoffload._kernel.plans import TransferPlan
+from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._transfer.backends.cuda import BreakEven, CudaBackend, CudaError, CudaOptions, DeviceLost, Pieces, backend
+from aoffload._transfer.backends.cuda.backend import best_driver
+from aoffload._transfer.backends.cuda.method import SIZES, measure_break_even
+from aoffload._transfer.backends.cuda.plain import TorchDriver
+from aoffload._transfer.backends.cuda.trials import measured_on, scattered
+from aoffload._transfer.fences import PASSED, Fence
+from aoffload._transfer.region import regions_of
 from aoffload.errors import DeviceGone
-from aoffload.transfer.backends.cuda import BreakEven, CudaBackend, CudaError, CudaOptions, DeviceLost, Pieces, backend
-from aoffload.transfer.backends.cuda.backend import best_driver
-from aoffload.transfer.backends.cuda.method import SIZES, measure_break_even
-from aoffload.transfer.backends.cuda.plain import TorchDriver
-from aoffload.transfer.backends.cuda.trials import measured_on, scattered
-from aoffload.transfer.fence import PASSED, Fence
-from aoffload.transfer.region import regions_of
 
 MIB = 2**20
 EVERYTHING_SMALL = BreakEven(2**40, 2**40)

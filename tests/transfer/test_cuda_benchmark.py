@@ -13,10 +13,10 @@ import pytest
 import torch
 from simulated_cuda import SimulatedCuda, SimulatedKernel, on
 
+from aoffload._transfer.backends.cuda import BreakEven
+from aoffload._transfer.backends.cuda.plain import TorchDriver
 from aoffload.errors import TransferRefused
 from aoffload.ledger import Direction
-from aoffload.transfer.backends.cuda import BreakEven
-from aoffload.transfer.backends.cuda.plain import TorchDriver
 from benchmarks import (
     cuda_busy,
     cuda_choice,

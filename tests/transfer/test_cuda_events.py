@@ -15,14 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_cuda import SimulatedCuda, Stream, on
 
-from aoffload.core.hops import Direction, Outcome
-from aoffload.core.plan import Completion
+from aoffload._kernel.plans import Completion
+from aoffload._kernel.states import Direction, Outcome
+from aoffload._transfer.backends.cuda import AdaptivePolling, BlockingWait, CudaBackend, CudaFence, Pieces
+from aoffload._transfer.backends.cuda.events import EventPool
+from aoffload._transfer.fences import PASSED, Fence, RegionFences, RegionWatch
+from aoffload._transfer.region import regions_of
 from aoffload.errors import RegionNotLoaded
-from aoffload.transfer.backends.cuda import AdaptivePolling, BlockingWait, CudaBackend, CudaFence, Pieces
-from aoffload.transfer.backends.cuda.events import EventPool
-from aoffload.transfer.fence import PASSED, Fence
-from aoffload.transfer.region import regions_of
-from aoffload.transfer.region_fences import RegionFences, RegionWatch
 
 
 @settings(max_examples=100, deadline=None)

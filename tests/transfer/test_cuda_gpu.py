@@ -18,20 +18,12 @@ import torch
 from copies import GUARD_S, Copies
 from cuda_mutants import OneEvent, Unfenced, Unordered, Unproven
 
-from aoffload.core.hops import Direction, Outcome
+from aoffload._kernel.states import Direction, Outcome
+from aoffload._transfer.backends.cuda import AdaptivePolling, BlockingWait, BreakEven, CudaBackend, CudaOptions, Pieces
+from aoffload._transfer.backends.cuda.nvidia import NvidiaDriver
+from aoffload._transfer.backends.cuda.plain import TorchDriver
+from aoffload._transfer.fences import PASSED, RegionFences
 from aoffload.errors import TransferRefused
-from aoffload.transfer.backends.cuda import (
-    AdaptivePolling,
-    BlockingWait,
-    BreakEven,
-    CudaBackend,
-    CudaOptions,
-    Pieces,
-)
-from aoffload.transfer.backends.cuda.nvidia import NvidiaDriver
-from aoffload.transfer.backends.cuda.plain import TorchDriver
-from aoffload.transfer.fence import PASSED
-from aoffload.transfer.region_fences import RegionFences
 from benchmarks.sizes import sized
 from proof.soak import Length, soak
 from proof.soak_memory import DeviceMemory, cuda_compute
@@ -333,7 +325,7 @@ def test_gpu_memory_that_grows_in_place_is_copied(open_copies: Callable[..., Cop
 import torch
 from functools import partial
 from copies import Copies
-from aoffload.core.hops import Outcome
+from aoffload._kernel.states import Outcome
 pool = torch.arange(64, dtype=torch.int32, device="cuda")[:, None].repeat(1, 1 << 19)  # 2 MiB a block
 copies = Copies(pool, 64)
 assert copies.store(list(range(1, 63)), list(range(62))).outcome is Outcome.LANDED
@@ -368,7 +360,7 @@ def test_gpu_every_device_of_the_process(open_copies: Callable[..., Copies]) -> 
 LOSS = """
 import torch
 from copies import Copies
-from aoffload.core.hops import Outcome
+from aoffload._kernel.states import Outcome
 from aoffload.errors import DeviceGone
 pool, four = torch.zeros(8, 1 << 16, device="cuda"), torch.zeros(4, device="cuda")
 beyond = torch.tensor([1 << 30], device="cuda")

@@ -14,9 +14,9 @@ import torch
 from copies import Copies
 from cuda_mutants import Unfenced, Unproven
 
-from aoffload.core.hops import Outcome
-from aoffload.transfer.backends.cuda import BreakEven, CudaBackend, CudaOptions
-from aoffload.transfer.fence import PASSED
+from aoffload._kernel.states import Outcome
+from aoffload._transfer.backends.cuda import BreakEven, CudaBackend, CudaOptions
+from aoffload._transfer.fences import PASSED
 from benchmarks.sizes import sized
 
 pytestmark = [

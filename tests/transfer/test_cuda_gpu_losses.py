@@ -23,7 +23,7 @@ import sys
 import torch
 from cuda.bindings import driver
 from copies import Copies
-from aoffload.core.hops import Outcome
+from aoffload._kernel.states import Outcome
 from aoffload.errors import DeviceGone
 
 # The driver compiles this text itself: there is no compiler on a machine that serves.

@@ -16,9 +16,9 @@ import torch
 from copies import Copies
 from simulated_cuda import SimulatedCuda, on
 
-from aoffload.core.hops import Outcome
-from aoffload.transfer.backends.cuda import BreakEven, CudaBackend, kernel
-from aoffload.transfer.backends.cuda.kernel import triton_kernel
+from aoffload._kernel.states import Outcome
+from aoffload._transfer.backends.cuda import BreakEven, CudaBackend, kernel
+from aoffload._transfer.backends.cuda.kernel import triton_kernel
 
 HERE = Path(__file__).parent
 has_triton = importlib.util.find_spec("triton") is not None
@@ -41,7 +41,7 @@ def test_a_table_is_written_again_only_when_no_kernel_reads_it(seed: int, monkey
         cuda.compute_on(cuda._local.stream, run)
 
     module = SimpleNamespace(launch=launch)
-    monkeypatch.setitem(sys.modules, "aoffload.transfer.backends.cuda.triton_copy", module)
+    monkeypatch.setitem(sys.modules, "aoffload._transfer.backends.cuda.triton_copy", module)
     monkeypatch.setattr(kernel, "MAX_BATCH", 17)
     options = on(cuda, kernel=kernel.TritonKernel, break_even=BreakEven(2**40, 2**40))
     pool = torch.arange(240, dtype=torch.int64)[:, None].repeat(1, 4)

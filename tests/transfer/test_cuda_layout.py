@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import Pool, separate_sizes, stacked
 
-from aoffload.core.hops import Direction
-from aoffload.transfer.backends.cuda.driver import Pieces
-from aoffload.transfer.backends.cuda.layout import Layout, Scratch
-from aoffload.transfer.region import KVRegion, regions_of
+from aoffload._kernel.states import Direction
+from aoffload._transfer.backends.cuda.driver import Pieces
+from aoffload._transfer.backends.cuda.layout import Layout, Scratch
+from aoffload._transfer.region import KVRegion, regions_of
 
 HOST = 2**40
 """Where the host pool is said to begin: descriptors are only numbers."""

@@ -21,19 +21,19 @@ from copies import GUARD_S
 from simulated_cuda import SimulatedCuda, on
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
-from aoffload.env import Env
-from aoffload.errors import ConfigError
-from aoffload.transfer.backends.base import anonymous_memory
-from aoffload.transfer.backends.cuda import CudaBackend, CudaError, HostMemoryError, PinProgress, page_locked
-from aoffload.transfer.backends.cuda.cgroup import MemoryLimit, memory_limit
-from aoffload.transfer.backends.cuda.numa import MBIND, node_of, prefer_node, run_near
-from aoffload.transfer.backends.cuda.page_locked import (
+from aoffload._transfer.backends.base import anonymous_memory
+from aoffload._transfer.backends.cuda import CudaBackend, CudaError, HostMemoryError, PinProgress, page_locked
+from aoffload._transfer.backends.cuda.cgroup import MemoryLimit, memory_limit
+from aoffload._transfer.backends.cuda.numa import MBIND, node_of, prefer_node, run_near
+from aoffload._transfer.backends.cuda.page_locked import (
     ALIGNMENT,
     MAX_PIECE_BYTES,
     page_locked_memory,
     register_in_pieces,
 )
-from aoffload.transfer.region import regions_of
+from aoffload._transfer.region import regions_of
+from aoffload.env import Env
+from aoffload.errors import ConfigError
 from aoffload.transport import LocalTransport
 
 MIB = 2**20
@@ -290,7 +290,7 @@ KILLED = """
 import sys
 sys.path[:0] = sys.argv[1:]
 from simulated_cuda import SimulatedCuda
-from aoffload.transfer.backends.cuda.page_locked import page_locked_memory
+from aoffload._transfer.backends.cuda.page_locked import page_locked_memory
 memory = page_locked_memory(SimulatedCuda(), 64, 2**20, lambda progress: None)
 memory.rows[:] = 7
 lines = [line.split() for line in open("/proc/self/maps")]

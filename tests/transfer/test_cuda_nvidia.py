@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from aoffload.transfer.backends.cuda.driver import LOST_CODES
+from aoffload._transfer.backends.cuda.driver import LOST_CODES
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("cc") or shutil.which("gcc")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from aoffload.transfer.backends.cuda import CudaError, DeviceLost, StreamCaptured, plain
-from aoffload.transfer.backends.cuda.plain import TorchDriver
-from aoffload.transfer.region import regions_of
+from aoffload._transfer.backends.cuda import CudaError, DeviceLost, StreamCaptured, plain
+from aoffload._transfer.backends.cuda.plain import TorchDriver
+from aoffload._transfer.region import regions_of
 
 
 @pytest.fixture

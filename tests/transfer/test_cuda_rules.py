@@ -48,9 +48,9 @@ from copies import Copies
 from cuda_mutants import OneEvent, Unfenced, Unordered, Unproven
 from simulated_cuda import SimulatedCuda, Stream, on
 
-from aoffload.core.hops import Outcome
-from aoffload.transfer.backends.cuda import CudaBackend, SourceOrder
-from aoffload.transfer.fence import PASSED
+from aoffload._kernel.states import Outcome
+from aoffload._transfer.backends.cuda import CudaBackend, SourceOrder
+from aoffload._transfer.fences import PASSED
 
 NUM_ROUNDS = 30
 

@@ -16,8 +16,8 @@ from cuda_mutants import Unfenced, Unproven
 from simulated_cuda import SimulatedCuda, on
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
-from aoffload.transfer.backends.cuda import AdaptivePolling, CudaBackend
-from aoffload.transfer.local import LocalTransport
+from aoffload._transfer.backends.cuda import AdaptivePolling, CudaBackend
+from aoffload._transfer.local import LocalTransport
 
 BLOCK_SIZE = 4
 NUM_DEVICE, NUM_HOST = 20, 200

@@ -18,12 +18,12 @@ from cuda_mutants import OneEvent, Unfenced, Unordered, Unproven
 from simulated_cuda import SimulatedCuda, SimulatedKernel, on
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import Completion, TransferPlan
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._transfer.backends.cpu import CpuBackend
+from aoffload._transfer.backends.cuda import AdaptivePolling, BreakEven, CudaBackend
+from aoffload._transfer.fences import PASSED, Fence
 from aoffload.env import Env
-from aoffload.transfer.backends.cpu import CpuBackend
-from aoffload.transfer.backends.cuda import AdaptivePolling, BreakEven, CudaBackend
-from aoffload.transfer.fence import PASSED, Fence
 from proof.soak import Length, soak
 from proof.soak_memory import Compute, DeviceMemory, MakeMemory
 from proof.soak_owners import OwnedTransport, Owners

@@ -15,11 +15,11 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 from disks import DiskCopies, Hanging, simulated
 
 from aoffload import ConfigError
-from aoffload.core.hops import Direction, Outcome, Tier
-from aoffload.core.restored import RestoredRun
+from aoffload._kernel.plans import RestoredRun
+from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._tiers.disk.forgetting import ERASES
 from aoffload.errors import TransferRefused
 from aoffload.testing.simulated_disk import DiskFault, SimulatedDisk
-from aoffload.transfer.disk.forgetting import ERASES
 
 HOST, DISK = Tier.HOST, Tier.DISK
 LABELS = labels(prompt(1, 2, 3, 4, 5, 6))

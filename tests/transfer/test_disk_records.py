@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
-from aoffload.core.tokens import TokenSequence
+from aoffload._kernel.plans import BlockLabel
+from aoffload._kernel.prefix import Prefix, Root
+from aoffload._kernel.tokens import TokenSequence
+from aoffload._tiers.disk import recovery
+from aoffload._tiers.disk.neighbours import MAX_BUFFERS, stretch_at
+from aoffload._tiers.disk.records import RecordFormat, SlotLayout, Superblock
+from aoffload._tiers.disk.recovery import Chains, Survivors
 from aoffload.errors import ConfigError, InvalidArgument
-from aoffload.prefix import Prefix, Root
-from aoffload.transfer.disk import recovery
-from aoffload.transfer.disk.neighbours import MAX_BUFFERS, stretch_at
-from aoffload.transfer.disk.records import BlockLabel, RecordFormat, SlotLayout, Superblock
-from aoffload.transfer.disk.recovery import Chains, Survivors
 
 UNIT = 4
 FULL = SlotLayout(UNIT, 64, (1,), (True,))

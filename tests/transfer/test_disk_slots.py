@@ -16,14 +16,14 @@ from test_disk_records import labels, prompt
 
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
-from aoffload.core.hops import Outcome
+from aoffload._kernel.states import Outcome
+from aoffload._tiers.disk.posix import PosixDirectory, PosixFile
+from aoffload._tiers.disk.records import SlotLayout
+from aoffload._tiers.disk.slab import WRITE_BYTES, Slab
+from aoffload._tiers.disk.slots import DiskOutcome, DiskSlots
+from aoffload._tiers.disk.table import SlotTable
+from aoffload._transfer.backends.base import anonymous_memory
 from aoffload.errors import ConfigError, InvalidArgument
-from aoffload.transfer.backends.base import anonymous_memory
-from aoffload.transfer.disk.posix import PosixDirectory, PosixFile
-from aoffload.transfer.disk.records import SlotLayout
-from aoffload.transfer.disk.slab import WRITE_BYTES, Slab
-from aoffload.transfer.disk.slots import DiskOutcome, DiskSlots
-from aoffload.transfer.disk.table import SlotTable
 
 BLOCK = 4096
 SIZE = 1 << 20

@@ -16,12 +16,12 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 from disks import BLOCK, DiskCopies, Hanging, simulated
 
 from aoffload import ConfigError, DiskTier
-from aoffload.core.hops import Direction, Outcome, Tier
+from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._transfer.backends.base import RegionBackend
+from aoffload._transfer.breaker import Closed, Opened, Use
+from aoffload._transfer.local import LocalTransport
 from aoffload.errors import TransferRefused, WrongState
 from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
-from aoffload.transfer.backends.base import RegionBackend
-from aoffload.transfer.breaker import Closed, Opened, Use
-from aoffload.transfer.local import LocalTransport
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 LABELS = labels(prompt(1, 2, 3, 4, 5, 6))

@@ -10,10 +10,10 @@ import structlog
 import torch
 
 from aoffload import ChunkedLocal, KVCacheGroup, KVRegion, OffloadConfig, OffloadRuntime
+from aoffload._transfer.layout import described
+from aoffload._transfer.local import LocalTransport
+from aoffload._transfer.region import byte_rows, regions_of
 from aoffload.errors import RegionError
-from aoffload.transfer.layout import described
-from aoffload.transfer.local import LocalTransport
-from aoffload.transfer.region import byte_rows, regions_of
 
 N, B, H, D = 7, 16, 3, 4
 RECIPES: dict[str, tuple[Callable[[], torch.Tensor], int, int]] = {

@@ -12,12 +12,12 @@ import torch
 from copies import GUARD_S, Copies
 from faulty import FailingBackend, GateFence, LateFenceBackend, numbered_pool
 
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import Completion, TransferPlan
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._transfer.fences import ORDERED, PASSED, OnlyAfter
+from aoffload._transfer.local import LocalTransport
 from aoffload.env import Env
 from aoffload.errors import TransferRefused
-from aoffload.transfer.fence import ORDERED, PASSED, OnlyAfter
-from aoffload.transfer.local import LocalTransport
 
 
 def late(copies: Copies) -> LateFenceBackend:

@@ -12,14 +12,14 @@ import torch
 from copies import GUARD_S, Copies
 from faulty import GateFence, numbered_pool
 
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import TransferPlan
+from aoffload._kernel.plans import TransferPlan
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._transfer.backends.cpu import CpuBackend
+from aoffload._transfer.fences import ORDERED, PASSED, Fence
+from aoffload._transfer.local import LocalTransport
+from aoffload._transfer.transport import Transport
 from aoffload.env import Env
 from aoffload.errors import RegionError, TransferRefused, WrongState
-from aoffload.transfer.backends.cpu import CpuBackend
-from aoffload.transfer.fence import ORDERED, PASSED, Fence
-from aoffload.transfer.local import LocalTransport
-from aoffload.transfer.transport import Transport
 
 
 def test_it_is_a_transport() -> None:

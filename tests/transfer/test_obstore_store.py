@@ -21,7 +21,7 @@ from redis_servers import free_ports
 from remotes import RemoteCopies, cell
 
 from aoffload import ConfigError, InvalidArgument
-from aoffload.core.hops import Outcome
+from aoffload._kernel.states import Outcome
 from aoffload.env import Env
 from aoffload.stores import ObstoreStore, StoreError
 

@@ -23,13 +23,13 @@ import pytest
 import torch
 from copies import GUARD_S
 
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import Completion, TransferPlan
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._transfer.backends.base import anonymous_memory
+from aoffload._transfer.ranks.process import ProcessRank, spawn_ranks
+from aoffload._transfer.ranks.transport import RankTransport
 from aoffload.env import Env
 from aoffload.errors import ConfigError, DeviceGone, TransferRefused, WrongState
-from aoffload.transfer.backends.base import anonymous_memory
-from aoffload.transfer.ranks.process import ProcessRank, spawn_ranks
-from aoffload.transfer.ranks.transport import RankTransport
 
 START_S = 120.0
 """A process imports torch, which takes seconds on an idle machine."""
@@ -283,7 +283,7 @@ STOPPED = """
 import os, sys, threading
 from functools import partial
 import builds
-from aoffload.transfer.ranks.process import spawn_ranks
+from aoffload._transfer.ranks.process import spawn_ranks
 
 if __name__ == "__main__":
     ranks = []

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from aoffload.core.hops import HIT_TIERS, Outcome, Tier
-from aoffload.core.plan import Completion, TransferPlan
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.states import HIT_TIERS, Outcome, Tier
+from aoffload._transfer.ranks import frames
+from aoffload._transfer.ranks.wire import MAX_FRAME_BYTES, MAX_TEXT, VERSION, decode, encode
+from aoffload._transfer.transport import TransferStatistics
 from aoffload.errors import WireError
-from aoffload.transfer.ranks import frames
-from aoffload.transfer.ranks.wire import MAX_FRAME_BYTES, MAX_TEXT, VERSION, decode, encode
-from aoffload.transfer.transport import TransferStatistics
 
 NUMBERS = st.integers(0, 2**64 - 1)
 COUNTS = st.integers(0, 2**32 - 1)

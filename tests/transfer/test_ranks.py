@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import Completion, TransferPlan
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
+from aoffload._transfer.fences import PASSED, Fence
+from aoffload._transfer.ranks import transport as rank_transport
+from aoffload._transfer.ranks.rank import LocalRank, Rank
+from aoffload._transfer.ranks.tally import JobTally
+from aoffload._transfer.ranks.transport import RankTransport
+from aoffload._transfer.transport import TransferStatistics, Transport
 from aoffload.env import Env
 from aoffload.errors import ConfigError, TransferRefused, WrongState
-from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport
-from aoffload.transfer.fence import PASSED, Fence
-from aoffload.transfer.ranks import transport as rank_transport
-from aoffload.transfer.ranks.rank import LocalRank, Rank
-from aoffload.transfer.ranks.tally import JobTally
-from aoffload.transfer.ranks.transport import RankTransport
-from aoffload.transfer.transport import TransferStatistics, Transport
 
 NUM_BLOCKS = 4
 """Of every plan here."""

@@ -19,11 +19,11 @@ from redis_servers import RedisServer, cluster_of
 from remotes import CELL, SECRET, RemoteCopies, cell
 
 from aoffload import ConfigError
-from aoffload.core.hops import Direction, Outcome
+from aoffload._config.tiers import ObjectStore
+from aoffload._kernel.states import Direction, Outcome
+from aoffload._tiers.remote.clients.redis_cluster import slot_of
+from aoffload._tiers.remote.clients.redis_node import RedisNode, key_of, packed, redis_library
 from aoffload.env import Env
-from aoffload.object_stores.redis_cluster import slot_of
-from aoffload.object_stores.redis_node import RedisNode, key_of, packed, redis_library
-from aoffload.remote_tier import ObjectStore
 from aoffload.stores import RedisClusterStore, RedisStore, StoreError
 from benchmarks.redis_servers import RedisServer as AnyServer
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from aoffload._transfer.region import KVRegion, byte_rows, regions_of
 from aoffload.errors import RegionError
-from aoffload.transfer.region import KVRegion, byte_rows, regions_of
 
 
 def test_a_block_is_a_row_of_the_tensor() -> None:

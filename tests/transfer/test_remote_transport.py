@@ -18,16 +18,16 @@ pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 from remotes import BLOCK, CELL, SECRET, RemoteCopies, Waiting, cell
 
 from aoffload import ConfigError, InvalidArgument, KVCacheGroup, OffloadConfig, RemoteTier
-from aoffload.core.hops import Direction, Outcome, Tier
-from aoffload.core.plan import CellLabel, TransferPlan
+from aoffload._kernel.plans import CellLabel, TransferPlan
+from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._tiers.remote.cells import HEADER, OVERHEAD_BYTES
+from aoffload._tiers.remote.questions import positions
+from aoffload._tiers.remote.removals import Removals
+from aoffload._transfer.breaker import Closed, Opened, Use
+from aoffload._transfer.link import hop_of
+from aoffload._transfer.local import LocalTransport
 from aoffload.errors import StoreError, TransferRefused, WrongState
 from aoffload.testing import SimulatedStore, StoreFault
-from aoffload.transfer.breaker import Closed, Opened, Use
-from aoffload.transfer.hops import hop_of
-from aoffload.transfer.local import LocalTransport
-from aoffload.transfer.remote.cells import HEADER, OVERHEAD_BYTES
-from aoffload.transfer.remote.questions import positions
-from aoffload.transfer.remote.removals import Removals
 
 Open = Callable[..., RemoteCopies]
 HAS_CIPHER = True
@@ -187,7 +187,7 @@ def test_no_flipped_bit_is_ever_a_hit(secret: bytes | None) -> None:
     """Each bit of header and seal, 1,000 of the blocks, and any length that is not the right one."""
     import random
 
-    from aoffload.transfer.remote.cells import CellShape, cells_of_tier
+    from aoffload._tiers.remote.cells import CellShape, cells_of_tier
 
     cells = cells_of_tier(CellShape(bytes(32), 4, 1, 512), secret)
     made = memoryview(bytearray(cells.object_bytes))
@@ -848,7 +848,7 @@ def test_more_invalidated_cells_than_can_be_remembered_cost_hits_alone(
     open_remote: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then nothing that this process has stored so far is loaded. The store is used on."""
-    monkeypatch.setattr("aoffload.transfer.remote.removals.MAX_CELLS", 2)
+    monkeypatch.setattr("aoffload._tiers.remote.removals.MAX_CELLS", 2)
     store = SimulatedStore()
     copies = open_remote(store)
     for number in range(5):
@@ -903,7 +903,7 @@ def test_more_removals_than_can_be_remembered_end_the_use_of_the_store(
     open_remote: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rather than that one is forgotten, and what is wrong is loaded."""
-    monkeypatch.setattr("aoffload.transfer.remote.removals.MAX_CELLS", 2)
+    monkeypatch.setattr("aoffload._tiers.remote.removals.MAX_CELLS", 2)
     store = SimulatedStore()
     copies = open_remote(store)
     copies.store(cell(7))

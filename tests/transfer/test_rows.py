@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from aoffload.transfer.backends import stripes, waits
-from aoffload.transfer.backends.pieces import common_unit, pieces_of
-from aoffload.transfer.backends.rows import FlatRows, PatientRows, RowMover, Rows, row_mover
-from aoffload.transfer.backends.stripes import Stripes, progressions
-from aoffload.transfer.backends.waits import LockWaits
-from aoffload.transfer.region import KVRegion, regions_of
-from aoffload.transfer.turns import SWITCH_S
+from aoffload._transfer.backends import stripes, waits
+from aoffload._transfer.backends.pieces import common_unit, pieces_of
+from aoffload._transfer.backends.rows import FlatRows, PatientRows, RowMover, Rows, row_mover
+from aoffload._transfer.backends.stripes import Stripes, progressions
+from aoffload._transfer.backends.waits import LockWaits
+from aoffload._transfer.region import KVRegion, regions_of
+from aoffload._transfer.turns import SWITCH_S
 
 LAYER_BYTES = 4096
 

@@ -6,12 +6,12 @@ from array import array
 
 import pytest
 
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import Completion, TransferPlan
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._transfer.backends.scripted import TORN, UNWRITTEN, ScriptedFence, ScriptedTransport
+from aoffload._transfer.transport import Transport
 from aoffload.env import Env
 from aoffload.errors import TransferRefused
-from aoffload.transfer.backends.scripted import TORN, UNWRITTEN, ScriptedFence, ScriptedTransport
-from aoffload.transfer.transport import Transport
 
 
 def opened(*, auto: bool = False) -> tuple[ScriptedTransport, list[Completion]]:

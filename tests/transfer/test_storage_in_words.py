@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aoffload.core.hops import Tier
-from aoffload.transfer.breaker import Breaker, LeftAlone, StorageMove, Use, in_lines, in_words
+from aoffload._kernel.states import Tier
+from aoffload._transfer.breaker import Breaker, LeftAlone, StorageMove, Use, in_lines, in_words
 
 REFUSED = "Error 111 connecting to cache:6379. Connection refused."
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from copies import Copies
 
-from aoffload.core.hops import Outcome, Tier
-from aoffload.core.plan import Completion, TransferPlan
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.states import Outcome, Tier
+from aoffload._transfer.backends.cpu import CpuBackend
+from aoffload._transfer.local import LocalTransport
+from aoffload._transfer.turns import SWITCH_S, Turns
 from aoffload.env import Env
 from aoffload.errors import TransferRefused
-from aoffload.transfer.backends.cpu import CpuBackend
-from aoffload.transfer.local import LocalTransport
-from aoffload.transfer.turns import SWITCH_S, Turns
 
 USUAL_S = 5e-3
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from copies import Copies
 from faulty import ExchangingBackend, UnreadableBackend, numbered_pool
 
-from aoffload.core.hops import Outcome
+from aoffload._kernel.states import Outcome
 
 
 def test_verification_notices_exchanged_blocks(open_copies: Callable[..., Copies]) -> None:

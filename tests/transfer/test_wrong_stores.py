@@ -15,11 +15,11 @@ pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 from copies import GUARD_S
 from remotes import BLOCK, CELL, RemoteCopies, Waiting, cell
 
-from aoffload.core.hops import Direction, Outcome
+from aoffload._kernel.states import Direction, Outcome
+from aoffload._tiers.remote.calls import ASK_THREADS, LOAD_THREADS, STORE_THREADS
 from aoffload.env import Env
 from aoffload.errors import TransferRefused
 from aoffload.testing import SimulatedStore, StoreFault
-from aoffload.transfer.remote.calls import ASK_THREADS, LOAD_THREADS, STORE_THREADS
 
 Open = Callable[..., RemoteCopies]
 NUM_TRIES = 6

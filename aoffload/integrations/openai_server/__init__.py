@@ -9,7 +9,7 @@ that task is cancelled and the request releases all its blocks.
 
 from typing import TYPE_CHECKING, Any
 
-from ...extras import needed
+from ..._extras import needed
 from .admission import Admission, ServerState
 from .answering import Service
 from .bodies import Limits

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from ..._extras import needed
 from ...errors import MissingExtra, UnsupportedVersion
-from ...extras import needed
 
 
 def _run() -> int:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from ...runtime import OffloadRuntime
+from ..._runtime.runtime import OffloadRuntime
 from .errors import ApiError
 
 __all__ = ["Metrics", "NoMetrics", "PrometheusMetrics", "find_metrics"]

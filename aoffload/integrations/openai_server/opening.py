@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ... import DiskTier, OffloadConfig, OffloadRuntime, RemoteTier, fingerprint
-from ...config_tables import secret_in, store_of
+from ..._config.sources import secret_in, store_of
 from ...errors import ConfigError, InvalidArgument
 from ..batching import EngineOptions
 from ..engine import PagedEngine

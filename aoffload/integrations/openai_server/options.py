@@ -8,8 +8,8 @@ from pathlib import Path
 
 import attrs
 
+from ..._commands import check_goes_with
 from ...demo.options import EVICTIONS, LOAD_CHOICES, STORE_POLICIES
-from ...options import check_goes_with
 from ..arguments import count
 from ..models import MODEL_NAMES
 from .readings import MAX_READING_BYTES, READ_TIMEOUT_S

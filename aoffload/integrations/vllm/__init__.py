@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ...extras import needed
+from ..._extras import needed
 from .refusals import check_early
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import attrs
 
 from aoffload import PrefixMatch
 
-from ...fetch_gate import LEAST_TOKENS, PrefillSpeed
+from ..._runtime.costs import LEAST_TOKENS, PrefillSpeed
 from ...ledger import LoadCosts
 from .requests import EngineRequest
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 
 from aoffload import RuntimeObserver, Tier
 
-from ...core.records import Job
-from ...core.tiers import TierBlocks
+from ..._kernel.pools import TierBlocks
+from ..._kernel.records import Job
 from ...ledger import Holding, JobState, Outcome
 
 __all__ = ["Counts", "blocks_of"]

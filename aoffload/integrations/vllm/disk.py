@@ -16,10 +16,10 @@ import attrs
 
 from aoffload import DiskTier, Ledger, Tier
 
+from ..._tiers.disk.budget import DailyBudget
+from ..._tiers.disk.forgetting import DiskTrouble
+from ..._transfer.breaker import Breaker, BreakerMove, StorageMove, Use, in_words
 from ...ledger import Completion, CopyQueue, Outcome, RestoredRun, TransferPlan
-from ...transfer.breaker import Breaker, BreakerMove, StorageMove, Use, in_words
-from ...transfer.disk.budget import DailyBudget
-from ...transfer.disk.forgetting import DiskTrouble
 from .counts import Counts
 from .messages import ReadingOver, ResetOver, Said
 from .outbox import TieredOutbox

@@ -15,9 +15,9 @@ import attrs
 
 from aoffload import Ledger, PrefixMatch, RequestState, Tier
 
-from ...fetch_gate import PrefillSpeed, fetch_bound_s
+from ..._kernel.prefix import TOKEN_BYTES
+from ..._runtime.costs import PrefillSpeed, fetch_bound_s
 from ...ledger import CopyQueue, Fetch, Prefix, TransferPlan
-from ...prefix import TOKEN_BYTES
 from .counts import Counts
 from .disk import DiskSide
 from .remote import RemoteSide

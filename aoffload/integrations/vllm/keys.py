@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..._kernel.prefix import INT32, KeySpan, Prefix, Roots, encode_tokens
 from ...errors import InvalidArgument
-from ...prefix import INT32, KeySpan, Prefix, Roots, encode_tokens
 
 __all__ = ["grown", "prefix_of", "under"]
 

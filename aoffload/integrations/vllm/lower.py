@@ -8,7 +8,7 @@ import attrs
 
 from aoffload import Ledger, OffloadConfig, PrefixMatch
 
-from ...fetch_gate import PrefillSpeed
+from ..._runtime.costs import PrefillSpeed
 from ...ledger import Completion, CopyQueue
 from .counts import Counts
 from .disk import DiskSide

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import attrs
 
+from ..._tiers.disk.forgetting import DiskTrouble
 from ...ledger import CellLabel, Completion, RestoredRun, TransferPlan
-from ...transfer.disk.forgetting import DiskTrouble
 
 __all__ = [
     "NOTHING", "AdapterSeen", "AdapterUse", "CellsFound", "Commands", "DiskCommands", "FirstForward", "LoadReport",

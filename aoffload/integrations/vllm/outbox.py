@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..._transfer.ranks.tally import JobTally
 from ...ledger import CellLabel, Completion, TransferPlan
-from ...transfer.ranks.tally import JobTally
 from ...transport import Fence
 from .messages import Commands, DiskCommands, LoadReport, Question, Reports
 

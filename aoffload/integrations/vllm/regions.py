@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 import torch
 
+from ..._transfer.region import KVRegion
 from ...errors import RegionError
-from ...transfer.region import KVRegion
 
 __all__ = ["Placement", "block_bytes_of", "placements_of", "regions_at"]
 

@@ -14,10 +14,10 @@ import attrs
 
 from aoffload import Ledger, RemoteTier, Tier
 
-from ...core.cells import cells_of
+from ..._tiers.remote.memory import CellMemory, Known
+from ..._tiers.remote.rules import cells_of
+from ..._tiers.write_rate import WriteRate
 from ...ledger import CellLabel, Completion, CopyQueue, Outcome, Prefix, TransferPlan
-from ...transfer.remote.memory import CellMemory, Known
-from ...write_rate import WriteRate
 from .counts import Counts
 from .messages import CellsFound, Refusing, Said
 from .outbox import TieredOutbox

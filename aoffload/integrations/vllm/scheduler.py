@@ -24,10 +24,10 @@ import attrs
 
 from aoffload import Ledger, OffloadConfig
 
+from ..._kernel.prefix import Roots
+from ..._runtime.costs import PrefillSpeed
 from ...errors import DeviceGone
-from ...fetch_gate import PrefillSpeed
 from ...ledger import Completion, CopyQueue, JobState, LoadCosts, TransferPlan
-from ...prefix import Roots
 from .adapters import Adapters
 from .blocks import BlockTable, EnginePool
 from .computing import Computing

@@ -8,9 +8,10 @@ from typing import Any
 
 import attrs
 
-from ...arguments import shown
-from ...config import GroupLike, OffloadConfig, parse_bytes
-from ...config_tables import disk_from_table, remote_from_table
+from ..._arguments import shown
+from ..._config.config import GroupLike, OffloadConfig
+from ..._config.sources import disk_from_table, remote_from_table
+from ..._config.tiers import parse_bytes
 from ...errors import ConfigError
 
 __all__ = ["KEYS", "given_namespace", "offload_config", "with_a_step_in_flight"]

@@ -9,10 +9,10 @@ from typing import Any
 
 from aoffload import KVRegion, Tier
 
-from ...config import OffloadConfig
+from ..._config.config import OffloadConfig
+from ..._transfer.transport import GivesUp
 from ...env import Env
 from ...ledger import Completion, Outcome, TransferPlan
-from ...transfer.transport import GivesUp
 from ...transport import DeviceGone, LocalTransport, TransferRefused, Transport
 from .copies import RankCopies
 from .messages import AdapterUse, Commands, LoadReport, Reports, Said

@@ -10,12 +10,12 @@ from typing import Any
 
 import attrs
 
-from ...config import OffloadConfig
-from ...core.groups import Layout
+from ..._config.config import OffloadConfig
+from ..._config.models import fingerprint
+from ..._kernel.layout import Layout
+from ..._transfer.transport import HasDisk, TransportDisk, TransportRemote
 from ...errors import ConfigError, TransferRefused
 from ...ledger import RestoredRun
-from ...model_files import fingerprint
-from ...transfer.transport import HasDisk, TransportDisk, TransportRemote
 from ...transport import Transport
 from .messages import DiskCommands, ReadingOver, ResetOver, Said
 

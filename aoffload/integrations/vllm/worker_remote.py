@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from ...config import OffloadConfig
+from ..._config.config import OffloadConfig
+from ..._transfer.breaker import in_words
+from ..._transfer.transport import HasRemote, TransportRemote
 from ...errors import ConfigError
 from ...ledger import Direction
-from ...transfer.breaker import in_words
-from ...transfer.transport import HasRemote, TransportRemote
 from ...transport import Transport
 from .messages import CellsFound, Question, Refusing, Said
 

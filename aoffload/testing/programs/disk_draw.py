@@ -6,7 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ...core.lifecycle import RequestState
+from ..._kernel.states import RequestState
 from .ledger_disk import DiskCalls
 from .ledger_prompts import Prompts
 from .program import Call

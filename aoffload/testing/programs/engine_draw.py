@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from ...core.lifecycle import RequestState
+from ..._kernel.states import RequestState
 from .disk_draw import CORE_OF_DISK, DISK_WEIGHTS
 from .engine_machine import EngineMachine
 from .engine_state import EngineClient

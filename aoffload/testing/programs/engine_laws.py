@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from ...core.hops import Tier
-from ...core.ledger import Ledger
-from ...core.lifecycle import RequestState
+from ..._kernel.ledger import Ledger
+from ..._kernel.states import RequestState, Tier
 from ..violations import Violation
 from .engine_pool import EnginePool
 from .engine_state import EngineClient, EngineState

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ...core.lifecycle import RequestState
+from ..._kernel.prefix import KeySpan, Prefix, Root
+from ..._kernel.states import RequestState
 from ...errors import AoffloadError
-from ...prefix import KeySpan, Prefix, Root
 from ..violations import Violation
 from .engine_laws import EngineLaws
 from .engine_state import EngineClient, EngineState

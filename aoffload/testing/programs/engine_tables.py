@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 import attrs
 
-from ...core.groups import KVCacheGroup
+from ..._config.groups import KVCacheGroup
 from .engine_pool import EnginePool
 
 __all__ = ["EngineTables", "HasTables", "Tables"]

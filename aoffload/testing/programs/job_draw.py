@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from ...core.lifecycle import JobState
+from ..._kernel.states import JobState
 from .ledger_jobs import JobCalls
 from .program import Call
 

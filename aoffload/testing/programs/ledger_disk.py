@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 import attrs
 
-from ...core.hops import Outcome, Tier
-from ...core.lifecycle import JobState, NoEpoch
-from ...core.plan import BlockLabel, Completion, TransferPlan
-from ...core.restored import RestoredRun
-from ...prefix import Prefix, Root
+from ..._kernel.plans import BlockLabel, Completion, RestoredRun, TransferPlan
+from ..._kernel.prefix import Prefix, Root
+from ..._kernel.states import JobState, NoEpoch, Outcome, Tier
 from .ledger_jobs import JobCalls
 from .program import World
 

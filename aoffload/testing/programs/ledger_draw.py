@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from ...core.lifecycle import RequestState
-from ...core.loads import has_holes
+from ..._kernel.loads import has_holes
+from ..._kernel.states import RequestState
 from .disk_draw import CORE_OF_DISK, DISK_WEIGHTS, RESTART_WEIGHTS
 from .job_draw import JobDraw, drawn_hint
 from .ledger_machine import LedgerMachine

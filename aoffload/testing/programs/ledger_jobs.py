@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...core.hops import Direction, Outcome
-from ...core.lifecycle import JobState
-from ...core.plan import Completion, TransferPlan
-from ...core.records import Job
+from ..._kernel.plans import Completion, TransferPlan
+from ..._kernel.records import Job
+from ..._kernel.states import Direction, JobState, Outcome
 from .ledger_state import LedgerState
 
 __all__ = ["JobCalls"]

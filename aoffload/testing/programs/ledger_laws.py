@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from ...core.hops import Tier
-from ...core.ledger import Ledger
-from ...core.lifecycle import NoEpoch, RequestState
-from ...core.owners import Holding
-from ...core.records import Job, Part
+from ..._kernel.ledger import Ledger
+from ..._kernel.records import Job, Part
+from ..._kernel.requests import Holding
+from ..._kernel.states import NoEpoch, RequestState, Tier
 from ..violations import Violation
 from .ledger_state import Forward, LedgerState
 from .program import Call

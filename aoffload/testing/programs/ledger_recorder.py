@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from ...core.ledger import Ledger
-from ...core.observing import OBSERVES
+from ..._kernel.ledger import Ledger
+from ..._kernel.prefix import Prefix, Root
+from ..._kernel.protocols import OBSERVES
 from ...errors import WrongState
-from ...prefix import Prefix, Root
 
 __all__ = ["Recorder", "Rude"]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import attrs
 
-from ...core.cells import cells_of
-from ...core.hops import Outcome, Tier
-from ...core.lifecycle import JobState
-from ...core.plan import CellLabel, Completion, TransferPlan
-from ...prefix import Prefix
-from ...transfer.remote.removals import Removals
+from ..._kernel.plans import CellLabel, Completion, TransferPlan
+from ..._kernel.prefix import Prefix
+from ..._kernel.states import JobState, Outcome, Tier
+from ..._tiers.remote.removals import Removals
+from ..._tiers.remote.rules import cells_of
 from ..violations import Violation
 from .ledger_disk import DiskCalls
 from .program import World

@@ -7,9 +7,9 @@ from typing import Any
 
 import attrs
 
-from ...core.lifecycle import RequestState
+from ..._kernel.prefix import KeySpan, Prefix, Root
+from ..._kernel.states import RequestState
 from ...errors import OutOfBlocks
-from ...prefix import KeySpan, Prefix, Root
 from ..violations import Violation
 from .ledger_state import Client
 from .ledger_steps import StepCalls

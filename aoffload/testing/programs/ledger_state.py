@@ -8,13 +8,11 @@ from contextlib import ExitStack
 
 import attrs
 
-from ...core.hops import Tier
-from ...core.kept import CacheTransfer, Pin
-from ...core.ledger import Ledger
-from ...core.lifecycle import RequestState
-from ...core.owners import Holding
-from ...core.plan import Completion, TransferPlan
-from ...core.records import Job
+from ..._kernel.ledger import Ledger
+from ..._kernel.plans import Completion, TransferPlan
+from ..._kernel.records import Job
+from ..._kernel.requests import CacheTransfer, Holding, Pin
+from ..._kernel.states import RequestState, Tier
 from ..violations import Violation
 from .ledger_recorder import Recorder
 from .program import World

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from ...core.lifecycle import RequestState
+from ..._kernel.states import RequestState
 from ...errors import AoffloadError, IllegalTransition, IntegrityError, LeaseError
 from ..violations import Violation
 from .ledger_jobs import JobCalls

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from ...core.lifecycle import JobState
+from ..._kernel.states import JobState
 from .ledger_draw import LedgerDraw
 from .ledger_machine import LedgerMachine
 from .program import Call

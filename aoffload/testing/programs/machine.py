@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from ...core.hops import Tier
-from ...core.lifecycle import PinState
+from ..._kernel.prefix import Prefix, Root
+from ..._kernel.states import PinState, Tier
 from ...errors import AoffloadError
-from ...prefix import Prefix, Root
 from ..violations import Violation
 from .fingerprint import changes, fingerprint
 from .ledger_laws import Laws

@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
-from ...core.lifecycle import RequestState
-from ...steps import Computed
+from ..._kernel.states import RequestState
+from ..._runtime.steps import Computed
 from ..violations import Violation
 from .owned_requests import EngineServed
 from .owned_stage import EngineStage

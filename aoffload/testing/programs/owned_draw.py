@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from ...core.lifecycle import RequestState
+from ..._kernel.states import RequestState
 from .program import Call, World, without_laziness
 from .runtime_draw import STATES, Drawing, draw_runtime_world
 from .runtime_odds import ENGINE_ODDS

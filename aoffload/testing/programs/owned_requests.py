@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
-from ...core.lifecycle import RequestState
-from ...loading import PendingLoad
+from ..._kernel.states import RequestState
+from ..._runtime.loading import PendingLoad
 from ..violations import Violation
 from .engine_tables import EngineTables, Tables
 from .runtime_requests import Served

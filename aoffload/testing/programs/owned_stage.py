@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.hops import Tier
-from ...core.lifecycle import RequestState
-from ...core.owners import Holding
-from ...request import Request
+from ..._kernel.requests import Holding
+from ..._kernel.states import RequestState, Tier
+from ..._runtime.request import Request
 from ..memory import Memory
 from ..violations import Violation
 from .engine_laws import check_held, check_written_to

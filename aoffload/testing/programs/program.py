@@ -8,15 +8,12 @@ from typing import Any, Literal, get_args
 
 import attrs
 
-from ...arguments import check_int, shown
-from ...config import OffloadConfig
-from ...core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
-from ...core.policy import LazyStore, SelectiveStore
-from ...disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
+from ..._arguments import check_int, shown
+from ..._config.config import OffloadConfig
+from ..._config.groups import AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from ..._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, LearnedEviction, RemoteTier, record_bytes
+from ..._extensions.store_policies import LazyStore, SelectiveStore
 from ...errors import InvalidArgument
-from ...evictions import LearnedEviction
-from ...kinds import AttentionKind
-from ...remote_tier import RemoteTier
 from .vocabulary import check_call
 
 __all__ = [

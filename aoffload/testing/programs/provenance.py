@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import attrs
 
-from ...core.groups import KVCacheGroup
-from ...prefix import KeySpan
+from ..._config.groups import KVCacheGroup
+from ..._kernel.prefix import KeySpan
 from ..violations import Violation
 
 __all__ = ["GARBAGE", "Block", "Bytes", "Cell", "Text"]

@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 import attrs
 
-from ...core.hops import Tier
-from ...core.owners import Holding
-from ...prefix import KeySpan
+from ..._kernel.prefix import KeySpan
+from ..._kernel.requests import Holding
+from ..._kernel.states import Tier
 from ..asks import Ask
 from ..engine import first_read
 from ..serving import SimulatedEngine

@@ -7,9 +7,9 @@ from typing import Any
 
 import attrs
 
-from ...core.lifecycle import RequestState
+from ..._kernel.states import RequestState
+from ..._runtime.steps import Computed
 from ...errors import WrongState
-from ...steps import Computed
 from ..early import until_given
 from ..violations import Violation
 from .runtime_requests import Served, Work

@@ -11,8 +11,8 @@ from typing import Any
 import anyio
 import attrs
 
-from ...core.lifecycle import RequestState
-from ...request import Request
+from ..._kernel.states import RequestState
+from ..._runtime.request import Request
 from ..clients import Client
 from ..violations import Violation
 from .program import Call

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from ...core.lifecycle import RequestState
+from ..._kernel.states import RequestState
 from ..faults import DISK_FAULTS, FAULTS, REMOTE_FAULTS
 from .program import Call, World, draw_world, with_a_disk, with_learning, words_of
 from .runtime_arguments import ArgumentDrawing

@@ -10,11 +10,10 @@ from typing import Any
 import anyio
 import attrs
 
-from ...core.hops import Tier
-from ...core.lifecycle import PinState
+from ..._kernel.states import PinState, Tier
+from ..._runtime.pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
+from ..._runtime.request import Request
 from ...errors import RuntimeClosed, WrongThread
-from ...pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
-from ...request import Request
 from ..violations import Violation
 from .runtime_calls import RequestCalls
 from .runtime_requests import Served, Work

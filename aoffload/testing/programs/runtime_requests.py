@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import attrs
 
-from ...core.lifecycle import RequestState
+from ..._kernel.states import RequestState
+from ..._runtime.loading import PendingLoad
+from ..._runtime.request import Request
+from ..._transfer.fences import LoadedRegion
 from ...errors import AoffloadError, CommitError, RegionNotLoaded
-from ...loading import PendingLoad
-from ...request import Request
-from ...transfer.region_fences import LoadedRegion
 from ..asks import Ask
 from ..memory import POISON
 from ..violations import Violation

@@ -11,14 +11,13 @@ from typing import Any, ClassVar, TypeVar, cast
 import anyio
 import attrs
 
-from ...core.hops import Tier
-from ...core.lifecycle import RequestState
-from ...core.owners import Holding
-from ...core.results import Preemption
+from ..._kernel.plans import Preemption
+from ..._kernel.prefix import KeySpan
+from ..._kernel.requests import Holding
+from ..._kernel.states import RequestState, Tier
+from ..._observe.observers import RuntimeObserver
+from ..._runtime.request import Request
 from ...errors import AoffloadError, IntegrityError, OutOfBlocks
-from ...observers import RuntimeObserver
-from ...prefix import KeySpan
-from ...request import Request
 from ..asks import Ask
 from ..simulation import Simulation
 from ..slots import Slots

@@ -6,15 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ...core.cache import PrefixCache
-from ...core.hops import Tier
-from ...core.kept import CacheTransfer, Pin
-from ...core.ledger import Ledger
-from ...core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
-from ...core.owners import Holding, LoadOverlap
-from ...core.records import Job, Part
-from ...observers import RuntimeObserver
-from ...runtime import OffloadRuntime
+from ..._kernel.cache import PrefixCache
+from ..._kernel.ledger import Ledger
+from ..._kernel.records import Job, Part
+from ..._kernel.requests import CacheTransfer, Holding, LoadOverlap, Pin
+from ..._kernel.states import CacheTransferState, JobState, OverlapState, PinState, RequestState, Tier
+from ..._observe.observers import RuntimeObserver
+from ..._runtime.runtime import OffloadRuntime
 from ..violations import Violation
 
 __all__ = ["Told", "picture"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import attrs
 
-from ...arguments import shown
-from ...config import OffloadConfig
+from ..._arguments import shown
+from ..._config.config import OffloadConfig
 from ...errors import InvalidArgument
 from ..faults import FAULTS
 

@@ -6,7 +6,7 @@ import random
 
 import attrs
 
-from ...core.choice import LoadOffer
+from ..._extensions.load_choice import LoadOffer
 
 __all__ = ["WHIM", "Whim"]
 

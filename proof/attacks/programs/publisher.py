@@ -6,8 +6,8 @@ import sys
 import time
 
 from aoffload import KVCacheGroup, Ledger, OffloadConfig
+from aoffload._kernel.prefix import Prefix, Root
 from aoffload.kv_events import KVEventPublisher
-from aoffload.prefix import Prefix, Root
 
 NUM_TOKENS = 400_000
 REPLAY_BYTES = 2**26

@@ -11,7 +11,7 @@ import anyio
 import torch
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
-from aoffload.transfer.ranks.transport import RankTransport
+from aoffload._transfer.ranks.transport import RankTransport
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 60

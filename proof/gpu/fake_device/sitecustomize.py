@@ -17,9 +17,9 @@ import fake_cuda
 
 CHANGES: dict[str, Callable[[Any], None]] = {
     "torch": fake_cuda.give_torch_a_device,
-    "aoffload.transfer.backends.cuda.kernel": fake_cuda.copy_small_pieces_on_the_host,
-    "aoffload.transfer.backends.cuda.nvidia": fake_cuda.name_the_first_device,
-    "aoffload.transfer.local": fake_cuda.take_all_memory_for_the_devices,
+    "aoffload._transfer.backends.cuda.kernel": fake_cuda.copy_small_pieces_on_the_host,
+    "aoffload._transfer.backends.cuda.nvidia": fake_cuda.name_the_first_device,
+    "aoffload._transfer.local": fake_cuda.take_all_memory_for_the_devices,
 }
 
 

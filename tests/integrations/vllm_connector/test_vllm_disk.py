@@ -16,11 +16,11 @@ from vllm_described import kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
 from aoffload import ConfigError, Tier
+from aoffload._tiers.disk.local import LocalDisk
 from aoffload.integrations.vllm.disk import DiskState
 from aoffload.integrations.vllm.messages import Commands
 from aoffload.integrations.vllm.worker_disk import strides_of
 from aoffload.ledger import Completion, Outcome, TransferPlan
-from aoffload.transfer.disk.local import LocalDisk
 from aoffload.transport import TransferRefused
 
 OTHER = range(150, 180)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from engine_doubles import Request, feature, lora
 
+from aoffload._kernel.prefix import Roots
 from aoffload.integrations.vllm.keys import grown, prefix_of, under
 from aoffload.ledger import Prefix
-from aoffload.prefix import Roots
 
 TOKENS = range(40)
 

@@ -15,8 +15,8 @@ from vllm_described import kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
 from aoffload import ConfigError, Tier
-from aoffload.config_tables import STORES
-from aoffload.fetch_gate import PrefillSpeed
+from aoffload._config.sources import STORES
+from aoffload._runtime.costs import PrefillSpeed
 from aoffload.integrations.vllm.computing import Computing
 from aoffload.integrations.vllm.messages import Commands
 from aoffload.integrations.vllm.remote import RemoteSide

@@ -1,0 +1,256 @@
+"""The configuration: checked as a whole before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, Self
+
+import attrs
+
+from .._arguments import as_tuple, check_has, check_int, number_of, shown
+from ..errors import ConfigError
+from .sources import read_environment, read_file
+from .tiers import DiskTier, RemoteTier, check_eviction, parse_bytes
+
+__all__ = ["GroupLike", "OffloadConfig"]
+
+
+MAX_BLOCKS = 2**31 - 1
+MAX_SECONDS = 1e9
+
+
+class GroupLike(Protocol):
+    """The part of a group that the configuration reads; `KVCacheGroup` implements it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def block_size(self) -> int: ...
+
+
+def _count(minimum: int, maximum: int = MAX_BLOCKS) -> Any:
+    def check(_: object, attribute: Any, value: object) -> None:
+        check_int(attribute.name, value, minimum, maximum, ConfigError)
+
+    return check
+
+
+def _seconds(_: object, attribute: Any, value: object) -> None:
+    seconds = number_of(value)
+    if seconds is None or not 0 < seconds <= MAX_SECONDS:
+        raise ConfigError(attribute.name, f"must be a positive number of seconds up to 1e9, got {shown(value)}")
+
+
+MAX_STORE_S = 10.0
+"""A store may hold device blocks for so long, unless another time is set."""
+BYTES_IN_FLIGHT = 128 * 2**20
+_SECONDS_OR_NONE: Any = attrs.validators.optional(_seconds)
+
+
+def _speed(_: object, attribute: Any, value: object) -> None:
+    found = number_of(value)
+    if found is None or not 0 < found < math.inf:
+        raise ConfigError(attribute.name, f"must be a positive number of tokens a second, got {shown(value)}")
+
+
+_SPEED_OR_NONE: Any = attrs.validators.optional(_speed)
+
+
+def _share(_: object, attribute: Any, value: object) -> None:
+    share = number_of(value)
+    if share is None or not 0 <= share <= 1:
+        raise ConfigError(attribute.name, f"must be a share in [0, 1], got {shown(value)}")
+
+
+def _bool(_: object, attribute: Any, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(attribute.name, f"must be True or False, got {shown(value)}")
+
+
+def _text(_: object, attribute: Any, value: object) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(attribute.name, f"must be a string, got {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(attribute.name, "is not valid text (a lone surrogate)") from error
+
+
+def _name_or_object(*names: str) -> Any:
+    def check(_: object, attribute: Any, value: object) -> None:
+        if isinstance(value, str) and value not in names:
+            raise ConfigError(attribute.name, f"must be one of {', '.join(names)}, got {shown(value)}")
+
+    return check
+
+
+def _eviction(_: object, __: Any, value: object) -> None:
+    check_eviction(value)
+
+
+def _load_choice(_: object, attribute: Any, value: object) -> None:
+    _name_or_object("always", "cost")(_, attribute, value)
+    if not isinstance(value, str):
+        check_has("load_choice", value, "name, or a LoadChoice", "stop", ConfigError)
+
+
+def _disk(_: object, attribute: Any, value: object) -> None:
+    if value is not None and not isinstance(value, DiskTier):
+        raise ConfigError(attribute.name, f"must be a DiskTier or None, got {shown(value)}")
+
+
+def _remote(_: object, attribute: Any, value: object) -> None:
+    if value is not None and not isinstance(value, RemoteTier):
+        raise ConfigError(attribute.name, f"must be a RemoteTier or None, got {shown(value)}")
+
+
+def _as_tuple(groups: Iterable[GroupLike]) -> tuple[GroupLike, ...]:
+    found = as_tuple("groups", groups, "KVCacheGroup", ConfigError)
+    for group in found:
+        check_has("groups", group, "KVCacheGroup", "name block_size attention", ConfigError)
+    return found
+
+
+@attrs.frozen(kw_only=True)
+class OffloadConfig:
+    """The configuration of a runtime. Times are in seconds, sizes in bytes.
+
+    The host pool is given in blocks (`num_host_blocks`) or in bytes (`host_bytes`), not both.
+    """
+
+    groups: tuple[GroupLike, ...] = attrs.field(converter=_as_tuple)
+    num_host_blocks: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(0)))
+    host_bytes: int | str | None = None
+    namespace: str = attrs.field(default="", validator=_text)
+    """Identifies model, revision and dtype: a prompt never hits blocks of another namespace."""
+    store_policy: Any = attrs.field(default="eager", validator=_name_or_object("eager", "lazy", "selective", "off"))
+    eviction: Any = attrs.field(default="lru", validator=_eviction)
+    load_choice: Any = attrs.field(default="always", validator=_load_choice)
+    """What of a host hit is loaded: "always" all of it, "cost" what costs less than computing it, or a `LoadChoice`."""
+    verify: bool = attrs.field(default=False, validator=_bool)
+    """A checksum per block at store, compared at load; a mismatch is a miss."""
+    max_jobs_in_flight: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(1, 1024)))
+    """Maximum jobs in flight, counted for each hop, so that a load never waits for stores. None: 4, or on one GPU as
+    many of the largest jobs as fit in the byte bound, if that is more."""
+    max_bytes_in_flight: int | str | None = None
+    """Maximum bytes in flight, counted for each hop. A larger job goes alone. None: 128 MiB, or on one GPU what its
+    link copies in 20 ms, if that is more."""
+    max_job_bytes: int | str = "32MiB"
+    """Larger transfers are split into several jobs."""
+    load_timeout_s: float = attrs.field(default=30.0, validator=_seconds)
+    """A request stops waiting for a load after this long and computes instead."""
+    fetch_timeout_s: float | None = attrs.field(default=None, validator=_SECONDS_OR_NONE)
+    """A request stops waiting for a fetch from the disk after this long and goes on with what it has; None:
+    `load_timeout_s`."""
+    prefill_tokens_per_s: float | None = attrs.field(default=None, validator=_SPEED_OR_NONE)
+    """How many tokens of a prompt the engine computes a second: what arrives later than that is not fetched. None: as
+    the steps show."""
+    transfer_timeout_s: float = attrs.field(default=120.0, validator=_seconds)
+    """After this time, the destination of a launched job without a completion is quarantined, and its hop launches
+    nothing more until it reports."""
+    store_timeout_s: float | None = attrs.field(default=None, validator=_SECONDS_OR_NONE)
+    """The same for stores; None: `transfer_timeout_s`, but at most 10. A store that hangs keeps its source blocks for
+    this long, and others may wait for them."""
+    close_timeout_s: float = attrs.field(default=10.0, validator=_seconds)
+    """How long closing waits for copies in flight before it quarantines them."""
+    slow_wait_s: float | None = attrs.field(default=30.0, validator=_SECONDS_OR_NONE)
+    """A request in line for room this long is a warning (`slow_wait`), once. None: never."""
+    slow_step_s: float | None = attrs.field(default=30.0, validator=_SECONDS_OR_NONE)
+    """A step open this long is a warning (`slow_step`), once. None: never."""
+    pending_timeout_s: float = attrs.field(default=2.0, validator=_seconds)
+    """With `engine_blocks`: how long a request is told to wait for another request's load of the same block before it
+    loads the block itself."""
+    max_pinned_share: float = attrs.field(default=0.5, validator=_share)
+    """Maximum share of each tier's blocks that `pin` may hold. Blocks held by requests and transfers do not count."""
+    max_prefetch_share: float = attrs.field(default=0.25, validator=_share)
+    """Maximum share of the device's blocks that prefetches under way may take."""
+    disk: DiskTier | None = attrs.field(default=None, validator=_disk)
+    """Where what the host evicts is kept, also over a restart; None: nowhere. Needs a `namespace`."""
+    max_fetch_share: float = attrs.field(default=0.25, validator=_share)
+    """Maximum share of the host's blocks that fetches from the disk or the remote store under way may take."""
+    remote: RemoteTier | None = attrs.field(default=None, validator=_remote)
+    """A store that other processes use too, for what is asked for again; None: none. Needs a `namespace`, and groups
+    with full attention."""
+    max_quarantined_share: float = attrs.field(default=0.25, validator=_share)
+    """With `engine_blocks`: share of the engine's blocks in quarantine above which nothing is loaded any more."""
+
+    def __attrs_post_init__(self) -> None:
+        if not self.groups:
+            raise ConfigError("groups", "is empty")
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise ConfigError("groups", f"has two groups of one name: {names}")
+        if (self.num_host_blocks is None) == (self.host_bytes is None):
+            raise ConfigError("num_host_blocks", "give either num_host_blocks or host_bytes")
+        if self.disk is not None and not self.namespace:
+            raise ConfigError("namespace", "is empty: with a disk, it has to name weights, revision and dtype")
+        if self.remote is not None and not self.namespace:
+            raise ConfigError("namespace", "is empty: with a remote store, it has to name weights, revision and dtype")
+        if self.num_host_blocks == 0 and (self.disk is not None or self.remote is not None):
+            raise ConfigError("num_host_blocks", "is 0: what a disk or a remote store has passes host memory")
+        for name in ("host_bytes", "max_bytes_in_flight", "max_job_bytes"):
+            if getattr(self, name) is not None or name == "max_job_bytes":
+                parse_bytes(name, getattr(self, name))
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], **arguments: Any) -> Self:
+        """The configuration in a TOML file, whose keys are the fields; `arguments` go before it.
+
+        A group is a table with `name`, `block_size`, and `window` or `chunk` unless it is full attention. `ConfigError`
+        names the key and the file, also where a key is unknown or the file cannot be read.
+        """
+        return read_file(path, cls).build(cls, arguments)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Self:
+        """The configuration in environment variables: `AOFFLOAD_` and the name of the field in capitals.
+
+        `arguments` go before variables, and variables before the file that `AOFFLOAD_CONFIG_FILE` names. A list of
+        groups is written as in such a file. `environ`: instead of `os.environ`. `ConfigError` names the variable.
+        """
+        return read_environment(os.environ if environ is None else environ, cls).build(cls, arguments)
+
+    def resolve_host_blocks(self, block_bytes: int) -> int:
+        """The size of the host pool in blocks of `block_bytes`."""
+        if self.num_host_blocks is not None:
+            return self.num_host_blocks
+        assert self.host_bytes is not None
+        num_bytes = parse_bytes("host_bytes", self.host_bytes)
+        num_blocks = num_bytes // block_bytes
+        if not num_blocks:
+            problem = f"is {num_bytes:,} bytes, less than one block, which has {block_bytes:,} bytes"
+            raise ConfigError("host_bytes", problem)
+        if num_blocks > MAX_BLOCKS:
+            most = f"there can be {MAX_BLOCKS:,} blocks at most, {MAX_BLOCKS * block_bytes:,} bytes"
+            problem = f"is {num_bytes:,} bytes, {num_blocks:,} blocks of {block_bytes:,} bytes: {most}"
+            raise ConfigError("host_bytes", problem)
+        return num_blocks
+
+    def blocks_per_job(self, block_bytes: int) -> int:
+        """Maximum blocks per job."""
+        bound = min(parse_bytes("max_job_bytes", self.max_job_bytes), self.bytes_in_flight)
+        return max(1, bound // max(1, block_bytes))
+
+    @property
+    def root_namespace(self) -> str:
+        """The namespace of root keys: `namespace` and the layout of groups, so that other layouts never share KV."""
+        groups = ",".join(f"{group.name}:{group.block_size}" for group in self.groups)
+        return f"{self.namespace}\n{groups}"
+
+    @property
+    def store_bound_s(self) -> float:
+        """Seconds after which a store is given up."""
+        return min(self.transfer_timeout_s, MAX_STORE_S) if self.store_timeout_s is None else self.store_timeout_s
+
+    @property
+    def fetch_bound_s(self) -> float:
+        """Seconds after which a request no longer waits for a fetch."""
+        return self.load_timeout_s if self.fetch_timeout_s is None else self.fetch_timeout_s
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Maximum bytes in flight of a hop. `hop_of` raises it for a fast link if `max_bytes_in_flight` is None."""
+        given = self.max_bytes_in_flight
+        return BYTES_IN_FLIGHT if given is None else parse_bytes("max_bytes_in_flight", given)

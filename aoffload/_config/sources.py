@@ -1,0 +1,282 @@
+"""Tables of a TOML file or a variable that stand for a tier: `disk` and `remote`.
+
+A secret is neither in a file that has other settings nor in a variable, which others may read: `secret_file` names a
+file that has nothing else in it.
+
+Where settings come from besides arguments: a TOML file, and environment variables.
+
+A setting has the name of its field in all of them; a variable has it in capitals behind `AOFFLOAD_`. What a later
+source says replaces what an earlier one says. A setting that is refused is named together with where it was read.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+
+from .._arguments import shown
+from .._tiers.remote.clients.redis_cluster import RedisClusterStore
+from .._tiers.remote.clients.redis_store import RedisStore
+from ..errors import ConfigError
+from .groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from .tiers import DiskTier, ObjectStore, RemoteTier
+
+__all__ = [
+    "NONE",
+    "Settings",
+    "disk_from_table",
+    "read_environment",
+    "read_file",
+    "remote_from_table",
+    "secret_in",
+    "store_of",
+]
+
+
+NONE = "none"
+"""In a file or a variable, where a setting may be None: neither can say that otherwise."""
+DISK_KEYS = ("path", "size", "daily_writes", "close_flush_s", "open_timeout_s")
+REMOTE_KEYS = (
+    "url", "secret_file", "ask_timeout_s", "load_timeout_s", "store_timeout_s", "max_write_rate", "cell_bytes",
+)  # fmt: skip
+CLUSTER = "+cluster"
+"""Behind the scheme of a URL: a cluster of such servers."""
+STORES: dict[str, Callable[[str], ObjectStore]] = {
+    "redis": RedisStore.from_url,
+    "rediss": RedisStore.from_url,
+    "unix": RedisStore.from_url,
+    "redis+cluster": RedisClusterStore.from_url,
+    "rediss+cluster": RedisClusterStore.from_url,
+}
+"""By the scheme of a URL."""
+
+Tier = TypeVar("Tier")
+
+
+def disk_from_table(value: object, origin: str) -> DiskTier:
+    """The disk that a table says. `origin`: where it was read."""
+    table = _table("disk", value, DISK_KEYS, DISK_KEYS[:2], origin)
+    if table.get("daily_writes") == NONE:
+        table["daily_writes"] = None
+    return _made("disk", origin, lambda: DiskTier(**table))
+
+
+def remote_from_table(value: object, origin: str) -> RemoteTier:
+    """The remote tier that a table says."""
+    table = _table("remote", value, REMOTE_KEYS, REMOTE_KEYS[:1], origin)
+    url, secret_file = table.pop("url"), table.pop("secret_file", None)
+    return _made("remote", origin, lambda: RemoteTier(store_of(url), secret_in(secret_file), **table))
+
+
+def store_of(url: object) -> ObjectStore:
+    """The store at `url`, which is not asked for anything yet. A URL may have a password: no error shows it."""
+    scheme = url.partition("://")[0] if isinstance(url, str) else ""
+    if not isinstance(url, str) or scheme not in STORES:
+        raise ConfigError("url", f"must begin with one of {', '.join(f'{name}://' for name in STORES)}")
+    return STORES[scheme](url.replace(CLUSTER, "", 1))
+
+
+def secret_in(path: object) -> bytes | None:
+    """What the file `path` has, without a line's end behind it. None: there is no secret."""
+    if path is None:
+        return None
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError("secret_file", f"must be the path of a file, got {shown(path)}")
+    try:
+        with open(path, "rb") as file:
+            return file.read().rstrip(b"\r\n")
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError("secret_file", f"cannot read {shown(path)}: {reason}") from error
+
+
+def _table(name: str, value: object, keys: Sequence[str], required: Sequence[str], origin: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(name, f"must be a table with {' and '.join(required)}, got {shown(value)} ({origin})")
+    for key in value:
+        if key not in keys:
+            raise ConfigError(f"{name}.{key}", f"is not one of {', '.join(keys)} ({origin})")
+    for key in required:
+        if key not in value:
+            raise ConfigError(f"{name}.{key}", f"is missing ({origin})")
+    return dict(value)
+
+
+def _made(name: str, origin: str, make: Callable[[], Tier]) -> Tier:
+    try:
+        return make()
+    except ConfigError as error:
+        raise ConfigError(f"{name}.{error.argument}", f"{error.problem} ({origin})") from error
+
+
+PREFIX = "AOFFLOAD_"
+FILE_VARIABLE = "AOFFLOAD_CONFIG_FILE"
+"""Names a file, whose settings the other variables replace."""
+KEY_VARIABLE = "AOFFLOAD_API_KEY"
+"""Of the HTTP server; no setting."""
+HOST_POOL = {"num_host_blocks", "host_bytes"}
+"""Two ways to say one thing: a later source that has one of them replaces the other, too."""
+GROUP_KEYS = ("name", "block_size", "window", "chunk")
+TABLES = {"disk": disk_from_table, "remote": remote_from_table}
+"""Settings that are tiers, each a table."""
+NAMES = ("store_policy", "eviction", "load_choice")
+"""Settings that also take objects, which only a program can give."""
+
+Config = TypeVar("Config")
+
+
+@attrs.frozen
+class Settings:
+    """What sources have said: values by field, and for each where it was read."""
+
+    values: dict[str, Any] = attrs.field(factory=dict)
+    origins: dict[str, str] = attrs.field(factory=dict)
+    sources: tuple[str, ...] = ()
+
+    def over(self, earlier: Settings) -> Settings:
+        """These settings, and those of `earlier` that these do not replace."""
+        replaced = self.values.keys() | (HOST_POOL if HOST_POOL & self.values.keys() else set())
+        kept = {name: value for name, value in earlier.values.items() if name not in replaced}
+        return Settings(kept | self.values, earlier.origins | self.origins, earlier.sources + self.sources)
+
+    def build(self, kind: Callable[..., Config], arguments: dict[str, Any]) -> Config:
+        """A configuration from these settings and from `arguments`, which replace them."""
+        settings = Settings(arguments).over(self)
+        where = " and ".join(self.sources)
+        if "groups" not in settings.values:
+            raise ConfigError("groups", f"is missing ({where})")
+        try:
+            return kind(**settings.values)
+        except ConfigError as error:
+            name = error.argument.partition(".")[0]
+            if name in arguments:
+                raise
+            raise ConfigError(error.argument, f"{error.problem} ({self.origins.get(name, where)})") from error
+
+
+def read_file(path: object, kind: type[Any], argument: str = "path") -> Settings:
+    """The settings in a TOML file, whose keys are the fields of `kind`."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(argument, f"must be the path of a TOML file, got {shown(path)}")
+    name = os.fsdecode(path)
+    try:
+        found = tomllib.loads(Path(name).read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(argument, f"cannot read {name}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or a path with a null byte
+        raise ConfigError(argument, f"{name!r} is no TOML file: {error}") from error
+    for key in found:
+        if key not in attrs.fields_dict(kind):
+            raise ConfigError(key, f"is no setting ({name})")
+    fields = attrs.fields_dict(kind)
+    values = {key: _from_toml(key, value, name, _may_be_none(fields[key])) for key, value in found.items()}
+    return Settings(values, dict.fromkeys(values, name), (name,))
+
+
+def read_environment(environ: Mapping[str, str], kind: type[Any]) -> Settings:
+    """The settings in variables `AOFFLOAD_…`, over those of the file that `AOFFLOAD_CONFIG_FILE` names."""
+    fields = {PREFIX + name.upper(): field for name, field in attrs.fields_dict(kind).items()}
+    values, origins, earlier = {}, {}, Settings()
+    for variable in sorted(environ):
+        if variable == FILE_VARIABLE and environ[variable]:
+            earlier = read_file(environ[variable], kind, FILE_VARIABLE)
+        elif variable in fields:
+            field = fields[variable]
+            values[field.name] = _from_text(field, environ[variable], variable)
+            origins[field.name] = variable
+        elif variable.startswith(PREFIX) and variable not in (FILE_VARIABLE, KEY_VARIABLE):
+            raise ConfigError(variable, "is the variable of no setting")
+    return Settings(values, origins, (f"variables {PREFIX}…",)).over(earlier)
+
+
+def _may_be_none(field: attrs.Attribute[Any]) -> bool:
+    return str(field.type).endswith("| None")
+
+
+def _from_toml(key: str, value: object, origin: str, may_be_none: bool) -> object:
+    if value == NONE and may_be_none:
+        return None
+    if key == "groups":
+        return _groups(value, origin)
+    if key in TABLES:
+        return TABLES[key](value, origin)
+    if key in NAMES and not isinstance(value, str):
+        raise ConfigError(key, f"must be a name, got {shown(value)} ({origin})")
+    return value
+
+
+def _groups(value: object, origin: str) -> list[KVCacheGroup]:
+    if not isinstance(value, list):
+        raise ConfigError("groups", f"must be a list of tables, got {shown(value)} ({origin})")
+    return [_group(table, origin) for table in value]
+
+
+def _group(table: object, origin: str) -> KVCacheGroup:
+    if not isinstance(table, dict):
+        raise ConfigError("groups", f"must be a list of tables, got {shown(table)} in it ({origin})")
+    for key in table:
+        if key not in GROUP_KEYS:
+            raise ConfigError(f"groups.{key}", f"is not one of {', '.join(GROUP_KEYS)} ({origin})")
+    if "window" in table and "chunk" in table:
+        raise ConfigError("groups.window", f"and groups.chunk are of different kinds of attention ({origin})")
+    try:
+        kind = _attention(table)
+        named = {key: table[key] for key in ("name", "block_size") if key in table}
+        return KVCacheGroup(**{"name": "", **named}, attention=kind)
+    except ConfigError as error:
+        argument = error.argument if error.argument.startswith("groups.") else f"groups.{error.argument}"
+        raise ConfigError(argument, f"{error.problem} ({origin})") from error
+
+
+def _attention(table: dict[str, Any]) -> FullAttention | SlidingWindow | ChunkedLocal:
+    if "window" in table:
+        return SlidingWindow(table["window"])
+    return ChunkedLocal(table["chunk"]) if "chunk" in table else FullAttention()
+
+
+def _from_text(field: attrs.Attribute[Any], text: str, variable: str) -> object:
+    """The value of `field` that `text` stands for, by the annotation of the field."""
+    if field.name == "groups":
+        return _groups(_value("groups", "be one list of tables", text, variable), variable)
+    if text == NONE and _may_be_none(field):
+        return None
+    if field.name in TABLES:
+        return TABLES[field.name](_value(field.name, "be one table", text, variable), variable)
+    annotation = str(field.type)
+    if annotation.startswith("bool"):
+        return _bool(field.name, text, variable)
+    if annotation.startswith("float"):
+        return _number(field.name, text, variable, float)
+    if annotation in ("int", "int | None"):
+        return _number(field.name, text, variable, int)
+    return text  # a name, a namespace, or a size, which may be a number
+
+
+def _number(name: str, text: str, variable: str, kind: type[int] | type[float]) -> float:
+    try:
+        return kind(text)
+    except ValueError as error:
+        noun = "an integer" if kind is int else "a number"
+        raise ConfigError(name, f"must be {noun}, got {shown(text)} ({variable})") from error
+
+
+def _bool(name: str, text: str, variable: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ConfigError(name, f"must be true or false, got {shown(text)} ({variable})")
+    return text.lower() == "true"
+
+
+def _value(name: str, wanted: str, text: str, variable: str) -> object:
+    """As behind `name =` in a file."""
+    try:
+        found = tomllib.loads(f"{name} = {text}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(name, f"is no TOML: {error} ({variable})") from error
+    if found.keys() != {name}:
+        raise ConfigError(name, f"must {wanted}, got {shown(text)} ({variable})")
+    return found[name]

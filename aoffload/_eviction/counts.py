@@ -1,0 +1,227 @@
+"""How often prefixes were requested: runs without blocks, bounded by the tokens that they keep.
+
+Counts outlive the cached blocks, so they cannot be on the runs of the cache. What a run is found by is the run that it
+follows, and its own first unit; the rest is compared. So, unlike the cache, nothing is hashed but long first units.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Protocol
+
+from .._kernel.layout import Layout
+from .._kernel.prefix import TOKEN_BYTES, KeySpan
+from .._kernel.tokens import TokenSequence
+
+__all__ = ["CountedRun", "HitCounts", "RecentPrompts", "RunWatcher"]
+
+
+RUN_TOKENS = 256
+"""Overhead of one run (about 1 KB), in tokens of 4 bytes."""
+NEXT_SALT = 0x9E3779B1
+"""From one run's salt to that of the next, by the golden ratio: those of every second run, or every third, are as far
+apart."""
+MAX_RECENT = 256
+"""Prompts that `RecentPrompts` keeps."""
+MAX_RECENT_TOKENS = 2**22
+
+PLAIN_KEY_BYTES = 96
+"""Up to this size, as of units of 16 tokens, a key is what it stands for; others are hashed."""
+HASHED_KEY_BYTES = 17
+"""No size that a plain key has, as tokens have 4 bytes each."""
+
+
+@dataclass(slots=True, eq=False)
+class CountedRun:
+    """Tokens that were always requested together, and how often."""
+
+    key: bytes
+    number: bytes
+    """No other run has it: what follows is found by it."""
+    start: int
+    stop: int
+    tokens: bytes | memoryview
+    spans: tuple[KeySpan, ...]
+    salt: int
+    """A byte that tells runs apart, and not the parts of one that was split. It follows from how many runs came before,
+    not from what they hold: so a planner, who knows no tokens, draws the same."""
+    num_uses: int = 0
+    last_asked: int = 0
+    """By a clock of whoever counts times, too."""
+
+    def used(self, now: int) -> None:
+        self.num_uses += 1
+        self.last_asked = now
+
+    def begin_at(self, start: int, tokens: bytes, key: bytes) -> None:
+        self.start, self.tokens, self.key = start, tokens, key
+
+
+class RunWatcher(Protocol):
+    """Receives what becomes of the runs of `HitCounts`."""
+
+    def was_split(self, counted: CountedRun, head: CountedRun) -> None:
+        """`head` has the units before the start of `counted`, which had them until now."""
+
+    def was_forgotten(self, counted: CountedRun) -> None: ...
+
+
+class HitCounts:
+    """Hit counts of prefixes. The least recently seen is forgotten first, the end of a prefix before its start."""
+
+    def __init__(
+        self, layout: Layout, max_tokens: int, run_tokens: int = RUN_TOKENS, watcher: RunWatcher | None = None
+    ) -> None:
+        self._unit_bytes = layout.unit_tokens * TOKEN_BYTES
+        self._unit_tokens = layout.unit_tokens
+        self._max_tokens = max_tokens
+        self._run_tokens = run_tokens
+        self._watcher = watcher
+        self._runs: OrderedDict[bytes, CountedRun] = OrderedDict()
+        """Oldest first. A run is never older than the runs behind it."""
+        self._num_numbers = 0
+        self._salt = 0
+        """The last number times `NEXT_SALT`, in 32 bits; added up, not multiplied: see `NO_LIMIT`."""
+        self.num_tokens = 0
+        """Tokens kept, plus `run_tokens` for each run."""
+
+    def __repr__(self) -> str:
+        return f"<HitCounts {len(self._runs)} runs, {self.num_tokens}/{self._max_tokens} tokens>"
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def see(self, sequence: TokenSequence, first: int, stop: int, now: int = 0) -> None:
+        """Count one more request for units `[first, stop)` of `sequence`. Units before them are kept, not counted."""
+        if first >= stop or (not first and self._was_seen_whole(sequence, stop, now)):
+            return
+        for counted in self.path(sequence, first, stop):
+            counted.used(now)
+        self.trim()
+
+    def _was_seen_whole(self, sequence: TokenSequence, stop: int, now: int) -> bool:
+        """Count one more request for the first `stop` units if they are one run, as most prompts that come back are."""
+        run = self._runs.get(_key(sequence.root.digest, sequence.unit_record(0)))
+        if run is None or run.stop != stop or sequence.common_stop(run, stop) != stop:
+            return False
+        self._runs.move_to_end(run.key)
+        run.used(now)
+        return True
+
+    def path(self, sequence: TokenSequence, first: int, stop: int) -> Sequence[CountedRun]:
+        """The counts of units `[first, stop)` of `sequence`, in runs of their own, which become the latest."""
+        path: list[CountedRun] = []
+        runs, position, behind = self._runs, 0, sequence.root.digest
+        while position < stop:
+            key = _key(behind, sequence.unit_record(position))
+            run = runs.get(key)
+            agreed = position if run is None else sequence.common_stop(run, stop)
+            if run is None or agreed == position:
+                run = self._insert(sequence, position, first if position < first else stop, key)
+            else:
+                if run.stop != agreed:
+                    run = self._cut(run, agreed)
+                if position < first < agreed:
+                    path.append(self._cut(run, first))
+            path.append(run)
+            position, behind = run.stop, run.number
+        for counted in reversed(path):
+            runs.move_to_end(counted.key)
+        return [counted for counted in path if counted.start >= first] if first else path
+
+    def trim(self) -> None:
+        """Forget what is too much."""
+        while self.num_tokens > self._max_tokens:
+            _, counted = self._runs.popitem(last=False)
+            self.num_tokens -= self._cost(counted)
+            if self._watcher is not None:
+                self._watcher.was_forgotten(counted)
+
+    def stop_of(self, sequence: TokenSequence, limit: int, num_times: int) -> int:
+        """The unit, at most `limit`, up to which `sequence` was seen at least `num_times`."""
+        stop = 0
+        behind = sequence.root.digest
+        while stop < limit:
+            run = self._runs.get(_key(behind, sequence.unit_record(stop)))
+            if run is None or run.num_uses < num_times:
+                break
+            stop = sequence.common_stop(run, limit)
+            if stop < run.stop:
+                break
+            behind = run.number
+        return stop
+
+    def _cut(self, run: CountedRun, at: int) -> CountedRun:
+        """The run that ends at unit `at` of `run`, which goes on and is split there. What is left of it counts as seen
+        now."""
+        cut, tokens = (at - run.start) * self._unit_bytes, run.tokens
+        head = CountedRun(
+            run.key, self._new_number(), run.start, at, bytes(tokens[:cut]), run.spans, run.salt, run.num_uses,
+            run.last_asked,
+        )  # fmt: skip
+        self._runs[head.key] = head
+        record = bytes(tokens[cut : cut + self._unit_bytes]) + b"".join([span.record() for span in run.spans])
+        run.begin_at(at, bytes(tokens[cut:]), _key(head.number, record))
+        self._runs[run.key] = run
+        self.num_tokens += self._run_tokens
+        if self._watcher is not None:
+            self._watcher.was_split(run, head)
+        return head
+
+    def _insert(self, sequence: TokenSequence, start: int, limit: int, key: bytes) -> CountedRun:
+        """Runs with the units before `first` are apart from those behind it: only these are counted."""
+        stop = sequence.run_stop(start, limit)
+        tokens, spans = sequence.shared_stretch(start, stop), sequence.spans_at(start)
+        number = self._new_number()
+        self._runs[key] = counted = CountedRun(key, number, start, stop, tokens, spans, self._salt >> 24)
+        self.num_tokens += (stop - start) * self._unit_tokens + self._run_tokens
+        return counted
+
+    def _new_number(self) -> bytes:
+        self._num_numbers += 1
+        self._salt = (self._salt + NEXT_SALT) % 2**32
+        return self._num_numbers.to_bytes(8, "little")
+
+    def _cost(self, run: CountedRun) -> int:
+        return (run.stop - run.start) * self._unit_tokens + self._run_tokens
+
+
+def _key(behind: bytes, unit: bytes) -> bytes:
+    """What the run is found by that follows the run with that number, or the root with that digest."""
+    key = behind + unit
+    return key if len(key) <= PLAIN_KEY_BYTES else sha256(key).digest()[:HASHED_KEY_BYTES]
+
+
+class RecentPrompts:
+    """What was asked for lately, within bounds: the prompt that was asked for first is dropped first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[TokenSequence, int] = OrderedDict()
+        """With the tokens that each counts for."""
+        self._num_tokens = 0
+        self.num_added = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, sequence: TokenSequence) -> None:
+        self._num_tokens += sequence.num_tokens - self._kept.pop(sequence, 0)
+        self._kept[sequence] = sequence.num_tokens
+        self.num_added += 1
+        while len(self._kept) > MAX_RECENT or (self._num_tokens > MAX_RECENT_TOKENS and len(self._kept) > 1):
+            self._num_tokens -= self._kept.popitem(last=False)[1]
+
+    def take(self) -> TokenSequence:
+        """Remove the one that was asked for last, and return it."""
+        sequence, num_tokens = self._kept.popitem()
+        self._num_tokens -= num_tokens
+        return sequence
+
+    def give_back(self, sequence: TokenSequence, *, as_last: bool) -> None:
+        """Keep one that was taken; `as_last`: it is the next to be dropped, and the last to be taken."""
+        self._kept[sequence] = sequence.num_tokens
+        self._num_tokens += sequence.num_tokens
+        self._kept.move_to_end(sequence, last=not as_last)

@@ -1,0 +1,263 @@
+"""Who holds device blocks and who waits, read off what there is. Nothing is kept for it but the times of moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+
+import attrs
+
+from .._host_cache.matches import Arrivals
+from .._kernel.events import Moves
+from .._kernel.jobs import JobBook
+from .._kernel.records import Job, Lease
+from .._kernel.requests import Fetch, Holding, Step, Waiter
+from .._kernel.states import RequestState as State
+from .._kernel.states import Tier
+from .._kernel.status import Declined, Fetching, Holder, RequestStatus, WaitsFor
+from .._kernel.waiting import Admission
+from .pins import Pins, pinned_parts
+from .prefetch import CacheTransfers
+
+__all__ = ["Situation"]
+
+
+NUM_BIGGEST = 3
+"""Holders that a wait for room names."""
+
+
+@attrs.frozen
+class Situation:
+    """The present state of a ledger, in answers to questions."""
+
+    holdings: Mapping[str, Holding]
+    steps: Mapping[int, Step]
+    pins: Pins
+    jobs: JobBook
+    transfers: CacheTransfers
+    admission: Admission
+    arrivals: Arrivals | None
+    moves: Moves
+    asking: dict[Holding, float] = attrs.field(factory=dict)
+    """Requests for which whoever has the remote store asks it, and since when."""
+    declined: dict[str, Declined] = attrs.field(factory=dict)
+    """By request id: what whoever chooses between loading and computing has decided against."""
+
+    # -- who holds ------------------------------------------------------------------------------------------------
+
+    def biggest(self) -> list[Holder]:
+        """Everybody who holds device blocks, the biggest first, and of equals the oldest."""
+        found = [holder for holder in self._all() if holder.num_blocks]
+        return sorted(found, key=lambda holder: (-holder.num_blocks, -(holder.age_s or 0.0)))
+
+    def _all(self) -> Iterator[Holder]:
+        yield from map(self._request, self.holdings.values())
+        yield from map(self.step, self.steps.values())
+        for pin in self.pins.pins:
+            yield Holder("pin", str(pin.pin_id), pin.state.value, self._age(pin.since_s), len(_pinned(pin.leases)))
+        for job in (*self.jobs.unsettled.values(), *self.jobs.quarantined.values()):
+            yield self._job(job)
+        for transfer in self.transfers.under_way.values():
+            holding = transfer.holding
+            kind = type(transfer).__name__.lower()
+            yield Holder(kind, holding.request_id, transfer.state.value, None, num_held(holding))
+
+    def _request(self, holding: Holding) -> Holder:
+        age_s = self._age(holding.since_s)
+        return Holder("request", holding.request_id, holding.state.value, age_s, num_held(holding))
+
+    def step(self, step: Step) -> Holder:
+        holdings = tuple(dict.fromkeys(step.holdings))
+        over = tuple(holding.request_id for holding in holdings if holding.is_over)
+        names = tuple(holding.request_id for holding in holdings)
+        num_blocks = sum(map(num_held, holdings))
+        return Holder("step", str(step.step_id), "open", self._age(step.begun_s), num_blocks, names, over)
+
+    def _job(self, job: Job) -> Holder:
+        is_in_doubt = job.job_id in self.jobs.quarantined
+        state = "quarantined" if is_in_doubt else job.state.value
+        if job.parked is not None:
+            state = "parked"  # it has ended, and waits for the job that brings the blocks before its own
+        num_blocks, began = _num_job(job, is_in_doubt=is_in_doubt), (job.request_id,) if job.request_id else ()
+        return Holder(job.plan.direction.value, str(job.job_id), state, self._age(job.since_s), num_blocks, began)
+
+    def _job_of_fetch(self, job: Job) -> Holder:
+        """With its host blocks: it has none of the device."""
+        return attrs.evolve(self._job(job), num_blocks=job.plan.num_blocks)
+
+    # -- who waits ------------------------------------------------------------------------------------------------
+
+    def requests(self) -> list[RequestStatus]:
+        """The live requests, the one that is in its state for the longest first."""
+        biggest = self.biggest()
+        places = {waiter: place for place, waiter in enumerate(self._line(), 1)}
+        steps: dict[Holding, list[Step]] = {}
+        for step in self.steps.values():
+            for holding in dict.fromkeys(step.holdings):
+                steps.setdefault(holding, []).append(step)
+        found = sorted(self.holdings.values(), key=lambda holding: holding.since_s)
+        fetches = {fetch.request: fetch for fetch in self._fetches()}
+        return [
+            self._status(holding, places, biggest, steps.get(holding, []), fetches.get(holding)) for holding in found
+        ]
+
+    # -- fetches --------------------------------------------------------------------------------------------------
+
+    def _fetches(self) -> Iterator[Fetch]:
+        """Those that a request waits for."""
+        for transfer in self.transfers.under_way.values():
+            if isinstance(transfer, Fetch) and transfer.request is not None:
+                yield transfer
+
+    def fetching(self) -> dict[Tier, int]:
+        """Tokens that requests wait for, by the tier that they come from: those of several requests count for each."""
+        found: dict[Tier, int] = {}
+        for fetch in self._fetches():
+            for part in self._brought(fetch):
+                found[part.tier] = found.get(part.tier, 0) + part.num_tokens
+        return found
+
+    @property
+    def num_fetching(self) -> int:
+        """Requests that wait for a fetch."""
+        return sum(1 for _ in self._fetches())
+
+    def _brought(self, fetch: Fetch) -> tuple[Fetching, ...]:
+        """What jobs under way bring for it, also those of other fetches."""
+        found: dict[Tier, int] = {}
+        layout = self.jobs.cache.layout
+        leading = next(band.number for band in layout.bands if band.width)
+        for job in self._jobs_of(fetch):
+            if job.band == leading and job.plan.source > Tier.HOST:
+                found[job.plan.source] = found.get(job.plan.source, 0) + job.stop - job.start
+        return tuple(Fetching(tier, found[tier] * layout.unit_tokens) for tier in sorted(found))
+
+    @staticmethod
+    def _jobs_of(fetch: Fetch) -> list[Job]:
+        load = fetch.holding.load
+        return [] if load is None else sorted(load.jobs, key=lambda job: job.job_id)
+
+    def _line(self) -> Iterator[Waiter]:
+        yield from self.admission.line.extending
+        yield from self.admission.line.allocating
+
+    def _status(
+        self,
+        holding: Holding,
+        places: Mapping[Waiter, int],
+        biggest: list[Holder],
+        steps: list[Step],
+        fetch: Fetch | None = None,
+    ) -> RequestStatus:
+        waiter = holding.waiter
+        place = None if waiter is None else places.get(waiter)
+        if fetch is not None and place is None:
+            return self._fetching_status(holding, fetch)
+        waits_for, held_by = self._reason(holding, steps)
+        asked_s = self.asking.get(holding)
+        status = RequestStatus(
+            holding.request_id,
+            holding.state,
+            self._age(holding.since_s),
+            num_held(holding),
+            waits_for,
+            waited_s=None if asked_s is None else self._age(asked_s),
+            held_by=held_by,
+            declined=self.declined.get(holding.request_id),
+            cancelled=holding.reason,
+        )
+        if waiter is None or place is None:
+            return status
+        return attrs.evolve(
+            status,
+            waits_for=WaitsFor.ROOM,
+            place=place,
+            waited_s=None if waiter.joined_s is None else self._age(waiter.joined_s),
+            num_missing=self.admission.num_missing(holding, waiter.num_units),
+            held_by=tuple(islice(_others(biggest, holding.request_id), NUM_BIGGEST)),
+        )
+
+    def _fetching_status(self, holding: Holding, fetch: Fetch) -> RequestStatus:
+        return RequestStatus(
+            holding.request_id,
+            holding.state,
+            self._age(holding.since_s),
+            num_held(holding),
+            WaitsFor.FETCH,
+            held_by=tuple(map(self._job_of_fetch, self._jobs_of(fetch))),
+            fetching=self._brought(fetch),
+            cancelled=holding.reason,
+        )
+
+    def _reason(self, holding: Holding, steps: list[Step]) -> tuple[WaitsFor, tuple[Holder, ...]]:
+        if holding.state is State.LOADING and holding.load is not None:
+            jobs = sorted(holding.load.jobs, key=lambda job: job.job_id)
+            return WaitsFor.COPIES, tuple(map(self._job, jobs))
+        bringer = None if self.arrivals is None else self.arrivals.waits_for(holding)
+        if bringer is not None and holding.state is State.MATCHED:
+            return WaitsFor.REQUEST, (self._request(bringer),)
+        if steps:
+            return WaitsFor.STEP, tuple(map(self.step, steps))
+        return WaitsFor.ANSWER if holding in self.asking else WaitsFor.PROGRAM, ()
+
+    def wait_for_room(self, waiter: Waiter, biggest: list[Holder]) -> RequestStatus:
+        """What one waiter waits for. `biggest` is known to the caller, who may ask for many waiters at once."""
+        places = {other: place for place, other in enumerate(self._line(), 1) if other is waiter}
+        return self._status(waiter.holding, places, biggest, [])
+
+    def _age(self, since_s: float) -> float | None:
+        clock = self.moves.clock
+        return None if clock is None else float(max(0.0, clock() - since_s))
+
+    # -- the oldest -----------------------------------------------------------------------------------------------
+
+    def oldest_by_state(self) -> dict[str, float]:
+        """Seconds that a live request has been in its state, the longest of each state."""
+        first: dict[str, float] = {}
+        for holding in self.holdings.values():
+            state = holding.state.value
+            first[state] = min(first.get(state, holding.since_s), holding.since_s)
+        return {state: self._longest([since_s]) for state, since_s in first.items()}
+
+    def oldest_wait_s(self) -> float:
+        """Seconds that the oldest waiter has been in line; 0 if the line is empty."""
+        return self._longest(waiter.joined_s for waiter in self._line() if waiter.joined_s is not None)
+
+    def oldest_step_s(self) -> float:
+        return self._longest(step.begun_s for step in self.steps.values())
+
+    def _longest(self, times: Iterable[float]) -> float:
+        return max((self._age(at) or 0.0 for at in times), default=0.0)
+
+
+def _others(holders: Iterable[Holder], request_id: str) -> Iterator[Holder]:
+    """Without what the request itself holds, also in steps of its own."""
+    for holder in holders:
+        if (holder.kind, holder.name) != ("request", request_id) and holder.request_ids != (request_id,):
+            yield holder
+
+
+def num_held(holding: Holding) -> int:
+    """Device blocks that a request holds: those of its tables, those that its leases pin (also where its table has
+    copies of its own), and a grant that its task has not accepted yet."""
+    found = set[int]()
+    for table in holding.tables:
+        found.update(table.ids)
+    found.discard(0)
+    granted = holding.waiter.granted if holding.waiter is not None else None
+    return len(found.union(_pinned(holding.all_leases()), granted or ()))
+
+
+def _num_job(job: Job, *, is_in_doubt: bool) -> int:
+    """Device blocks that it writes, and until it is settled, those that it copies from or that lie before them."""
+    num_written = job.plan.num_blocks if job.plan.destination is Tier.DEVICE else 0
+    if is_in_doubt:  # of its destination alone: the sources of a copy that was given up are free
+        return num_written
+    if job.plan.source is Tier.DEVICE and job.source_lease is None:
+        return job.plan.num_blocks  # an engine's: no lease protects them
+    return num_written + len(_pinned(lease for lease in (job.source_lease, job.destination_lease) if lease is not None))
+
+
+def _pinned(leases: Iterable[Lease]) -> set[int]:
+    parts = {part for lease in leases if lease.tier is Tier.DEVICE for part in pinned_parts(lease)}
+    return {block_id for part in parts for block_id in (*part.blocks, *part.tombstone_ids())}

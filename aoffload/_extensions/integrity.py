@@ -1,0 +1,216 @@
+"""The conservation laws, by a full scan: every block has one owner, every reference belongs to a lease."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from .._kernel.cache import Component, PrefixCache
+from .._kernel.index import covered, covered_stop
+from .._kernel.jobs import JobBook
+from .._kernel.pools import TierBlocks
+from .._kernel.records import BlockTable, Job, Lease, Run
+from .._kernel.requests import Holding, Pin
+from .._kernel.states import NoEpoch, Tier
+from .._kernel.tokens import TokenSequence
+from .._kernel.waiting import Line
+from .._tiers.remote.rules import cells_before, places_in_cells
+from ..errors import IntegrityError
+
+__all__ = ["check_integrity"]
+
+
+def check_integrity(
+    cache: PrefixCache, jobs: JobBook, line: Line, holdings: Iterable[Holding], pins: Sequence[Pin] = ()
+) -> None:
+    """Raise `IntegrityError` naming the first law that does not hold. Looks at every block."""
+    held = tuple(holdings)
+    leases = list(_leases((*held, *pins), jobs))
+    runs = _runs(cache, leases)
+    num_after = Counter(run.before for run in runs if run.before is not None and run.epoch == run.before.epoch)
+    for run in runs:
+        _check_run(cache, run, num_after[run])
+    for job in jobs.unsettled.values():
+        _check_cell(cache, job)
+    for tier in cache.tiers:
+        of_tier = [lease for lease in leases if lease.tier is tier.tier]
+        for component in cache.components:
+            _check_references(tier.tier, component, runs, of_tier)
+        _check_order(cache, tier.tier, runs)
+        _check_blocks(cache, tier.tier, runs, jobs, held)
+    for holding in held:
+        _check_tables(holding)
+    _check_line(line)
+
+
+def _demand(law: bool, message: str, *about: object) -> None:
+    if not law:
+        raise IntegrityError(f"{message}: {', '.join(map(repr, about))}")
+
+
+def _leases(owners: tuple[Holding | Pin, ...], jobs: JobBook) -> Iterator[Lease]:
+    for owner in owners:
+        yield from owner.all_leases()
+    for job in jobs.unsettled.values():
+        yield from job.leases()
+
+
+def _runs(cache: PrefixCache, leases: list[Lease]) -> set[Run]:
+    """All runs: those in the index, and leased ones that a reset has made unfindable."""
+    runs = set(cache.index.runs.values())
+    for lease in leases:
+        _demand(not lease.released, "a released lease is still held", lease)
+        runs.update(lease.run.path())
+    return runs
+
+
+def _check_run(cache: PrefixCache, run: Run, num_after: int) -> None:
+    _demand(run.start < run.stop, "an empty run", run)
+    if run.epoch == cache.epoch:
+        _demand(cache.index.runs.get(run.key) is run, "a run of this epoch that is not findable", run)
+        _demand(not run.holds_nothing(), "a run is kept for nothing", run)
+        _demand(run.num_after == num_after, "runs behind are miscounted", run, run.num_after, num_after)
+    is_short = not any(cache.is_cut(position) for position in range(run.start + 1, run.stop))
+    _demand(is_short, "a run goes over where the longest runs end", run)
+    if run.before is not None:
+        _demand(run.before.stop == run.start, "a gap in a path", run.before, run)
+    for part in run.parts:
+        is_inside = run.start <= part.first <= part.stop <= run.stop
+        _demand(part.run is run and is_inside, "a part outside of its run", run, part.run)
+        _demand(len(part.blocks) == (part.stop - part.first) * part.width, "a part of the wrong length", run)
+        begins_there = part.first == run.start or (part.band > 0 and bool(part.blocks))
+        _demand(begins_there, "a part that begins nowhere", run, part.first)
+        if part.incoming is not None:
+            _demand(not part.incoming.is_settled, "a settled job is still awaited", run, part.incoming)
+            reaches_furthest = part.band > 0 or covered(part)[1] == covered_stop(part)
+            _demand(reaches_furthest, "an earlier job brings more than the last one", run, part.incoming)
+
+
+def _check_references(tier: Tier, component: Component, runs: set[Run], leases: list[Lease]) -> None:
+    try:
+        expected = component.expected_references(tier, runs, leases)
+    except ValueError as error:
+        raise IntegrityError(str(error)) from None
+    for run in runs:
+        if run.part(tier, component.band.number).num_references != expected[run]:
+            raise IntegrityError(f"{tier.name} references are not its leases: {run}, {expected[run]} expected")
+
+
+def _check_order(cache: PrefixCache, tier: Tier, runs: set[Run]) -> None:
+    blocks = cache.tiers[tier]
+    parts = [part for run in runs for part in run.parts_in(tier)]
+    ordered = list(islice(blocks.order, len(parts) + 1))  # a broken list may never end
+    unpinned = {part for part in parts if part.blocks and not part.num_references}
+    _demand(len(set(ordered)) == len(ordered) and set(ordered) == unpinned, f"{tier.name} order is not the unpinned")
+    total = sum(len(part.blocks) for part in ordered)
+    _demand(blocks.num_cached == total, f"{tier.name} evictable blocks are miscounted", blocks.num_cached, total)
+
+
+def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook, holdings: tuple[Holding, ...]) -> None:
+    hands: list[int] = list(cache.tiers[tier].pool.free_ids())
+    for run in runs:
+        for part in run.parts_in(tier):
+            hands += part.blocks
+            hands += part.tombstone_ids()
+    quarantined = [job for job in jobs.quarantined.values() if job.plan.destination is tier]
+    for job in (*jobs.unsettled.values(), *quarantined):
+        if job.plan.destination is tier:
+            hands += job.plan.destination_ids
+    number = sum(len(job.plan.destination_ids) for job in quarantined)
+    _demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
+    plans = [job.plan for job in jobs.unsettled.values() if job.plan.source is tier]
+    stored = sum(plan.num_blocks for plan in plans if tier < plan.destination < Tier.REMOTE)
+    _demand(jobs.num_stored_now(tier) == stored, f"{tier.name} blocks being stored are miscounted", stored)
+    if cache.tiers[tier].is_outside:
+        _check_outside(cache.tiers[tier], hands, jobs)
+        return
+    if tier is Tier.DEVICE:
+        for holding in holdings:
+            hands += holding.private_blocks()
+            if holding.waiter is not None and holding.waiter.granted is not None:
+                hands += holding.waiter.granted
+    held = set(hands)
+    if len(held) != len(hands):
+        raise IntegrityError(f"{tier.name} blocks in two hands: {[i for i, n in Counter(hands).items() if n > 1][:8]}")
+    total = cache.tiers[tier].pool.num_blocks
+    _demand(len(held) == total, f"{tier.name} blocks in no hand", total - len(held))
+    _demand(tier is not Tier.DEVICE or 0 not in held, "the null block is in use")
+
+
+def _check_cell(cache: PrefixCache, job: Job) -> None:
+    """A job from or to a remote store copies units of one cell, which has the digest of their tokens."""
+    plan, cell, width = job.plan, job.plan.cell, cache.layout.bands[job.band].width
+    if cell is None:
+        _demand(Tier.REMOTE not in plan.hop, "a copy from or to a remote store without a cell", job)
+        return
+    num_units = cell.stop - cell.start
+    if job.run.stop < cell.stop:  # too few free host blocks for the whole cell, so the index lacks its tokens
+        _demand(plan.source is Tier.REMOTE, "a part of a cell is stored", job, cell)
+    else:
+        digest = cells_before(TokenSequence.of_path(job.run), cell.stop, num_units)[-1].digest
+        _demand(digest == cell.digest, "a cell of other tokens", job, cell)
+    _demand(not cell.start % num_units, "a cell that begins elsewhere", job, cell)
+    ids = plan.source_ids if plan.source is Tier.REMOTE else plan.destination_ids
+    is_inside = cell.start <= job.start < job.stop <= cell.stop
+    places = places_in_cells(job.start, job.stop, num_units, width)
+    _demand(is_inside and ids == places, "blocks at other places of their cell", job, cell, ids)
+    _demand(all(lease.tier is not Tier.REMOTE for lease in job.leases()), "a lease in a remote store", job)
+
+
+def _check_outside(tier: TierBlocks, written: list[int], jobs: JobBook) -> None:
+    """Only jobs hold engine-owned blocks, and no two jobs write to the same block."""
+    _demand(len(set(written)) == len(written), "two copies write to a block of the engine's", written)
+    number = len(written) + sum(map(len, jobs.ids_being_read(tier.tier)))
+    _demand(tier.pool.num_blocks == number, "an engine's blocks are held by no job", tier.pool.num_blocks, number)
+
+
+def _check_tables(holding: Holding) -> None:
+    _demand(holding.fetched is None or holding.may_match_again, "what was fetched is kept under block tables", holding)
+    if holding.epoch is NoEpoch.INVALIDATED:
+        return  # its tables may name withdrawn blocks, which a running forward only reads
+    if holding.epoch is NoEpoch.ORPHANED:
+        for number, table in enumerate(holding.tables):
+            _check_kept(holding, number, table)
+        return
+    for number, table in enumerate(holding.tables):
+        _demand(len(table.ids) == holding.num_units * table.width, "a table of the wrong length", holding, number)
+        _demand(not any(table.at(0, table.start)), "what has left a window is in the table", holding, number)
+        if number and holding.load is None and table.start <= holding.published:
+            lease = holding.leases.get(Tier.DEVICE)
+            is_let_go = lease is None or lease.starts[number - 1] >= table.start
+            _demand(is_let_go, "what has left a window is pinned", holding, number)
+        _check_table(holding, number, table)
+
+
+def _check_kept(holding: Holding, band: int, table: BlockTable) -> None:
+    """Blocks that a device reset has made unfindable stay with the requests that read them."""
+    private = {unit for units in table.duplicates for unit in units}
+    kept = {0}  # null: units that a load has not brought
+    run = holding.device_run
+    for current in run.path() if run is not None else ():
+        part = current.part(Tier.DEVICE, band)
+        kept.update(part.blocks)
+        kept.update(part.tombstone_ids())
+    for unit in range(table.start, min(holding.published, holding.num_units)):
+        is_kept = unit in private or kept.issuperset(table.at(unit, unit + 1))
+        _demand(is_kept, "a table names blocks in no hand of its own", holding, unit)
+
+
+def _check_table(holding: Holding, band: int, table: BlockTable) -> None:
+    private = {unit for units in table.duplicates for unit in units}
+    run = holding.device_run
+    for current in run.path() if run is not None and table.width else ():
+        part = current.part(Tier.DEVICE, band)
+        for unit in range(max(current.start, table.start), min(current.stop, holding.published)):
+            if not part.first <= unit < part.stop:
+                continue  # found corrupt and forgotten
+            same = table.at(unit, unit + 1) == part.ids(unit, unit + 1)
+            _demand(same != (unit in private), "a table does not name its leased blocks", holding, unit)
+
+
+def _check_line(line: Line) -> None:
+    for waiter in line.allocating[1:]:
+        _demand(not waiter.holding.match_leases, "somebody behind the head keeps pins", waiter)
+    for waiter in (*line.extending, *line.allocating):
+        _demand(waiter.holding.waiter is waiter and not waiter.is_over, "a waiter out of place", waiter)

@@ -1,0 +1,132 @@
+"""The eviction watermark: stores what the next allocations of a tier would evict in the tier below, before they do.
+
+    eviction order, oldest first:   [in flight | there already | not yet | ...............]
+                                     <-- free blocks + these: watermark -->
+
+Stores in flight count, so such stores pin no more than about a watermark at a time. Blocks behind it may be evicted
+meanwhile, and are lost then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from .._kernel.cache import PrefixCache
+from .._kernel.index import covered_stop
+from .._kernel.jobs import JobBook, Stores, left_of
+from .._kernel.pools import TierBlocks
+from .._kernel.records import NO_LIMIT, Job, Part, Run
+
+__all__ = ["EvictionWatermark"]
+
+
+@dataclass(slots=True, eq=False)
+class EvictionWatermark:
+    cache: PrefixCache
+    jobs: JobBook
+    stores: Stores
+    num_blocks: int
+    """The watermark; 0: nothing is stored."""
+    step: int = 1
+    """Counts that differ by less than so many blocks are the same to `nothing_changed`."""
+    source: TierBlocks = field(init=False)
+    there: TierBlocks = field(init=False)
+    """Where the stores go."""
+    _num_offers: int = 0
+    _looked_at: tuple[object, ...] = ()
+
+    def __post_init__(self) -> None:
+        tiers = self.cache.tiers
+        self.source, self.there = tiers[self.stores.source], tiers[self.stores.destination]
+
+    def offer(self, run: Run, stop: int) -> None:
+        """Mark the path of `run` up to unit `stop`, to be stored once it is about to be evicted."""
+        for current in run.path():
+            reached = min(stop, current.stop)
+            if current.start < stop:
+                if current.offered_stop >= reached:
+                    break  # and so is all before it
+                current.offered_stop = reached
+                self._num_offers += 1
+
+    def plan(self) -> list[Job]:
+        """Store what was offered of the runs that are about to lose blocks, with all that is missing before it: the
+        host holds nothing whose front it lacks."""
+        if not self.num_blocks or self.nothing_changed():
+            return []
+        return self.store(self.about_to_lose(self.offered), self.offered)
+
+    def store(self, runs: list[Run], wanted: Callable[[Run], int], most: int = NO_LIMIT) -> list[Job]:
+        """Store what is wanted of `runs`, which are listed first: pinning changes the order. At most `most` blocks."""
+        jobs: list[Job] = []
+        for run in runs:
+            if (left := left_of(most, jobs)) <= 0:
+                break
+            if run.parts:  # else it was merged with another one meanwhile: next time
+                jobs += self._store(run, wanted(run), left)
+        return jobs
+
+    def _store(self, run: Run, stop: int, most: int) -> list[Job]:
+        pin = self.cache.lease(self.stores.source, run, [run.stop for _ in self.cache.layout.windows], is_use=False)
+        jobs = self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run, stop), most=most)
+        self.cache.release(pin)
+        return jobs
+
+    @staticmethod
+    def offered(run: Run) -> int:
+        """The unit up to which `run` was offered."""
+        return min(run.offered_stop, run.stop)
+
+    def nothing_changed(self) -> bool:
+        """True for most commits: free counts and offers unchanged."""
+        now = self._state()
+        before, self._looked_at = self._looked_at, now
+        return now == before
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether `nothing_changed` would be False."""
+        return self._state() != self._looked_at
+
+    def _state(self) -> tuple[object, ...]:
+        source, there, step = self.source, self.there, self.step
+        return (
+            source.pool.num_free // step, source.num_cached // step, source.num_evicted // step,
+            (there.pool.num_free + there.num_cached) // step, there.num_resets, self._num_offers,
+        )  # fmt: skip
+
+    def look_again(self) -> None:
+        """Something is left to do even if nothing changes."""
+        self._looked_at = ()
+
+    def about_to_lose(self, wanted: Callable[[Run], int]) -> list[Run]:
+        """Runs with blocks within the watermark that may be missing below, in eviction order."""
+        source = self.source
+        left = self.num_blocks - source.pool.num_free - self.jobs.num_stored_now(source.tier)
+        return self.lacking(source.order, left, wanted)
+
+    def lacking(self, parts: Iterable[Part], num_blocks: int, wanted: Callable[[Run], int]) -> list[Run]:
+        """The runs of `parts`, as far as these have `num_blocks` blocks, that may be missing below."""
+        found: dict[Run, None] = {}
+        for part in parts:
+            if num_blocks <= 0:
+                break
+            num_blocks -= len(part.blocks)
+            if self._may_lack(part, wanted):
+                found[part.run] = None
+        return list(found)
+
+    def _may_lack(self, part: Part, wanted: Callable[[Run], int]) -> bool:
+        run = part.run
+        if part is run.parts[self.stores.source]:
+            there = covered_stop(run.parts[self.stores.destination])
+            return there < part.stop and there < wanted(run)
+        stop = wanted(run)
+        return stop > run.start and _is_end(run, stop)
+
+
+def _is_end(run: Run, stop: int) -> bool:
+    """Whether a later hit may end in `run`: no run is behind it, or only its front, up to unit `stop`, is wanted. Only
+    there a hit needs a window."""
+    return not run.num_after or stop < run.stop

@@ -1,0 +1,250 @@
+"""Store policies: which of the blocks that requests have published are stored in the host, and when.
+
+`EagerStore` stores at commit, `LazyStore` what is about to be evicted, `SelectiveStore` what was asked for before,
+`NoStore` nothing. A request's own `StoreScope` and limit narrow that further.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Protocol, Self
+
+import attrs
+
+from .._arguments import check_has, check_int, shown
+from .._config.config import MAX_BLOCKS
+from .._eviction.counts import HitCounts, RecentPrompts
+from .._kernel.layout import Layout
+from .._kernel.prefix import Prefix
+from .._kernel.records import NO_LIMIT
+from .._kernel.requests import Holding
+from .._kernel.tokens import TokenSequence
+from ..errors import ConfigError, InvalidArgument
+
+__all__ = [
+    "AlsoCounts",
+    "EagerStore",
+    "LazyStore",
+    "NoStore",
+    "SelectiveStore",
+    "StorePolicy",
+    "StoreScope",
+    "checked",
+    "store_limit",
+    "store_policy_of",
+]
+
+
+MAX_SEEN = 1_000_000
+MAX_COUNTED_TOKENS = 2**34
+
+
+class StoreScope(enum.Enum):
+    """What of one request may be stored, whatever the policy wants."""
+
+    ALL = "all"
+    PROMPT = "prompt"
+    """No generated tokens."""
+    NONE = "none"
+
+
+class StorePolicy(Protocol):
+    """What the ledger asks of a policy; positions are units of the layout. `EagerStore` is a base for custom ones.
+
+    If a method raises, the ledger raises that. `admit`, `commit` and `offer` have changed nothing then; `release` has
+    ended the request, and stores nothing."""
+
+    @property
+    def num_watermark_blocks(self) -> int:
+        """0: store wanted blocks at once. Else, as late as possible: once they are among the next so many device blocks
+        that allocations will take."""
+        ...
+
+    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
+        """The policy for one ledger: a new object if it counts, or depends on the size of the pool."""
+        ...
+
+    def seen(self, holding: Holding, first: int, stop: int) -> None:
+        """Units `[first, stop)` of its tokens were asked for: those of the prompt at admission, generated ones when it
+        is done. Not called for requests that store nothing."""
+        ...
+
+    def wanted_stop(self, holding: Holding) -> int:
+        """The unit up to which the published blocks of `holding` should be in the host. Asked at every commit, and once
+        more when the request is done."""
+        ...
+
+
+class EagerStore:
+    """Stores every published block, at once. A base for policies of one's own."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    @property
+    def num_watermark_blocks(self) -> int:
+        return 0
+
+    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
+        return self
+
+    def seen(self, holding: Holding, first: int, stop: int) -> None:
+        """Counts nothing."""
+
+    def wanted_stop(self, holding: Holding) -> int:
+        return holding.published
+
+
+class NoStore(EagerStore):
+    """Stores nothing: a cache on the device alone."""
+
+    def wanted_stop(self, holding: Holding) -> int:
+        return 0
+
+
+def _int_in(minimum: int, maximum: int) -> Any:
+    def check(_: object, attribute: Any, value: object) -> None:
+        check_int(f"store_policy.{attribute.name}", value, minimum, maximum, ConfigError)
+
+    return check
+
+
+@attrs.frozen
+class LazyStore(EagerStore):
+    """Stores blocks just before eviction: once allocating `watermark_blocks` more device blocks would evict them.
+
+    None is an eighth of the device pool. Best effort: blocks evicted before they are stored are lost.
+    """
+
+    watermark_blocks: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_int_in(1, MAX_BLOCKS))
+    )
+
+    @property
+    def num_watermark_blocks(self) -> int:
+        return self.watermark_blocks or 0
+
+    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
+        if self.watermark_blocks is not None:
+            return self
+        return attrs.evolve(self, watermark_blocks=max(layout.width, num_device_blocks // 8, 1))
+
+
+@attrs.define(eq=False)
+class SelectiveStore(EagerStore):
+    """Stores, at commit, what was asked for at least `min_seen` times.
+
+    Counts prefixes, also those that no tier holds any more, within `max_counted_tokens` of 4 bytes each.
+    """
+
+    min_seen: int = attrs.field(default=2, validator=_int_in(1, MAX_SEEN))
+    max_counted_tokens: int = attrs.field(default=2**24, validator=_int_in(1, MAX_COUNTED_TOKENS))
+    counts: HitCounts | None = attrs.field(default=None, init=False)
+    """A ledger's own; None in a configuration."""
+
+    def for_ledger(self, layout: Layout, num_device_blocks: int) -> Self:
+        found = type(self)(self.min_seen, self.max_counted_tokens)
+        found.counts = HitCounts(layout, self.max_counted_tokens)
+        return found
+
+    def seen(self, holding: Holding, first: int, stop: int) -> None:
+        assert self.counts is not None, "counts belong to a ledger"
+        self.counts.see(holding.sequence, first, stop)
+
+    def wanted_stop(self, holding: Holding) -> int:
+        assert self.counts is not None, "counts belong to a ledger"
+        return self.counts.stop_of(holding.sequence, holding.published, self.min_seen)
+
+
+@attrs.frozen
+class Checked:
+    """A policy of the program's own, whose answers are checked. Those of this file need no check."""
+
+    policy: StorePolicy
+
+    @property
+    def num_watermark_blocks(self) -> int:
+        return self.policy.num_watermark_blocks
+
+    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
+        return self
+
+    def seen(self, holding: Holding, first: int, stop: int) -> None:
+        self.policy.seen(holding, first, stop)
+
+    def wanted_stop(self, holding: Holding) -> int:
+        return check_int("store_policy.wanted_stop", self.policy.wanted_stop(holding), 0)
+
+
+def checked(policy: StorePolicy) -> StorePolicy:
+    return policy if type(policy) in (EagerStore, NoStore, LazyStore, SelectiveStore) else Checked(policy)
+
+
+@attrs.frozen
+class AlsoCounts:
+    """The policy of a ledger with a disk or a remote store: that of its stores in the host, and beside it how often
+    prefixes were asked for."""
+
+    policy: StorePolicy
+    counted: SelectiveStore
+    recent: RecentPrompts = attrs.field(factory=RecentPrompts)
+    has_remote: bool = False
+    """Whether `recent` is kept."""
+
+    @classmethod
+    def of(cls, policy: StorePolicy, layout: Layout, *, has_remote: bool) -> Self:
+        return cls(policy, SelectiveStore().for_ledger(layout, 0), has_remote=has_remote)
+
+    @property
+    def num_watermark_blocks(self) -> int:
+        return self.policy.num_watermark_blocks
+
+    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
+        return self
+
+    def seen(self, holding: Holding, first: int, stop: int) -> None:
+        self.policy.seen(holding, first, stop)
+        if first < stop:
+            self.counted.seen(holding, first, stop)
+        if self.has_remote:
+            self.recent.add(holding.sequence)
+
+    def wanted_stop(self, holding: Holding) -> int:
+        return self.policy.wanted_stop(holding)
+
+    def asked_stop(self, sequence: TokenSequence, limit: int) -> int:
+        """The unit, at most `limit`, up to which `sequence` was asked for twice."""
+        counts = self.counted.counts
+        assert counts is not None, "counts belong to a ledger"
+        return counts.stop_of(sequence, limit, self.counted.min_seen)
+
+
+def store_policy_of(value: Any) -> StorePolicy:
+    """The policy that `OffloadConfig.store_policy` names or is."""
+    if isinstance(value, str):
+        named: dict[str, Any] = {"eager": EagerStore, "lazy": LazyStore, "selective": SelectiveStore, "off": NoStore}
+        policy: StorePolicy = named[value]()
+        return policy
+    kind = "name, or a policy such as LazyStore()"
+    check_has("store_policy", value, kind, "for_ledger seen wanted_stop num_watermark_blocks", ConfigError)
+    return value  # type: ignore[no-any-return]
+
+
+def store_limit(prefix: Prefix, unit_tokens: int, store: StoreScope | str, max_store_tokens: int | None) -> int:
+    """The unit up to which a request for `prefix` may be stored."""
+    limit = NO_LIMIT
+    if store is not StoreScope.ALL:
+        limit = _limit_of_scope(prefix, unit_tokens, store)
+    if max_store_tokens is None:
+        return limit
+    return min(limit, check_int("max_store_tokens", max_store_tokens, 0) // unit_tokens)
+
+
+def _limit_of_scope(prefix: Prefix, unit_tokens: int, store: StoreScope | str) -> int:
+    try:
+        scope = StoreScope(store)
+    except Exception:  # noqa: BLE001 - it is compared and hashed
+        names = ", ".join(repr(scope.value) for scope in StoreScope)
+        raise InvalidArgument("store", f"must be a StoreScope or one of {names}, got {shown(store)}") from None
+    by_scope = {StoreScope.ALL: NO_LIMIT, StoreScope.PROMPT: prefix.num_tokens // unit_tokens, StoreScope.NONE: 0}
+    return by_scope[scope]

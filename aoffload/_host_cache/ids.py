@@ -1,0 +1,179 @@
+"""The block ids in an engine's own tables, one table per group, as the bands of the layout read them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import lt
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._arguments import shown
+from .._config.config import MAX_BLOCKS
+from .._kernel.layout import Band, Layout
+from .._kernel.pools import id_range
+from ..errors import InvalidArgument
+
+__all__ = ["EngineIds", "FewRows", "Find", "ManyRows", "has_null", "named_rows"]
+
+
+FEW = 64
+"""Up to this many ids, loops over them are faster than numpy's calls."""
+
+Find: TypeAlias = Callable[[int, int, int], Sequence[int]]
+"""From group number, `first` and `last` to blocks `[first, last)` of the group: 0 where there is none."""
+
+
+@dataclass(slots=True, eq=False)
+class EngineIds:
+    """Block tables from the first token on, one for each group. A table is only read where ids are asked for."""
+
+    layout: Layout
+    num_rows: int
+    name: str
+    """The argument's name, for error messages."""
+    tables: tuple[Sequence[int], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, num_rows: int, name: str, tables: Any, num_units: int) -> EngineIds:
+        """Check that `tables` reach to `num_units` at least: lists, ranges, arrays or numpy arrays."""
+        try:
+            found = tuple(tables)
+            lengths = [*map(len, found)]
+        except Exception:  # noqa: BLE001 - whatever a foreign sequence raises
+            raise InvalidArgument(name, f"must be block ids for each group, got {shown(tables)}") from None
+        if len(layout.groups) == len(found) == 1 and lengths[0] >= num_units:  # as most are
+            return cls(layout, num_rows, name, found)
+        wanted = [num_units * (layout.unit_tokens // group.block_size) for group in layout.groups]
+        if len(lengths) != len(wanted) or any(map(lt, lengths, wanted)):
+            raise InvalidArgument(name, f"must hold {wanted} ids at least, group by group; got {lengths}")
+        return cls(layout, num_rows, name, found)
+
+    def of_band(self, band: Band, start: int, stop: int) -> array[int]:
+        """The ids of units `[start, stop)`, 0 where the engine names the null block."""
+        if len(self.tables) == 1 and start < stop:
+            return self._read(self._named, 0, start * band.width, stop * band.width)
+        return self._of_band(band, stop - start, self._named, start)
+
+    def _named(self, group: int, first: int, last: int) -> Sequence[int]:
+        return self.tables[group][first:last]
+
+    def with_found(self, band: Band, start: int, stop: int, named: array[int], find: Find) -> array[int]:
+        """The same ids, which are `named`, with what `find` returns in place of null blocks."""
+        found = self._of_band(band, stop - start, find, start)
+        return array("i", [block_id or other for block_id, other in zip(named, found, strict=True)])
+
+    def check(self, num_units: int) -> None:
+        """Check all ids of the first `num_units`."""
+        for band in self.layout.bands:
+            if band.width:
+                self.of_band(band, 0, num_units)
+
+    def _of_band(self, band: Band, num_units: int, read: Find, start: int) -> array[int]:
+        if not num_units:
+            return array("i")
+        if len(self.tables) == 1:
+            return self._read(read, 0, start * band.width, (start + num_units) * band.width)
+        of_groups: list[array[int]] = []
+        for number, (its_band, _) in enumerate(self.layout.places):
+            if its_band == band.number:
+                per_unit = self.layout.unit_tokens // self.layout.groups[number].block_size
+                of_groups.append(self._read(read, number, start * per_unit, (start + num_units) * per_unit))
+        if len(of_groups) == 1:
+            return of_groups[0]
+        rows = [np.frombuffer(ids, np.int32).reshape(num_units, -1) for ids in of_groups]
+        return array("i", np.concatenate(rows, axis=1).tobytes())
+
+    def _read(self, read: Find, group: int, first: int, last: int) -> array[int]:
+        part: Any = self.tables[group]
+        try:
+            part = read(group, first, last)
+            ids = array("i", part) if type(part) is list else _as_ids(part)
+        except Exception:  # noqa: BLE001 - whatever a foreign sequence raises
+            raise InvalidArgument(self.name, f"must be block ids, got {shown(part)}") from None
+        if not _are_rows(ids, self.num_rows):
+            wrong = next(block_id for block_id in ids if not 0 <= block_id < self.num_rows)
+            raise InvalidArgument(self.name, f"must lie in [0, {self.num_rows}), got {wrong}")
+        if len(ids) != last - first:
+            raise InvalidArgument(self.name, f"must be {last - first} ids, got {len(ids)}")
+        return ids
+
+
+@dataclass(slots=True, eq=False)
+class FewRows:
+    """The rows that a call names, if they are few."""
+
+    rows: frozenset[int]
+    are_distinct: bool
+
+    def shared_with(self, others: Iterable[array[int]]) -> int:
+        """A row that one of `others` names, too; the null block if there is none."""
+        for ids in others:
+            if not self.rows.isdisjoint(ids):
+                return min(self.rows.intersection(ids))
+        return 0
+
+
+@dataclass(slots=True, eq=False)
+class ManyRows:
+    """The rows that a call names: thousands of ids are compared without a loop over them."""
+
+    num_rows: int
+    blocks: Sequence[array[int]]
+
+    @property
+    def are_distinct(self) -> bool:
+        if len(self.blocks) == 1:
+            rows = np.frombuffer(self.blocks[0], np.int32)
+            if (rows[1:] > rows[:-1]).all():  # as most are
+                return True
+        return int(np.count_nonzero(self._marks())) == sum(map(len, self.blocks))
+
+    def _marks(self) -> NDArray[np.bool_]:
+        """One mark for each row."""
+        marks = np.zeros(self.num_rows, np.bool_)
+        for ids in self.blocks:
+            marks[np.frombuffer(ids, np.int32)] = True
+        return marks
+
+    def shared_with(self, others: Sequence[array[int]]) -> int:
+        """A row that one of `others` names, too; the null block if there is none."""
+        marks = self._marks() if others else np.zeros(0, np.bool_)
+        for ids in others:
+            rows = np.frombuffer(ids, np.int32)
+            if (shared := rows[marks[rows]]).size:
+                return int(shared.min())
+        return 0
+
+
+def named_rows(num_rows: int, blocks: Sequence[array[int]]) -> FewRows | ManyRows:
+    num_ids = len(blocks[0]) if len(blocks) == 1 else sum(map(len, blocks))
+    if num_ids > FEW:
+        return ManyRows(num_rows, blocks)
+    rows = frozenset(blocks[0]) if len(blocks) == 1 else frozenset().union(*blocks)
+    return FewRows(rows, len(rows) == num_ids)
+
+
+def has_null(ids: array[int]) -> bool:
+    return 0 in ids if len(ids) <= FEW else not np.frombuffer(ids, np.int32).all()
+
+
+def _are_rows(ids: array[int], num_rows: int) -> bool:
+    """Whether all lie in `[0, num_rows)`."""
+    if len(ids) <= FEW:
+        return not ids or (min(ids) >= 0 and max(ids) < num_rows)
+    return bool(np.frombuffer(ids, np.uint32).max() < num_rows)  # a negative id is a very large one there
+
+
+def _as_ids(part: Sequence[int]) -> array[int]:
+    """A part of an engine's table that is no list."""
+    if isinstance(part, range) and part.step == 1:
+        return id_range(part.start, part.stop)
+    if isinstance(part, np.ndarray) and part.dtype.kind in "iu" and part.ndim == 1:
+        wide = part.astype(np.int64)
+        if wide.size and wide.min() >= -1 and wide.max() <= MAX_BLOCKS:
+            return array("i", wide.astype(np.int32).tobytes())
+    return array("i", part)

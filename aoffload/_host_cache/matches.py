@@ -1,0 +1,312 @@
+"""Engine-owned device blocks: those of an engine that has a block pool and a prefix cache of its own.
+
+The ledger caches nothing in them and no request owns them here. They are source or destination of copies, and only jobs
+hold them:
+
+    plan_load(into=ids)   the job holds `ids` until the copy is proven over, however late
+    offer(..., ids)       the job holds `ids` until the copy is over, proven or not: a stray read does no harm
+
+Copies that can never be proven over would take the engine's pool, block by block. So above a share of its blocks in
+quarantine, nothing is loaded any more.
+
+Arrivals: loads under way into an engine's blocks, and the requests that were told PENDING because of them.
+
+Two requests do not load the same block. The second one is told PENDING, holds no pins, and asks again: once the first
+one has offered, the engine's own prefix cache has the block.
+
+Matches where an engine owns the device blocks: what host memory holds behind the engine's own hit.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .._arguments import check_has
+from .._extensions.load_choice import Loadable
+from .._kernel.cache import PrefixCache
+from .._kernel.events import Moves
+from .._kernel.eviction import EvictionOrder
+from .._kernel.index import Hit, find_hit_behind, held_stop
+from .._kernel.leases import RequestLeases
+from .._kernel.plans import PrefixMatch
+from .._kernel.pools import TierBlocks
+from .._kernel.protocols import EngineBlocks
+from .._kernel.records import NO_LIMIT, Job
+from .._kernel.requests import Holding
+from .._kernel.states import BELOW, Tier
+from .._kernel.states import RequestState as State
+from .._kernel.tokens import TokenSequence
+from ..errors import ConfigError
+
+__all__ = ["Arrival", "Arrivals", "EngineMatches", "EngineTier"]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class HeldBlocks:
+    """A pool without free blocks: it counts what jobs hold, and tells the engine."""
+
+    blocks: EngineBlocks
+    num_blocks: int = 0
+    """Blocks held now, each as often as it is held."""
+
+    @property
+    def num_free(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return f"<HeldBlocks {self.num_blocks} held>"
+
+    def hold(self, block_ids: array[int]) -> None:
+        self.blocks.hold(block_ids)  # first: if the engine raises, nothing is held
+        self.num_blocks += len(block_ids)
+
+    def take(self, num_blocks: int) -> array[int]:
+        assert not num_blocks, "taken more than is free"
+        return array("i")
+
+    def give(self, block_ids: array[int]) -> None:
+        self.num_blocks -= len(block_ids)
+        self.blocks.give(block_ids)
+
+    def free_ids(self) -> Iterable[int]:
+        return ()
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class EngineTier(TierBlocks):
+    """pinned + quarantined = held by jobs: nothing is free, and nothing is cached."""
+
+    is_outside: bool = field(default=True, init=False)
+    held: HeldBlocks = field(kw_only=True)
+    """The pool."""
+    moves: Moves = field(kw_only=True)
+    max_quarantined: int = field(kw_only=True)
+    """With more blocks than that in quarantine, nothing is loaded."""
+
+    @classmethod
+    def of(cls, blocks: EngineBlocks, order: EvictionOrder, moves: Moves, max_quarantined: int) -> EngineTier:
+        check_has("engine_blocks", blocks, "EngineBlocks", "hold give", ConfigError)
+        held = HeldBlocks(blocks)
+        return cls(Tier.DEVICE, held, order, held=held, moves=moves, max_quarantined=max_quarantined)
+
+    @property
+    def may_load(self) -> bool:
+        return self.num_quarantined <= self.max_quarantined
+
+    def quarantine(self, block_ids: array[int]) -> None:
+        could_load = self.may_load
+        TierBlocks.quarantine(self, block_ids)
+        if could_load and not self.may_load:
+            self.moves.told.loads_paused(self.num_quarantined)
+
+    def end_quarantine(self, block_ids: array[int]) -> None:
+        could_load = self.may_load
+        TierBlocks.end_quarantine(self, block_ids)
+        if self.may_load and not could_load:
+            self.moves.told.loads_resumed(self.num_quarantined)
+
+    def hold(self, block_ids: array[int]) -> None:
+        self.held.hold(block_ids)
+
+    def let_go(self, block_ids: array[int]) -> None:
+        self.held.give(block_ids)
+
+    @property
+    def finds(self) -> bool:
+        """Whether the engine can find blocks in its prefix cache."""
+        return hasattr(self.held.blocks, "find")
+
+    def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
+        """Blocks that the engine still has in its prefix cache; zeros if it has no `find`."""
+        find = getattr(self.held.blocks, "find", None)
+        return [0] * (stop - start) if find is None else find(request_id, group, start, stop)
+
+
+@dataclass(slots=True, frozen=True)
+class Arrival:
+    """Units `[start, stop)` on their way into an engine's blocks. Once their request has offered, the engine's own
+    prefix cache has them, and other requests hit them there."""
+
+    start: int
+    stop: int
+    jobs: tuple[Job, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """A request that was told PENDING."""
+
+    since: float
+    wake: Callable[[], object]
+    bringer: Holding
+    """The request whose load it waits for."""
+
+
+@dataclass(slots=True, eq=False)
+class Arrivals:
+    clock: Callable[[], float]
+    pending_timeout_s: float
+    under_way: dict[Holding, Arrival] = field(default_factory=dict)
+    """Until the request's first offer, or its end."""
+    _questions: dict[Holding, _Question] = field(default_factory=dict)
+
+    def bringer(self, holding: Holding, unit: int, num_tokens: int) -> Holding | None:
+        """The request whose load brings `unit` of `holding`, with which its first `num_tokens` end; None if there is
+        none, or once `holding` has waited for `pending_timeout_s`."""
+        if self.clock() >= self.pending_until(holding):
+            return None
+        sequence = holding.sequence
+        tokens = sequence.first_bytes(unit, num_tokens)
+        for other, arrival in self.under_way.items():
+            if not arrival.start <= unit < arrival.stop:
+                continue
+            # Of most, the unit itself tells that they bring another one.
+            if other.sequence.first_bytes(unit, num_tokens) == tokens and other.sequence.agrees(sequence, num_tokens):
+                return other
+        return None
+
+    def pending_until(self, holding: Holding) -> float:
+        """When `holding` is told to wait no longer; infinity if it is not waiting."""
+        question = self._questions.get(holding)
+        return math.inf if question is None else question.since + self.pending_timeout_s
+
+    def waits_for(self, holding: Holding) -> Holding | None:
+        """The request whose load `holding` was told to wait for; None if it was told otherwise."""
+        question = self._questions.get(holding)
+        return None if question is None else question.bringer
+
+    def ask_again(self, holding: Holding, bringer: Holding, wake: Callable[[], object]) -> None:
+        """`holding` is told PENDING because of `bringer`. The timeout counts from the first time."""
+        before = self._questions.get(holding)
+        self._questions[holding] = _Question(self.clock() if before is None else before.since, wake, bringer)
+
+    def answered(self, holding: Holding) -> None:
+        self._questions.pop(holding, None)
+
+    def fell_short(self, holding: Holding, stop: int) -> list[Callable[[], object]]:
+        """The load of `holding` has only reached unit `stop`. Returns the callbacks to call."""
+        arrival = self.under_way[holding]
+        if stop == arrival.start:
+            del self.under_way[holding]
+        else:
+            self.under_way[holding] = Arrival(arrival.start, stop, arrival.jobs)
+        return self._waiting_for(holding)
+
+    def taken_back(self, holding: Holding, stop: int) -> list[Callable[[], object]]:
+        """`holding` has taken back what it has from unit `stop` on. Returns the callbacks to call."""
+        arrival = self.under_way.get(holding)
+        return [] if arrival is None or arrival.stop <= stop else self.fell_short(holding, max(stop, arrival.start))
+
+    def over(self, holding: Holding) -> list[Callable[[], object]]:
+        """`holding` has offered what it loaded, or is over. Returns the callbacks to call."""
+        return [] if self.under_way.pop(holding, None) is None else self._waiting_for(holding)
+
+    def _waiting_for(self, holding: Holding) -> list[Callable[[], object]]:
+        return [question.wake for question in self._questions.values() if question.bringer is holding]
+
+
+@dataclass(slots=True, eq=False)
+class EngineMatches:
+    cache: PrefixCache
+    request_leases: RequestLeases
+    moves: Moves
+    arrivals: Arrivals
+    device: EngineTier
+
+    @property
+    def loads_paused(self) -> bool:
+        """Whether too many blocks are in quarantine: nothing is loaded, and hits are misses."""
+        return not self.device.may_load
+
+    def match(self, holding: Holding, num_device_tokens: int, wake: Callable[[], object]) -> None:
+        """Match and pin what the host holds behind `num_device_tokens`: PINNED. While another request is loading the
+        next block: MATCHED, without pins; `wake` is called when asking again may give another answer."""
+        if holding.state is State.PINNED and self.is_current(holding, num_device_tokens):
+            return
+        holding.asked_behind(num_device_tokens)
+        hit = self._hit(holding)
+        bringer = None
+        if hit.stop > hit.device_stop and self.arrivals.under_way:
+            num_tokens = (hit.device_stop + 1) * self.cache.layout.unit_tokens
+            bringer = self.arrivals.bringer(holding, hit.device_stop, num_tokens)
+        self.request_leases.end_host_lease(holding)
+        if bringer is not None:
+            self.arrivals.ask_again(holding, bringer, wake)
+            holding.told(PrefixMatch(hit.device_stop * self.cache.layout.unit_tokens, 0, is_pending=True))
+        else:
+            self.arrivals.answered(holding)
+            self._pin(holding, hit)
+        if holding.state is not State.MATCHED:  # observers find the answer in it
+            self.moves.request(holding, State.MATCHED)
+        if bringer is None:
+            self.moves.request(holding, State.PINNED)
+
+    def is_current(self, holding: Holding, num_device_tokens: int) -> bool:
+        """Whether the last answer still holds, and its hit is pinned."""
+        is_same = holding.state is State.PINNED and num_device_tokens == holding.engine_tokens
+        return is_same and self._is_held(holding)
+
+    def _is_held(self, holding: Holding) -> bool:
+        """Whether the whole hit can still be loaded."""
+        start = holding.engine_tokens // self.cache.layout.unit_tokens
+        return self.held_stop(holding, start, holding.hit_stop) == holding.hit_stop
+
+    def _hit(self, holding: Holding, at_most: int = NO_LIMIT) -> Hit:
+        start = holding.engine_tokens // self.cache.layout.unit_tokens
+        if holding.epoch != self.cache.epoch:
+            return Hit(start, start, ())
+        return self.hit_behind(holding.sequence, min(holding.hit_limit, at_most), start, holding.hit_alignment)
+
+    def hit_behind(self, sequence: TokenSequence, limit: int, start: int, alignment: int = 1) -> Hit:
+        """What host memory holds of units `[start, limit)`, the unit of the last token excluded. Nothing while too many
+        blocks are in quarantine."""
+        if not self.device.may_load:
+            return Hit(start, start, ())
+        layout = self.cache.layout
+        limit = min((sequence.num_tokens - 1) // layout.unit_tokens, limit)
+        return find_hit_behind(self.cache.index, sequence, layout, limit, start, alignment)
+
+    def _pin(self, holding: Holding, hit: Hit) -> None:
+        unit = self.cache.layout.unit_tokens
+        if hit.stop > hit.device_stop:
+            run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
+            self.request_leases.keep(holding, BELOW, run)
+        on_disk = self.request_leases.num_fetchable(holding, hit.stop) * unit
+        match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_disk_tokens=on_disk)
+        holding.matched(0, hit.stop, match)
+
+    def match_fetched(self, holding: Holding) -> None:
+        """Match a PINNED request again, behind the same tokens: the host may hold more by now."""
+        self.request_leases.end_host_lease(holding)
+        self._pin(holding, self._hit(holding))
+
+    def loadable(self, holding: Holding) -> Loadable | None:
+        """What a load of the whole hit would bring. None: nothing, or it was planned before."""
+        start = holding.engine_tokens // self.cache.layout.unit_tokens
+        if holding.state is not State.PINNED or holding.hit_stop <= start:
+            return None
+        return Loadable(start, holding.hit_stop, self.cache.layout.num_blocks(start, start, holding.hit_stop))
+
+    def decline(self, holding: Holding, stop: int) -> None:
+        """Match a PINNED request again, up to unit `stop`: the rest of its hit is computed."""
+        holding.narrow_hit(stop)
+        self.request_leases.end_host_lease(holding)
+        self._pin(holding, self._hit(holding))
+
+    def forget(self, holdings: Iterable[Holding]) -> None:
+        """Match PINNED `holdings` again, up to their old hit, if the host no longer holds all of it."""
+        for holding in holdings:
+            if holding.state is State.PINNED and not self._is_held(holding):
+                self.request_leases.end_host_lease(holding)
+                self._pin(holding, self._hit(holding, holding.hit_stop))
+
+    def held_stop(self, holding: Holding, start: int, stop: int) -> int:
+        """The unit up to which the hit can still be loaded: a corrupt block may have cut it off, and nothing can be
+        while too many blocks are in quarantine."""
+        if holding.epoch != self.cache.epoch or BELOW not in holding.leases or self.loads_paused:
+            return start
+        path = holding.leases[BELOW].run.whole_path()
+        return max(start, held_stop(self.cache.layout, path, BELOW, start, stop, given=start))

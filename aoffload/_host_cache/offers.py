@@ -1,0 +1,444 @@
+"""Offers: stores from an engine's blocks, which the engine names in its tables.
+
+An offer never waits. If host memory has no free blocks for some of the offered blocks, the offer skips these. The
+ledger reports them to the observer, and the next offer of the request tries them again.
+
+Copies hold the blocks that they read, so the blocks that stores in flight hold are bounded. If `max_bytes_in_flight` is
+configured, it is the bound. Otherwise the bound is the most blocks that one step of the engine has computed, up to a
+share of the engine's blocks, and the default of `max_bytes_in_flight` at least. An offer defers the blocks beyond the
+bound. `offer_deferred` stores deferred blocks later, even if their request has ended by then: the engine's prefix cache
+(`FindsBlocks.find`) tells which block holds their KV now. If the engine no longer has a block, the ledger gives it up
+and reports that to the observer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+from .._config.config import MAX_BLOCKS
+from .._eviction.learned import Learning
+from .._extensions.store_policies import StorePolicy
+from .._kernel.cache import PrefixCache
+from .._kernel.commits import is_at_end
+from .._kernel.events import Moves
+from .._kernel.index import covered, covered_stop, stretches
+from .._kernel.jobs import JobBook, Stores, first_stored
+from .._kernel.layout import Band, without
+from .._kernel.records import NO_LIMIT, Job, Run
+from .._kernel.requests import Holding
+from .._kernel.states import BELOW, Tier
+from .._kernel.tokens import TokenSequence
+from ..errors import InvalidArgument
+from .ids import EngineIds, has_null, named_rows
+from .matches import EngineTier
+
+__all__ = ["EngineOffers", "Offer"]
+
+
+MOST_DEFERRED = 128
+"""Maximum requests with deferred blocks, because each keeps its tokens. One more gives up the blocks of the oldest."""
+MOST_OF_POOL = 4
+"""The blocks that a step computes raise the bound to at most a quarter of the engine's blocks."""
+
+Path: TypeAlias = Sequence[tuple[Run, int]]
+"""Runs of the index, each with the unit up to which its tokens are those of a request."""
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """Engine blocks for units `[start, stop)` of `band`."""
+
+    band: Band
+    start: int
+    stop: int
+    blocks: array[int]
+
+
+@dataclass(slots=True, eq=False)
+class End:
+    """Where the index ends, on the path of a request: it has the tokens before `position`, which `run` ends with, and
+    none behind."""
+
+    run: Run | None
+    position: int
+    key: bytes = b""
+    """The digest of the path up to and including the unit at `position`, if it is known."""
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """What an offer stores."""
+
+    offers: list[Offer]
+    end: End | None = None
+    """Where the offers begin, if the index has nothing behind."""
+    stop: int = 0
+    """The unit up to which the search went."""
+    num_evicted: int = 0
+    """Blocks that are not offered, since the host has evicted what comes before them."""
+    num_left: int = 0
+    """Blocks after the offers that were not searched for."""
+    num_missing: int = 0
+    """Blocks after the offers that the engine does not have."""
+
+
+@dataclass(slots=True, eq=False)
+class Deferred:
+    """The blocks of a request that offers have deferred, because too many blocks were in flight."""
+
+    holding: Holding
+    stop: int
+    """The unit up to which the host is to hold the blocks. It is kept here, because a request that is over forgets
+    it."""
+    unwritten: Mapping[int, range]
+    num_blocks: int
+    """The number of deferred blocks at the last attempt."""
+
+
+class Nulls(Sequence[int]):
+    """A block table of null blocks, longer than any request."""
+
+    def __len__(self) -> int:
+        return MAX_BLOCKS
+
+    def __getitem__(self, at: Any) -> Any:
+        return [0] * (at.stop - at.start) if isinstance(at, slice) else 0
+
+
+@dataclass(slots=True, eq=False)
+class EngineOffers:
+    cache: PrefixCache
+    jobs: JobBook
+    stores: Stores
+    moves: Moves
+    policy: StorePolicy
+    device: EngineTier
+    max_blocks_in_flight: int
+    max_step_blocks: int
+    """If a step computes up to this many blocks, all of them may be in flight. 0: `max_blocks_in_flight` is
+    configured."""
+    num_rows: int
+    learning: Learning | None = None
+    deferred: dict[str, Deferred] = field(default_factory=dict)
+    """By request id, the oldest first."""
+    _step_blocks: int = 0
+    """The most blocks that one step has computed, `max_step_blocks` at most."""
+    _computed_blocks: int = 0
+    """Blocks that this step has computed and offered so far."""
+    _knows_steps: bool = False
+    """Whether the engine calls `offer_deferred` at the beginning of a step. Until it does, each offer counts as a
+    step."""
+    _planned: list[Job] = field(default_factory=list)
+    """What `offer_deferred` has planned and not returned, because `find` raised for a later request."""
+    _ends: dict[Holding, End] = field(default_factory=dict)
+    """Where the path of a request was left: what it offers next usually begins there."""
+
+    def reached(self, holding: Holding, run: Run) -> None:
+        """The index has the tokens of `holding` up to the end of `run`."""
+        self._ends[holding] = End(run, run.stop)
+        if self.learning is not None:
+            self.learning.mark(self.cache, holding, run, 0)
+
+    def forget(self, holding: Holding) -> None:
+        """The request is over, or its tokens were taken back."""
+        self._ends.pop(holding, None)
+
+    # -- what an offer stores -------------------------------------------------------------------------------------
+
+    def wanted(self, holding: Holding, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool) -> Wanted:
+        """Blocks that the policy wants, the host lacks and the engine has. Changes nothing, except that the last offer
+        tells the policy what was generated, once all `ids` are checked. `unwritten`: for each band, units whose blocks
+        were never written."""
+        if holding.epoch != self.cache.epoch or not holding.store_limit:
+            return Wanted([])
+        if is_last:
+            ids.check(holding.published)
+            self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
+        wanted = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
+        return self._lacking(holding, wanted, ids, unwritten, is_last=is_last)
+
+    def _lacking(
+        self,
+        holding: Holding,
+        stop: int,
+        ids: EngineIds,
+        unwritten: Mapping[int, range],
+        *,
+        is_last: bool = False,
+        most: int = NO_LIMIT,
+    ) -> Wanted:
+        """The blocks of the first `stop` units that the host lacks; of full attention, only the first `most` missing
+        units."""
+        if not stop or not self.cache.tiers[BELOW].pool.num_blocks:
+            return Wanted([])
+        full = self.cache.layout.full
+        end = self._stored_end(holding, stop, self._ends.get(holding))
+        if end is None:
+            path = list(self.cache.index.walk(holding.sequence, stop))
+            end = self._stored_end(holding, stop, self._end_of(path))
+        lacking: list[range] = []
+        if end is not None:
+            lacking = [range(end.position, stop)]
+        elif full.width:
+            lacking = _lacking_of(path, full, 0, stop)
+        if lacking and lacking[0].start < holding.stored_stop and not is_last and self._evicts(holding):
+            return Wanted([], num_evicted=max(0, stop - holding.stored_stop) * full.width)
+        lacking, num_left = _first(lacking, most)
+        found = self._all_of_full(holding, lacking, ids)
+        num_missing = sum(map(len, lacking)) - sum(offer.stop - offer.start for offer in found)
+        wanted = Wanted(found, end, stop, num_left=num_left * full.width, num_missing=num_missing * full.width)
+        if end is not None:
+            return wanted
+        if is_last or holding.is_over or is_at_end(holding) or stop == holding.store_limit:
+            last = self.stores.last_end(holding, stop)
+            for band in self.cache.layout.windows:
+                nobodys = unwritten.get(band.number, range(0))
+                lacking = _lacking_of(path, band, first_stored(band, last), stop)
+                units = [part for one in lacking for part in without([nobodys], one.start, one.stop)]
+                wanted.offers += self._of_window(holding, band, units, ids)
+        return wanted
+
+    @staticmethod
+    def _end_of(path: Path) -> End | None:
+        """The end of a path, if a run ends there."""
+        run, agreed = path[-1] if path else (None, 0)
+        return End(run, agreed) if run is None or run.stop == agreed else None
+
+    def _stored_end(self, holding: Holding, stop: int, end: End | None) -> End | None:
+        """`end`, with its key, if the host has everything before it or will get it, and the index nothing behind it up
+        to unit `stop`. None: the path has to be walked to tell, as it always has for windows."""
+        if end is None or self.cache.windows or not self._is_there(end):
+            return None
+        if end.run is not None and not _is_covered(end.run):
+            return None
+        if end.position >= stop:
+            return end
+        hasher = holding.sequence.root.hasher if end.run is None else end.run.hash_after
+        key = holding.sequence.key_at(hasher, end.position)
+        return None if key in self.cache.index.runs else End(end.run, end.position, key)
+
+    def _evicts(self, holding: Holding) -> bool:
+        """Whether the host has evicted blocks since `holding` was admitted. What it lacks of what `holding` stored is
+        then stored again by its last offer only: where the host cannot keep what live requests hold, each of them would
+        evict all others at every offer."""
+        return self.cache.tiers[BELOW].num_evicted != holding.evictions_before
+
+    def _is_there(self, end: End) -> bool:
+        """Whether the index still has a run that ends there."""
+        run = end.run
+        return run is None or (run.stop == end.position and self.cache.index.runs.get(run.key) is run)
+
+    def check_sources(self, found: Sequence[Offer]) -> None:
+        """Refuse a block that is named twice, or that a load may still write to."""
+        if not found:
+            return
+        named = named_rows(self.num_rows, [offer.blocks for offer in found])
+        if not named.are_distinct:
+            raise InvalidArgument("block_ids", "names a block twice")
+        if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
+            raise InvalidArgument("block_ids", f"names block {wrong}, which a copy may still write to")
+
+    def _all_of_full(self, holding: Holding, lacking: Iterable[range], ids: EngineIds) -> list[Offer]:
+        """Full attention, up to the first null block: blocks behind a gap are never found."""
+        found: list[Offer] = []
+        for units in lacking:
+            offer = self._of_full(holding, units.start, units.stop, ids)
+            if offer is not None:
+                found.append(offer)
+            if offer is None or offer.stop < units.stop:
+                break
+        return found
+
+    def _of_full(self, holding: Holding, start: int, stop: int, ids: EngineIds) -> Offer | None:
+        """Units `[start, stop)` of full attention, up to the first null block; None if there is no unit before it."""
+        if start >= stop:
+            return None
+        full = self.cache.layout.full
+        blocks = ids.of_band(full, start, stop)
+        if has_null(blocks):
+            blocks = self._with_found(holding, full, start, stop, blocks, ids)
+            if has_null(blocks):
+                stop = start + blocks.index(0) // full.width
+                blocks = blocks[: (stop - start) * full.width]
+        return Offer(full, start, stop, blocks) if blocks else None
+
+    def _with_found(
+        self, holding: Holding, band: Band, start: int, stop: int, named: array[int], ids: EngineIds
+    ) -> array[int]:
+        """The blocks `named`, with those that the engine has in its prefix cache in place of null blocks."""
+        return ids.with_found(band, start, stop, named, partial(self.device.find, holding.request_id))
+
+    def _of_window(self, holding: Holding, band: Band, lacking: Iterable[range], ids: EngineIds) -> Iterator[Offer]:
+        """A window band, without units that have a null block."""
+        for units in lacking:
+            blocks = ids.of_band(band, units.start, units.stop)
+            if has_null(blocks):
+                blocks = self._with_found(holding, band, units.start, units.stop, blocks, ids)
+            nulls = [units.start + at // band.width for at, block_id in enumerate(blocks) if not block_id]
+            for named in without([range(unit, unit + 1) for unit in nulls], units.start, units.stop):
+                first = (named.start - units.start) * band.width
+                yield Offer(band, named.start, named.stop, blocks[first : first + len(named) * band.width])
+
+    # -- stores ---------------------------------------------------------------------------------------------------
+
+    def computed(self, num_units: int) -> None:
+        """Count `num_units` that were computed since the offer before, and that are offered now for the first time."""
+        num_blocks = num_units * sum(band.width for band in self.cache.layout.bands)
+        self._computed_blocks = num_blocks + (self._computed_blocks if self._knows_steps else 0)
+        self._step_blocks = max(self._step_blocks, min(self._computed_blocks, self.max_step_blocks))
+
+    def store(self, holding: Holding, wanted: Wanted, unwritten: Mapping[int, range]) -> list[Job]:
+        """Plan stores for the blocks of `wanted` that may be in flight, and defer the others."""
+        self.deferred.pop(holding.request_id, None)  # `wanted` includes these blocks
+        jobs, num_left = self._store(holding, wanted)
+        if num_left and self.device.finds:
+            self.deferred[holding.request_id] = Deferred(holding, wanted.stop, dict(unwritten), num_left)
+            if len(self.deferred) > MOST_DEFERRED:
+                oldest = self.deferred.pop(next(iter(self.deferred)))
+                self.moves.told.store_skipped(oldest.holding, oldest.num_blocks, "in_flight")
+        elif num_left:
+            self.moves.told.store_skipped(holding, num_left, "in_flight")
+        return jobs
+
+    def _store(self, holding: Holding, wanted: Wanted) -> tuple[list[Job], int]:
+        """The jobs, and the number of blocks above the bound."""
+        jobs, found, num_left = list[Job](), wanted.offers, wanted.num_left
+        if wanted.num_evicted:
+            self.moves.told.store_skipped(holding, wanted.num_evicted, "evicted")
+        if not found:
+            if wanted.end is not None:
+                self._ends[holding] = wanted.end
+            return jobs, num_left
+        stop = found[0].stop if len(found) == 1 else max([offer.stop for offer in found])
+        run = self._path(holding, wanted.end, stop)
+        # One offer pins its path itself.
+        pin = None if len(found) == 1 else self.cache.lease(BELOW, run, self._no_windows(run), is_use=False)
+        is_full = False
+        for offer in found:
+            taken = self._bounded(offer)
+            num_left += len(offer.blocks) - len(taken.blocks)
+            if taken.blocks:
+                over = stretches(run if pin is None else pin.run, taken.start, taken.stop)
+                planned = self.stores.store(holding, taken.band, over, taken.blocks)
+                if planned and not taken.band.number:
+                    holding.stored_up_to(max(holding.stored_stop, planned[-1].stop))
+                is_full |= sum(job.plan.num_blocks for job in planned) < len(taken.blocks)
+                jobs += planned
+        if is_full and num_left:  # there is no room for what comes after, either
+            self.moves.told.store_skipped(holding, num_left, "host_full")
+            num_left = 0
+        if pin is not None:
+            self.cache.release(pin)
+        elif not jobs or jobs[-1].run is not run:
+            self.cache.tidy(run)  # its end is not stored
+        return jobs, num_left
+
+    def _no_windows(self, run: Run) -> list[int]:
+        return [run.stop for _ in self.cache.layout.windows]
+
+    def _bounded(self, offer: Offer) -> Offer:
+        """The front of `offer` that may be in flight; of a window all or nothing, since a part of it is of no use."""
+        in_flight = self.jobs.num_stored_now(Tier.DEVICE)
+        num_units = max(0, self._num_free_blocks) // offer.band.width
+        if offer.start + num_units >= offer.stop or (offer.band.number and not in_flight):
+            return offer
+        num_units = 0 if offer.band.number else max(num_units, 0 if in_flight else 1)
+        return Offer(offer.band, offer.start, offer.start + num_units, offer.blocks[: num_units * offer.band.width])
+
+    @property
+    def _num_free_blocks(self) -> int:
+        """The number of blocks that further stores may hold now."""
+        return max(self.max_blocks_in_flight, self._step_blocks) - self.jobs.num_stored_now(Tier.DEVICE)
+
+    # -- deferred blocks ------------------------------------------------------------------------------------------
+
+    def offer_deferred(self) -> list[Job]:
+        """A step begins: store deferred blocks, up to the bound, those of the oldest request first."""
+        self._knows_steps, self._computed_blocks = True, 0
+        while self.deferred and (room := self._num_free_blocks) > 0:
+            request_id, old = next(iter(self.deferred.items()))
+            try:
+                wanted = self._found_of(old, room)
+            except InvalidArgument:
+                self.moves.told.store_skipped(old.holding, old.num_blocks, "in_flight")
+                del self.deferred[request_id]
+                raise
+            self._planned += self.store(old.holding, wanted, old.unwritten)
+            if old.holding.is_over:
+                self.forget(old.holding)
+            left = self.deferred.pop(request_id, None)
+            if left is not None:  # it stays the first one
+                self.deferred = {request_id: left, **self.deferred}
+                break
+        jobs, self._planned = self._planned, []
+        return jobs
+
+    def _found_of(self, old: Deferred, room: int) -> Wanted:
+        """Up to `room` deferred blocks that the engine still has; of full attention, one missing unit at least."""
+        holding, layout = old.holding, self.cache.layout
+        if holding.epoch != self.cache.epoch:
+            return Wanted([])
+        ids = EngineIds(layout, self.num_rows, "find", (Nulls(),) * len(layout.groups))
+        most = max(1, room // layout.full.width) if layout.full.width else 0
+        wanted = self._lacking(holding, old.stop, ids, old.unwritten, most=most)
+        named = named_rows(self.num_rows, [offer.blocks for offer in wanted.offers])
+        if not named.are_distinct or named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
+            wanted = Wanted([], num_missing=old.num_blocks)
+        if wanted.num_missing:  # a lookup never finds blocks after a gap
+            self.moves.told.store_skipped(holding, wanted.num_missing + wanted.num_left, "in_flight")
+            wanted.num_left = 0
+        return wanted
+
+    def taken_back(self, wrong: TokenSequence, num_tokens: int) -> None:
+        """Drop the deferred blocks of requests that share the first `num_tokens` of `wrong`, because the KV at the end
+        of these is invalid."""
+        for request_id, old in tuple(self.deferred.items()):
+            if old.holding.sequence.begins_alike(wrong, num_tokens):
+                del self.deferred[request_id]
+
+    def _path(self, holding: Holding, end: End | None, stop: int) -> Run:
+        """The run of the index that ends at unit `stop` of the request's tokens; inserts what is missing, behind `end`
+        if that is known."""
+        if end is not None and self._is_there(end):
+            last = self.cache.insert_behind(end.run, holding.sequence, end.position, stop, end.key)
+        else:
+            last = self.cache.path_to(holding.sequence, stop)
+        self.reached(holding, last)
+        return last
+
+
+def _is_covered(run: Run) -> bool:
+    """Whether the host has full attention of the whole path of `run`, or will get it from jobs under way."""
+    current: Run | None = run
+    while current is not None:
+        part = current.parts[BELOW]
+        if part.stop != current.stop and covered_stop(part) != current.stop:
+            return False
+        current = current.before
+    return True
+
+
+def _first(lacking: list[range], most: int) -> tuple[list[range], int]:
+    """The first `most` units of `lacking`, and the number of the other ones."""
+    found: list[range] = []
+    for units in lacking:
+        taken = units[: max(0, most)]
+        most -= len(taken)
+        if taken:
+            found.append(taken)
+    return found, sum(map(len, lacking)) - sum(map(len, found))
+
+
+def _lacking_of(path: Path, band: Band, start: int, stop: int) -> list[range]:
+    """Units `[start, stop)` of `band` that the host neither holds nor will get from jobs under way."""
+    position, held = 0, list[range]()
+    for run, agreed in path:
+        first, last = covered(run.part(BELOW, band.number))
+        held.append(range(first, min(last, agreed)))
+        position = agreed
+    assert position <= stop, "a path beyond what was asked for"
+    return without([units for units in held if units], start, stop)

@@ -1,0 +1,662 @@
+"""Attention components: what differs between full attention and a window, in one class each.
+
+Full attention reads every block of a prefix. So a part holds the front of its run, and no match finds blocks behind a
+gap. References chain: a lease counts on the last run of its path only, and a run with references counts once on the run
+before it.
+
+    part    [present .............)(nothing      )
+
+A window (a sliding one, or the chunk of chunked local attention) reads the last blocks before a position. So a part
+holds one stretch anywhere in its run. A lease counts on each run from the first unit that it pins of the band to the
+end of its path.
+
+    part    (nothing )[present ........)(nothing )
+
+Run split and merge. A run is split where a prompt leaves it or a lease needs only its front, and merged again when
+nothing needs the boundary. Units that have left a window move to the run before.
+
+The prefix cache: the index, the blocks of every tier, and the references that pin them.
+
+Full attention counts references per run and tier. A lease counts on the run it ends at; a referenced run counts once on
+the run before it. So a lease pins its path from the end to the root, taking it costs one step for each run that was not
+pinned, and an unpinned run never has a pinned one behind it:
+
+    root <- [0,40) <- [40,48) <- [48,50)      leases: a ends at 48, b at 50
+              1          1+1         1        [40,48): lease a, and the referenced child [48,50)
+
+Of a window band a lease pins only the blocks from some unit on, where a run begins. It counts on each run from that
+one to the last of its path. Blocks that have left the window stay cached while there is room, and a prefix that ends
+there may still hit.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..errors import LeaseError
+from .eviction import EvictionOrder
+from .index import RunIndex, Stretch, covered, covered_stop, stretches
+from .layout import Band, Layout, outside
+from .pools import LastUses, TierBlocks
+from .protocols import BlockWatcher, shielded
+from .records import Job, Lease, Part, Run
+from .states import Tier
+from .tokens import TokenSequence, max_run_units
+
+__all__ = [
+    "Component",
+    "FullComponent",
+    "PrefixCache",
+    "WindowComponent",
+    "brings",
+    "window_components",
+]
+
+
+@dataclass(slots=True, eq=False)
+class FullComponent:
+    """Full attention. Every layout has this component; where all groups have windows, its band has no blocks."""
+
+    band: Band
+
+    def pin(self, blocks: TierBlocks, run: Run, is_use: bool) -> None:
+        """Count a lease that ends at `run`: one more reference on each run back to the first that already had one.
+
+        `is_use` also marks parts as in use (`last_use`), back to the first that already was: so are all before it."""
+        current: Run | None = run
+        is_new = True
+        while current is not None and (is_new or is_use):
+            part = current.parts[blocks.tier]
+            if is_new:
+                part.num_references += 1
+                is_new = part.num_references == 1
+                if is_new and part.blocks:
+                    blocks.make_pinned(part)
+            if is_use:
+                is_use = part.last_use > 0 or not part.blocks
+                part.last_use = 0
+            current = current.before
+
+    def unpin(self, blocks: TierBlocks, run: Run) -> list[Run]:
+        """Remove the references of a lease that ended at `run`. Returns the runs left without any, last first."""
+        let_go: list[Run] = []
+        current: Run | None = run
+        while current is not None:
+            part = current.parts[blocks.tier]
+            part.num_references -= 1
+            if part.num_references:
+                break
+            let_go.append(current)
+            blocks.let_go_of(part)
+            current = current.before
+        return let_go
+
+    def head_references(self, num_references: int) -> int:
+        """The references that the head gets when a run with `num_references` is split."""
+        return min(1, num_references)  # leases stay with the tail, and a referenced tail counts once on the head
+
+    def follows(self, front: Part, back: Part) -> bool:
+        """Whether `front` and `back` can be one part. `front` is the part of the run before; `back` has blocks."""
+        return front.stop == back.first
+
+    def leaves_gap(self, front: Part, back: Part) -> bool:
+        """Whether `front` ends what the band holds on this path: it has blocks, and `back`, the part of the next run,
+        has none. Joining both with a third part that has blocks would then leave a gap."""
+        return False
+
+    def first_brought(self, job: Job, part: Part) -> int:
+        """The first unit that `job` may add to `part`. In full attention, jobs only append."""
+        return part.stop
+
+    def enter(self, part: Part, first: int, last: int, ids: array[int]) -> array[int]:
+        """Publish `ids`, which begin at unit `first`, up to unit `last`. Takes none if a unit before `first` is missing
+        or all units up to `last` are present. Returns the ids not used."""
+        if not first <= part.stop < last:
+            return ids
+        before = part.run.before
+        if first == part.run.start and before is not None and before.parts[part.tier].stop != before.stop:
+            return ids
+        skip = (part.stop - first) * part.width  # cached by another request meanwhile: that copy stays
+        take = (last - first) * part.width
+        if not skip and take == len(ids):
+            part.append(ids, last)
+            return array("i")
+        part.append(ids[skip:take], last)
+        return ids[:skip] + ids[take:]
+
+    def fitting(self, start: int, stop: int, num_units: int) -> range:
+        """The units of `[start, stop)` to store where there is room for `num_units`."""
+        return range(start, min(stop, start + num_units))
+
+    def lacking(self, run: Run, source: Tier, tier: Tier, start: int, stop: int) -> list[Stretch]:
+        """Units before `stop` on the path of `run` that `source` holds and `tier` neither holds nor will get; last
+        first. Goes back to unit `start`, and then on to the first run of which `tier` holds or will get something: of
+        full attention, it then has all before that, too."""
+        found: list[Stretch] = []
+        current: Run | None = run
+        while current is not None:
+            part, there = current.parts[tier], min(current.parts[source].stop, stop)
+            reached = part.stop if part.incoming is None else covered_stop(part)
+            if reached < there:
+                found.append((current, reached, there))
+            if current.start < min(start, reached, stop):
+                break
+            current = current.before
+        return found
+
+    def expected_references(self, tier: Tier, runs: Iterable[Run], leases: Iterable[Lease]) -> Counter[Run]:
+        """The references that each run must have, given all `leases` of one tier."""
+        expected = Counter(lease.run for lease in leases)
+        expected.update(run.before for run in runs if run.before is not None and run.parts[tier].num_references)
+        return expected
+
+
+@dataclass(slots=True, eq=False)
+class WindowComponent:
+    """One window band."""
+
+    band: Band
+    places: tuple[int, ...]
+    """By tier: where `Run.parts` has the part of the band."""
+
+    def pin(self, blocks: TierBlocks, run: Run, start: int, is_use: bool) -> None:
+        """Count a lease on every run from unit `start` on, on the path of `run`."""
+        current: Run | None = run
+        place = self.places[blocks.tier]
+        while current is not None and current.stop > start:
+            part = current.parts[place]
+            part.num_references += 1
+            if part.num_references == 1 and part.blocks:
+                blocks.make_pinned(part)
+            if is_use:
+                part.last_use = 0
+            current = current.before
+
+    def unpin(self, blocks: TierBlocks, run: Run, start: int) -> None:
+        """The opposite of `pin`."""
+        current: Run | None = run
+        place = self.places[blocks.tier]
+        while current is not None and current.stop > start:
+            part = current.parts[place]
+            part.num_references -= 1
+            if not part.num_references:
+                blocks.let_go_of(part)
+            current = current.before
+
+    def head_references(self, num_references: int) -> int:
+        return num_references  # a lease begins where a run does: it covers both
+
+    def follows(self, front: Part, back: Part) -> bool:
+        return front.stop == back.first or not front.blocks
+
+    def leaves_gap(self, front: Part, back: Part) -> bool:
+        return bool(front.blocks) and not back.blocks
+
+    def first_brought(self, job: Job, part: Part) -> int:
+        return job.start
+
+    def enter(self, part: Part, first: int, last: int, ids: array[int]) -> array[int]:
+        """Publish `ids`, which begin at unit `first`, up to unit `last`: only if they adjoin what the part holds.
+        Returns the ids not used."""
+        if part.blocks and (last < part.first or first > part.stop):
+            return ids
+        known, width = part.enter(first, last, ids), part.width
+        if not known and len(ids) == (last - first) * width:
+            return array("i")
+        return ids[(known.start - first) * width : (known.stop - first) * width] + ids[(last - first) * width :]
+
+    def fitting(self, start: int, stop: int, num_units: int) -> range:
+        return range(max(start, stop - num_units), stop)  # hits need the end of a window
+
+    def lacking(self, run: Run, source: Tier, tier: Tier, start: int, stop: int) -> list[Stretch]:
+        """Units of `[start, stop)` that `source` holds and `tier` neither holds nor will get; last first."""
+        found: list[Stretch] = []
+        current: Run | None = run
+        here, there = self.places[source], self.places[tier]
+        while current is not None and current.stop > start:
+            part, other = current.parts[here], current.parts[there]
+            first, last = max(start, part.first), min(stop, part.stop)
+            if first < last and not other.first <= first < last <= other.stop:
+                units = outside(*covered(other), first, last)
+                found += [(current, one.start, one.stop) for one in reversed(units)]
+            current = current.before
+        return found
+
+    def expected_references(self, tier: Tier, runs: Iterable[Run], leases: Iterable[Lease]) -> Counter[Run]:
+        """The references that each run must have, given all `leases`. `ValueError` if a lease begins inside a run."""
+        expected: Counter[Run] = Counter()
+        for lease in leases:
+            start = lease.starts[self.band.number - 1]
+            covered = [run for run in lease.run.path() if run.stop > start]
+            if any(run.start < start for run in covered):
+                raise ValueError(f"a lease begins inside of a run: {lease}, {start}")
+            expected.update(covered)
+        return expected
+
+
+Component: TypeAlias = FullComponent | WindowComponent
+
+
+def brings(component: Component, job: Job, part: Part, run: Run) -> bool:
+    """Whether `job` is unsettled and adds to `part`: the part of `run`, or one whose front is about to become that.
+    False if `run` is not on the job's path: when a job settles, it clears `incoming` on its own path only."""
+    first = component.first_brought(job, part)
+    return not job.is_settled and any(over is run for over, _, _ in stretches(job.run, first, job.stop))
+
+
+def window_components(layout: Layout, num_tiers: int) -> tuple[WindowComponent, ...]:
+    places = ((band, range(band.number * num_tiers, (band.number + 1) * num_tiers)) for band in layout.windows)
+    return tuple(WindowComponent(band, tuple(of_band)) for band, of_band in places)
+
+
+def _incoming_before(component: Component, part: Part, head: Run, at: int) -> Job | None:
+    """The last job in flight that adds to what `head` gets of `part`, which is split at unit `at`."""
+    job = part.incoming
+    while job is not None and job.start >= at:
+        job = job.predecessor
+    return job if job is not None and brings(component, job, part, head) else None
+
+
+class PrefixCache:
+    """The cached runs, their blocks in every tier, and the leases on them. Never waits, and never raises for lack of
+    room: callers check `room` first."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        tiers: tuple[TierBlocks, ...],
+        new_order: Callable[[Tier], EvictionOrder],
+        last_uses: LastUses,
+    ) -> None:
+        self.layout = layout
+        self.tiers = tiers
+        self.full = FullComponent(layout.full)
+        self.windows = window_components(layout, len(tiers))
+        self.components: tuple[Component, ...] = (self.full, *self.windows)
+        """One per band."""
+        self.index = RunIndex(layout, 0, [tier.tier for tier in tiers])
+        self._max_run_units = max_run_units(layout.unit_tokens)
+        self.last_uses = last_uses
+        self._new_order = new_order
+        self.epoch = self.index.epoch
+        """Counts resets. Runs of another epoch are not findable."""
+        self.has_disk = len(tiers) > Tier.DISK
+
+    def is_cut(self, position: int) -> bool:
+        """Whether unit `position` is a maximum boundary: no run crosses it."""
+        return position % self._max_run_units == 0
+
+    def split(self, run: Run, at: int) -> Run:
+        """Split `run` at unit `at`. Returns the head. Leases that pinned the run pin both."""
+        start = run.start
+        head = self.index.split_head(run, at)
+        parts = [self._divide(head, start, part, at) for part in run.parts]
+        self.index.enter_parts(head, parts)
+        return head
+
+    def _divide(self, head: Run, start: int, part: Part, at: int) -> Part:
+        """Split `part` at unit `at`. Returns the part of the head; `part` keeps the rest."""
+        component = self.components[part.band]
+        num_references = component.head_references(part.num_references)
+        incoming = _incoming_before(component, part, head, at)
+        if part.incoming is not None and part.incoming.stop <= at:
+            part.awaits(None)
+        front = part.cut_off(head, start, at, num_references, incoming)
+        if front.blocks and not num_references:
+            order = self.tiers[part.tier].order
+            order.add_newer(front, part)  # right behind the tail, which must be evicted first
+            if not part.blocks:
+                order.remove(part)
+        return front
+
+    def cut(self, run: Run, at: int) -> Run:
+        """The run that ends at unit `at` of the path of `run`, which is shortened or split there: a lease on it never
+        pins what is published behind `at` later."""
+        while run.start >= at:
+            assert run.before is not None, "not on the path"
+            run = run.before
+        if run.stop == at:
+            return run
+        if run.num_after or any(part.num_references or covered_stop(part) > at for part in run.parts):
+            return self.split(run, at)
+        self.index.shorten(run, at)  # nothing is held behind `at`: a tail would be useless
+        return run
+
+    def shift_boundary(self, run: Run, at: int, tier: Tier, band: Band) -> bool:
+        """Move the units before `at`, which a lease unpins in `tier` and `band` alone, to the run before; False if that
+        cannot take them. Splits instead would leave one run per block behind a sliding window."""
+        head = run.before
+        if head is None or self.is_cut(head.stop) or not self._may_take_over(head, run, tier, band):
+            return False
+        for front, back in zip(head.parts, run.parts, strict=True):
+            self._take_over(self.tiers[back.tier], front, back, at)
+        self.index.shift_boundary(head, run, at)
+        return True
+
+    def _may_take_over(self, head: Run, run: Run, tier: Tier, band: Band) -> bool:
+        """Whether `head` can take units of `run`, its only child: no job adds to either, and every lease pins both
+        alike, except that one lease alone pins the blocks of `run` in `tier` and `band`."""
+        if head.num_after != 1 or head.spans != run.spans or head.epoch != self.index.epoch:
+            return False
+        for front, back in zip(head.parts, run.parts, strict=True):
+            component = self.components[back.band]
+            if front.incoming is not None or back.incoming is not None or front.ring != back.ring:
+                return False
+            if back.blocks and not component.follows(front, back):
+                return False
+            if back.band == band.number and back.tier is tier:  # here the lease slides
+                if (front.num_references, back.num_references) != (0, 1):
+                    return False
+            elif front.num_references != component.head_references(back.num_references):
+                return False
+        return True
+
+    @staticmethod
+    def _take_over(tier: TierBlocks, front: Part, back: Part, at: int) -> None:
+        """Move the blocks of `back` before unit `at` to `front`."""
+        was_empty = not front.blocks
+        count = back.hand_over(front, at)
+        if front.tombstones and not front.num_references:
+            tier.pool.give(front.take_tombstones())
+        if not count:
+            return
+        if back.num_references:
+            if not front.num_references:
+                tier.num_cached += count
+                if was_empty:
+                    tier.order.add(front)
+            return
+        if was_empty and not front.num_references:
+            tier.order.add_newer(front, back)
+        if not back.blocks:
+            tier.order.remove(back)
+
+    def merge(self, let_go: list[Run]) -> list[Run]:
+        """Merge runs that were unpinned together, or divergent prompts would fragment the index. Returns the rest."""
+        left = [let_go[0]]
+        heads: list[Run] = []
+        for head in let_go[1:]:
+            if self._can_join(head, heads[-1] if heads else left[-1], left[-1]):
+                heads.append(head)
+                continue
+            if heads:
+                self._join(heads, left[-1])
+                heads = []
+            left.append(head)
+        if heads:
+            self._join(heads, left[-1])
+        return left
+
+    def _can_join(self, head: Run, back: Run, tail: Run) -> bool:
+        """Whether `head` and `back`, which is `tail` or is about to be merged into it, can be one run: `head` has no
+        other child, and merging keeps the eviction order."""
+        if head.num_after != 1 or head.epoch != self.index.epoch or head.spans != back.spans:
+            return False
+        if self.is_cut(head.stop):
+            return False
+        for front, behind in zip(head.parts, back.parts, strict=True):
+            component = self.components[behind.band]
+            if front.num_references or behind.num_references or front.ring != behind.ring:
+                return False
+            if front.incoming is not None or behind.incoming is not None:
+                return False
+            if behind.blocks and not component.follows(front, behind):
+                return False
+            if behind.blocks and front.blocks and behind.newer is not front:
+                return False
+            if back is not tail and component.leaves_gap(front, behind):
+                return False
+        return True
+
+    def _join(self, heads: list[Run], tail: Run) -> None:
+        """Merge `heads`, nearest first, into `tail`."""
+        for number, part in enumerate(tail.parts):
+            self._join_parts(self.tiers[part.tier], [head.parts[number] for head in heads], part)
+        self.index.absorb(tail, heads)
+        for part in tail.parts:
+            part.begin_at(tail.start)
+
+    @staticmethod
+    def _join_parts(tier: TierBlocks, fronts: list[Part], part: Part) -> None:
+        held = [front for front in fronts if front.blocks]
+        if held and not part.blocks:
+            tier.order.add_newer(part, held[0])  # it takes the place of the nearest
+        for front in reversed(held):
+            tier.order.remove(front)
+        part.join(fronts)
+
+    def tidy(self, run: Run) -> None:
+        """Remove a run that holds nothing, or drop its tokens that no tier holds if these are half of it or more."""
+        if run.epoch != self.index.epoch or run.num_after:
+            return
+        start = held = run.start
+        num_units = run.stop - start
+        for part in run.parts:
+            if part.num_references or part.incoming is not None or (part.stop - start) * 2 > num_units:
+                return
+            if part.stop > held:
+                held = part.stop
+        if held == start:
+            self.index.remove(run)
+        else:
+            self.index.shorten(run, held)
+
+    def watch(self, watcher: BlockWatcher | None) -> None:
+        """Report to `watcher` every change of what is cached, in all tiers but engine-owned ones."""
+        for tier in self.tiers:
+            tier.watcher = None if tier.is_outside or watcher is None else shielded(watcher, "part_changed all_cleared")
+
+    # -- leases ---------------------------------------------------------------------------------------------------
+
+    def lease(self, tier: Tier, run: Run, starts: Sequence[int] | None = None, *, is_use: bool = True) -> Lease:
+        """Pin the path of `run` in `tier`; of each window the units from its entry in `starts` on, or those needed to
+        continue computing at the end of `run`.
+
+        Without `is_use`, the lease does not refresh LRU positions: blocks that no other lease has used by its release
+        return to their old place in the eviction order. A store leases its source so, or lazy stores would reverse the
+        order."""
+        blocks = self.tiers[tier]
+        self.full.pin(blocks, run, is_use)
+        lease = Lease(tier, run)
+        if self.windows:
+            lease.starts = list(self.layout.window_starts(run.stop) if starts is None else starts)
+            self._pin_windows(lease, is_use)
+        return lease
+
+    def _pin_windows(self, lease: Lease, is_use: bool) -> None:
+        blocks, run = self.tiers[lease.tier], lease.run
+        for window, start in zip(self.windows, lease.starts, strict=True):
+            if start < run.stop:
+                if start != run.start:
+                    self.split_path(run, start)
+                window.pin(blocks, run, start, is_use)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. Blocks that no other lease pins become evictable, the tail of the path first."""
+        if lease.released:
+            raise LeaseError(f"{lease.tier.name} lease on {lease.run} released twice")
+        lease.released = True
+        blocks = self.tiers[lease.tier]
+        if self.windows:
+            for window, start in zip(self.windows, lease.starts, strict=True):
+                if start < lease.run.stop:
+                    window.unpin(blocks, lease.run, start)
+        let_go = self.full.unpin(blocks, lease.run)
+        for left in self.merge(let_go) if len(let_go) > 1 else let_go:
+            self.tidy(left)
+
+    def move_lease(self, lease: Lease, run: Run) -> None:
+        """Move the end of `lease` forward or back to `run`, which is on the same path."""
+        if lease.run is run:
+            return
+        blocks, old = self.tiers[lease.tier], lease.run
+        self.full.pin(blocks, run, is_use=True)
+        for window, start in zip(self.windows, lease.starts, strict=True):
+            if run.stop > old.stop:
+                window.pin(blocks, run, max(start, old.stop), is_use=True)
+            else:
+                window.unpin(blocks, old, max(start, run.stop))
+        lease.run = run
+        if run.stop < old.stop:
+            lease.starts = [min(start, run.stop) for start in lease.starts]
+        let_go = self.full.unpin(blocks, old)
+        for left in self.merge(let_go) if len(let_go) > 1 else let_go:
+            self.tidy(left)
+
+    def slide_lease(self, lease: Lease, band: Band, start: int) -> None:
+        """Unpin the units of `band` before `start`. They stay cached until their room is needed."""
+        at = band.number - 1
+        if lease.starts[at] >= start:
+            return
+        window, blocks = self.windows[at], self.tiers[lease.tier]
+        for current in reversed(_between(lease.run, lease.starts[at], start)):
+            if current.stop <= start:
+                window.unpin(blocks, current, current.start)
+            elif not self.shift_boundary(current, start, lease.tier, band):
+                head = self.split(current, start)
+                window.unpin(blocks, head, head.start)
+        lease.starts[at] = start
+
+    def pinned_by_none_but(self, leases: Iterable[Lease]) -> list[Part]:
+        """The parts that no lease but `leases`, all of one tier, pins."""
+        counts: Counter[Part] = Counter()
+        for lease in leases:
+            current: Run | None = lease.run
+            while current is not None:
+                part = current.parts[lease.tier]
+                counts[part] += 1
+                if counts[part] < part.num_references:
+                    break
+                current = current.before
+            for number, start in enumerate(lease.starts, 1):
+                for run in _between(lease.run, start, lease.run.stop):
+                    counts[run.part(lease.tier, number)] += 1
+        return [part for part, count in counts.items() if count == part.num_references]
+
+    def split_path(self, run: Run, at: int) -> None:
+        """Split a run on the path of `run`, so that one begins at unit `at`, which lies on it."""
+        current: Run | None = run
+        while current is not None and current.start > at:
+            current = current.before
+        if current is not None and current.start < at:
+            self.split(current, at)
+
+    def path_to(self, sequence: TokenSequence, stop: int) -> Run:
+        """The run of the index that ends at unit `stop` of `sequence`; inserts what is missing."""
+        last, position = None, 0
+        for run, agreed in list(self.index.walk(sequence, stop)):
+            last, position = self.cut(run, agreed), agreed
+        return self.insert_behind(last, sequence, position, stop)
+
+    def insert_behind(self, last: Run | None, sequence: TokenSequence, start: int, stop: int, key: bytes = b"") -> Run:
+        """Insert units `[start, stop)` of `sequence`, none of which the index has, behind `last`; `key`: that of the
+        first, if it is known. Returns the last run. Nothing keeps the runs yet."""
+        while start < stop:
+            upto = sequence.run_stop(start, stop)
+            last = self.index.insert(sequence, last, start, upto, key)
+            start, key = upto, b""
+        assert last is not None, "a path to nowhere"
+        return last
+
+    # -- blocks ---------------------------------------------------------------------------------------------------
+
+    def take(self, tier: Tier, num_blocks: int) -> array[int]:
+        """Take `num_blocks` blocks of `tier`, evicting as many as needed. The caller has checked `room`."""
+        blocks = self.tiers[tier]
+        while (short := num_blocks - blocks.pool.num_free) > 0:
+            part = blocks.order.oldest()
+            assert part is not None, "room was promised"
+            num_units = min(-(-short // part.width), part.stop - part.first)
+            blocks.trim(part, num_units)
+            blocks.num_evicted += num_units * part.width
+            self.tidy(part.run)
+        return blocks.pool.take(num_blocks)
+
+    def give(self, tier: Tier, block_ids: array[int]) -> None:
+        if block_ids:
+            self.tiers[tier].pool.give(block_ids)
+
+    def forget(self, part: Part, position: int) -> None:
+        """Withdraw the unit at `position` of `part`, whose bytes are wrong. `part` has references, so the blocks become
+        a tombstone.
+
+        The units behind it in the run are split off and keep their blocks. A match finds them again once the gap is
+        filled.
+        """
+        run = part.run
+        if position + 1 < run.stop and part.stop > position + 1:
+            part = self.split(run, position + 1).part(part.tier, part.band)
+        first, stop = part.first, part.stop
+        part.entomb(position, part.drop_behind(position))
+        self.tiers[part.tier].part_changed(part, first, stop)
+
+    def reset(self) -> None:
+        """Swap the index: nothing cached so far is findable any more. Pinned blocks stay until they are unpinned."""
+        self.epoch += 1
+        self.index = RunIndex(self.layout, self.epoch, self.index.tiers)
+        for tier in self.tiers:
+            for part in list(tier.order):
+                tier.pool.give(part.clear())
+            tier.order = self._new_order(tier.tier)
+            tier.all_cleared(self.epoch)
+        # All tiers but an engine-owned device, which is the first, have the same watcher: it is told once.
+        if (watcher := self.tiers[-1].watcher) is not None:
+            watcher.all_cleared(self.epoch)
+
+    def reset_tier(self, tier: Tier) -> None:
+        """Make all blocks of one tier unfindable. Unpinned ones are freed, pinned ones once they are unpinned."""
+        runs = list(self.index.runs.values())
+        for run in runs:
+            for part in run.parts_in(tier):
+                self.withdraw_part(part)
+        self.tiers[tier].count_reset()
+        for run in runs:
+            self.tidy(run)
+
+    def withdraw_part(self, part: Part) -> None:
+        """Make the blocks of `part` unfindable: they are freed or, if it is pinned, become a tombstone. Jobs in flight
+        to it publish nothing."""
+        job, tier = part.incoming, self.tiers[part.tier]
+        while job is not None and job.stop > part.run.start:
+            job.publish_nothing()
+            if job.parked is not None:  # it has landed: a restart would find it
+                tier.taken_back(job.plan.destination_ids)
+            job = job.predecessor
+        part.awaits(None)  # these jobs add nothing any more
+        first, stop = part.first, part.stop
+        if part.blocks and not part.num_references:
+            tier.make_pinned(part)  # takes it out of the eviction order
+            tier.pool.give(part.clear())
+        elif part.blocks:
+            part.entomb(first, part.clear())
+        if first < stop and part.run.epoch == self.epoch:  # else a reset has reported it already
+            tier.part_changed(part, first, stop)
+
+    def withdraw_all(self, wrong: Iterable[Run]) -> None:
+        """Withdraw the `wrong` runs, of any epoch, and all runs behind them in the index, whichever request has
+        computed them. A run behind a wrong one would be findable again once the wrong one is computed anew."""
+        for tier in self.tiers:
+            tier.freed_are_taken_back()
+        heads = set(wrong)
+        behind = [run for run in self.index.runs.values() if not heads.isdisjoint(run.path())] if heads else []
+        for run in (*(run for run in wrong if run.epoch != self.epoch), *behind):
+            for part in run.parts:
+                self.tiers[part.tier].taken_back(part.blocks)
+                self.withdraw_part(part)
+        for run in behind:
+            self.tidy(run)
+
+
+def _between(run: Run, start: int, stop: int) -> list[Run]:
+    """The runs on the path of `run` that overlap units `[start, stop)`, last first."""
+    found: list[Run] = []
+    for current in run.path():
+        if current.stop <= start:
+            break
+        if current.start < stop:
+            found.append(current)
+    return found

@@ -1,0 +1,485 @@
+"""The index by runs: which tokens are cached, and in which blocks of which tier.
+
+A run is a stretch of blocks that were always used together. `before` links it to the run that its prefix ends with, so
+a path is found without the index. The index is one dict: digest of the prefix up to a run's first unit -> run.
+
+What a run holds in one tier is one part for each band:
+
+    run      [start ............................. stop)
+    full     [blocks, from the start on )
+    window           [blocks, anywhere    )
+
+Stretches of a path: ranges of units by run, and the blocks of a tier there.
+
+Presence: which units of a path a tier holds, and which jobs bring more of them.
+
+The match: how much of a prompt is cached, and in which tier, in one pass over the index.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .layout import Band, Layout
+from .prefix import TOKEN_BYTES
+from .records import Job, Part, Run
+from .states import BELOW, CACHE_TIERS, HIT_TIERS, Tier
+from .tokens import TokenSequence, hash_run
+
+__all__ = [
+    "Hit",
+    "RunIndex",
+    "Stretch",
+    "accepted",
+    "covered",
+    "covered_stop",
+    "fetchable_path",
+    "find_hit",
+    "find_hit_behind",
+    "held_ids",
+    "held_stop",
+    "jobs_bringing",
+    "jobs_into",
+    "present_stop",
+    "stretches",
+]
+
+
+class RunIndex:
+    """All findable runs of one epoch."""
+
+    def __init__(self, layout: Layout, epoch: int, tiers: Sequence[Tier]) -> None:
+        self.epoch = epoch
+        self.tiers = tiers
+        self.runs: dict[bytes, Run] = {}
+        self._places = [(tier, band.number, band.width) for band in layout.bands for tier in tiers]
+        self._unit_bytes = layout.unit_tokens * TOKEN_BYTES
+
+    def __repr__(self) -> str:
+        return f"<RunIndex epoch={self.epoch} {len(self.runs)} runs>"
+
+    def find(self, sequence: TokenSequence, before: Run | None, position: int) -> Run | None:
+        """The run behind `before`, which ends at `position`, whose first unit has the tokens of `sequence`."""
+        hasher = sequence.root.hasher if before is None else before.hash_after
+        return self.runs.get(sequence.key_at(hasher, position))
+
+    def walk(self, sequence: TokenSequence, limit: int) -> Iterator[tuple[Run, int]]:
+        """Each run on the path of `sequence` up to unit `limit`, with the unit up to which both agree."""
+        position = 0
+        before: Run | None = None
+        while position < limit:
+            run = self.find(sequence, before, position)
+            if run is None:
+                return
+            stop = sequence.common_stop(run, limit)
+            if stop == run.start:
+                return
+            yield run, stop
+            if stop < run.stop:
+                return
+            position, before = stop, run
+
+    def insert(self, sequence: TokenSequence, before: Run | None, start: int, stop: int, key: bytes = b"") -> Run:
+        """Insert a run behind `before`. The caller has checked that there is none yet; `key`: its key, if known."""
+        hasher = sequence.root.hasher if before is None else before.hash_after
+        key = key or sequence.key_at(hasher, start)
+        tokens, spans, root = sequence.shared_stretch(start, stop), sequence.spans_at(start), sequence.root
+        run = Run(key, before, start, stop, tokens, spans, hasher, self.epoch, root, len(self.tiers))
+        run._hash_after = sequence.hasher_at(stop)
+        run.parts = tuple([Part(*place, run, start, start) for place in self._places])
+        if before is not None:
+            before.num_after += 1
+        self.runs[key] = run
+        return run
+
+    def grow(self, run: Run, sequence: TokenSequence, stop: int) -> None:
+        """Extend `run` in place up to unit `stop`."""
+        added = sequence.stretch(run.stop, stop)
+        run._hash_after = hash_run(run.hash_after, added, run.spans, self._unit_bytes)
+        run.tokens = b"".join((run.tokens, added))
+        run.stop = stop
+
+    def split_head(self, run: Run, at: int) -> Run:
+        """Split `run` at unit `at`: the head is a new run, the tail stays the same object, which leases refer to.
+
+        Divides the tokens only; `PrefixCache` divides the parts.
+        """
+        cut = (at - run.start) * self._unit_bytes
+        front = bytes(run.tokens[:cut])
+        head = Run(
+            run.key, run.before, run.start, at, front, run.spans, run.hash_before, run.epoch, run.root, run.num_tiers
+        )
+        head.num_after, head.offered_stop = 1, min(at, run.offered_stop)
+        run.before = head
+        self._begin_at(run, head, at)
+        if run.epoch == self.epoch:
+            self.runs[head.key] = head
+            self.runs[run.key] = run
+        return head
+
+    @staticmethod
+    def enter_parts(run: Run, parts: list[Part]) -> None:
+        """Set the parts of a new run."""
+        run.parts = tuple(parts)
+
+    def shift_boundary(self, head: Run, run: Run, at: int) -> None:
+        """Move the boundary between `head` and `run`, its only child, to unit `at`. Moves the tokens only;
+        `PrefixCache` moves the blocks."""
+        moved = bytes(run.tokens[: (at - run.start) * self._unit_bytes])
+        head._hash_after = hash_run(head.hash_after, moved, head.spans, self._unit_bytes)
+        head.tokens = b"".join((head.tokens, moved))
+        head.stop = at
+        head.offered_stop = max(head.offered_stop, min(at, run.offered_stop))
+        was_findable = self.runs.get(run.key) is run
+        if was_findable:
+            del self.runs[run.key]
+        self._begin_at(run, head, at)
+        if was_findable:
+            self.runs[run.key] = run
+
+    def _begin_at(self, run: Run, head: Run, at: int) -> None:
+        """Let `run` begin at unit `at`, where `head` ends."""
+        run.hash_before = head.hash_after
+        run.tokens = bytes(run.tokens[(at - run.start) * self._unit_bytes :])
+        run.start = at
+        probe = run.hash_before.copy()
+        probe.update(run.tokens[: self._unit_bytes])
+        if run.spans:
+            probe.update(b"".join([span.record() for span in run.spans]))
+        run.key = probe.digest()
+
+    def absorb(self, run: Run, heads: list[Run]) -> None:
+        """Merge `heads` (the runs right before `run`, nearest first) into `run`: the opposite of a split."""
+        first = heads[-1]
+        for head in heads:
+            del self.runs[head.key]
+            head.parts = ()  # see `remove`
+        del self.runs[run.key]
+        run.offered_stop = max(run.offered_stop, *(head.offered_stop for head in heads))
+        run.tokens = b"".join([head.tokens for head in reversed(heads)] + [run.tokens])
+        run.key, run.before, run.start, run.hash_before = first.key, first.before, first.start, first.hash_before
+        self.runs[run.key] = run
+        for head in heads:
+            head.before = run  # whoever still knows a head finds its units there
+
+    def shorten(self, run: Run, stop: int) -> None:
+        """Drop the tokens from unit `stop` on, which no tier holds: a short run must not keep a long buffer alive."""
+        run.tokens = bytes(run.tokens[: (stop - run.start) * self._unit_bytes])
+        run.stop, run.offered_stop = stop, min(stop, run.offered_stop)
+        run._hash_after = None
+
+    def remove(self, run: Run) -> None:
+        """Remove a run that holds nothing, and the runs before it that were kept for it only."""
+        current: Run | None = run
+        # The loop skips runs that are not in the index any more: an earlier removal may have included them.
+        while current is not None and current.holds_nothing() and self.runs.get(current.key) is current:
+            del self.runs[current.key]
+            current.parts = ()  # parts refer back to the run: its tokens would stay until a full garbage collection
+            current = current.before
+            if current is not None:
+                current.num_after -= 1
+
+
+Stretch: TypeAlias = tuple[Run, int, int]
+"""`(run, start, stop)`: units `[start, stop)` of one run."""
+
+
+def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
+    """Units `[start, stop)` of the path of `run`, by runs, in prefix order."""
+    if start >= stop:
+        return []
+    if run is not None and run.start <= start and stop <= run.stop:  # as most do
+        return [(run, start, stop)]
+    found: list[Stretch] = []
+    while run is not None and run.stop > start:
+        if run.start < stop:
+            first, last = run.start, run.stop
+            found.append((run, first if first > start else start, last if last < stop else stop))
+        run = run.before
+    found.reverse()
+    return found
+
+
+def held_ids(run: Run | None, tier: Tier, band: int, start: int, stop: int) -> array[int]:
+    """The block ids of units `[start, stop)` of the path of `run`, all of which `tier` holds in `band`."""
+    if run is not None and run.start <= start < stop <= run.stop:  # as most are
+        part = run.part(tier, band)
+        return part.blocks[(start - part.first) * part.width : (stop - part.first) * part.width]
+    ids = array("i")
+    for over, first, last in stretches(run, start, stop):
+        part = over.parts[band * over.num_tiers + tier]
+        ids.extend(part.blocks[(first - part.first) * part.width : (last - part.first) * part.width])
+    return ids
+
+
+def present_stop(path: Sequence[Run], tier: Tier, start: int, stop: int) -> int:
+    """End of the units from `start` on, at most `stop`, that `tier` holds without a gap, in full attention; `start` if
+    it holds none there."""
+    first = start
+    for run in path:
+        if run.stop > start:
+            reached = run.parts[tier].stop
+            if run.start >= stop or reached <= start:
+                break
+            start = reached
+            if start < run.stop:
+                break
+    return min(start, stop) if start > first else first
+
+
+def held_stop(
+    layout: Layout, path: Sequence[Run], tier: Tier, start: int, stop: int, alignment: int = 1, given: int = 0
+) -> int:
+    """The last unit, at most `stop`, at which a request could go on computing with the blocks of `tier` alone. Checks
+    every band, but full attention only from unit `start` on. `alignment` and `given`: see `accepted`."""
+    if layout.full.width:
+        stop = present_stop(path, tier, start, stop)
+    if layout.windows or alignment > 1:
+        stop = accepted(layout, path, stop, (tier,), alignment, given=given)
+    return stop
+
+
+def accepted(
+    layout: Layout,
+    path: Sequence[Run],
+    stop: int,
+    tiers: Sequence[Tier],
+    alignment: int = 1,
+    device_limit: int | None = None,
+    given: int = 0,
+) -> int:
+    """The last position, at most `stop` and a multiple of `alignment`, for which `tiers` hold what every window needs.
+
+    `path` is in prefix order; the caller has found full attention to be present up to `stop`. Of the device, only units
+    before `device_limit` count (None: all). Units before `given` count as present."""
+    stop -= stop % alignment
+    if not layout.windows:
+        return stop
+    held = _Held(path, tiers, stop if device_limit is None else device_limit, given)
+    while True:
+        stop -= stop % alignment
+        lower = stop
+        for band in layout.windows:
+            lower = held.accepted(band, lower)
+        if lower == stop:
+            return stop
+        stop = lower
+
+
+@dataclass(slots=True, frozen=True)
+class _Held:
+    """The window blocks that `tiers` hold on a path."""
+
+    path: Sequence[Run]
+    tiers: Sequence[Tier]
+    device_limit: int
+    given: int
+
+    def accepted(self, band: Band, stop: int) -> int:
+        """The last position, at most `stop`, for which everything that `band` needs is present.
+
+        A later position never reads further back. So if a missing unit is needed at `stop`, it is needed at every
+        position between the unit and `stop`. The next candidate lies before the missing unit: the last end of held
+        units, or the last position at which the band needs nothing (`Band.free_unit`), whichever is later."""
+        while stop > self.given:
+            missing = self._last_missing(band, max(self.given, band.first_unit(stop)), stop)
+            if missing is None:
+                return stop
+            stop = max(self._present_before(band, missing), band.free_unit(missing))
+        return stop
+
+    def _last_missing(self, band: Band, start: int, stop: int) -> int | None:
+        """The last unit of `[start, stop)` that none of `tiers` holds. `stop` moves back over the held units."""
+        for run in reversed(self.path):
+            place = band.number * run.num_tiers
+            while start < stop and run.start < stop:
+                first = stop
+                for tier in self.tiers:
+                    part = run.parts[place + tier]
+                    is_held = part.first < stop <= part.stop and (tier is not Tier.DEVICE or stop <= self.device_limit)
+                    if is_held and part.first < first:
+                        first = part.first
+                if first == stop:
+                    return stop - 1
+                stop = first
+        return None if stop <= start else stop - 1
+
+    def _present_before(self, band: Band, position: int) -> int:
+        """The last end of held units at or before `position`; 0 if there is none."""
+        for run in reversed(self.path):
+            if run.start < position:
+                ends = [min(units.stop, position) for units in self._units(band, run) if units.start < position]
+                if ends:
+                    return max(ends)
+        return 0
+
+    def _units(self, band: Band, run: Run) -> list[range]:
+        """The units of `run` that each of `tiers` holds of `band`; nothing for a tier that holds none."""
+        found: list[range] = []
+        for tier in self.tiers:
+            part = run.part(tier, band.number)
+            stop = min(part.stop, self.device_limit) if tier is Tier.DEVICE else part.stop
+            if part.first < stop:
+                found.append(range(part.first, stop))
+        return found
+
+
+def jobs_bringing(over: list[Stretch], tier: Tier, start: int) -> tuple[list[Job], int]:
+    """The unsettled jobs that bring full attention of the stretches `over` to `tier`, from unit `start` on without
+    a gap, and the end of these units. A job may bring more units behind that end, on another branch.
+    """
+    found: dict[Job, None] = {}
+    position = start
+    for run, _, stop in over:
+        if stop <= position:
+            continue
+        part = run.parts[tier]
+        chain: list[Job] = []
+        job = part.incoming
+        while job is not None and not job.is_settled and job.stop > start:
+            chain.append(job)
+            job = job.predecessor
+        if not chain or chain[-1].start > position:  # a gap before these jobs: they will publish nothing
+            break
+        found.update(dict.fromkeys(chain))
+        position = min(chain[0].stop, stop)
+        if position < stop:
+            break
+    return list(found), position
+
+
+def jobs_into(part: Part) -> Iterator[Job]:
+    """The unsettled jobs that add to `part`, the one planned last first."""
+    job = part.incoming
+    while job is not None and not job.is_settled and job.stop > part.run.start:
+        yield job
+        job = job.predecessor
+
+
+def covered(part: Part) -> tuple[int, int]:
+    """(first, stop) of the units that the tier holds of the run or that jobs in flight will add; equal if none."""
+    if part.incoming is None:
+        return part.first, part.stop
+    run = part.run
+    first, stop = (part.first, part.stop) if part.blocks else (run.stop, run.start)
+    for job in jobs_into(part):  # the one planned last may bring the front of a window
+        first, stop = min(first, max(run.start, job.start)), max(stop, min(job.stop, run.stop))
+    return first, stop
+
+
+def covered_stop(part: Part) -> int:
+    """The same stop of full attention, without a walk along the jobs: the one planned last reaches furthest."""
+    return part.stop if part.incoming is None else max(part.stop, min(part.incoming.stop, part.run.stop))
+
+
+class Hit:
+    """The result of a match, in units."""
+
+    __slots__ = ("device_stop", "path", "stop")
+
+    def __init__(self, device_stop: int, stop: int, path: tuple[Run, ...]) -> None:
+        self.device_stop = device_stop
+        """End of the device hit: the last position at which a request could go on computing with the device alone."""
+        self.stop = stop
+        """End of the hit, with both tiers together."""
+        self.path = path
+        """The matched runs in prefix order, as far as any tier holds full attention. They may reach behind `stop`."""
+
+    def run_at(self, position: int) -> Run:
+        """The run that holds the unit before `position`."""
+        for run in reversed(self.path):
+            if run.start < position:
+                return run
+        raise ValueError(f"no run of the hit lies before unit {position}")
+
+
+def find_hit(
+    index: RunIndex,
+    sequence: TokenSequence,
+    layout: Layout,
+    limit: int,
+    alignment: int = 1,
+    *,
+    islands: bool = True,
+) -> Hit:
+    """Match at most `limit` units of `sequence`; the hit ends at a multiple of `alignment`. Pins and splits nothing.
+
+    Of full attention, the hit takes device blocks up to the first that the device lacks, and host blocks behind it. The
+    hit ends at the last position at which every window band has the blocks that it needs, in either tier. Device blocks
+    behind the device hit are islands; without `islands`, they count in no band.
+    """
+    path, device_stop, stop = _full_path(index, sequence, layout, limit)
+    if not layout.windows:
+        stop -= stop % alignment
+        return Hit(min(device_stop, stop), stop, path)
+    if islands:
+        stop = accepted(layout, path, stop, HIT_TIERS, alignment)
+        return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path)
+    near = device_stop
+    # The device hit ends no later than the hit, and device blocks behind the device hit do not count: shorten both in
+    # turn until they agree.
+    while True:
+        near = accepted(layout, path, near, (Tier.DEVICE,))
+        reached = present_stop(path, BELOW, near, stop) if layout.full.width else stop
+        reached = accepted(layout, path, reached, HIT_TIERS, alignment, device_limit=near)
+        if near <= reached:
+            return Hit(near, reached, path)
+        near = reached
+
+
+def find_hit_behind(
+    index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int, start: int, alignment: int = 1
+) -> Hit:
+    """Match units `[start, limit)` in host memory, for an engine that owns the device and has in its own prefix cache
+    what is needed before `start`. The hit ends at a multiple of `alignment`."""
+    path: list[Run] = []
+    stop = start
+    for run, agreed in index.walk(sequence, limit):
+        path.append(run)
+        stop = agreed
+    stop = held_stop(layout, path, BELOW, start, stop, alignment, given=start)
+    return Hit(start, max(start, stop), tuple(path))
+
+
+def fetchable_path(
+    index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int, alignment: int = 1
+) -> tuple[list[Run], int]:
+    """The path of `sequence`, and the unit, at most `limit`, up to which a fetch could make the host hold it: all that
+    a hit needs there is in the host or on the disk. The host holds nothing whose front it lacks, so islands on the
+    device do not count in full attention."""
+    path: list[Run] = []
+    stop = 0
+    has_full = layout.full.width > 0
+    for run, agreed in index.walk(sequence, limit):
+        path.append(run)
+        stop = min(max(run.parts[Tier.HOST].stop, run.parts[Tier.DISK].stop), agreed) if has_full else agreed
+        if stop < run.stop:
+            break
+    return path, accepted(layout, path, stop, CACHE_TIERS, alignment)
+
+
+def _full_path(
+    index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int
+) -> tuple[tuple[Run, ...], int, int]:
+    """The matched path, the end of full attention on the device, and its end with both tiers together. If no group has
+    full attention, both are the end of the path."""
+    device_stop = stop = 0
+    path: list[Run] = []
+    has_full = layout.full.width > 0
+    for run, agreed in index.walk(sequence, limit):
+        path.append(run)
+        stop = agreed
+        if has_full:
+            reached = run.parts[BELOW].stop
+            if device_stop == run.start:
+                device_stop = min(run.parts[Tier.DEVICE].stop, agreed)
+                reached = max(reached, device_stop)
+            stop = min(reached, agreed)
+        elif device_stop == run.start:
+            device_stop = agreed
+        if stop < run.stop:
+            break
+    return tuple(path), device_stop, stop

@@ -1,0 +1,189 @@
+"""KV cache groups: layers that share a block table and an attention kind. Bands: groups that need the same tokens.
+
+Intervals of units: intersection and difference of several ranges and one.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from .._config.groups import AttentionKind, FullAttention, KVCacheGroup
+from ..errors import ConfigError
+
+__all__ = ["Band", "Layout", "outside", "within", "without"]
+
+
+MAX_UNIT_TOKENS = 2**20
+
+
+MAX_ANSWERS = 1024
+"""Positions for which a band keeps its answers."""
+
+
+@dataclass(slots=True, frozen=True)
+class Band:
+    """Groups of one attention kind: at any position, all of them need the same tokens.
+
+    The ids of a unit lie together: `width` ids, group after group.
+    """
+
+    number: int
+    kind: AttentionKind
+    block_sizes: tuple[int, ...]
+    unit_tokens: int
+    width: int
+    _firsts: dict[int, int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Answers of `first_unit`: a request asks for the same few positions again and again."""
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first unit whose blocks are needed to continue computing at token `num_tokens`.
+
+        A window that begins inside a unit needs all of it."""
+        if not self.number:
+            return 0
+        return self.kind.required_blocks(num_tokens, 1).start // self.unit_tokens
+
+    def first_unit(self, stop: int) -> int:
+        """The first unit whose blocks are needed to continue computing at unit `stop`."""
+        if not self.number:
+            return 0
+        first = self._firsts.get(stop)
+        if first is None:
+            if len(self._firsts) >= MAX_ANSWERS:
+                self._firsts.clear()
+            first = self._firsts[stop] = self.first_needed(stop * self.unit_tokens)
+        return first
+
+    def margin(self, num_units: int) -> int:
+        """Units stored in addition before a window of `num_units`: the next turn of a conversation matches somewhat
+        earlier than this one ended."""
+        return -(-num_units // 4)
+
+    def free_unit(self, stop: int) -> int:
+        """The last unit, at most `stop`, at whose start nothing of this band is needed."""
+        at = self.kind.free_end(stop * self.unit_tokens)
+        while at % self.unit_tokens:
+            at = self.kind.free_end(at - 1)
+        return at // self.unit_tokens
+
+
+@dataclass(slots=True, frozen=True)
+class Layout:
+    """How the groups share the index.
+
+    The index counts in units of `unit_tokens`, the least common multiple of the block sizes, so that a hit is valid for
+    every group. With one group a unit is a block. The first band is full attention; its width is 0 where every group
+    has a window.
+    """
+
+    groups: tuple[KVCacheGroup, ...]
+    unit_tokens: int
+    bands: tuple[Band, ...]
+    places: tuple[tuple[int, int], ...]
+    """For each group: its band, and the offset of its ids among those of a unit there."""
+    windows: tuple[Band, ...]
+    """All bands but full attention."""
+    width: int
+    """Block ids of one unit in all groups together."""
+    full: Band
+    """The band of full attention, the first one."""
+
+    @classmethod
+    def of(cls, groups: Sequence[KVCacheGroup]) -> Layout:
+        unit = math.lcm(*(group.block_size for group in groups))
+        if unit > MAX_UNIT_TOKENS:
+            raise ConfigError("groups", f"no hit is shorter than {unit} tokens, which all block sizes have to divide")
+        kinds: list[AttentionKind] = [FullAttention()]
+        sizes: list[list[int]] = [[]]
+        places: list[tuple[int, int]] = []
+        for group in groups:
+            if group.attention not in kinds:
+                kinds.append(group.attention)
+                sizes.append([])
+            number = kinds.index(group.attention)
+            places.append((number, sum(unit // size for size in sizes[number])))
+            sizes[number].append(group.block_size)
+        bands = tuple(
+            Band(number, kind, tuple(found), unit, sum(unit // size for size in found))
+            for number, (kind, found) in enumerate(zip(kinds, sizes, strict=True))
+        )
+        return cls(tuple(groups), unit, bands, tuple(places), bands[1:], sum(band.width for band in bands), bands[0])
+
+    def window_starts(self, stop: int) -> Sequence[int]:
+        """For each window the first unit needed to continue computing at unit `stop`."""
+        if not self.windows:
+            return ()
+        return [band.first_unit(stop) for band in self.windows]
+
+    def num_blocks(self, full_start: int, start: int, stop: int) -> int:
+        """Blocks that a load behind unit `start` brings, so that a request can go on at unit `stop`; of full attention,
+        those from unit `full_start` on."""
+        found = (stop - full_start) * self.full.width
+        for band in self.windows:
+            found += (stop - max(start, band.first_unit(stop))) * band.width
+        return found
+
+    def num_units(self, num_tokens: int) -> int:
+        """Units that hold `num_tokens`, rounded up."""
+        return -(-num_tokens // self.unit_tokens)
+
+    def by_group(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Convert ids of whole units, one sequence per band, to one list per group."""
+        if len(self.groups) == 1:
+            return [list(tables[self.places[0][0]])]
+        found: list[list[int]] = []
+        for group, (number, offset) in zip(self.groups, self.places, strict=True):
+            ids, width = tables[number], self.bands[number].width
+            per_unit = self.unit_tokens // group.block_size
+            rows = (ids[at + offset : at + offset + per_unit] for at in range(0, len(ids), width))
+            found.append(list(chain.from_iterable(rows)))
+        return found
+
+    def positions(self, band: int, start: int, stop: int) -> Iterator[tuple[int, range]]:
+        """For each group of `band`: its number, and the block positions of units `[start, stop)`."""
+        for number, (group, (its_band, _)) in enumerate(zip(self.groups, self.places, strict=True)):
+            if its_band == band:
+                per_unit = self.unit_tokens // group.block_size
+                yield number, range(start * per_unit, stop * per_unit)
+
+    def deal(self, blocks: array[int], num_units: int) -> list[array[int]]:
+        """Divide `blocks`, which are for `num_units` more units, among the bands."""
+        if len(self.bands) == 1:
+            return [blocks]
+        found: list[array[int]] = []
+        at = 0
+        for band in self.bands:
+            found.append(blocks[at : at + num_units * band.width])
+            at += num_units * band.width
+        return found
+
+
+def within(ranges: Iterable[range], start: int, stop: int) -> list[range]:
+    """`ranges`, clipped to `[start, stop)`; empty ones are dropped."""
+    cut = (range(max(units.start, start), min(units.stop, stop)) for units in ranges)
+    return [units for units in cut if units]
+
+
+def without(ranges: Iterable[range], start: int, stop: int) -> list[range]:
+    """`[start, stop)` without `ranges`, as non-empty ranges."""
+    found: list[range] = []
+    for units in sorted(filter(None, ranges), key=lambda units: units.start):
+        if units.start > start:
+            found.append(range(start, min(units.start, stop)))
+        start = max(start, units.stop)
+    found.append(range(start, stop))
+    return [units for units in found if units]
+
+
+def outside(first: int, last: int, start: int, stop: int) -> list[range]:
+    """What of `[start, stop)` lies outside of `[first, last)`, which may be empty."""
+    if first >= last or last <= start or stop <= first:
+        return [range(start, stop)] if start < stop else []
+    found = [range(start, first)] if start < first else []
+    if last < stop:
+        found.append(range(last, stop))
+    return found

@@ -1,0 +1,1278 @@
+"""The parts of a ledger, wired once, and what its calls begin and end with.
+
+The ledger's calls about requests that begin: match, room, forks.
+
+The ledger's calls about requests that have blocks: loads, jobs, commits, steps, the end.
+
+The ledger's calls about the disk, the tier below the host, and about fetches from there.
+
+The ledger's calls about a remote store, which other processes use too.
+
+The ledger: the synchronous API. A step-based engine drives it directly; the async runtime is its first client.
+
+A request's way through it: `admit` (match and pin) -> `allocate_nowait` or `queue_allocation` + `accept` -> `plan_load`
+-> `commit` ... -> `release`. `plan_load`, `commit` and `release` return plans; `launch` and `settle` report what became
+of them. Nothing here waits, and no call leaves anything half done.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import attrs
+
+from .._arguments import as_tuple, check_bool, check_callable, check_has, check_int, check_text, check_type, shown
+from .._config.config import MAX_BLOCKS, OffloadConfig
+from .._config.groups import KVCacheGroup
+from .._config.tiers import LearnedEviction, cell_units, new_order
+from .._eviction.hints import AlsoLearns, Hints
+from .._eviction.learned import Learning, Rulings
+from .._extensions.explain import Situation
+from .._extensions.forks import Forks
+from .._extensions.integrity import check_integrity
+from .._extensions.lazy import EvictionWatermark
+from .._extensions.load_choice import Loadable
+from .._extensions.overlap import begin_step, can_start, expected_ids, first_invalid_token, tell
+from .._extensions.pins import Pins, check_time
+from .._extensions.preemption import Preemptions
+from .._extensions.prefetch import CacheTransfers
+from .._extensions.store_policies import AlsoCounts, StoreScope, checked, store_limit, store_policy_of
+from .._host_cache.host_cache import EngineOwned
+from .._host_cache.matches import Arrivals, EngineMatches, EngineTier
+from .._host_cache.offers import MOST_OF_POOL, EngineOffers
+from .._tiers.disk.rules import STEPS, DiskStores, Restores, check_restored
+from .._tiers.fetch.rules import Fetches
+from .._tiers.remote.rules import RemoteStores
+from ..errors import ConfigError, DuplicateRequest, InvalidArgument, WrongState
+from .cache import PrefixCache
+from .commits import Commits
+from .events import Moves
+from .eviction import EvictionOrder, LeastRecentlyUsed
+from .index import fetchable_path, find_hit
+from .jobs import JobBook, Stores
+from .layout import Layout
+from .leases import RequestLeases, slide
+from .loads import Loads, require_no_holes
+from .plans import (
+    CellLabel,
+    Completion,
+    Extension,
+    Preemption,
+    PrefixMatch,
+    RestoredRun,
+    TransferPlan,
+    check_completion,
+)
+from .pools import DiskBlocks, ExtentPool, FreeList, LastUses, RemoteBlocks, SlotPool, TierBlocks
+from .prefix import Prefix, TokenIds, check_prefix
+from .protocols import OBSERVES, BlockWatcher, DevicePool, EngineBlocks, Observer
+from .records import NO_LIMIT, Job
+from .requests import CacheTransfer, Demotion, Fetch, Holding, Pin, Prefetch, Step, Waiter, nobody
+from .states import BELOW, Outcome, PinState, RequestState, Tier, check_tier, require
+from .states import RequestState as State
+from .status import EvictionStatistics, Fork, Holder, RequestStatus, TierStatistics, explained, plain
+from .tokens import TokenSequence
+from .waiting import Admission, is_waiting
+
+__all__ = [
+    "Ledger",
+    "LedgerStatistics",
+    "RemoteCounts",
+]
+
+
+HOST_WATERMARK = 8
+"""The part of the host that is stored on the disk before it is evicted."""
+
+
+def _groups_of(config: OffloadConfig) -> list[KVCacheGroup]:
+    groups = [group for group in config.groups if isinstance(group, KVCacheGroup)]
+    if len(groups) != len(config.groups):
+        raise ConfigError("groups", "must hold KVCacheGroup objects")
+    return groups
+
+
+def _device_tier(num_device_blocks: int, device_pool: DevicePool | None, order: EvictionOrder) -> TierBlocks:
+    if device_pool is None:
+        device_pool = FreeList(num_device_blocks)
+    check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)
+    for name in ("num_blocks", "num_free"):  # of another class, such as numpy's, they end up in every sum
+        check_int(f"device_pool.{name}", getattr(device_pool, name), 0, error=ConfigError)
+    return TierBlocks(Tier.DEVICE, device_pool, order)
+
+
+def _check_engine(device_pool: object, engine_blocks: object, clock: object) -> None:
+    if engine_blocks is not None and device_pool is not None:
+        raise ConfigError("device_pool", "must be None: the blocks are the engine's")
+    if not callable(clock) and (clock is not None or engine_blocks is not None):
+        raise InvalidArgument("clock", f"must be what the engine measures seconds by, got {shown(clock)}")
+
+
+_LOADING = (State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED)
+
+
+MAX_CATEGORY = 256
+"""Characters of the category of a hint, which is kept."""
+
+
+@attrs.frozen
+class RemoteCounts:
+    """Cells of a remote store. What it holds, only the store knows."""
+
+    num_loads: int
+    """On their way into the host."""
+    num_stores: int
+    num_forgotten: int
+    """To be removed: see `Ledger.take_forgotten_cells`."""
+
+
+@attrs.frozen
+class LedgerStatistics:
+    device: TierStatistics
+    host: TierStatistics
+    num_requests: int
+    num_waiting: int
+    num_jobs: int
+    num_late_completions: int
+    num_pins: int
+    """Held pins of `Ledger.pin`, not those of requests."""
+    loads_paused: bool
+    """With `engine_blocks`: more than `max_quarantined_share` of the blocks is in quarantine. Nothing is loaded."""
+    disk: TierStatistics | None
+    """None without a disk."""
+    remote: RemoteCounts | None
+    """None without a remote store."""
+    learned: tuple[Tier, ...]
+    """The tiers whose eviction follows what was learned now, and not the last use."""
+    num_hints: int
+    """In force."""
+    eviction: EvictionStatistics | None
+    """None unless eviction learns."""
+
+
+class Ledger:
+    """Decides what each block holds, for which owners, and what may happen to it next.
+
+    `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is the size of
+    one block over all regions; it only bounds bytes in flight and per job, and converts `host_bytes` to blocks.
+
+    The ledger allocates the device blocks. With `engine_blocks`, an engine does, which has a pool and a prefix cache
+    itself: then `offer` takes the place of `commit`, `plan_load` copies into blocks that the engine names, and the
+    calls about device blocks raise `WrongState` (docs/engines.md has the table). `clock` counts seconds, such as
+    `time.monotonic`: `engine_blocks` need one, otherwise it only tells the ages in `requests()`.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        num_device_blocks: int,
+        *,
+        block_bytes: int = 1,
+        device_pool: DevicePool | None = None,
+        engine_blocks: EngineBlocks | None = None,
+        clock: Callable[[], float] | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        check_type("config", config, OffloadConfig)
+        check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
+        check_int("block_bytes", block_bytes, 1)
+        if observer is not None:
+            check_has("observer", observer, "Observer", OBSERVES)
+        _check_engine(device_pool, engine_blocks, clock)
+        self.config, self.layout = config, Layout.of(_groups_of(config))
+        self.holdings: dict[str, Holding] = {}
+        self._closing: set[Holding] = set()
+        self.steps: dict[int, Step] = {}
+        """Those under way, the oldest first."""
+        self._num_steps = 0
+        self._num_admitted, self._block_bytes = 0, block_bytes
+        num_host_blocks = config.resolve_host_blocks(block_bytes)
+        new_order, learning = self._eviction(config, num_device_blocks - 1, num_host_blocks)
+        self._moves = moves = Moves(observer, clock)
+        if engine_blocks is None:
+            device = _device_tier(num_device_blocks, device_pool, new_order(Tier.DEVICE))
+        else:
+            most = int(config.max_quarantined_share * (num_device_blocks - 1))
+            device = EngineTier.of(engine_blocks, new_order(Tier.DEVICE), moves, most)
+        host = TierBlocks(Tier.HOST, ExtentPool(num_host_blocks), new_order(Tier.HOST))
+        tiers = [device, host]
+        if config.disk is not None:
+            num_slots = config.disk.num_slots(block_bytes, self.layout.unit_tokens)
+            slots = SlotPool(num_slots)
+            tiers.append(DiskBlocks(Tier.DISK, slots, new_order(Tier.DISK), used=slots.used))
+        last_uses = LastUses(num_device_blocks if engine_blocks is None else 0)
+        self.cache = cache = PrefixCache(self.layout, tuple(tiers), new_order, last_uses)
+        self._request_leases = leases = RequestLeases(cache)
+        self.jobs = JobBook(cache, moves, self._units_per_job(config.blocks_per_job(block_bytes)))
+        self._pins = Pins(cache, moves, config.max_pinned_share)
+        self.admission = Admission(cache, leases, moves, self._others_hold_room, self._pins.yield_one)
+        self._loads = Loads(cache, leases, moves, self.jobs, self.admission)
+        self._forks = Forks(cache, leases, self.admission, moves)
+        policy = checked(store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1))
+        self._hints: Hints | None = None
+        self._rulings: Rulings | None = None
+        if learning is not None:
+            self._hints, self._rulings = Hints(cache, learning, moves), Rulings(cache, learning, moves)
+            policy = AlsoLearns(policy, learning, self._hints, self._rulings)
+        if config.disk is not None or config.remote is not None:
+            policy = AlsoCounts.of(policy, self.layout, has_remote=config.remote is not None)
+        self._policy = policy
+        stores = Stores(cache, self.jobs, moves, Tier.DEVICE, BELOW)
+        self.writes_back = policy.num_watermark_blocks > 0
+        """Whether `plan_write_back` ever plans anything."""
+        watermark = EvictionWatermark(cache, self.jobs, stores, policy.num_watermark_blocks)
+        self._commits = Commits(cache, leases, stores, self.admission, moves, policy, watermark, self._pins, learning)
+        self._preemptions = Preemptions(cache, leases, moves, self.jobs, stores, self.admission, policy)
+        share = config.max_prefetch_share
+        self._cache_transfers = CacheTransfers(cache, leases, moves, self._loads, stores, self.admission, share)
+        self._fetches: Fetches | None = None
+        self._restores: Restores | None = None
+        """Until the first store on the disk, or a reset: what was there before it is no longer what an earlier process
+        has left."""
+        self._disk_stores: DiskStores | None = None
+        self._remote_stores: RemoteStores | None = None
+        if isinstance(policy, AlsoCounts):
+            self._wire_lower(policy, config)
+        self._engine: EngineOwned | None = None
+        self._conclude_loads = self._loads.conclude_all
+        if isinstance(device, EngineTier) and clock is not None:  # `_check_engine` demands one
+            if policy.num_watermark_blocks:
+                raise ConfigError("store_policy", "must not be lazy: when an engine evicts what, only it knows")
+            most = max(1, config.bytes_in_flight // block_bytes)
+            most_of_step = num_device_blocks // MOST_OF_POOL if config.max_bytes_in_flight is None else 0
+            offers = EngineOffers(
+                cache, self.jobs, stores, moves, policy, device, most, most_of_step, num_device_blocks, learning
+            )
+            arrivals = Arrivals(clock, config.pending_timeout_s)
+            matches = EngineMatches(cache, leases, moves, arrivals, device)
+            self._engine = EngineOwned(
+                cache, leases, moves, self.jobs, offers, matches, arrivals, self._pins, num_device_blocks
+            )
+            self._conclude_loads = self._engine.conclude_all
+        self.situation = Situation(
+            self.holdings, self.steps, self._pins, self.jobs, self._cache_transfers, self.admission,
+            None if self._engine is None else self._engine.arrivals, moves,
+        )  # fmt: skip
+
+    def _eviction(
+        self, config: OffloadConfig, num_device: int, num_host: int
+    ) -> tuple[Callable[[Tier], EvictionOrder], Learning | None]:
+        """What makes the order of a tier, and what it learns from."""
+        is_named = type(config.eviction) is str and config.eviction == "learned"
+        choice = LearnedEviction() if is_named else config.eviction
+        if not isinstance(choice, LearnedEviction):
+            make = LeastRecentlyUsed if type(choice) is str else partial(new_order, choice)
+            return (lambda _: make()), None
+        sizes = {Tier.HOST: num_host}
+        if config.disk is not None:
+            sizes[Tier.DISK] = config.disk.num_slots(self._block_bytes, self.layout.unit_tokens)
+        if choice.device:
+            sizes[Tier.DEVICE] = num_device
+        learning = Learning(self.layout, sizes)
+        return learning.new_order, learning
+
+    def _wire_lower(self, counts: AlsoCounts, config: OffloadConfig) -> None:
+        """Wire what is below the host: a disk, a remote store, or both."""
+        from_disk = from_remote = None
+        if config.disk is not None:
+            from_disk = self._wire_disk(counts)
+        if config.remote is not None:
+            from_remote = self._wire_remote(counts, config.remote.max_cell_bytes)
+        self._fetches = Fetches(
+            self.cache, self._request_leases, self._cache_transfers, config.max_fetch_share,
+            from_disk, from_remote, self._remote_stores,
+        )  # fmt: skip
+
+    def _wire_remote(self, counts: AlsoCounts, max_cell_bytes: int) -> Stores:
+        if self.layout.windows:
+            raise ConfigError("remote", "keeps full attention only: these groups have windows")
+        self.jobs.tiers[Tier.REMOTE] = RemoteBlocks(Tier.REMOTE, ExtentPool(0), LeastRecentlyUsed())
+        units = cell_units(self._block_bytes * self.layout.width, max_cell_bytes)
+        self._check_cell(units * self.layout.width)
+        self._remote_stores = RemoteStores(self.cache, self.jobs, counts, units)
+        return Stores(self.cache, self.jobs, self._moves, Tier.REMOTE, Tier.HOST)
+
+    def _check_cell(self, num_blocks: int) -> None:
+        """A cell that is larger than what fetches may take would be stored and asked for, and never loaded. A share of
+        0 says that nothing is to be fetched."""
+        most = int(self.cache.tiers[Tier.HOST].pool.num_blocks * self.config.max_fetch_share)
+        if self.config.max_fetch_share and num_blocks > most:
+            room = f"max_fetch_share of host memory is {most} blocks of {self._block_bytes} bytes"
+            raise ConfigError("cell_bytes", f"makes cells of {num_blocks} blocks, which could never be loaded: {room}")
+
+    def _wire_disk(self, counts: AlsoCounts) -> Stores:
+        cache, jobs, moves = self.cache, self.jobs, self._moves
+        down, up = (Stores(cache, jobs, moves, *hop) for hop in ((Tier.HOST, Tier.DISK), (Tier.DISK, Tier.HOST)))
+        pool = cache.tiers[Tier.DISK].pool
+        assert isinstance(pool, ExtentPool)
+        self._restores = Restores(cache, pool)
+        host, disk = cache.tiers[Tier.HOST].pool.num_blocks, cache.tiers[Tier.DISK].pool.num_blocks
+        most = min(max(self.layout.width, host // HOST_WATERMARK), disk)
+        # A look at what was asked for twice walks the host's order: none for a few blocks.
+        self._disk_stores = DiskStores(EvictionWatermark(cache, jobs, down, most, max(1, most // STEPS)), counts)
+        return up
+
+    # -- how a call begins and ends -------------------------------------------------------------------------------
+
+    def _in_report(self, call: str) -> WrongState:
+        """The error for a `call` by an observer during a report, because the change that is reported is not
+        complete."""
+        return WrongState(f"{call}: an observer must not call the ledger, which is in the middle of a change")
+
+    def _own(self, holding: object) -> Holding:
+        """Refuse a request of another ledger, and any call about a request that an observer makes during a report."""
+        if self._moves.is_telling:
+            raise self._in_report("a call about a request")
+        if not isinstance(holding, Holding) or holding.ledger is not self:
+            raise InvalidArgument("holding", f"was not admitted by this ledger: {shown(holding)}")
+        return holding
+
+    def _require_own_device(self, call: str) -> None:
+        if self._moves.is_telling:
+            raise self._in_report(call)
+        if self._engine is not None:
+            raise WrongState(f"{call}: an engine has the device blocks of this ledger: see docs/engines.md")
+
+    def _on_own_device(self, holding: object, call: str) -> Holding:
+        """Refuse a request of another ledger, and `call` if an engine owns the device blocks."""
+        if (
+            self._engine is None
+            and isinstance(holding, Holding)
+            and holding.ledger is self
+            and not self._moves.is_telling
+        ):
+            return holding
+        self._require_own_device(call)
+        return self._own(holding)
+
+    def _engine_of(self, holding: object, call: str) -> EngineOwned:
+        """The engine-owned device; refuse `call` if this ledger owns the device blocks."""
+        self._own(holding)
+        if self._engine is None:
+            raise WrongState(f"{call}: this ledger has device blocks itself: it takes no others")
+        return self._engine
+
+    def _others_hold_room(self) -> bool:
+        if self.jobs.unsettled or self._closing:
+            return True
+        return any(h.holds_room and (h.waiter is None or h.waiter.is_over) for h in self.holdings.values())
+
+    def _settled(self, jobs: list[Job], also: Holding | None = None) -> None:
+        self.admission.serve_line(self._concluded(jobs, also))
+
+    def _concluded(self, jobs: list[Job], also: Holding | None = None) -> list[Callable[[], object]]:
+        over = self._loads.settled(jobs)
+        if also is not None and also.load is not None and also not in over:
+            over.append(also)
+        for job in jobs:
+            if job.completion is not None and job.completion.outcome is Outcome.CORRUPT:
+                self._pins.renew()
+                break
+        wakes: list[Callable[[], object]] = []
+        requests = over
+        if self._cache_transfers.under_way:
+            requests = [holding for holding in over if holding not in self._cache_transfers.under_way]
+            wakes = self._cache_transfers.conclude(over)
+        return wakes + self._conclude_loads(requests)
+
+    def _units_per_job(self, num_blocks: int) -> Sequence[int]:
+        return [max(1, num_blocks // max(1, band.width)) for band in self.layout.bands]
+
+    def _no_tables(self) -> list[list[int]]:
+        return [[] for _ in self.layout.groups]
+
+    # -- admission ------------------------------------------------------------------------------------------------
+
+    def lookup(self, prefix: Prefix) -> PrefixMatch:
+        """What a request for `prefix` would hit. Changes nothing, not even the eviction order."""
+        unit = self.layout.unit_tokens
+        limit = (check_prefix(prefix).num_tokens - 1) // unit
+        sequence = TokenSequence(prefix, unit)
+        if self._engine is not None:
+            hit = self._engine.matches.hit_behind(sequence, limit, 0)
+        else:
+            hit = find_hit(self.cache.index, sequence, self.layout, limit)
+        on_disk = 0
+        if self.cache.has_disk:
+            on_disk = max(0, fetchable_path(self.cache.index, sequence, self.layout, limit)[1] - hit.stop) * unit
+        return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_disk_tokens=on_disk)
+
+    def admit(
+        self,
+        prefix: Prefix,
+        *,
+        request_id: str | None = None,
+        max_hit_tokens: int | None = None,
+        hit_alignment: int = 1,
+        reads_cache: bool = True,
+        store: StoreScope | str = StoreScope.ALL,
+        max_store_tokens: int | None = None,
+        num_device_tokens: int = 0,
+        wake: Callable[[], object] = nobody,
+    ) -> Holding:
+        """Match `prefix` and pin the hit, in one step. All limits are in tokens.
+
+        `reads_cache=False`: use no hit. `store` (all, the prompt only, nothing) and `max_store_tokens` (leading tokens)
+        limit what may be stored. At least one token is always left to compute: a fully cached prompt hits one block
+        less.
+
+        With `engine_blocks`, the engine has the first `num_device_tokens` on its device; the host is matched behind
+        them. The answer may be `PENDING`: see `match_again`.
+        """
+        if self._moves.is_telling:
+            raise self._in_report("admit")
+        unit = self.layout.unit_tokens
+        if reads_cache is not True:
+            check_bool("reads_cache", reads_cache)
+        sequence = TokenSequence(check_prefix(prefix), unit)
+        limit = sequence.num_prompt_units if reads_cache else 0
+        if max_hit_tokens is not None:
+            limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
+        alignment = 1
+        if type(hit_alignment) is not int or hit_alignment != 1:
+            alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit
+        may_store = NO_LIMIT
+        if store is not StoreScope.ALL or max_store_tokens is not None:
+            may_store = store_limit(prefix, unit, store, max_store_tokens)
+        if self._engine is not None or type(num_device_tokens) is not int or num_device_tokens:
+            self._check_device_tokens(num_device_tokens, sequence.num_tokens)
+        if wake is not nobody:
+            check_callable("wake", wake)
+        name = self._checked_name(request_id)
+        holding = Holding(
+            name, sequence, self.cache.epoch, self._num_admitted, limit, alignment,
+            store_limit=may_store, ledger=self, evictions_before=self.cache.tiers[BELOW].num_evicted,
+        )  # fmt: skip
+        if may_store:
+            self._policy.seen(holding, 0, sequence.num_prompt_units)  # a policy of the program's own may raise
+        self._num_admitted += 1
+        self.holdings[name] = holding
+        if self._engine is not None:
+            self._engine.offers.deferred.pop(name, None)  # of an earlier request with this id
+            self._engine.matches.match(holding, num_device_tokens, wake)
+            return holding
+        self._request_leases.pin(holding)
+        self._moves.request(holding, State.MATCHED)
+        self._moves.request(holding, State.PINNED)
+        return holding
+
+    def _check_device_tokens(self, num_device_tokens: int, num_tokens: int) -> None:
+        check_int("num_device_tokens", num_device_tokens, 0, max(0, num_tokens - 1))
+        if num_device_tokens and self._engine is None:
+            raise InvalidArgument("num_device_tokens", "is for `engine_blocks`: this ledger has device blocks itself")
+
+    def match_again(
+        self, holding: Holding, *, num_device_tokens: int, wake: Callable[[], object] = nobody
+    ) -> PrefixMatch:
+        """With `engine_blocks`: match again, before the load. The pins move if `num_device_tokens` has changed.
+
+        `PENDING`: another request is loading the next block into the engine's blocks; this one holds no pins meanwhile.
+        `wake` is called when that load falls short, or when its request has offered or is over. After
+        `pending_timeout_s` the answer is no longer `PENDING`.
+        """
+        engine = self._engine_of(holding, "match_again")
+        require(holding, "match_again", State.MATCHED, State.PINNED)
+        self._check_device_tokens(num_device_tokens, holding.sequence.num_tokens)
+        if wake is not nobody:
+            check_callable("wake", wake)
+        engine.matches.match(holding, num_device_tokens, wake)
+        return holding.match
+
+    def pending_until(self, holding: Holding) -> float:
+        """With `engine_blocks`: from when on, by the ledger's clock, `match_again` does not answer `PENDING` any more.
+        Infinity for a request whose last answer was another one."""
+        return float(self._engine_of(holding, "pending_until").arrivals.pending_until(holding))
+
+    def _checked_name(self, request_id: str | None) -> str:
+        """`request_id`, or a name that no live request has."""
+        if request_id is not None:
+            name = check_text("request_id", request_id)
+            if name in self.holdings:
+                raise DuplicateRequest("request_id", f"a live request is called {name!r}")
+            return name
+        name = f"request-{self._num_admitted}"
+        while name in self.holdings:
+            name += "'"
+        return name
+
+    def allocate_nowait(self, holding: Holding, num_tokens: int | None = None) -> None:
+        """Take blocks for `num_tokens` (None: the prompt), all or nothing; `OutOfBlocks` changes nothing."""
+        self.admission.allocate_nowait(self._on_own_device(holding, "allocate"), num_tokens)
+
+    def queue_allocation(
+        self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
+    ) -> Waiter:
+        """Join the line. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it.
+
+        `wake` may call the ledger, but must not raise."""
+        check_callable("wake", wake)
+        waiter = self.admission.queue_allocation(self._on_own_device(holding, "allocate"), num_tokens, wake)
+        self.admission.serve_line()
+        return waiter
+
+    def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
+        """Extend the block table to `num_tokens` in all; `OutOfBlocks` changes nothing."""
+        return self.admission.extend_nowait(self._on_own_device(holding, "extend"), num_tokens)
+
+    def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
+        """Join the line for more room, ahead of all allocations."""
+        check_callable("wake", wake)
+        waiter = self.admission.queue_extension(self._on_own_device(holding, "extend"), num_tokens, wake)
+        self.admission.serve_line()
+        return waiter
+
+    def accept(self, waiter: Waiter) -> Extension:
+        """Take what `waiter` was granted, or raise what it failed with."""
+        self._own(check_type("waiter", waiter, Waiter).holding)
+        return self.admission.accept(waiter)
+
+    def withdraw(self, waiter: Waiter) -> None:
+        """Stop waiting: give back an unused grant and serve the line."""
+        self._own(check_type("waiter", waiter, Waiter).holding)
+        self.admission.withdraw(waiter)
+        self.admission.serve_line()
+
+    # -- forks ----------------------------------------------------------------------------------------------------
+
+    def num_shared_tokens(self, holding: Holding) -> int:
+        """Leading tokens whose blocks a fork of `holding` would share; behind them it needs blocks of its own."""
+        require(self._on_own_device(holding, "fork"), "fork", State.RUNNING)
+        return self._forks.shared_stop(holding) * self.layout.unit_tokens
+
+    def fork(
+        self,
+        holding: Holding,
+        request_id: str | None = None,
+        *,
+        num_tokens: int = 0,
+    ) -> Fork:
+        """Start another request with the tokens that `holding` has so far, RUNNING at once. It shares the full blocks;
+        the engine copies the others (`Fork.copies`). It has room for `num_tokens`, or for all known tokens if those are
+        more. `OutOfBlocks` changes nothing.
+        """
+        shared = self.num_shared_tokens(holding) // self.layout.unit_tokens
+        self._forks.check(holding)
+        name, wanted = self._checked_name(request_id), check_int("num_tokens", num_tokens, 0)
+        num_units = self._forks.num_units(holding, wanted)
+        unborn = self._forks.twin(holding, name, self._num_admitted)
+        blocks = self._forks.take(holding, shared, num_units)
+        self._num_admitted += 1
+        self.holdings[name] = unborn
+        return self._forks.share(holding, unborn, shared, num_units, blocks)
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def plan_load(
+        self,
+        holding: Holding,
+        max_tokens: int | None = None,
+        wake: Callable[[], object] = nobody,
+        *,
+        max_job_bytes: int | None = None,
+        into: Sequence[Sequence[int]] | None = None,
+    ) -> tuple[TransferPlan, ...]:
+        """Start loading the host hit onto the device; returns the plans to launch.
+
+        RUNNING afterwards: nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the load
+        fell short and there was no room for the missing blocks, or a reset has made the device hit useless, so the
+        request gave up all its blocks. `wake` is called when its wait for blocks ends. Then accept `holding.waiter` and
+        plan again. Of a request that is RUNNING already, nothing is planned; it is REQUEUED if its load is lost to a
+        reset (`lost_to_reset`). `max_job_bytes` replaces the configured limit, to split an overlapped load into as few
+        jobs as possible.
+
+        With `engine_blocks`, `into` holds the request's block tables: one per group, from the first token at least to
+        the end of the hit. The copies write only to the blocks named there for the units that are loaded.
+        """
+        if wake is not nobody:
+            check_callable("wake", wake)
+        units_per_job: Sequence[int] = ()
+        if max_job_bytes is not None:
+            units_per_job = self._units_per_job(check_int("max_job_bytes", max_job_bytes, 1) // self._block_bytes)
+        if self._engine is not None:
+            jobs = self._engine.plan_load(self._own(holding), into, max_tokens, wake, units_per_job)
+            return tuple([job.plan for job in jobs])
+        if into is not None:
+            raise InvalidArgument("into", "is for `engine_blocks`: this ledger has device blocks itself")
+        plans = self._loads.plan(self._own(holding), max_tokens, wake, units_per_job)
+        self.admission.serve_line()
+        return plans
+
+    @property
+    def is_engine_owned(self) -> bool:
+        """Whether an engine owns the device blocks."""
+        return self._engine is not None
+
+    def lost_to_reset(self, holding: Holding) -> bool:
+        """Whether a reset has come since the load was over, and the request has not begun to compute behind it: no
+        step, no commit, no offer. What it has loaded is KV from before the reset. `plan_load` takes it back: call that
+        unless the caller was told before the reset that the load is over."""
+        if self._engine is None:
+            return self._loads.lost_to_reset(self._own(holding))
+        return self._engine.lost_to_reset(self._own(holding))
+
+    def loadable(self, holding: Holding, max_tokens: int | None = None) -> Loadable | None:
+        """What `plan_load` would load now; with `engine_blocks`, all that the match has said. None: nothing, or it was
+        planned before."""
+        if self._engine is None:
+            return self._loads.loadable(self._own(holding), max_tokens)
+        if max_tokens is not None:
+            raise InvalidArgument("max_tokens", "is for a ledger that has device blocks itself: decline the rest")
+        return self._engine.matches.loadable(self._own(holding))
+
+    def decline(self, holding: Holding, from_token: int) -> PrefixMatch:
+        """With `engine_blocks`: match again, before the load, up to `from_token`, rounded down to a block. What the
+        host has behind it is computed, and no later match of this request has it."""
+        engine = self._engine_of(holding, "decline")
+        require(holding, "decline", State.PINNED)
+        engine.matches.decline(holding, check_int("from_token", from_token, 0) // self.layout.unit_tokens)
+        return holding.match
+
+    def abandon_load(self, holding: Holding) -> None:
+        """Stop waiting for a load: landed blocks count, the rest is computed. Launched copies go on.
+
+        With `engine_blocks`, these copies go on writing to the blocks that `into` named, and their jobs hold them until
+        they are over: behind `holding.num_computed_tokens`, compute into other blocks.
+        """
+        require(self._own(holding), "abandon_load", *_LOADING)
+        if holding.load is not None:
+            self._settled(self._loads.abandon(holding), also=holding)
+
+    # -- jobs -----------------------------------------------------------------------------------------------------
+
+    def launch(self, job_id: int) -> bool:
+        """Mark a queued job as launched: it cannot be recalled. False: the job is no longer wanted."""
+        if self._moves.is_telling:
+            raise self._in_report("launch")
+        job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
+        return job is not None and self.jobs.launch(job)
+
+    def settle(self, completion: Completion) -> None:
+        """Settle a launched job: publish, release its leases, serve the line, wake; in this order."""
+        if self._moves.is_telling:
+            raise self._in_report("settle")
+        check_completion(completion)
+        self.admission.serve_line(self._concluded(self.jobs.settle(completion)))
+
+    def discard(self, job_id: int) -> None:
+        """Give up a job that was never launched; the requests that wait for it compute instead."""
+        if self._moves.is_telling:
+            raise self._in_report("discard")
+        job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
+        if job is not None:
+            self._settled(self.jobs.discard(job))
+
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    def commit(
+        self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
+    ) -> tuple[TransferPlan, ...]:
+        """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
+        plans = self._commits.commit(self._on_own_device(holding, "commit"), num_computed_tokens, new_token_ids)
+        self.admission.serve_line()
+        return plans
+
+    def check_commit(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()) -> None:
+        """Raise what `commit` would, and change nothing."""
+        self._commits.check(self._on_own_device(holding, "commit"), num_computed_tokens, new_token_ids)
+
+    def offer(
+        self,
+        holding: Holding,
+        num_computed_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        new_token_ids: TokenIds = (),
+        *,
+        is_last: bool = False,
+    ) -> tuple[TransferPlan, ...]:
+        """With `engine_blocks`, in place of `commit`: append `new_token_ids`, then store what the host lacks of the
+        first `num_computed_tokens` (absolute), as far as the policy wants it; returns the stores to launch.
+
+        `block_ids` holds the request's block tables, one per group, from the first token on: lists, ranges or arrays.
+        Ids are read only where something is stored; with `is_last`, all are checked. Null blocks are skipped. Jobs hold
+        the blocks that they copy until the copies are over, whatever becomes of the request. If host memory has no free
+        blocks, blocks are skipped, and the next offer tries them again. Blocks above the bound of stores in flight are
+        deferred: call `offer_deferred` once a step. `is_last`: the last offer of the request, so what a later prompt
+        needs of windows is stored too.
+        """
+        engine = self._engine_of(holding, "offer")
+        check_bool("is_last", is_last)
+        jobs = engine.offer(holding, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        return tuple([job.plan for job in jobs])
+
+    def offer_deferred(self) -> tuple[TransferPlan, ...]:
+        """With `engine_blocks`, at the beginning of each step: store blocks that offers have deferred, up to the bound
+        of stores in flight, those of the oldest request first. This includes blocks of requests that are over. The call
+        is cheap if no blocks are deferred.
+
+        `FindsBlocks.find` says which block of the engine holds the KV now. If the engine no longer has it, the ledger
+        gives the block up and reports that to the observer (`store_skipped`, `in_flight`). Without `find`, no block is
+        deferred: the next offer of the request tries the skipped blocks again. The copies have to wait for all compute
+        submitted to the device so far.
+        """
+        if self._moves.is_telling:
+            raise self._in_report("offer_deferred")
+        if self._engine is None:
+            raise WrongState("offer_deferred: this ledger has device blocks itself: it takes no others")
+        return tuple([job.plan for job in self._engine.offers.offer_deferred()])
+
+    @property
+    def deferred_requests(self) -> tuple[str, ...]:
+        """Ids of the requests with deferred blocks, the oldest first. They may be over. `find` is called for them."""
+        return () if self._engine is None else tuple(self._engine.offers.deferred)
+
+    def plan_write_back(self) -> tuple[TransferPlan, ...]:
+        """Stores of what the next allocations would evict; none unless the policy stores that late (`LazyStore`).
+
+        Call it after `commit` and `release`; it is cheap if nothing has changed. The blocks may have been computed at
+        any time, so the copies have to wait for all compute submitted to the device so far.
+        """
+        if self._moves.is_telling:
+            raise self._in_report("plan_write_back")
+        return self._commits.plan_write_back()
+
+    def invalidate(self, holding: Holding, from_token: int) -> tuple[Holding, ...]:
+        """Take back what a failed forward committed: all KV from `from_token` on is wrong.
+
+        Drops the generated tokens behind `from_token`: that forward, or a later one, sampled them. Returns the other
+        requests that may have read the wrong KV; abort them. Abort `holding` too if it comes first in the result: it
+        would have to go back behind its window, or other requests still read blocks that it would write to and it
+        cannot get others.
+
+        With `engine_blocks`: what was offered from `from_token` on, and all cached behind it, is no longer found. The
+        requests returned may have read it in the engine's cache or from the host. The engine itself has to forget what
+        its cache holds.
+        """
+        sequence, published = self._own(holding).sequence, holding.published
+        if self._remote_stores is not None:
+            sequence = sequence.copy()
+        if self._engine is not None:
+            told, settled = self._engine.invalidate(holding, from_token, tuple(self.holdings.values()))
+            self._settled(settled)
+            self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
+            return tuple(reader for reader in told if not reader.is_over)
+        # Requests that are over may have read it too, in a step or as forks, but need not be aborted.
+        readers = dict.fromkeys((*self.holdings.values(), *self._closing, *self._forks.over))
+        tainted = self._commits.invalidate(holding, from_token, readers)
+        self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
+        for reader, first in tainted.items() if self._remote_stores is not None else ():
+            if reader is not holding:  # a fork may have published units that `holding` has only begun
+                self._take_back_cells(reader.sequence, first, max(reader.published, reader.read_before))
+        self.admission.serve_line()
+        return tuple(reader for reader in tainted if not reader.is_over)
+
+    def _take_back_cells(self, sequence: TokenSequence, first: int, stop: int) -> None:
+        """A remote store's cells with units `[first, stop)` of `sequence`, and cells that follow them, are wrong."""
+        if self._remote_stores is not None:
+            for job in self._remote_stores.take_back(sequence, first, stop):
+                self._settled(self.jobs.discard(job))
+
+    @property
+    def num_steps_ended(self) -> int:
+        """Steps that have ended. The next one to end has the next number, see `last_step`."""
+        return self.cache.last_uses.num_ended
+
+    def last_step(self, plans: Iterable[TransferPlan]) -> int:
+        """The number of the last step that may have touched the device blocks that `plans` write to. These loads have
+        to wait for the fences of the steps up to that number, and for nothing else.
+
+        0: unknown, or the step has not ended; then the loads have to wait for all compute so far. Numbers are known as
+        long as every forward runs in a step. After one commit of tokens that no step has computed, all answers are 0.
+        """
+        number = 0
+        for plan in as_tuple("plans", plans, "TransferPlan"):
+            if check_type("plans", plan, TransferPlan).destination is not Tier.DEVICE:
+                continue
+            latest = self.cache.last_uses.latest(plan.destination_ids)
+            if not latest:
+                return 0
+            number = max(number, latest)
+        return number
+
+    @contextmanager
+    def step(self, holdings: Iterable[Holding], arriving: Iterable[Holding] = ()) -> Iterator[None]:
+        """Hold the blocks of `holdings` while a forward touches them, whatever becomes of the requests.
+
+        For the requests in `arriving`, the forward overlaps a load: see `expected_block_ids`. If the load falls short,
+        what the forward computed cannot be committed. A request whose load is over already is held like the others.
+        """
+        self._require_own_device("step")
+        held, arrived = as_tuple("holdings", holdings, "Holding"), as_tuple("arriving", arriving, "Holding")
+        self._check_step(held, arrived)
+        held += arrived
+        for holding in held:
+            begin_step(self.cache, self._moves, holding)
+            holding.began_step()
+        step = self._begun(held)
+        try:
+            yield
+        finally:
+            wakes: list[Callable[[], object]] = []
+            number = self.cache.last_uses.step_ended()
+            for holding in held:
+                if holding.ended_step(number):
+                    wakes += self._end_steps(holding)
+            del self.steps[step.step_id]
+            self._moves.step_ended(step)
+            self.admission.serve_line(wakes)
+
+    def _begun(self, holdings: tuple[Holding, ...]) -> Step:
+        self._num_steps += 1
+        self.steps[self._num_steps] = step = Step(self._num_steps, holdings)
+        self._moves.step_begun(step)
+        return step
+
+    def _check_step(self, holdings: Iterable[Holding], arriving: Iterable[Holding]) -> None:
+        for holding in holdings:
+            require(self._own(holding), "step", State.ALLOCATED, State.RUNNING)
+            require_no_holes(holding, "step")
+        for holding in arriving:
+            require(self._own(holding), "step", State.LOADING, State.RUNNING)
+            if holding.state is not State.RUNNING and not can_start(self.cache, holding):
+                raise WrongState(f"step: the load of {holding} is not under way: wait until it is over")
+
+    def _end_steps(self, holding: Holding) -> list[Callable[[], object]]:
+        """The last step of `holding` is over. Returns the callbacks to call after the line is served."""
+        holding.when_idle()
+        if holding in self._closing:
+            self._closing.discard(holding)
+            self._request_leases.let_go(holding)
+        elif holding.state is State.DRAINING:
+            return self._loads.conclude_all([holding])
+        else:
+            slide(self.cache, holding)
+        return []
+
+    def can_start_early(self, holding: Holding) -> bool:
+        """Whether `step` accepts the request as `arriving` while its load is under way."""
+        return can_start(self.cache, self._on_own_device(holding, "can_start_early"))
+
+    def num_expected_tokens(self, holding: Holding) -> int:
+        """Tokens whose KV is on the device once the load has landed: where an overlapping step starts to compute."""
+        load = self._on_own_device(holding, "num_expected_tokens").load
+        return holding.num_computed_tokens if load is None else load.stop * self.layout.unit_tokens
+
+    def expected_block_ids(self, holding: Holding) -> list[list[int]]:
+        """The block table as it will be once the load has landed, one list per group, for a step with the request in
+        `arriving`. A loaded block is valid only once its job's fence has passed. `WrongState` before such a step."""
+        ids = expected_ids(self._on_own_device(holding, "expected_block_ids"))
+        return self.layout.by_group(ids) if ids else self._no_tables()
+
+    def begin_again(self, holding: Holding) -> int | None:
+        """The first token to compute again, in a new step, since the load fell short of what an overlapping step
+        assumed; None: nothing to compute again. After an invalid overlap, commits need this call and a new step."""
+        require(self._on_own_device(holding, "begin_again"), "begin_again", State.RUNNING)
+        tell(self._moves, holding)
+        return first_invalid_token(holding)
+
+    def first_invalid_token(self, holding: Holding) -> int | None:
+        """The same without acknowledging it: commits stay refused."""
+        return first_invalid_token(self._on_own_device(holding, "first_invalid_token"))
+
+    def release(self, holding: Holding, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
+        """End the request: DONE if it has committed and no other `reason` is given, else ABORTED.
+
+        Releases all its pins and blocks in this call, except blocks that a step or a job still touches. Returns the
+        stores to launch. If the store policy raises, that is raised, and the request has ended without stores.
+        """
+        reason = check_text("reason", reason)
+        request = self._own(holding)
+        if self.holdings.get(request.request_id) is not request:
+            raise WrongState(f"release: {request} is {request.state.name} already")
+        done = request.state is State.RUNNING and request.has_committed and reason == "closed_early"
+        try:
+            return self._commits.offer_last(request) if done and request.epoch == self.cache.epoch else ()
+        finally:
+            if request.waiter is not None:
+                self.admission.leave(request.waiter)
+            settled = self._loads.abandon(request) if request.load is not None else []
+            if request.origins:
+                self._forks.leaving(request)
+            if request.num_steps:
+                self._closing.add(request)
+            else:
+                self._request_leases.let_go(request)
+            del self.holdings[request.request_id]
+            if not done:
+                request.ends_for(reason)
+            self._moves.request(request, State.DONE if done else State.ABORTED)
+            if self._forks.over:
+                self._forks.left(request)
+            if self._engine is not None:
+                self._engine.left(request)
+            if settled:
+                self._settled(settled)
+            else:
+                self.admission.serve_line()
+
+    # -- preemption -----------------------------------------------------------------------------------------------
+
+    def preempt_nowait(self, holding: Holding) -> Preemption:
+        """Give up every device block of `holding`. What it has computed is kept in host memory as far as there is room,
+        pinned until it is resumed or over. Refused in a step, and in the line for room unless REQUEUED."""
+        self._preemptions.check(self._on_own_device(holding, "preempt"))
+        wakes: list[Callable[[], object]] = []
+        if holding.load is not None:
+            wakes += self._concluded(self._loads.abandon(holding), also=holding)
+        if holding.waiter is not None:  # REQUEUED: its wait ends here, too
+            wakes.append(holding.waiter.wake)
+        found = self._preemptions.preempt(holding)
+        self.admission.serve_line(wakes)  # last: a wake may call the ledger
+        return found
+
+    def resume(self, holding: Holding, num_tokens: int | None = None) -> None:
+        """Match a preempted request again, with what it had computed: PINNED afterwards, as after `admit`. It computes
+        again from the first token that no load brings back.
+
+        `num_tokens`: the room that it will ask for; `OutOfBlocks`, with nothing changed, if that can never fit.
+        """
+        self._preemptions.resume(self._on_own_device(holding, "resume"), num_tokens)
+        self.admission.serve_line()
+
+    def fetch(
+        self,
+        prefix: Prefix,
+        wake: Callable[[], object] = nobody,
+        *,
+        num_remote_tokens: int = 0,
+        request: Holding | None = None,
+    ) -> Fetch:
+        """Start copying into the host what only the disk has of `prefix`: its `plans` have to be launched. Behind that,
+        load the cells of a remote store with its first `num_remote_tokens`, whole cells: the caller has asked there.
+
+        All fetches together take at most `max_fetch_share` of the host; of what exceeds it, the front is fetched. Two
+        fetches of one prefix share the copies. A cell that is not there ends what is fetched. `wake` is called once it
+        is over: if it calls `match_fetched` itself, nothing can be evicted in between. `request` is who waits for it:
+        `requests()` and the log say so.
+        """
+        if self._moves.is_telling:
+            raise self._in_report("fetch")
+        check_callable("wake", wake)
+        if request is not None:
+            self._own(request)
+        sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
+        remote_stop = check_int("num_remote_tokens", num_remote_tokens, 0) // self.layout.unit_tokens
+        cell_tokens = 0 if self._remote_stores is None else self._remote_stores.cell_units * self.layout.unit_tokens
+        if num_remote_tokens and (not cell_tokens or num_remote_tokens % cell_tokens):
+            raise InvalidArgument("num_remote_tokens", f"must be whole cells of {cell_tokens} tokens")
+        return self._need_fetches("fetch").fetch(sequence, wake, self, remote_stop, request)
+
+    def num_fetch_blocks(self, prefix: Prefix) -> int:
+        """Blocks that a fetch of `prefix` would copy from the disk now: none that others bring already."""
+        sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
+        return self._need_fetches("num_fetch_blocks").num_blocks(sequence)
+
+    def num_remote_fetch_blocks(self, prefix: Prefix, num_remote_tokens: int) -> int:
+        """Blocks that a fetch of `prefix` would load from cells with its first `num_remote_tokens` tokens now: neither
+        what the disk has nor what others bring already."""
+        sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
+        remote_stop = check_int("num_remote_tokens", num_remote_tokens, 0) // self.layout.unit_tokens
+        return self._need_fetches("num_remote_fetch_blocks").num_remote_blocks(sequence, remote_stop)
+
+    def match_fetched(self, holding: Holding) -> PrefixMatch:
+        """Match a PINNED request again and pin what is there now, in one step: a fetch has brought more of it. Refused
+        while it is in the line for room, and once it has blocks."""
+        require(self._own(holding), "match_fetched", RequestState.PINNED)
+        if holding.waiter is not None:
+            raise is_waiting(holding, "match_fetched")
+        if self._engine is not None:
+            self._engine.matches.match_fetched(holding)
+        else:
+            self._request_leases.match_again(holding)
+            if self._fetches is not None:
+                self._fetches.keep(holding)
+        self.admission.serve_line()
+        return holding.match
+
+    def plan_disk_stores(
+        self, max_blocks: int, *, is_idle: bool = False, only_asked_twice: bool = False
+    ) -> tuple[TransferPlan, ...]:
+        """Stores on the disk of what the host is about to evict, at most `max_blocks` blocks; with `is_idle`, also of
+        what was asked for twice. `only_asked_twice`: nothing else. Cheap if nothing has changed."""
+        if self._moves.is_telling:
+            raise self._in_report("plan_disk_stores")
+        check_int("max_blocks", max_blocks, 0)
+        check_bool("is_idle", is_idle)
+        check_bool("only_asked_twice", only_asked_twice)
+        if self._disk_stores is None:
+            return ()
+        return self._stored(self._disk_stores.plan(max_blocks, is_idle=is_idle, only_asked_twice=only_asked_twice))
+
+    @property
+    def disk_stores_are_due(self) -> bool:
+        """Whether `plan_disk_stores` may find something that it did not find last time. Cheap."""
+        return self._disk_stores is not None and self._disk_stores.are_due
+
+    def plan_disk_flush(self, max_blocks: int) -> tuple[TransferPlan, ...]:
+        """Stores on the disk of what is in the host, at most `max_blocks` blocks, what was used last first."""
+        if self._moves.is_telling:
+            raise self._in_report("plan_disk_flush")
+        check_int("max_blocks", max_blocks, 0)
+        if self._disk_stores is None:
+            return ()
+        return self._stored(self._disk_stores.plan_flush(max_blocks))
+
+    def _stored(self, jobs: list[Job]) -> tuple[TransferPlan, ...]:
+        if jobs:
+            self._restores = None  # what they write to may be what a restart has found
+        return tuple([job.plan for job in jobs])
+
+    def take_forgotten_slots(self) -> array[int]:
+        """The slots on the disk whose contents `invalidate` has taken back since the last call: whatever a restart
+        would find them by is to be erased."""
+        disk = self.cache.tiers[-1]
+        return disk.take_forgotten() if isinstance(disk, DiskBlocks) else array("i")
+
+    @property
+    def num_disk_resets(self) -> int:
+        """How often all on the disk was forgotten since this ledger was made: see `TransferPlan.generation`."""
+        return self.cache.tiers[Tier.DISK].num_resets if self.cache.has_disk else 0
+
+    def restore(self, run: RestoredRun) -> int:
+        """Take up what an earlier process has left on the disk; returns how many of its slots are in use now.
+
+        Runs are given a prefix before what follows it. Requests may go on meanwhile, but all are to be given before the
+        first store on the disk: after that, and after a reset, nothing is taken up. What follows nothing that is there
+        is left out, and so is what is there already."""
+        if self._moves.is_telling:
+            raise self._in_report("restore")
+        if not self.cache.has_disk:
+            raise WrongState("restore: this ledger has no disk: see `OffloadConfig.disk`")
+        found = check_restored(run, self.cache)
+        return 0 if self._restores is None else self._restores.restore(found)
+
+    def _need_fetches(self, call: str) -> Fetches:
+        if self._fetches is None:
+            raise WrongState(f"{call}: this ledger has no disk and no remote store: see `OffloadConfig.disk`")
+        return self._fetches
+
+    @property
+    def cell_units(self) -> int:
+        """Units of a cell: see `cells_of`. 0 without a remote store."""
+        return 0 if self._remote_stores is None else self._remote_stores.cell_units
+
+    def plan_remote_stores(self, max_blocks: int, is_wanted: Callable[[CellLabel], bool]) -> tuple[TransferPlan, ...]:
+        """Stores of whole cells that are in the host and were asked for twice, at most `max_blocks` blocks; what was
+        asked for last comes first. Cheap if nothing has changed.
+
+        `is_wanted` is asked for each cell, with the ledger in the middle of this call: False for what the store has."""
+        if self._moves.is_telling:
+            raise self._in_report("plan_remote_stores")
+        check_int("max_blocks", max_blocks, 0)
+        check_callable("is_wanted", is_wanted)
+        if self._remote_stores is None:
+            return ()
+        ticket = self._num_admitted
+        oldest = next(iter(self.holdings.values())).ticket if self.holdings else ticket
+        return tuple([job.plan for job in self._remote_stores.plan(max_blocks, is_wanted, ticket, oldest)])
+
+    def take_forgotten_cells(self) -> tuple[CellLabel, ...]:
+        """The cells to remove from the store, since `invalidate` has taken back what they hold: all of which a store
+        may have been planned. Those that a store under way may still bring there are kept until it is settled."""
+        return () if self._remote_stores is None else self._remote_stores.take_forgotten()
+
+    def __repr__(self) -> str:
+        tiers = [f"{t.tier.name.lower()} {t.pool.num_free}/{t.pool.num_blocks} free" for t in self.cache.tiers]
+        return f"<Ledger {', '.join(tiers)}, {len(self.holdings)} requests>"
+
+    # -- what no request asks for ---------------------------------------------------------------------------------
+
+    def pin(self, prefix: Prefix, *, expires_at: float = math.inf) -> Pin:
+        """Pin what is cached of `prefix` until `unpin`, or until `lapse` is called with `expires_at` or a later time.
+        `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
+        if self._moves.is_telling:
+            raise self._in_report("pin")
+        return self._pins.pin(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), expires_at, self)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin. One that has ended by itself is left as it is; a second `unpin` raises."""
+        if self._moves.is_telling:
+            raise self._in_report("unpin")
+        if not isinstance(pin, Pin) or pin.ledger is not self:
+            raise InvalidArgument("pin", f"was not made by this ledger: {shown(pin)}")
+        if pin.state in (PinState.HELD, PinState.RELEASED):
+            self._pins.end(pin, PinState.RELEASED)
+            self.admission.serve_line()
+
+    @property
+    def next_lapse(self) -> float:
+        """When the first pin or hint lapses; infinity without one."""
+        if self._hints is not None:
+            return min(self._pins.next_lapse, self._hints.next_lapse)
+        return self._pins.next_lapse
+
+    def lapse(self, now: float) -> None:
+        """End the pins and hints that expire at `now` or before."""
+        if self._moves.is_telling:
+            raise self._in_report("lapse")
+        if self._pins.lapse(now):
+            self.admission.serve_line()
+        if self._hints is not None:
+            self._hints.lapse(now)
+
+    def hint(self, prefix: Prefix, *, expires_at: float, category: str = "") -> int:
+        """Spare what is cached of `prefix` until it is asked for, or until `lapse` is called with `expires_at` or a
+        later time: it is evicted last. Pins nothing. Returns the tokens that are spared, 0 unless eviction learns.
+
+        Hints of a `category`, at most 64 of them, spare nothing while less than a quarter of them comes true."""
+        if self._moves.is_telling:
+            raise self._in_report("hint")
+        check_prefix(prefix)
+        expires_at, category = check_time("expires_at", expires_at), check_text("category", category)
+        if len(category) > MAX_CATEGORY:
+            raise InvalidArgument("category", f"must have at most {MAX_CATEGORY} characters, got {len(category):,}")
+        if self._hints is None:
+            return 0
+        unit = self.layout.unit_tokens
+        return self._hints.hint(TokenSequence(prefix, unit), expires_at, category) * unit
+
+    def drop_pins(self) -> None:
+        """End every pin: DROPPED."""
+        if self._moves.is_telling:
+            raise self._in_report("drop_pins")
+        self._pins.end_all(PinState.DROPPED)
+        self.admission.serve_line()
+
+    def prefetch(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Prefetch:
+        """Start loading what a request for `prefix` would load: its `plans` have to be launched."""
+        self._require_own_device("prefetch")
+        check_callable("wake", wake)
+        return self._cache_transfers.prefetch(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
+
+    def demote(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Demotion:
+        """Start moving `prefix` from the device to the host: its `plans` have to be launched."""
+        self._require_own_device("demote")
+        check_callable("wake", wake)
+        return self._cache_transfers.demote(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
+
+    def cancel(self, transfer: CacheTransfer) -> None:
+        """Cancel a prefetch, a fetch or a demotion; nothing if it is over. Launched copies and all stores go on."""
+        if self._moves.is_telling:
+            raise self._in_report("cancel")
+        if not isinstance(transfer, CacheTransfer) or transfer.holding.ledger is not self:
+            raise InvalidArgument("transfer", f"was not begun by this ledger: {shown(transfer)}")
+        if not transfer.is_over:
+            self._settled(self._cache_transfers.cancel(transfer))
+            transfer.wake()
+
+    def cancel_cache_transfers(self) -> None:
+        for transfer in tuple(self._cache_transfers.under_way.values()):
+            self.cancel(transfer)
+
+    # -- the whole ------------------------------------------------------------------------------------------------
+
+    def reset(self, tier: Tier | None = None) -> None:
+        """Forget everything cached, or everything that `tier` holds. Every pin ends, unless only the disk is reset.
+
+        No request begins to compute with KV from before the reset. The reset drops the match of a request without
+        blocks. If the load of a request is not over, the request loses its device hit, its load ends with no tokens,
+        and the request computes from its first token (with `engine_blocks`: from the end of the engine's own hit). A
+        request whose load is over, or that computes without a load, keeps its blocks and goes on, unless its caller was
+        not told yet that the load is over: see `lost_to_reset`. Requests from before
+        the reset publish and store nothing any more, unless only a tier below the device is reset."""
+        if self._moves.is_telling:
+            raise self._in_report("reset")
+        if tier is not None and check_tier("tier", tier) is Tier.DEVICE:
+            self._require_own_device("reset of this tier")
+        if tier is Tier.DISK and not self.cache.has_disk:
+            raise InvalidArgument("tier", "is not there: this ledger has no disk")
+        if tier is Tier.REMOTE:
+            raise InvalidArgument("tier", "is not this ledger's: another namespace finds nothing in it")
+        if tier in (None, Tier.DISK):
+            self._restores = None
+        if tier is not Tier.DISK:  # no pin keeps anything there
+            self._pins.end_all(PinState.DROPPED)
+        if tier is None:
+            self.cache.reset()
+            if self._hints is not None:
+                self._hints.clear()
+        else:
+            self.cache.reset_tier(tier)
+        if tier is not Tier.DISK:  # no request has a match there
+            match_again = self.admission.match_again if self._engine is None else self._engine.matches.forget
+            match_again(self.holdings.values())
+        for holding in (*self.holdings.values(), *self._closing):
+            if tier is Tier.DEVICE and holding.num_units and holding.epoch == self.cache.epoch:
+                holding.orphan()
+        self.admission.serve_line()
+
+    def statistics(self) -> LedgerStatistics:
+        device, host, *rest = (tier.statistics() for tier in self.cache.tiers)
+        line = self.admission.line
+        waiting = len(line.extending) + len(line.allocating)
+        num_jobs, num_pins = len(self.jobs.unsettled), len(self._pins.pins)
+        late, paused = self.jobs.num_late, self._engine is not None and self._engine.matches.loads_paused
+        disk = rest[0] if rest else None
+        eviction = None if self._rulings is None else self._rulings.statistics()
+        learned = () if eviction is None else eviction.learned
+        return LedgerStatistics(
+            device, host, len(self.holdings), waiting, num_jobs, late, num_pins, paused, disk, self._remote_counts(),
+            learned, 0 if self._hints is None else len(self._hints), eviction,
+        )  # fmt: skip
+
+    def _remote_counts(self) -> RemoteCounts | None:
+        if self._remote_stores is None:
+            return None
+        hops = [job.plan.hop for job in self.jobs.unsettled.values()]
+        num_loads, num_stores = hops.count((Tier.REMOTE, Tier.HOST)), hops.count((Tier.HOST, Tier.REMOTE))
+        return RemoteCounts(num_loads, num_stores, len(self._remote_stores.forgotten))
+
+    def requests(self) -> tuple[RequestStatus, ...]:
+        """The live requests, the one that is in its state for the longest first: what each holds and waits for, and who
+        holds that. Ages are None in a ledger without a `clock`."""
+        return tuple(self.situation.requests())
+
+    def holders(self) -> tuple[Holder, ...]:
+        """Everybody who holds device blocks, the biggest first: requests, steps (also for requests that are over),
+        pins, jobs, prefetches, demotions."""
+        return tuple(self.situation.biggest())
+
+    def explain(self) -> str:
+        """`requests()` and `holders()` as a table to print."""
+        found = self.statistics()
+        device, lower = found.device, [("host", found.host), ("disk", found.disk)]
+        live = f"{found.num_requests:,} request{'' if found.num_requests == 1 else 's'}"
+        if found.remote is not None and (moving := found.remote.num_loads + found.remote.num_stores):
+            live += f", {moving:,} cell{'' if moving == 1 else 's'} on the way"
+        if self._engine is None:
+            about = f"{device.counted('device')}; {live}, {found.num_waiting:,} in line"
+        else:  # what it has free and cached only the engine knows, and who waits for room
+            held = f"{device.num_blocks:,} ({device.num_quarantined:,} quarantined)"
+            about = (
+                f"{self._engine.num_rows - 1:,} device blocks, which the engine hands out: copies hold {held}; {live}"
+            )
+        below = [tier.counted(name) for name, tier in lower if tier is not None and tier.num_blocks]
+        return explained("\n".join((about, *below, *self._evicts(found))), self.requests(), self.holders())
+
+    def _evicts(self, found: LedgerStatistics) -> tuple[str, ...]:
+        """By which order, in words; nothing where it is the default."""
+        if found.eviction is not None:
+            num_hints = found.num_hints
+            hints = f"; {num_hints:,} hint{'' if num_hints == 1 else 's'} in force" if num_hints else ""
+            return (f"{found.eviction}{hints}",)
+        order = self.cache.tiers[Tier.HOST].order
+        if isinstance(order, LeastRecentlyUsed):
+            return ()
+        return (f"eviction: an order of the program's own, {plain(type(order).__name__)}",)
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless every block has exactly one owner and every reference belongs to a lease."""
+        if self._moves.is_telling:  # blocks on their way have no owner, or two
+            raise self._in_report("check_integrity")
+        owners = (*self.holdings.values(), *self._closing, *self._cache_transfers.under_way)
+        check_integrity(self.cache, self.jobs, self.admission.line, owners, self._pins.pins)
+
+    def watch(self, watcher: BlockWatcher | None) -> None:
+        """Tell `watcher` of every block that becomes cached or is no longer cached, engine-owned blocks excepted. None:
+        stop telling."""
+        if watcher is not None:
+            check_has("watcher", watcher, "BlockWatcher", "part_changed all_cleared")
+        self.cache.watch(watcher)
+
+    def block_ids(self, holding: Holding) -> list[list[int]]:
+        """The block table, one list per group."""
+        tables = self._on_own_device(holding, "block_ids").tables
+        return self.layout.by_group([table.ids for table in tables]) if tables else self._no_tables()

@@ -1,0 +1,219 @@
+"""Plans, which the core gives to a transport, and completions, which come back. Only these frozen values cross.
+
+What a match says: how many leading tokens of a prompt are cached, and where.
+
+What calls about a request's room answer: values, which can be copied and pickled.
+
+What a restart has found on the disk.
+
+Checks of arguments to the ledger. Checks for the whole package are in `aoffload/arguments.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+
+import attrs
+
+from .._arguments import check_int, check_text, number_of, shown
+from ..errors import InvalidArgument
+from .states import Direction, Outcome, Tier
+
+__all__ = [
+    "Answer",
+    "BlockLabel",
+    "CellLabel",
+    "Completion",
+    "Extension",
+    "NO_MATCH",
+    "Preemption",
+    "PrefixMatch",
+    "RestoredRun",
+    "TransferPlan",
+    "check_completion",
+]
+
+
+@attrs.frozen(slots=True)
+class BlockLabel:
+    """What a block holds: place `place` of the unit at `position` in `band`, of the prefix whose digests through this
+    unit and before it are `digest` and `before` (empty: there is nothing before it)."""
+
+    band: int
+    place: int
+    position: int
+    root: bytes
+    digest: bytes
+    before: bytes
+    tokens: bytes
+    """Of this unit, as little-endian int32."""
+
+
+@attrs.frozen(slots=True)
+class CellLabel:
+    """Units `[start, stop)` of one band of the prefix whose digest through unit `stop` is `digest`: what a remote store
+    keeps as one object. `stop - start` is a power of two, and `start` a multiple of it."""
+
+    band: int
+    digest: bytes
+    start: int
+    stop: int
+
+
+@attrs.frozen
+class TransferPlan:
+    """Copy block `source_ids[i]` of tier `source` to block `destination_ids[i]` of tier `destination`, for every i.
+
+    The order is prefix order. Ids are distinct on each side and never name the null block.
+    """
+
+    job_id: int
+    source: Tier
+    destination: Tier
+    source_ids: array[int]
+    destination_ids: array[int]
+    labels: tuple[BlockLabel | None, ...] = ()
+    """Of a store to the disk: what each block holds. None where tokens alone do not prove it."""
+    generation: int = 0
+    """Of a store to the disk: how often that tier had been reset when the job was planned."""
+    cell: CellLabel | None = None
+    """From or to a remote store: the one cell that it copies. The ids on the remote side are the places of the blocks
+    in the cell, in prefix order from 0; a load may leave out the front or the end of a cell."""
+
+    @property
+    def hop(self) -> tuple[Tier, Tier]:
+        return self.source, self.destination
+
+    @property
+    def direction(self) -> Direction:
+        return Direction.LOAD if self.destination < self.source else Direction.STORE
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.source_ids)
+
+
+@attrs.frozen
+class Completion:
+    """The result of one plan. `num_landed`: proven blocks at its front. `corrupt`: indices into its ids."""
+
+    job_id: int
+    outcome: Outcome
+    num_landed: int = 0
+    corrupt: tuple[int, ...] = ()
+    error: str = ""
+    num_bytes: int = 0
+    duration_s: float = 0.0
+
+
+class Answer(enum.Enum):
+    HIT = "hit"
+    MISS = "miss"
+    PENDING = "pending"
+    """Another request's load is bringing the next block: ask again."""
+
+
+@attrs.frozen
+class PrefixMatch:
+    """How many leading tokens of a prompt are cached: on the device, behind those in host memory, then on the disk."""
+
+    num_device_tokens: int
+    num_host_tokens: int
+    is_pending: bool = False
+    num_disk_tokens: int = 0
+    """Tokens behind those that a fetch from the disk would add. They are no part of the hit."""
+
+    def __repr__(self) -> str:
+        """Without a disk, `num_disk_tokens` and `is_pending` keep their defaults, so the text leaves them out."""
+        also = f", num_disk_tokens={self.num_disk_tokens}" if self.num_disk_tokens else ""
+        also += ", is_pending=True" if self.is_pending else ""
+        return f"PrefixMatch(num_device_tokens={self.num_device_tokens}, num_host_tokens={self.num_host_tokens}{also})"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_device_tokens + self.num_host_tokens
+
+    @property
+    def answer(self) -> Answer:
+        if self.is_pending:
+            return Answer.PENDING
+        return Answer.HIT if self.num_tokens else Answer.MISS
+
+
+NO_MATCH = PrefixMatch(0, 0)
+
+
+@attrs.frozen
+class Extension:
+    """What `extend` changed in the block tables, a list per group."""
+
+    added: list[list[int]]
+    """Ids appended."""
+    nulled: list[list[int]]
+    """Positions that became null because they left the window of their group."""
+
+
+@attrs.frozen
+class Preemption:
+    """What a preempted request has given up."""
+
+    num_freed: int
+    """Device blocks by which the room grew, without those of an abandoned load. Blocks shared with other requests stay
+    in use."""
+    num_pending: int
+    """Blocks that copies still read: released when the jobs in `job_ids` are over."""
+    job_ids: tuple[int, ...]
+    plans: tuple[TransferPlan, ...] = ()
+    """Stores to launch."""
+
+
+@attrs.frozen
+class RestoredRun:
+    """Units `[start, stop)` of one prefix that an earlier process has left on the disk, proven from their tokens."""
+
+    root: bytes
+    before: bytes
+    """The digest of the prefix before unit `start`; empty if there is nothing before it."""
+    digest: bytes
+    """The digest of the prefix up to `stop`."""
+    start: int
+    stop: int
+    tokens: bytes
+    slots: tuple[array[int], ...]
+    """For each band the blocks of these units on the disk, in order, or none."""
+
+
+def check_completion(completion: Completion) -> None:
+    """Check every field before anything is changed: a transport may be third-party code."""
+    if (
+        type(completion) is Completion  # as most are: nothing is wrong with it, or with the copy
+        and type(completion.job_id) is type(completion.num_landed) is type(completion.num_bytes) is int
+        and min(completion.job_id, completion.num_landed, completion.num_bytes) >= 0
+        and completion.outcome is Outcome.LANDED
+        and type(completion.corrupt) is tuple
+        and not completion.corrupt
+        and type(completion.error) is str
+        and type(completion.duration_s) is float
+        and completion.duration_s >= 0
+    ):
+        return
+    if not isinstance(completion, Completion):
+        raise InvalidArgument("completion", f"must be a Completion, got {type(completion).__name__}")
+    for name in ("job_id", "num_landed", "num_bytes"):
+        value = getattr(completion, name)
+        if type(value) is not int or value < 0:
+            check_int(f"completion.{name}", value, 0)
+    if not isinstance(completion.outcome, Outcome):
+        raise InvalidArgument("completion.outcome", f"must be an Outcome, got {shown(completion.outcome)}")
+    if not isinstance(completion.corrupt, tuple):
+        raise InvalidArgument("completion.corrupt", f"must be a tuple of indices, got {shown(completion.corrupt)}")
+    for index in completion.corrupt:
+        check_int("completion.corrupt", index, 0)
+    if not isinstance(completion.error, str):
+        check_text("completion.error", completion.error)
+    duration_s: float | None = completion.duration_s
+    if type(duration_s) is not float or not duration_s >= 0:  # refuses NaN, too
+        duration_s = number_of(duration_s)
+    if duration_s is None or duration_s < 0:
+        raise InvalidArgument("completion.duration_s", f"must be seconds, got {shown(completion.duration_s)}")

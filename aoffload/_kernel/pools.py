@@ -1,0 +1,440 @@
+"""Pools: which block ids of a tier are free.
+
+One tier's blocks: its pool, its eviction order and its counts.
+
+Last uses: the step that touched each device block last, so that a load waits only for uses of its destinations.
+
+A forward may still run on the device when the step that holds its blocks has ended on the host. A load must not write
+to a block before that forward is over. Steps are numbered in the order in which they end. The runtime records a fence
+at the end of each step. Waiting for step `n` means waiting for the fences of all steps up to `n`.
+
+    a request gives up a block    the block remembers the number of the request's last step
+    a load takes blocks           it waits for the steps up to the largest number of its blocks
+
+A request that was in no step, or was forked, may have computed outside of its steps. Its blocks get the number of the
+next step to end, because that step's fence is later than all compute so far. Until that fence is recorded, the load
+waits for all compute so far. After one commit that no step covers, every later load waits for all compute so far.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from .eviction import EvictionOrder
+from .protocols import BlockWatcher, DevicePool
+from .records import Part
+from .requests import Holding
+from .states import RequestState, Tier
+from .status import TierStatistics
+
+__all__ = ["DiskBlocks", "ExtentPool", "FreeList", "LastUses", "RemoteBlocks", "TierBlocks", "are_neighbours"]
+
+
+FEW = 100
+"""Below this many ids, comparing them is faster than looking for gaps by numpy."""
+
+
+class FreeList:
+    """Device blocks `[1, num_rows)`, last in, first out: a block that was just used is the warmest. Row 0 is null.
+
+    Ids given back together are taken again in the same order, so that neighbours stay neighbours."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_blocks = self.num_free = num_rows - 1
+        self._free = array("i", range(1, num_rows))
+
+    def __repr__(self) -> str:
+        return f"<FreeList {self.num_free}/{self.num_blocks} free>"
+
+    def take(self, num_blocks: int) -> array[int]:
+        keep = self.num_free - num_blocks
+        assert keep >= 0, "taken more than is free"
+        taken = self._free[keep:]
+        del self._free[keep:]
+        self.num_free = keep
+        return taken
+
+    def give(self, block_ids: array[int]) -> None:
+        self._free.extend(block_ids)
+        self.num_free += len(block_ids)
+
+    def free_ids(self) -> Iterable[int]:
+        return iter(self._free)
+
+
+class ExtentPool:
+    """Host blocks `[0, num_blocks)`, handed out in few contiguous extents: one copy call moves one extent.
+
+    Adjacent free extents are merged. Extents are found by size class (the bit length of their size).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = 0
+        self._stop_of: dict[int, int] = {}
+        self._start_of: dict[int, int] = {}
+        self._classes: list[dict[int, None]] = [{} for _ in range(num_blocks.bit_length() + 1)]
+        self._starts: list[int] = []
+        """The starts of the free extents, sorted, as `_extent_with` saw them last."""
+        if num_blocks:
+            self._add(0, num_blocks)
+
+    def __repr__(self) -> str:
+        return f"<ExtentPool {self.num_free}/{self.num_blocks} free in {len(self._stop_of)} extents>"
+
+    def take(self, num_blocks: int) -> array[int]:
+        assert 0 <= num_blocks <= self.num_free, "taken more than is free"
+        taken = array("i")
+        while len(taken) < num_blocks:
+            wanted = num_blocks - len(taken)
+            start = self._find(wanted)
+            stop = self._remove(start)
+            if stop - start > wanted:
+                self._add(start + wanted, stop)
+                stop = start + wanted
+            taken.extend(id_range(start, stop))
+        return taken
+
+    def give(self, block_ids: array[int]) -> None:
+        for start, stop in extents(block_ids):
+            before = self._start_of.get(start)
+            if before is not None:
+                self._remove(before)
+                start = before
+            if stop in self._stop_of:
+                stop = self._remove(stop)
+            self._add(start, stop)
+
+    def free_ids(self) -> Iterable[int]:
+        for start, stop in self._stop_of.items():
+            yield from range(start, stop)
+
+    def are_free(self, block_ids: Sequence[int]) -> bool:
+        return all(
+            self._stop_of.get(self._extent_with(start), 0) >= stop for start, stop in extents(array("i", block_ids))
+        )
+
+    def take_ids(self, block_ids: array[int]) -> None:
+        """Take exactly these ids. The caller has checked that they are free."""
+        for first, last in extents(block_ids):
+            start = self._extent_with(first)
+            stop = self._remove(start)
+            if start < first:
+                self._add(start, first)
+            else:
+                del self._starts[bisect_left(self._starts, start)]
+            if last < stop:
+                self._add(last, stop)
+                insort(self._starts, last)
+
+    def _extent_with(self, block_id: int) -> int:
+        """The start of the free extent that holds `block_id`; -1 if it is not free."""
+        for starts in (self._starts, None):
+            if starts is None:  # extents have changed since, or it is not free
+                self._starts = starts = sorted(self._stop_of)
+            at = bisect_right(starts, block_id) - 1
+            if at >= 0 and self._stop_of.get(starts[at], 0) > block_id:
+                return starts[at]
+        return -1
+
+    def _find(self, wanted: int) -> int:
+        """The start of an extent that holds `wanted` blocks, or of one of the largest."""
+        exact = self._classes[wanted.bit_length()]
+        for start, _ in zip(exact, range(4), strict=False):  # its class may hold smaller ones: a few tries
+            if self._stop_of[start] - start >= wanted:
+                return start
+        for larger in self._classes[wanted.bit_length() + 1 :]:
+            if larger:
+                return next(iter(larger))
+        for start in exact:  # no larger class has one: search its class before handing out several extents
+            if self._stop_of[start] - start >= wanted:
+                return start
+        return next(next(iter(found)) for found in reversed(self._classes) if found)
+
+    def _add(self, start: int, stop: int) -> None:
+        self._stop_of[start] = stop
+        self._start_of[stop] = start
+        self._classes[(stop - start).bit_length()][start] = None
+        self.num_free += stop - start
+
+    def _remove(self, start: int) -> int:
+        stop = self._stop_of.pop(start)
+        del self._start_of[stop]
+        del self._classes[(stop - start).bit_length()][start]
+        self.num_free -= stop - start
+        return stop
+
+
+def id_range(start: int, stop: int) -> array[int]:
+    """The ids `[start, stop)`."""
+    if stop - start < FEW:
+        return array("i", range(start, stop))
+    return array("i", np.arange(start, stop, dtype=np.int32).tobytes())
+
+
+def are_neighbours(block_ids: array[int]) -> bool:
+    """Whether the ids are consecutive and ascending."""
+    start, stop = block_ids[0], block_ids[-1] + 1
+    return stop - start == len(block_ids) and block_ids == id_range(start, stop)
+
+
+def extents(block_ids: array[int]) -> Sequence[tuple[int, int]]:
+    """`block_ids` as half-open ranges of consecutive ids, in their order."""
+    if not block_ids:
+        return ()
+    if len(block_ids) < FEW and are_neighbours(block_ids):
+        return ((block_ids[0], block_ids[-1] + 1),)
+    seen = np.frombuffer(block_ids, np.int32)
+    found: list[tuple[int, int]] = []
+    first = 0
+    for last in (*np.flatnonzero(seen[1:] - seen[:-1] != 1).tolist(), len(block_ids) - 1):
+        found.append((block_ids[first], block_ids[last] + 1))
+        first = last + 1
+    return found
+
+
+class SlotPool(ExtentPool):
+    """Slots of a disk. A restart may find what was in a slot that was given back, until another block is stored there.
+
+    `used` are the free slots that this process has had in use.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.used: set[int] = set()
+
+    def take(self, num_blocks: int) -> array[int]:
+        taken = super().take(num_blocks)
+        self.used.difference_update(taken)
+        return taken
+
+    def give(self, block_ids: array[int]) -> None:
+        super().give(block_ids)
+        self.used.update(block_ids)
+
+    def take_ids(self, block_ids: array[int]) -> None:
+        super().take_ids(block_ids)
+        self.used.difference_update(block_ids)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class TierBlocks:
+    """free + cached + pinned + quarantined = num_blocks."""
+
+    tier: Tier
+    pool: DevicePool
+    order: EvictionOrder
+    num_cached: int = 0
+    """Evictable blocks, those in `order`, as a count: a check for room is one comparison."""
+    num_quarantined: int = 0
+    num_evicted: int = 0
+    num_changes: int = 0
+    """Counts changes of which blocks are findable, except evictions. While it stays the same, matching again would
+    find what is pinned."""
+    watcher: BlockWatcher | None = None
+    epoch: int = 0
+    """The epoch of the index. Runs of another epoch are not findable."""
+    num_resets: int = 0
+    """How often all that the tier held was made unfindable."""
+    is_outside: bool = field(default=False, init=False)
+    """Whether the blocks are somebody else's: copies read and write them, the index knows none of them."""
+
+    def __repr__(self) -> str:
+        return f"<TierBlocks {self.tier.name} {self.statistics()}>"
+
+    def hold(self, block_ids: array[int]) -> None:
+        """A job begins to use `block_ids`. Does nothing here, where leases protect them; see `EngineTier`."""
+
+    def let_go(self, block_ids: array[int]) -> None:
+        """The job has read `block_ids` for the last time. Does nothing here."""
+
+    @property
+    def room(self) -> int:
+        """Blocks that can be taken: free and evictable ones."""
+        return self.pool.num_free + self.num_cached
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that could be taken if nothing was in use: all but the quarantined."""
+        return self.pool.num_blocks - self.num_quarantined
+
+    def statistics(self) -> TierStatistics:
+        free, cached, quarantined = self.pool.num_free, self.num_cached, self.num_quarantined
+        pinned = self.pool.num_blocks - free - cached - quarantined
+        return TierStatistics(self.pool.num_blocks, free, cached, pinned, quarantined)
+
+    def make_pinned(self, part: Part) -> None:
+        self.order.remove(part)
+        self.num_cached -= len(part.blocks)
+
+    def let_go_of(self, part: Part) -> None:
+        """No lease protects `part` any more: make findable blocks evictable, free all others."""
+        if part.tombstones:
+            self.pool.give(part.take_tombstones())
+        if not part.blocks:
+            return
+        if part.run.epoch != self.epoch:
+            self.pool.give(part.clear())  # a reset has made it unfindable
+            return
+        if part.last_use:
+            self.order.add_back(part)
+        else:
+            self.order.add(part)
+        self.num_cached += len(part.blocks)
+
+    def part_changed(self, part: Part, first: int, stop: int) -> None:
+        """Count and report the change: findable `part` held units `[first, stop)` of its run before."""
+        self.num_changes += 1
+        if self.watcher is not None:
+            self.watcher.part_changed(part, first, stop)
+
+    def all_cleared(self, epoch: int) -> None:
+        """Nothing is findable any more: the new index has `epoch`."""
+        self.epoch = epoch
+        self.num_resets += 1
+        self.num_changes += 1
+        self.num_cached = 0
+
+    def count_reset(self) -> None:
+        """All that the tier held was withdrawn."""
+        self.num_resets += 1
+        self.num_changes += 1
+
+    def taken_back(self, block_ids: array[int]) -> None:
+        """What these blocks hold is wrong, and nothing finds it any more here. On a disk it would be found again after
+        a restart: see `DiskBlocks`."""
+
+    def freed_are_taken_back(self) -> None:
+        """What free blocks held until now may be wrong, too."""
+
+    def trim(self, part: Part, num_units: int) -> None:
+        """Free the last `num_units` of an unpinned part: a prefix loses its tail before its head."""
+        first, stop = part.first, part.stop
+        freed = part.drop_behind(part.stop - num_units)
+        if self.watcher is not None:
+            self.watcher.part_changed(part, first, stop)
+        self.num_cached -= len(freed)
+        if not part.blocks:
+            self.order.remove(part)
+        self.pool.give(freed)
+
+    def restore(self, part: Part, block_ids: array[int]) -> None:
+        """Let the empty `part` hold `block_ids`, which are taken from the pool, for all units of its run. It is the
+        next to be evicted."""
+        held, run = (part.first, part.stop), part.run
+        part.enter(run.start, run.stop, block_ids)
+        if not part.num_references:
+            oldest = self.order.oldest()
+            if oldest is None:
+                self.order.add(part)
+            else:
+                self.order.add_newer(part, oldest)
+                self.order.remove(oldest)
+                self.order.add_newer(oldest, part)
+            self.num_cached += len(block_ids)
+        self.part_changed(part, *held)
+
+    def quarantine(self, block_ids: array[int]) -> None:
+        self.num_quarantined += len(block_ids)
+
+    def end_quarantine(self, block_ids: array[int]) -> None:
+        self.num_quarantined -= len(block_ids)
+        self.pool.give(block_ids)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class DiskBlocks(TierBlocks):
+    """The blocks of a tier that outlives the process."""
+
+    used: set[int] = field(default_factory=set, kw_only=True)
+    """The free blocks that were in use since the last reset: a restart may find what they held."""
+    forgotten: array[int] = field(default_factory=lambda: array("i"), init=False)
+    """Blocks whose contents were taken back, until somebody erases what a restart would know of them."""
+
+    def taken_back(self, block_ids: array[int]) -> None:
+        self.forgotten.extend(block_ids)
+
+    def freed_are_taken_back(self) -> None:
+        """Nobody knows any more what they hold: that of the wrong one is erased with that of all others."""
+        self.forgotten.extend(sorted(self.used))
+        self.used.clear()
+
+    def end_quarantine(self, block_ids: array[int]) -> None:
+        """What a copy has left there that was given up may have been taken back meanwhile."""
+        TierBlocks.end_quarantine(self, block_ids)
+        self.forgotten.extend(block_ids)
+
+    def all_cleared(self, epoch: int) -> None:
+        TierBlocks.all_cleared(self, epoch)
+        self.used.clear()  # no restart finds anything of before
+
+    def count_reset(self) -> None:
+        TierBlocks.count_reset(self)
+        self.used.clear()
+
+    def take_forgotten(self) -> array[int]:
+        """Return and clear `forgotten`."""
+        forgotten, self.forgotten = self.forgotten, array("i")
+        return forgotten
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class RemoteBlocks(TierBlocks):
+    """A remote store, as an end of copies: it has no blocks here, and nothing in it can be held or quarantined."""
+
+    is_outside: bool = field(default=True, init=False)
+
+
+MANY: Final = 100
+"""From this many ids on, numpy is faster than a loop that makes each id a Python int."""
+_COMPUTING = (RequestState.ALLOCATED, RequestState.RUNNING)
+
+
+class LastUses:
+    """The number of the last step by device block."""
+
+    __slots__ = ("_of_block", "are_covered", "num_ended")
+
+    def __init__(self, num_blocks: int) -> None:
+        """`num_blocks`: with the null block; 0 if an engine owns the blocks, whose uses are not known."""
+        self._of_block = array("q", [1]) * num_blocks
+        """Number of the last step that used each block. It is 1 at first, because earlier work counts as step 1."""
+        self.num_ended = 0
+        """Steps that have ended."""
+        self.are_covered = num_blocks > 0
+        """Whether a step has covered every commit so far. False, too, if an engine owns the blocks."""
+
+    def step_ended(self) -> int:
+        """Returns the number of the step that ends now."""
+        self.num_ended += 1
+        return self.num_ended
+
+    def gave_up(self, holding: Holding, block_ids: array[int]) -> None:
+        """Note the last step of `holding` for blocks of its tables that it gives up. They may contain null blocks."""
+        if not self.are_covered or not (holding.last_step or holding.state in _COMPUTING):
+            return  # `holding` has computed nothing, so the blocks keep their numbers
+        number, of_block = holding.last_step or self.num_ended + 1, self._of_block
+        if len(block_ids) < MANY:
+            for block_id in block_ids:
+                if of_block[block_id] < number:
+                    of_block[block_id] = number
+        else:
+            known, at = np.frombuffer(of_block, np.int64), np.frombuffer(block_ids, np.int32)
+            known[at] = np.maximum(known[at], number)
+
+    def latest(self, block_ids: array[int]) -> int:
+        """The number of the last step that may have touched these blocks; 0 if it is unknown or that step has not
+        ended."""
+        if not self.are_covered or not block_ids:
+            return 0
+        if len(block_ids) < MANY:
+            number = max([self._of_block[block_id] for block_id in block_ids])
+        else:
+            number = int(np.frombuffer(self._of_block, np.int64)[np.frombuffer(block_ids, np.int32)].max())
+        return number if number <= self.num_ended else 0

@@ -1,0 +1,531 @@
+"""Records: runs, parts, leases, jobs, loads. They refer to each other, so they are in one file.
+
+Run <- Part -> Job      the blocks of one run in one band and tier, and the job that adds to them
+Lease -> Run            references that protect cached blocks
+Job -> Lease, Run       one transfer, with leases of its own
+Load -> Job             what a request waits for
+
+Tombstones: unfindable blocks that references still protect.
+
+The block table of one request in one band.
+
+By units; those before `start` have left the window and are null:
+
+    0        start          published              load.stop                  num_units
+    |--------|--------------|-----------------------|--------------------------|
+    | null:  | leased: the  | in flight: the jobs   | private: only the        |
+    | needed | cached path  | own these blocks (0   | request reads these and  |
+    | no more| (duplicates  | in the table until    | computes into them       |
+    |        | are private) | the load settles)     |                          |
+
+Without a load in flight the private part begins at `published`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from .layout import within
+from .plans import Completion, TransferPlan
+from .prefix import Hasher, KeySpan, Root
+from .states import JobState, NoEpoch, Tier
+from .tokens import hash_run
+
+__all__ = [
+    "BlockTable",
+    "Claimant",
+    "Job",
+    "Lease",
+    "Load",
+    "NO_LIMIT",
+    "Part",
+    "Run",
+    "Tombstone",
+    "divided",
+    "not_null",
+    "nulls",
+]
+
+
+class Part:
+    """The blocks of one run in one band and one tier: those of units `[first, stop)`. For full attention `first` is
+    the run's start. A part without blocks has first == stop == the run's start."""
+
+    __slots__ = (
+        "band", "blocks", "first", "incoming", "last_use", "newer", "num_references", "older", "ring", "run",
+        "stop", "tier", "tombstones", "width",
+    )  # fmt: skip
+
+    def __init__(
+        self, tier: Tier, band: int, width: int, run: Run, first: int, stop: int,
+        num_references: int = 0, incoming: Job | None = None,
+    ) -> None:  # fmt: skip
+        self.tier = tier
+        self.band = band
+        self.width = width
+        """Block ids per unit."""
+        self.run = run
+        self.first = first
+        self.stop = stop
+        self.blocks: array[int] = array("i")
+        """len(blocks) == (stop - first) * width."""
+        self.num_references = num_references
+        """Full attention: leases that end at this run plus referenced child runs. Window: leases that cover this run.
+        At zero, the blocks of the part are evictable: it is linked in the eviction order, if it has any."""
+        self.incoming = incoming
+        """The unsettled job that was planned last to add to this part. Earlier ones are found through `predecessor`."""
+        self.tombstones: tuple[Tombstone, ...] = ()
+        """Unfindable blocks that references still protect; freed with the last reference."""
+        self.last_use = 0
+        """When the last use of the part ended: a number that the eviction order counts up, no time. 0 while in use."""
+        self.ring = 0
+        """In an eviction order that learns: its class, plus the number of classes for each hint that spares it."""
+        self.older: Part | None = None
+        self.newer: Part | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stop - self.first}/{self.num_references}"
+
+    def ids(self, start: int, stop: int) -> array[int]:
+        """The ids of units `[start, stop)`, all of them in this part."""
+        return self.blocks[(start - self.first) * self.width : (stop - self.first) * self.width]
+
+    def append(self, ids: array[int], stop: int) -> None:
+        """Append `ids`, which reach up to unit `stop`; the part may keep the array."""
+        if self.blocks:
+            self.blocks.extend(ids)
+        else:
+            self.blocks = ids  # exact size: an extended array keeps spare capacity
+        self.stop = stop
+
+    def enter(self, first: int, last: int, ids: array[int]) -> range:
+        """Add `ids` for the units of `[first, last)` that the part lacks; the range must touch the part. Returns the
+        units that the part held already, whose ids it does not take."""
+        if not self.blocks:
+            self.first = self.stop = first
+        known = range(max(first, self.first), max(first, self.first, min(last, self.stop)))
+        if first < self.first:
+            self.blocks = ids[: (self.first - first) * self.width] + self.blocks
+            self.first = first
+        if last > self.stop:
+            self.append(ids[(self.stop - first) * self.width : (last - first) * self.width], last)
+        return known
+
+    def cut_off(self, head: Run, start: int, at: int, num_references: int, incoming: Job | None) -> Part:
+        """Split at unit `at` and keep the rest. Returns the front as a part of `head`, which begins at unit `start`;
+        `num_references` and `incoming` are those of the front."""
+        front = Part(self.tier, self.band, self.width, head, start, start, num_references, incoming)
+        front.last_use, front.ring = self.last_use, self.ring
+        if self.tombstones:
+            front.tombstones, self.tombstones = divided(self.tombstones, self.width, at)
+        if self.first < at:
+            front.first, front.stop = self.first, min(at, self.stop)
+        cut = (front.stop - front.first) * self.width
+        front.blocks, self.blocks = self.blocks[:cut], self.blocks[cut:]  # exact size
+        self.begin_at(at)
+        return front
+
+    def hand_over(self, front: Part, at: int) -> int:
+        """Move the blocks before unit `at` to `front`, the part right before this one. Returns their number."""
+        before, self.tombstones = divided(self.tombstones, self.width, at)
+        front.tombstones += before
+        count = (min(max(at, self.first), self.stop) - self.first) * self.width
+        if count and not front.blocks:
+            front.first = front.stop = self.first
+        if count:
+            front.blocks.extend(self.blocks[:count])
+            front.stop += count // self.width
+            del self.blocks[:count]
+        self.begin_at(at)
+        return count
+
+    def join(self, fronts: Sequence[Part]) -> None:
+        """Prepend the blocks of `fronts`, the parts right before this one, nearest first."""
+        nearest = next((front for front in fronts if front.blocks), None)
+        if nearest is None:
+            return
+        if not self.blocks:
+            self.stop = nearest.stop
+        blocks = array("i")
+        for front in reversed(fronts):
+            blocks.extend(front.blocks)
+        self.blocks = blocks + self.blocks
+        self.first = self.stop - len(self.blocks) // self.width
+
+    def begin_at(self, start: int) -> None:
+        """Its run begins at unit `start` now, and it holds no block before that."""
+        self.first, self.stop = (max(self.first, start), max(self.stop, start)) if self.blocks else (start, start)
+
+    def awaits(self, job: Job | None) -> None:
+        """Set `incoming`."""
+        self.incoming = job
+
+    def drop_behind(self, stop: int) -> array[int]:
+        """Truncate the part to end at unit `stop`. Returns the dropped blocks."""
+        keep = max(0, stop - self.first) * self.width
+        if keep:
+            dropped = self.blocks[keep:]
+            del self.blocks[keep:]
+            self.stop = stop
+        else:
+            dropped, self.blocks = self.blocks, array("i")
+            self.first = self.stop = self.run.start
+        return dropped
+
+    def clear(self) -> array[int]:
+        """Empty the part. Returns the blocks it held."""
+        return self.drop_behind(self.first)
+
+    def entomb(self, start: int, ids: array[int]) -> None:
+        """Add a tombstone for `ids`, which the part held from unit `start` on."""
+        self.tombstones = (*self.tombstones, Tombstone(start, ids))
+
+    def tombstone_ids(self) -> array[int]:
+        return sum((one.ids for one in self.tombstones), array("i"))
+
+    def take_tombstones(self) -> array[int]:
+        """Remove all tombstones. Returns their blocks."""
+        ids, self.tombstones = self.tombstone_ids(), ()
+        return ids
+
+    def disown(self, ids: Container[int]) -> None:
+        """Remove `ids` from the tombstones without freeing them: they become private blocks of a request."""
+        units = [unit for one in self.tombstones for unit in one.units(self.width)]
+        self.tombstones = tuple([unit for unit in units if unit.ids[0] not in ids])
+
+
+class Run:
+    """A node of the index: the tokens of units `[start, stop)`, and their blocks in every band and tier."""
+
+    __slots__ = (
+        "_hash_after", "before", "epoch", "hash_before", "key", "num_after", "num_tiers", "offered_stop",
+        "parts", "root", "spans", "start", "stop", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self, key: bytes, before: Run | None, start: int, stop: int, tokens: bytes | memoryview,
+        spans: tuple[KeySpan, ...], hash_before: Hasher, epoch: int, root: Root, num_tiers: int,
+    ) -> None:  # fmt: skip
+        self.key = key
+        """The digest of the prefix up to and including the first unit."""
+        self.before = before
+        """The parent: the run that ends at unit `start`. None if the run begins the prefix."""
+        self.start = start
+        self.stop = stop
+        self.tokens = tokens
+        self.spans = spans
+        """The key spans that touch the units; the same for every unit of a run."""
+        self.hash_before = hash_before
+        """The running hash of the prefix before unit `start`."""
+        self.epoch = epoch
+        """The epoch of the index that the run belongs to. After a reset, the run is not findable."""
+        self.root = root
+        self.num_tiers = num_tiers
+        self.parts: tuple[Part, ...] = ()
+        """By band, then by tier: `parts[tier]` is that of full attention."""
+        self.offered_stop = 0
+        """The eviction watermark stores the units before this one in the host before they are evicted. If the run has
+        such units, all runs before it are offered up to their ends."""
+        self.num_after = 0
+        """Child runs: those whose `before` is this one. A run stays in the index while it has any."""
+        self._hash_after: Hasher | None = None
+
+    def __repr__(self) -> str:
+        held = " ".join(f"{part.tier.name.lower()}={part}" for part in self.parts)
+        return f"<Run [{self.start},{self.stop}) {held}>"
+
+    @property
+    def hash_after(self) -> Hasher:
+        if self._hash_after is None:
+            unit_bytes = len(self.tokens) // (self.stop - self.start)
+            self._hash_after = hash_run(self.hash_before, self.tokens, self.spans, unit_bytes)
+        return self._hash_after
+
+    def place(self, tier: Tier, band: int) -> int:
+        """Where `parts` has the part of a band in a tier: at the same place in every run of an index."""
+        return band * self.num_tiers + tier
+
+    def part(self, tier: Tier, band: int) -> Part:
+        return self.parts[band * self.num_tiers + tier]
+
+    def parts_in(self, tier: Tier) -> tuple[Part, ...]:
+        """The parts of one tier, by band."""
+        return self.parts[tier :: self.num_tiers]
+
+    def whole_path(self) -> list[Run]:
+        """This run and all before it, in prefix order."""
+        found = [self]
+        run = self.before
+        while run is not None:
+            found.append(run)
+            run = run.before
+        found.reverse()
+        return found
+
+    def path(self) -> Iterator[Run]:
+        """This run and all before it, last first."""
+        run: Run | None = self
+        while run is not None:
+            yield run
+            run = run.before
+
+    def holds_nothing(self) -> bool:
+        return not self.num_after and all(
+            not part.blocks and not part.num_references and part.incoming is None for part in self.parts
+        )
+
+
+class Lease:
+    """Pins blocks of `run` and of every run before it, in one tier: all of full attention, and of each window band
+    those from its entry in `starts` on. `PrefixCache` takes and releases leases.
+
+    A lease refers to a run object, never to block ids or keys. A split puts a new head before that run, so the head is
+    on the path and stays pinned. No change of the index can make a lease release the wrong blocks.
+    """
+
+    __slots__ = ("released", "run", "starts", "tier")
+
+    def __init__(self, tier: Tier, run: Run) -> None:
+        self.tier = tier
+        self.run = run
+        self.starts: list[int] = []
+        """For each window band: the first unit that is pinned, always the start of a run. A start at or behind the end
+        of `run` pins nothing of the band."""
+        self.released = False
+
+
+class Job:
+    """One transfer: the blocks of units `[start, stop)` in one band, copied from one tier to the other."""
+
+    __slots__ = (
+        "band", "claims", "completion", "destination_lease", "epoch", "followers", "parked", "plan",
+        "predecessor", "request_id", "run", "since_s", "source_lease", "start", "state", "stop",
+    )  # fmt: skip
+
+    def __init__(
+        self, plan: TransferPlan, run: Run, start: int, stop: int, epoch: int | NoEpoch, band: int,
+        source_lease: Lease | None, destination_lease: Lease | None, request_id: str, since_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self.run = run
+        """The run in which the job's units end. The runs before it are found through `before`."""
+        self.start = start
+        self.stop = stop
+        self.epoch = epoch
+        self.band = band
+        """The band whose blocks it copies. A transfer of several bands is several jobs."""
+        self.source_lease = source_lease
+        self.destination_lease = destination_lease
+        """Keeps the run, and the blocks before the new ones, until the job is settled. Either lease is None where the
+        blocks are engine-owned: there the job holds the blocks themselves."""
+        self.predecessor: Job | None = None
+        """The unsettled job that brings the units before. Publishing waits for it and so follows prefix order."""
+        self.request_id = request_id
+        """The request that caused it; empty for write-back before eviction."""
+        self.state: JobState = JobState.QUEUED
+        self.claims: dict[Claimant, None] = {}
+        """The owners whose loads wait for this job. A queued load job without claims is discarded."""
+        self.followers: list[Job] = []
+        self.parked: Completion | None = None
+        """A completion that came before the predecessor was settled. The job is settled with it right after."""
+        self.completion: Completion | None = None
+        """The completion that settled the job."""
+        self.since_s = since_s
+        """When it entered its state, where the ledger has a clock."""
+
+    def claimed_by(self, claimant: Claimant) -> None:
+        """Record that `claimant` waits for this job."""
+        self.claims[claimant] = None
+
+    def unclaimed_by(self, claimant: Claimant) -> None:
+        self.claims.pop(claimant, None)
+
+    def end_claims(self) -> None:
+        """Drop all claims: the job is settled."""
+        self.claims.clear()
+
+    def publish_nothing(self) -> None:
+        """Let the job publish nothing when it lands: what it brings is wrong, or was withdrawn."""
+        self.epoch = NoEpoch.INVALIDATED
+
+    def __repr__(self) -> str:
+        return f"<Job {self.job_id} {self.plan.direction.value} [{self.start},{self.stop}) {self.state.name}>"
+
+    def __str__(self) -> str:
+        return f"job {self.job_id}"
+
+    @property
+    def job_id(self) -> int:
+        return self.plan.job_id
+
+    def leases(self) -> list[Lease]:
+        return [lease for lease in (self.source_lease, self.destination_lease) if lease is not None]
+
+    @property
+    def is_settled(self) -> bool:
+        return self.completion is not None or self.state is JobState.DISCARDED
+
+
+class Claimant:
+    """The part of a `Holding` that jobs know: a request or a cache transfer whose load waits for them."""
+
+    __slots__ = ("load",)
+
+    def __init__(self) -> None:
+        self.load: Load | None = None
+
+    def began_load(self, load: Load) -> None:
+        self.load = load
+
+    def ended_load(self) -> None:
+        self.load = None
+
+
+class Load:
+    """The load of one `Holding`, up to unit `stop`. Loads of several holdings may share jobs."""
+
+    __slots__ = ("jobs", "stop", "units_per_job", "wake")
+
+    def __init__(
+        self, stop: int, wake: Callable[[], object], jobs: Iterable[Job] = (), units_per_job: Sequence[int] = ()
+    ) -> None:
+        self.stop = stop
+        self.wake = wake
+        self.jobs = set(jobs)
+        """Its unsettled jobs, including those shared with other requests."""
+        self.units_per_job = units_per_job
+        """Maximum units of one job, per band. Empty: the default of `JobBook`."""
+
+    def wake_by(self, wake: Callable[[], object]) -> None:
+        """Replace `wake`: another task waits for the load."""
+        self.wake = wake
+
+    def shorten(self, stop: int) -> None:
+        """Lower the end of the load to unit `stop`."""
+        self.stop = stop
+
+
+@dataclass(slots=True, frozen=True)
+class Tombstone:
+    """Unfindable blocks that a part held from unit `start` on."""
+
+    start: int
+    ids: array[int]
+
+    def units(self, width: int) -> list[Tombstone]:
+        """One tombstone per unit."""
+        count = len(self.ids) // width
+        return [Tombstone(self.start + at, self.ids[at * width : (at + 1) * width]) for at in range(count)]
+
+
+def divided(
+    tombstones: tuple[Tombstone, ...], width: int, at: int
+) -> tuple[tuple[Tombstone, ...], tuple[Tombstone, ...]]:
+    """The tombstones before unit `at`, and those from it on."""
+    units = [unit for one in tombstones for unit in one.units(width)]
+    return tuple([unit for unit in units if unit.start < at]), tuple([unit for unit in units if unit.start >= at])
+
+
+NO_LIMIT: Final = 2**40
+"""A number of units: no limit. Nothing multiplies it: compiled code multiplies what is 2**30 or more as Python objects,
+where a signal's handler may run, and takes what that raises for a lack of memory, which ends the process."""
+MANY: Final = 100
+"""From this many ids on, numpy is faster than a loop that makes each id a Python int."""
+
+
+_NULL: Final = array("i", [0])
+
+
+class BlockTable:
+    __slots__ = ("duplicates", "ids", "start", "width")
+
+    def __init__(self, width: int, ids: array[int], start: int = 0) -> None:
+        self.width = width
+        """Block ids per unit."""
+        self.ids = ids
+        self.start = start
+        """Units before this one are null. It never decreases."""
+        self.duplicates: list[range] = []
+        """Published units whose blocks here are private or null: another request has cached its copy first."""
+
+    def at(self, start: int, stop: int) -> array[int]:
+        return self.ids[start * self.width : stop * self.width]
+
+    def put(self, start: int, ids: array[int]) -> None:
+        """Write `ids` from unit `start` on."""
+        self.ids[start * self.width : start * self.width + len(ids)] = ids
+
+    def exchange(self, start: int, ids: array[int]) -> array[int]:
+        """Write `ids` from unit `start` on. Returns the ids they replace, without nulls."""
+        at = start * self.width
+        taken = self.ids[at : at + len(ids)]
+        self.ids[at : at + len(ids)] = ids
+        return not_null(taken)
+
+    def begin_at(self, start: int) -> None:
+        """Units before `start` are needed no more."""
+        self.start = start
+
+    def extend(self, ids: array[int]) -> None:
+        """Append `ids`."""
+        self.ids.extend(ids)
+
+    def has_duplicates(self, units: range) -> None:
+        """Record `units` in `duplicates`: their blocks stay private."""
+        self.duplicates.append(units)
+
+    def step_back(self, stop: int) -> None:
+        """Forget duplicates from unit `stop` on, where every block is private."""
+        self.duplicates = within(self.duplicates, 0, stop)
+
+    def null(self, start: int, stop: int) -> array[int]:
+        """Make units `[start, stop)` null. Returns the ids that were there, without nulls."""
+        return not_null(self.take(start, stop)) if start < stop else array("i")
+
+    def take(self, start: int, stop: int) -> array[int]:
+        """Make units `[start, stop)` null, of which none is. Returns the ids that were there."""
+        at, end = start * self.width, stop * self.width
+        taken = self.ids[at:end]
+        self.ids[at:end] = _NULL * len(taken)
+        return taken
+
+    @property
+    def num_held(self) -> int:
+        return len(self.ids) - self.ids.count(0)
+
+    def num_null(self, start: int, stop: int) -> int:
+        return self.ids[start * self.width : stop * self.width].count(0)
+
+    def fill(self, start: int, stop: int, ids: array[int]) -> None:
+        """Write `ids` into the null positions of units `[start, stop)`."""
+        fresh = iter(ids)
+        self.put(start, array("i", [block_id or next(fresh) for block_id in self.at(start, stop)]))
+
+    def private(self, published: int, start: int = 0, stop: int = NO_LIMIT) -> array[int]:
+        """The ids in units `[start, stop)` that only the request reads and frees."""
+        stop = min(stop, len(self.ids))
+        found = not_null(self.ids[max(start, published) * self.width : stop * self.width])
+        for units in within(self.duplicates, start, stop) if self.duplicates else ():
+            found.extend(not_null(self.at(units.start, units.stop)))
+        return found
+
+
+def nulls(count: int) -> array[int]:
+    """`count` times the null block."""
+    return _NULL * count
+
+
+def not_null(ids: array[int]) -> array[int]:
+    """`ids` without the null block."""
+    if len(ids) < MANY:
+        return array("i", filter(None, ids)) if 0 in ids else ids
+    seen = np.frombuffer(ids, np.int32)
+    number = np.count_nonzero(seen)
+    if number == len(ids):
+        return ids
+    return array("i", seen[seen != 0].tobytes()) if number else array("i")

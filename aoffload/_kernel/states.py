@@ -1,0 +1,293 @@
+"""Hops: the tiers, in which directions blocks are copied between them, and how a copy ends.
+
+The states of requests, jobs, pins, cache transfers and load overlaps, as tables. `Moves` moves them.
+
+`python -m aoffload.core.lifecycle` prints the diagrams that docs/lifecycle.md shows.
+
+Which build of the core runs: the source as it is, or the same source compiled by mypyc.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+
+from .._arguments import shown
+from ..errors import InvalidArgument, WrongState
+
+__all__ = [
+    "BELOW",
+    "CACHE_TIERS",
+    "CACHE_TRANSFER_MOVES",
+    "CacheTransferState",
+    "Computing",
+    "Direction",
+    "HIT_TIERS",
+    "JOB_MOVES",
+    "JobState",
+    "NoEpoch",
+    "OVERLAP_MOVES",
+    "Outcome",
+    "OverlapState",
+    "PIN_MOVES",
+    "PinState",
+    "REQUEST_MOVES",
+    "RequestState",
+    "TIERS",
+    "Tier",
+    "check_tier",
+    "is_compiled",
+    "mermaid",
+    "require",
+]
+
+
+class Tier(enum.IntEnum):
+    """Where blocks live, nearest to the compute first. `TIERS` says how they lie to one another."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+    REMOTE = 3
+
+    __hash__ = int.__hash__  # the default hashes the name each time, in Python
+
+
+class TierRow(NamedTuple):
+    """What is fixed about a tier. Who pins and evicts its blocks is not: see `TierBlocks` and `EngineTier`."""
+
+    tier: Tier
+    above: Tier | None
+    """The one tier that it is copied to, by loads, and filled from, by stores."""
+    lowest_id: int
+    """1 where block 0 is the null block."""
+
+
+TIERS = (
+    TierRow(Tier.DEVICE, above=None, lowest_id=1),
+    TierRow(Tier.HOST, above=Tier.DEVICE, lowest_id=0),
+    TierRow(Tier.DISK, above=Tier.HOST, lowest_id=0),
+    TierRow(Tier.REMOTE, above=Tier.HOST, lowest_id=0),
+)
+"""The tiers, by number."""
+BELOW: Final = next(row.tier for row in TIERS if row.above is Tier.DEVICE)
+"""The tier right below the device: loads onto the device come from it, stores from the device go to it."""
+HIT_TIERS: Final = (Tier.DEVICE, BELOW)
+"""Where a hit may lie. What only a tier further down has is fetched first."""
+CACHE_TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+"""The tiers whose blocks the index knows. What a remote store has, only the store knows."""
+
+
+class Direction(enum.Enum):
+    """Of a hop, which is a source and a destination of copies: up the tiers, or down."""
+
+    LOAD = "load"
+    STORE = "store"
+
+
+class Outcome(enum.Enum):
+    """How a transfer ended. Only `UNPROVEN` leaves its destination in doubt."""
+
+    LANDED = "landed"
+    """Every block is proven at its destination. With a `num_landed` that is not all of them, it counts as FAILED."""
+    FAILED = "failed"
+    """Over for certain, but only the leading `num_landed` blocks are proven. Says nothing about the source."""
+    CORRUPT = "corrupt"
+    """Over for certain. The blocks at `corrupt` differ from what was stored; the first `num_landed` are proven."""
+    UNPROVEN = "unproven"
+    """The copy may still be writing: its destination is quarantined."""
+    REFUSED = "refused"
+    """Nothing was copied: what failed lately is left alone for a while. Else it counts as FAILED."""
+
+
+class _State(enum.Enum):
+    __hash__ = object.__hash__  # that of enums is Python; no set of states is iterated, so order may differ
+
+
+class RequestState(_State):
+    QUEUED = "queued"
+    MATCHED = "matched"
+    PINNED = "pinned"
+    ALLOCATED = "allocated"
+    LOADING = "loading"
+    DRAINING = "draining"
+    REQUEUED = "requeued"
+    STRANDED = "stranded"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    DONE = "done"
+    ABORTED = "aborted"
+
+
+class JobState(_State):
+    QUEUED = "queued"
+    LAUNCHED = "launched"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    DISCARDED = "discarded"
+
+
+class PinState(_State):
+    NEW = "new"
+    HELD = "held"
+    RELEASED = "released"
+    LAPSED = "lapsed"
+    YIELDED = "yielded"
+    DROPPED = "dropped"
+
+
+class CacheTransferState(_State):
+    NEW = "new"
+    MOVING = "moving"
+    DONE = "done"
+    CANCELLED = "cancelled"
+
+
+class OverlapState(_State):
+    NEW = "new"
+    SPECULATIVE = "speculative"
+    CONFIRMED = "confirmed"
+    INVALID = "invalid"
+    ACKNOWLEDGED = "acknowledged"
+
+
+class Computing(enum.Enum):
+    """Where the last step of a request computes what it has not committed yet."""
+
+    NOTHING = "nothing"
+    """There was no step, or all of it is committed."""
+    ITS_BLOCKS = "its blocks"
+    LOST_BLOCKS = "lost blocks"
+    """Those that it had before a preemption: there is nothing to commit."""
+
+
+class NoEpoch(enum.Enum):
+    """Stands in place of an epoch. It equals no epoch, so nothing of the job or the request is published."""
+
+    INVALIDATED = "invalidated"
+    """The request may have read wrong KV, or the blocks of the job are wrong or were withdrawn."""
+    ORPHANED = "orphaned"
+    """A reset of the device tier has made the blocks of the request unfindable. Only requests have this value."""
+
+
+_R = RequestState
+_J = JobState
+_P = PinState
+_E = CacheTransferState
+_S = OverlapState
+State: TypeAlias = RequestState | JobState | PinState | CacheTransferState | OverlapState
+
+REQUEST_MOVES: Mapping[State, frozenset[State]] = {
+    _R.QUEUED: frozenset({_R.MATCHED, _R.ABORTED}),
+    _R.MATCHED: frozenset({_R.PINNED, _R.ABORTED}),
+    _R.PINNED: frozenset({_R.MATCHED, _R.ALLOCATED, _R.ABORTED}),
+    _R.ALLOCATED: frozenset({_R.LOADING, _R.RUNNING, _R.PREEMPTED, _R.ABORTED}),
+    _R.LOADING: frozenset({_R.DRAINING, _R.REQUEUED, _R.RUNNING, _R.ABORTED}),
+    _R.DRAINING: frozenset({_R.REQUEUED, _R.RUNNING, _R.ABORTED}),
+    _R.REQUEUED: frozenset({_R.ALLOCATED, _R.STRANDED, _R.PREEMPTED, _R.ABORTED}),
+    _R.STRANDED: frozenset({_R.PREEMPTED, _R.ABORTED}),
+    _R.RUNNING: frozenset({_R.REQUEUED, _R.DONE, _R.PREEMPTED, _R.ABORTED}),
+    _R.PREEMPTED: frozenset({_R.MATCHED, _R.ABORTED}),
+    _R.DONE: frozenset(),
+    _R.ABORTED: frozenset(),
+}
+JOB_MOVES: Mapping[State, frozenset[State]] = {
+    _J.QUEUED: frozenset({_J.LAUNCHED, _J.DISCARDED}),
+    _J.LAUNCHED: frozenset({_J.COMPLETED, _J.FAILED}),
+    _J.COMPLETED: frozenset(),
+    _J.FAILED: frozenset(),
+    _J.DISCARDED: frozenset(),
+}
+PIN_MOVES: Mapping[State, frozenset[State]] = {
+    _P.NEW: frozenset({_P.HELD}),
+    _P.HELD: frozenset({_P.RELEASED, _P.LAPSED, _P.YIELDED, _P.DROPPED}),
+    _P.RELEASED: frozenset(),
+    _P.LAPSED: frozenset(),
+    _P.YIELDED: frozenset(),
+    _P.DROPPED: frozenset(),
+}
+CACHE_TRANSFER_MOVES: Mapping[State, frozenset[State]] = {
+    _E.NEW: frozenset({_E.MOVING, _E.DONE}),
+    _E.MOVING: frozenset({_E.DONE, _E.CANCELLED}),
+    _E.DONE: frozenset(),
+    _E.CANCELLED: frozenset(),
+}
+OVERLAP_MOVES: Mapping[State, frozenset[State]] = {
+    _S.NEW: frozenset({_S.SPECULATIVE}),
+    _S.SPECULATIVE: frozenset({_S.CONFIRMED, _S.INVALID}),
+    _S.CONFIRMED: frozenset(),
+    _S.INVALID: frozenset({_S.ACKNOWLEDGED}),
+    _S.ACKNOWLEDGED: frozenset(),
+}
+
+
+class Stateful(Protocol):
+    """A request, a job, a pin, a cache transfer or a load overlap."""
+
+    state: Any
+
+
+_COMES_FIRST: Mapping[State, str] = {
+    _R.MATCHED: "call `match_again` first, until the match is not pending any more",
+    _R.PINNED: "call `allocate` first, and await it",
+    _R.ALLOCATED: "call `load` first, and await it",
+    _R.LOADING: "wait first until its load is over",
+    _R.DRAINING: "wait first until its load is over",
+    _R.REQUEUED: "wait first until its load is over",
+    _R.PREEMPTED: "call `resume` first, and await it",
+}
+"""By state: advice on how a request gets from it to a state with blocks. Calls of a `Ledger` are not awaited."""
+_TOO_LATE: Mapping[State, str] = {
+    _R.STRANDED: "it has let go of its blocks: leave it, or `preempt` and `resume` it",
+    _R.DONE: "it is over",
+    _R.ABORTED: "it is over",
+}
+
+
+def require(entity: Stateful, call: str, *states: State, instead: str = "") -> None:
+    """Refuse `call` unless `entity` is in one of `states`. The error says what to do `instead`. By default,
+    the error names the call that the caller has left out, according to the table of moves."""
+    if entity.state not in states:
+        allowed = " or ".join(state.name for state in states)
+        advice = instead or _instead(call, entity.state, states)
+        raise WrongState(f"{call}: {entity} is {entity.state.name}, and that takes {allowed}{advice and ': '}{advice}")
+
+
+def _instead(call: str, state: State, states: tuple[State, ...]) -> str:
+    """What to do instead, if the table of moves has a path from `state` to one of `states`. Paths through a preemption
+    do not count, because a caller does not forget to preempt."""
+    if state in _TOO_LATE:
+        return _TOO_LATE[state]
+    reached, ways = {state}, [state] if state in _COMES_FIRST else []
+    for at in ways:  # the loop appends to it
+        for new in REQUEST_MOVES[at]:
+            if new in states:
+                return _COMES_FIRST[state]
+            if new is not _R.PREEMPTED and new not in reached:
+                reached.add(new)
+                ways.append(new)
+    return "it has its blocks, and `extend` takes more" if call == "allocate" else ""
+
+
+def mermaid(moves: Mapping[State, frozenset[State]]) -> str:
+    """A table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {next(iter(moves)).name}"]
+    for old, targets in moves.items():
+        lines += [f"    {old.name} --> {new.name}" for new in type(old) if new in targets]
+        if not targets:
+            lines.append(f"    {old.name} --> [*]")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(*map(mermaid, (REQUEST_MOVES, JOB_MOVES, PIN_MOVES, CACHE_TRANSFER_MOVES, OVERLAP_MOVES)), sep="\n\n")
+
+
+def check_tier(name: str, tier: object) -> Tier:
+    if not isinstance(tier, Tier):
+        raise InvalidArgument(name, f"must be a Tier, got {shown(tier)}")
+    return tier
+
+
+is_compiled: bool = not __file__.endswith((".py", ".pyc"))

@@ -1,0 +1,244 @@
+"""The gate of fetches: what is computed sooner than it would arrive is not fetched.
+
+A fetch may take as long as computing its tokens would; after that the request computes what has not arrived.
+
+Loading or computing, by what both cost now: what the copy queue knows of the hops, and the engine of computing.
+
+limit(holding)           how much of its hit a request loads: `plan_load(max_tokens=)`
+bound(holding)           the same where an engine owns the device blocks, which is told by the match
+computed, forget         tokens that are queued no longer
+report_queue, report_compute   what an engine knows better
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from .._arguments import check_int, check_type, number_of, shown
+from .._extensions.load_choice import CostChoice, LoadChoice, LoadOffer, chosen_stop, load_choice_of
+from .._kernel.ledger import Ledger
+from .._kernel.requests import Holding
+from .._kernel.states import BELOW, RequestState, Tier
+from .._kernel.status import Declined
+from .._transfer.copy_queue import CopyQueue
+from .._transfer.link import Hop
+from .._transfer.rates import TransferRate
+from ..errors import InvalidArgument
+
+__all__ = ["LoadCosts", "MOST_TOKENS", "PrefillSpeed", "check_report", "fetch_bound_s"]
+
+
+WORTH = 0.8
+"""A fetch is worth it if it takes at most this share of the time to compute its tokens."""
+KEEP = 0.8
+"""Of what was measured before, at each step."""
+LEAST_TOKENS = 16
+"""A request that computes fewer in a step, as when it decodes, says nothing about prompts."""
+
+
+def fetch_bound_s(num_tokens: int, tokens_per_s: float | None, fetch_s: float, most_s: float) -> float:
+    """How long a request may wait for a fetch of `num_tokens` that takes `fetch_s` seconds; 0: not at all.
+
+    `tokens_per_s` is the speed of computing them, if it is known. Nobody waits longer than `most_s`.
+    """
+    compute_s = most_s if tokens_per_s is None else min(most_s, num_tokens / tokens_per_s)
+    return compute_s if fetch_s < WORTH * compute_s else 0.0
+
+
+@attrs.define(eq=False)
+class _Step:
+    begun_s: float
+    is_counted: bool = False
+
+
+@attrs.define(eq=False)
+class PrefillSpeed:
+    """Tokens of prompts computed a second, from the time between the begin of a step and its commits.
+
+    `given` takes the place of what would be measured.
+    """
+
+    given: float | None = None
+    tokens_per_s: float | None = attrs.field(init=False)
+    """None: not known yet."""
+    _num_tokens: float = 0.0
+    _seconds: float = 0.0
+    _steps: dict[str, _Step] = attrs.field(factory=dict)
+    """By request: its step that has not been committed."""
+
+    def __attrs_post_init__(self) -> None:
+        self.tokens_per_s = self.given
+
+    def begins(self, request_ids: Iterable[str], now: float) -> None:
+        """A step with these requests begins."""
+        step = _Step(now)
+        for request_id in request_ids:
+            self._steps[request_id] = step
+
+    def computed(self, request_id: str, num_tokens: int, now: float) -> None:
+        """The step of this request has computed so many of its tokens. Those of all its requests count together."""
+        step = self._steps.pop(request_id, None)
+        if step is None or num_tokens < LEAST_TOKENS:
+            return
+        if step.is_counted:
+            self._counted(self._num_tokens + num_tokens, self._seconds)
+        elif now > step.begun_s:
+            step.is_counted = True
+            self.report(num_tokens, now - step.begun_s)
+
+    def report(self, num_tokens: int, seconds: float) -> None:
+        """Computing so many tokens took so long, as who computes says."""
+        if seconds > 0 and num_tokens >= LEAST_TOKENS:
+            self._counted(KEEP * self._num_tokens + num_tokens, KEEP * self._seconds + seconds)
+
+    def _counted(self, num_tokens: float, seconds: float) -> None:
+        self._num_tokens, self._seconds = num_tokens, seconds
+        if self.given is None:
+            self.tokens_per_s = num_tokens / seconds
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self._steps.pop(request_id, None)
+
+
+MOST_TOKENS, MOST_S = 2**53, 1e9
+"""More is no report: sums of these stay finite."""
+_BEFORE_LOAD = (RequestState.ALLOCATED, RequestState.PINNED)
+
+TellsDeclined = Callable[[str, int, float, float], object]
+"""Told of a request's id, the tokens that it computes, and the seconds to its first token with and without them."""
+
+
+def _nobody(request_id: str, num_tokens: int, load_s: float, compute_s: float) -> None:
+    """Default `declined`: does nothing."""
+
+
+@attrs.define(eq=False)
+class LoadCosts:
+    """Decides what of a hit the requests of `ledger` load, as `load_choice` of its configuration says.
+
+    A request counts as queued from `limit` or `bound` on, with the tokens that it has to compute, until `computed` or
+    `forget`. The speed of computing is that of steps, of `report_compute`, or `prefill_tokens_per_s`; as long as it is
+    not known, everything is loaded.
+    """
+
+    ledger: Ledger
+    copies: CopyQueue
+    speed: PrefillSpeed = attrs.field()
+    declined: TellsDeclined = _nobody
+    num_declined: int = attrs.field(default=0, init=False)
+    """Times that a part of a hit was computed instead."""
+    _choice: LoadChoice | None = attrs.field(init=False)
+    """None: whatever can be loaded is."""
+    _hop: Hop = attrs.field(init=False)
+    _rate: TransferRate = attrs.field(init=False)
+    _clock: Callable[[], float] = attrs.field(init=False)
+    _block_bytes: int = attrs.field(init=False)
+    _unit_tokens: int = attrs.field(init=False)
+    _queued: dict[str, int] = attrs.field(init=False, factory=dict)
+    """Tokens that requests have to compute, by id."""
+    _told: dict[str, Declined] = attrs.field(init=False)
+    """What was declined, as the ledger explains it."""
+    _sum_queued: int = attrs.field(init=False, default=0)
+    """Of these."""
+    _reported: int = attrs.field(init=False, default=0)
+    """Queued before these, as `report_queue` said."""
+
+    @speed.default
+    def _speed(self) -> PrefillSpeed:
+        return PrefillSpeed(self.ledger.config.prefill_tokens_per_s)
+
+    def __attrs_post_init__(self) -> None:
+        check_type("ledger", self.ledger, Ledger)
+        check_type("copies", self.copies, CopyQueue)
+        self._choice = load_choice_of(self.ledger.config.load_choice)
+        self._hop = self.copies.hop(BELOW, Tier.DEVICE)
+        self._rate = self._hop.rate or TransferRate()
+        self._clock, self._block_bytes = self.copies.clock, self.copies.block_bytes
+        self._unit_tokens, self._told = self.ledger.layout.unit_tokens, self.ledger.situation.declined
+
+    # -- the choice -----------------------------------------------------------------------------------------------
+
+    def limit(self, holding: Holding, max_tokens: int | None = None, left_s: float | None = None) -> int | None:
+        """The `max_tokens` for the load of `holding`; `left_s`: seconds until its deadline."""
+        choice, unit, request_id = self._choice, self._unit_tokens, holding.request_id
+        if choice is None or (self.speed.tokens_per_s is None and type(choice) is CostChoice):
+            return max_tokens  # it would load all, having nothing to compare with
+        found = self.ledger.loadable(holding, max_tokens)
+        if found is None:
+            if holding.state in _BEFORE_LOAD:
+                num_ready = max(holding.published * unit, holding.engine_tokens)
+                self._asks(request_id, holding.sequence.num_tokens - num_ready)
+            return max_tokens
+        hop, rate, num_units = self._hop, self._rate, found.stop - found.start
+        rest_tokens = holding.sequence.num_tokens - found.stop * unit
+        others = self._sum_queued - self._queued.get(request_id, 0)
+        now = self._clock()
+        offer = LoadOffer(
+            num_units, found.num_blocks * self._block_bytes, unit, rest_tokens,
+            self.speed.tokens_per_s, self._reported + others,
+            rate.bytes_per_s(hop.num_bytes, now), hop.queued_bytes + hop.num_bytes, rate.latency_s,
+            max(0.0, now - rate.ended_s), left_s,
+        )  # fmt: skip
+        num_declined = num_units - chosen_stop(choice, offer, num_units)
+        self._queued[request_id] = num_asked = rest_tokens + num_declined * unit
+        self._sum_queued = others + num_asked
+        if not num_declined:
+            if self._told:
+                self._told.pop(request_id, None)
+            return max_tokens
+        self.num_declined += 1
+        told = Declined(num_declined * unit, offer.first_token_s(num_units), offer.first_token_s(0))
+        self._told[request_id] = told
+        self.declined(request_id, told.num_tokens, told.load_s, told.compute_s)
+        return (found.stop - num_declined) * unit
+
+    def bound(self, holding: Holding, left_s: float | None = None) -> None:
+        """Match `holding` again with what it is to load, where an engine owns the device blocks."""
+        if holding.state is RequestState.PINNED:
+            from_token = self.limit(holding, None, left_s)
+            if from_token is not None:
+                self.ledger.decline(holding, from_token)
+
+    # -- what is to be computed -----------------------------------------------------------------------------------
+
+    def _asks(self, request_id: str, num_tokens: int) -> None:
+        self._sum_queued += num_tokens - self._queued.get(request_id, 0)
+        self._queued[request_id] = num_tokens
+
+    def computed(self, request_id: str, num_tokens: int) -> None:
+        """`num_tokens` more of a request are computed."""
+        left = self._queued.get(request_id)
+        if left is None:  # a request of before the report; or it generates, which is no prompt
+            if num_tokens >= LEAST_TOKENS:
+                self._reported = max(0, self._reported - num_tokens)
+        elif num_tokens < left:
+            self._sum_queued -= num_tokens
+            self._queued[request_id] = left - num_tokens
+        else:
+            self._sum_queued -= self._queued.pop(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self._sum_queued -= self._queued.pop(request_id, 0)
+        self._told.pop(request_id, None)
+
+    def report_queue(self, num_tokens: int) -> None:
+        """So many tokens of prompts will be computed before those of the next request."""
+        self._reported, self._sum_queued = check_int("num_tokens", num_tokens, 0, MOST_TOKENS), 0
+        self._queued.clear()
+
+    def report_compute(self, num_tokens: int, seconds: float) -> None:
+        """Computing `num_tokens` of prompts has taken so long."""
+        check_report(num_tokens, seconds)
+        self.speed.report(num_tokens, float(seconds))
+
+
+def check_report(num_tokens: object, seconds: object) -> None:
+    """Check what `report_compute` is given."""
+    check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
+    found = number_of(seconds)
+    if found is None or not 0 <= found <= MOST_S:
+        raise InvalidArgument("seconds", f"must be a number of seconds in [0, {MOST_S:g}], got {shown(seconds)}")

@@ -1,0 +1,712 @@
+"""What a runtime says about itself when nothing goes on.
+
+Opening and closing a transport, directly or in a worker thread.
+
+How a runtime is made, opened and closed.
+
+The runtime: the ledger, the worker and the transport, wired to one event loop.
+"""
+
+from __future__ import annotations
+
+import _thread
+import math
+import threading
+import warnings
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager, AsyncExitStack, suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import anyio
+import attrs
+from anyio.abc import TaskGroup
+
+from .._arguments import as_tuple, check_callable, check_has, check_int, check_text, check_type, number_of, shown
+from .._config.config import OffloadConfig
+from .._extensions.store_policies import StoreScope
+from .._kernel.ledger import Ledger, LedgerStatistics
+from .._kernel.plans import PrefixMatch
+from .._kernel.prefix import KeySpan, Prefix, Roots, TokenIds, prompt_of
+from .._kernel.protocols import DevicePool, EngineBlocks
+from .._kernel.states import Tier
+from .._kernel.status import Holder, RequestStatus, printable
+from .._observe.log import Telemetry
+from .._observe.observers import Observers, RuntimeObserver
+from .._tiers.disk.loop import DiskWork
+from .._tiers.remote.loop import RemoteWork
+from .._transfer.claims import claim, unclaim
+from .._transfer.fences import Fence
+from .._transfer.layout import check_block_sizes, described
+from .._transfer.local import LocalTransport
+from .._transfer.region import KVRegion
+from .._transfer.transport import (
+    TRANSPORTS,
+    DiskStatistics,
+    HasDisk,
+    HasRemote,
+    PinProgress,
+    RemoteStatistics,
+    ReportsPinning,
+    SlowToOpen,
+    TransferStatistics,
+    Transport,
+    TransportDisk,
+    TransportRemote,
+)
+from ..env import Env
+from ..errors import ConfigError, InvalidArgument, RequestAborted, RuntimeClosed, TransferRefused, WrongThread
+from .costs import MOST_TOKENS, LoadCosts, PrefillSpeed, check_report
+from .loading import PendingLoad
+from .pins import Identity, PendingDemotion, PendingFetch, PendingPrefetch, PinScope, check_identity, time_to_live
+from .request import Request
+from .session import RequestOptions, Session, SessionLife
+from .steps import Computed, StepScope, commit_step, run_step
+from .worker import CopyWorker
+
+__all__ = ["OffloadRuntime", "Opening", "RuntimeStatistics"]
+
+
+@attrs.define(eq=False)
+class Opening:
+    """Opens and closes the transport of one runtime."""
+
+    session: Session
+    num_host_blocks: int
+    has_own_ids: bool
+    """The program hands out the block ids of the device."""
+    is_open: bool = attrs.field(default=False, init=False)
+    """The transport is open, and its closing has not begun."""
+
+    async def open(self) -> None:
+        """Open the transport; in a worker thread if it opens slowly, since page-locking gigabytes takes seconds."""
+        claim(self._regions, has_own_ids=self.has_own_ids)
+        try:
+            await self._open_claimed()
+        except BaseException:
+            if not self.is_open:
+                unclaim(self._regions)
+            raise
+
+    @property
+    def _regions(self) -> tuple[KVRegion, ...]:
+        """Empty if the transport is the program's own."""
+        transport = self.session.transport
+        return transport.regions if isinstance(transport, LocalTransport) else ()
+
+    async def _open_claimed(self) -> None:
+        transport = self.session.transport
+        if isinstance(transport, ReportsPinning):
+            transport.report_pinning(self._hear_pinning)
+        if isinstance(transport, HasDisk) and transport.disk is not None:
+            transport.disk.identify(self.session.ledger.layout, self.session.config.root_namespace)
+        if isinstance(transport, HasRemote) and transport.remote is not None:
+            transport.remote.identify(self.session.ledger.layout, self.session.config.root_namespace)
+        if isinstance(transport, SlowToOpen) and transport.opens_slowly:
+            await self._open_in_thread()
+        else:
+            self._open()
+
+    def tell(self) -> None:
+        """Log that the runtime is open, and what it found."""
+        transport, ledger = self.session.transport, self.session.ledger
+        self.session.telemetry.runtime_opened(
+            transport.num_device_blocks - 1,
+            self.num_host_blocks,
+            described(transport),
+            engine_blocks=ledger.cache.tiers[Tier.DEVICE].is_outside,
+        )
+
+    def let_go(self) -> None:
+        """Close the transport of a runtime whose `async with` block was never left. A new thread closes it, because a
+        finaliser calls this method, and a finaliser may interrupt code that holds a lock that closing needs. The task
+        of the worker ends in its event loop, if that still runs."""
+        self.is_open = False
+        session, timeout_s = self.session, self.session.config.close_timeout_s
+        session.life = SessionLife.CLOSED
+        session.worker.call_soon(session.worker.end)
+        with suppress(RuntimeError):  # the interpreter is ending, and starts no threads
+            _thread.start_new_thread(self.close, (timeout_s,))
+
+    def close(self, timeout_s: float) -> None:
+        """Close the transport, waiting up to `timeout_s` seconds. Errors are only logged, so that a device that fails
+        does not keep the engine from ending."""
+        self.is_open = False
+        try:
+            if self.session.transport.close(timeout_s):
+                unclaim(self._regions)
+        except Exception as error:  # noqa: BLE001 - a driver error; what is in flight is quarantined
+            self.session.telemetry.transport_failed(error)
+
+    async def close_in_thread(self, timeout_s: float) -> None:
+        """Close in a thread, so that the event loop goes on; where there is none, in this one."""
+        close = partial(self.close, timeout_s)
+        try:
+            await self.session.env.run_in_thread(close)
+        except RuntimeError:
+            close()
+
+    def _open(self) -> None:
+        session = self.session
+        deliver = session.observers.hearing(session.worker.deliver)
+        session.transport.open(self.num_host_blocks, verify=session.config.verify, deliver=deliver, env=session.env)
+        self.is_open = True
+
+    async def _open_in_thread(self) -> None:
+        """Open in a thread, so that the event loop goes on. A native cancellation leaves the thread running; the task
+        or the thread, whichever ends last, then closes the transport."""
+        is_over = threading.Lock()  # taken by the thread when it has opened, or by the task when it has given up
+        has_begun = threading.Event()
+        timeout_s = self.session.config.close_timeout_s
+
+        def open_or_close() -> None:
+            has_begun.set()
+            if is_over.locked():
+                return  # the task gave up before the thread began
+            self._open()
+            if not is_over.acquire(blocking=False):
+                self.close(timeout_s)
+
+        try:
+            await self.session.env.run_in_thread(open_or_close, anyio.CapacityLimiter(1))
+        except BaseException as error:
+            if not is_over.acquire(blocking=False):
+                self.close(timeout_s)
+            if isinstance(error, RuntimeError) and not has_begun.is_set():
+                raise TransferRefused(f"there is no thread to open the transport in: {error}") from error
+            raise
+
+    def _hear_pinning(self, progress: PinProgress) -> None:
+        """Called in the thread that opens; logs the progress in the event loop."""
+        self.session.worker.call_soon(partial(self.session.telemetry.host_memory_page_locked, progress))
+
+
+def _disk_of(transport: Transport, config: OffloadConfig) -> TransportDisk | None:
+    """The disk of `transport`, which has to be the one that `config` names."""
+    found = transport.disk if isinstance(transport, HasDisk) else None
+    if (None if found is None else found.tier) != config.disk:
+        problem = "must be that of the transport: give it to LocalTransport, too; other transports have none"
+        raise ConfigError("disk", problem)
+    return found
+
+
+def _remote_of(transport: Transport, config: OffloadConfig) -> TransportRemote | None:
+    """The same for the remote tier."""
+    found = transport.remote if isinstance(transport, HasRemote) else None
+    if (None if found is None else found.tier) != config.remote:
+        problem = "must be that of the transport: give it to LocalTransport, too; other transports have none"
+        raise ConfigError("remote", problem)
+    return found
+
+
+Result = TypeVar("Result")
+
+
+@attrs.frozen
+class RuntimeStatistics(LedgerStatistics):
+    """A snapshot. `device` and `host` hold num_blocks, num_free, num_cached, num_pinned, num_quarantined."""
+
+    transfers: TransferStatistics
+    disk_transfers: DiskStatistics | None = None
+    """None without a disk."""
+    remote_transfers: RemoteStatistics | None = None
+    """None without a remote tier."""
+    num_fetches_declined: int = 0
+    """Times that a request computed what a tier below the host had: that was sooner."""
+    num_fetches_skipped: int = 0
+    """Times that a request computed what a tier below the host may have: that has failed, and is left alone."""
+    num_loads_declined: int = 0
+    """Times that a request computed what the host had, or a part of it: that was sooner, or better for those behind."""
+    off_reason: str = ""
+    """Why the cache has turned itself off: nothing is loaded or stored any more. Empty while it is on."""
+
+
+class OffloadRuntime:
+    """An async context manager around one engine's KV cache.
+
+    `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of them, or `KVRegion`s, all of one block pool;
+    row 0 is the null block. `transport` replaces them if the tensors are elsewhere. `device_pool` hands out the block
+    ids; by default a free list of the runtime's own. `engine_blocks`, in its place: the blocks of an engine that has a
+    pool and a prefix cache itself (docs/engines.md). `observers` receive the same events as the log.
+    """
+
+    ledger: Ledger
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        kv_caches: Any = None,
+        *,
+        transport: Transport | None = None,
+        device_pool: DevicePool | None = None,
+        engine_blocks: EngineBlocks | None = None,
+        env: Env | None = None,
+        logger: Any = None,
+        observers: Iterable[RuntimeObserver] = (),
+    ) -> None:
+        check_type("config", config, OffloadConfig)
+        if (kv_caches is None) == (transport is None):
+            raise InvalidArgument("kv_caches", "give either kv_caches or a transport")
+        if transport is not None:
+            check_has("transport", transport, "Transport", TRANSPORTS)
+        if env is not None:
+            check_type("env", env, Env)
+        if logger is not None:
+            check_has("logger", logger, "structlog logger", "bind")
+        self.config = config
+        self.transport: Transport = (
+            LocalTransport(kv_caches, disk=config.disk, remote=config.remote) if transport is None else transport
+        )
+        disk, remote = _disk_of(self.transport, config), _remote_of(self.transport, config)
+        check_block_sizes(self.transport, config.groups)
+        self.env = env if env is not None else Env()
+        self.telemetry = Telemetry(logger)
+        self.observers = Observers(self.telemetry, *as_tuple("observers", observers, "RuntimeObserver"))
+        block_bytes = self.transport.block_bytes
+        sessions: list[Session] = []  # not `self`: a thread of the transport would keep the runtime alive
+        self.ledger = Ledger(
+            config,
+            self.transport.num_device_blocks,
+            block_bytes=block_bytes,
+            device_pool=device_pool,
+            engine_blocks=engine_blocks,
+            clock=None if engine_blocks is None else lambda: sessions[0].now(),
+            observer=self.observers if len(self.observers.observers) > 1 else self.telemetry,
+        )
+        self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
+        self._session = Session(
+            config, self.env, self.ledger, self.worker, self.transport, self.telemetry, self.observers
+        )
+        sessions.append(self._session)
+        if disk is not None:
+            work = DiskWork(self.ledger, self.worker, disk, block_bytes, self.env, self.telemetry)
+            self._session.disk = work
+        if remote is not None:
+            self._session.remote = RemoteWork(self.ledger, self.worker, remote, block_bytes, self.env, self.telemetry)
+        chooses = config.load_choice != "always"
+        if disk is not None or remote is not None or chooses:
+            self._session.speed = speed = PrefillSpeed(config.prefill_tokens_per_s)
+            if chooses:
+                self._session.costs = LoadCosts(self.ledger, self.worker.copies, speed, self.telemetry.load_declined)
+        if disk is not None or remote is not None:
+            self.worker.after_settled = self._session.look_below
+        has_own_ids = device_pool is not None or engine_blocks is not None
+        self._opening = Opening(self._session, config.resolve_host_blocks(block_bytes), has_own_ids)
+        self._roots = Roots(config.root_namespace)
+        self._group: TaskGroup | None = None
+
+    def requests(self) -> tuple[RequestStatus, ...]:
+        """The live requests, the one that is in its state for the longest first: what each holds and waits for, and who
+        holds that."""
+        self._session.check_may_look()
+        return self.ledger.requests()
+
+    def holders(self) -> tuple[Holder, ...]:
+        """Everybody who holds device blocks, the biggest first: requests, steps (also for requests that are over),
+        pins, jobs, prefetches, demotions."""
+        self._session.check_may_look()
+        return self.ledger.holders()
+
+    def explain(self) -> str:
+        """`requests()` and `holders()` as a table to print."""
+        self._session.check_may_look()
+        remarks = [
+            remark
+            for below in (self._session.disk, self._session.remote)
+            if below is not None
+            for remark in below.remarks()
+        ]
+        return "\n".join((self.ledger.explain(), *map(printable, remarks)))
+
+    def __repr__(self) -> str:
+        return f"<OffloadRuntime {'open' if self._session.is_open else 'closed'} {self.ledger!r}>"
+
+    def __del__(self) -> None:
+        opening = self.__dict__.get("_opening")  # missing if the constructor raised
+        if opening is not None and opening.is_open and not self._session.is_in_fork:
+            opening.let_go()  # first: a warning may be an error
+            warnings.warn(
+                f"{self!r} was abandoned: leave its async with block", ResourceWarning, stacklevel=2, source=self
+            )
+
+    # -- life cycle -----------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self._session.begin()
+        self.worker.start()
+        await self._opening.open()
+        try:
+            self._group = await self._start_worker()
+        except BaseException:
+            self._opening.close(self.config.close_timeout_s)  # nothing was launched: its threads end at once
+            raise
+        self._session.life = SessionLife.OPEN
+        try:
+            self._begin()
+            if self._session.remote is not None:
+                await self._session.remote.connect()
+        except BaseException:  # no thread for a lower tier, say
+            self._session.life = SessionLife.CLOSED
+            await self._close()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        """Say that it is open, and begin with the lower tiers."""
+        self._opening.tell()
+        if self._session.disk is not None:
+            self._session.disk.begin()
+        if self._session.remote is not None:
+            self._session.remote.begin(self._session.hashing)
+
+    async def _start_worker(self) -> TaskGroup:
+        """Start the worker's task and wait until it runs: cancelled before its first step, it would cancel the caller,
+        too. Not `TaskGroup.start`, which would wait for the shielded worker if it was cancelled itself."""
+        async with AsyncExitStack() as stack:
+            group = await stack.enter_async_context(anyio.create_task_group())
+            stack.callback(self.worker.end)
+            group.start_soon(self.worker.run, name="aoffload copy worker")
+            await self.worker.has_begun.wait()
+            stack.pop_all()
+            return group
+        raise RuntimeClosed("the copy worker was cancelled before it had begun")
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End live requests, drop queued jobs, then wait up to `close_timeout_s` for jobs in flight. With a disk, store
+        before that what it lacks, for up to its `close_flush_s`.
+
+        In another event loop, the runtime cannot wait, so it stores nothing: it ends its threads, closes its files, and
+        raises `RuntimeClosed`. If a forked child leaves the block, nothing is closed, because the runtime belongs to
+        the parent."""
+        if self._session.is_in_fork:
+            return
+        if not self._session.is_bound:
+            raise RuntimeClosed("the runtime was not entered: use `async with`")
+        if self._session.is_elsewhere:
+            raise WrongThread("leave the block of a runtime in the event loop's thread: it stays open")
+        if not self._session.is_own_loop(self.env.running_loop()):
+            if self._opening.is_open:
+                self._opening.let_go()
+            if error is None:
+                raise RuntimeClosed("the event loop of the runtime is another one: it was closed without a wait")
+            return
+        self._session.life = SessionLife.CLOSED
+        self._session.close_requests()
+        if self._session.remote is not None:
+            self._session.remote.end()
+        try:
+            if self._session.disk is not None:
+                await self._session.disk.flush()
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
+        self.worker.refuse_all()
+        deadline = anyio.current_time() + self.config.close_timeout_s
+        try:
+            # A launched copy can't be recalled, and its memory must outlive it: the one wait that is shielded.
+            with anyio.CancelScope(shield=True, deadline=deadline):
+                await self.worker.wait_idle()
+                await self._opening.close_in_thread(max(0.0, deadline - anyio.current_time()))
+        finally:
+            self._opening.close(0.0)
+            self.worker.drain()
+            self.worker.stop("the runtime was closed")
+            self.telemetry.runtime_closed(len(self.ledger.jobs.quarantined))
+            self.worker.end()
+            self._session.is_over = True
+            assert self._group is not None
+            await self._group.__aexit__(None, None, None)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        token_ids: TokenIds,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | bytes | None = None,
+        adapter_key: str | bytes | None = None,
+        key_spans: Iterable[KeySpan] = (),
+        deadline_s: float | None = None,
+        max_hit_tokens: int | None = None,
+        hit_alignment: int = 1,
+        reads_cache: bool = True,
+        store: StoreScope | str = StoreScope.ALL,
+        max_store_tokens: int | None = None,
+        num_device_tokens: int = 0,
+    ) -> Request:
+        """A request for the prompt `token_ids` (one dimension of ids in `[0, 2**31)`, copied here).
+
+        `cache_salt`, `adapter_key` and `key_spans` are part of the identity of KV: it is shared only where they are
+        equal. `deadline_s` counts from entering. `max_hit_tokens` and `hit_alignment` limit the cache hit;
+        `reads_cache=False` disables it. `store` (all, the prompt, or nothing) and `max_store_tokens` (first tokens)
+        limit what is stored to the host. `num_device_tokens`: with `engine_blocks`, the hit in the engine's own cache.
+
+        An array of any length is read here. A list or tuple of more than 8,192 ids is read on entering, with turns for
+        other tasks in between. It must not change until then, and `cancel(request_id)` finds the request only later.
+        """
+        self._session.check_usable()
+        seconds = None if deadline_s is None else _seconds("deadline_s", deadline_s)
+        if seconds is not None and seconds < 0:  # no error: the rest of a time-out may be negative
+            over = "is over before the request begins; None is no deadline"
+            warnings.warn(f"deadline_s: {shown(deadline_s)} {over}", UserWarning, stacklevel=2)
+        prompt = prompt_of(self._roots.of(cache_salt, adapter_key), token_ids, key_spans)
+        options = RequestOptions(
+            request_id, seconds, max_hit_tokens, hit_alignment, reads_cache, store, max_store_tokens, num_device_tokens
+        )
+        request = Request(self._session, prompt, options)
+        request._runtime = self
+        return request
+
+    async def run(
+        self, function: Callable[[Request], Awaitable[Result]], token_ids: TokenIds, /, **options: Any
+    ) -> Result:
+        """Run `function(request)` in a new task; returns its result. `RequestAborted` if the request was cancelled.
+
+        Only this method spawns a task for a request: cancelling the caller, natively too, cancels only this request.
+        """
+        check_callable("function", function)
+        request = self.request(token_ids, **options)
+        results: list[Result] = []
+        errors: list[Exception] = []
+
+        async def serve() -> None:
+            try:
+                async with request:
+                    results.append(await function(request))
+            except Exception as error:  # noqa: BLE001 - raised again in the caller's task, out of the group
+                errors.append(error)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(serve, name=f"aoffload {request.request_id}")
+        if errors:
+            raise errors[0]
+        if not results:
+            raise RequestAborted(request.request_id, request.reason)
+        return results[0]
+
+    def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
+        """Cancel the live request with that id. Returns whether there was one."""
+        self._session.check_usable()
+        reason = check_text("reason", reason)
+        return self._session.cancel(check_text("request_id", request_id), reason)
+
+    def lookup(
+        self,
+        token_ids: TokenIds,
+        *,
+        cache_salt: str | bytes | None = None,
+        adapter_key: str | bytes | None = None,
+        key_spans: Iterable[KeySpan] = (),
+    ) -> PrefixMatch:
+        """The cached part of a prompt. Pins nothing, refreshes nothing: it may be evicted at the next await."""
+        self._session.check_usable()
+        return self.ledger.lookup(self._prefix(token_ids, cache_salt, adapter_key, key_spans))
+
+    def pin(self, token_ids: TokenIds, ttl_s: float, **identity: Unpack[Identity]) -> PinScope:
+        """A context manager that pins the cached part of a prompt from entering on, for at most `ttl_s` seconds."""
+        pin = PinScope(self._session, self._prefix_for("pin", token_ids, identity), time_to_live(ttl_s))
+        pin._runtime = self
+        return pin
+
+    def hint(self, token_ids: TokenIds, *, expected_s: float, category: str = "", **identity: Unpack[Identity]) -> int:
+        """Say that a prompt will be asked for again within `expected_s` seconds, as after an agent's tool call: what
+        is cached of it is evicted last until then. Pins nothing. Returns the tokens spared, 0 unless eviction learns.
+
+        `category`: hints of one kind, such as the tool's name. While less than a quarter of them comes true, they spare
+        nothing."""
+        prefix = self._prefix_for("hint", token_ids, identity)
+        expires_at = anyio.current_time() + time_to_live(expected_s, "expected_s")
+        found = self.ledger.hint(prefix, expires_at=expires_at, category=category)
+        self._session.worker.watch(expires_at)
+        return found
+
+    async def prefetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
+        """Load the host hit of a prompt onto the device. Returns how many of its tokens are there then.
+
+        Best effort: it takes only blocks that no request waits for, and never raises for a failed copy. A cancellation
+        drops its jobs that are not launched yet.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        with PendingPrefetch(self._session, self._prefix_for("prefetch", token_ids, identity)) as pending:
+            return await pending.wait()
+
+    def prefetch_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingPrefetch:
+        """As `prefetch`, but returns at once, and the transfer goes on in the background."""
+        return PendingPrefetch(self._session, self._prefix_for("prefetch_nowait", token_ids, identity))
+
+    async def fetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
+        """Bring what the disk has of a prompt into host memory. Returns how many of its tokens would hit then.
+
+        Best effort, as `prefetch`: it takes at most `max_fetch_share` of the host, and never raises for a failed copy.
+        `Request.allocate` does it for its own prompt. `WrongState` without a disk.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        with PendingFetch(self._session, self._prefix_for("fetch", token_ids, identity)) as pending:
+            return await pending.wait()
+
+    def fetch_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingFetch:
+        """As `fetch`, but returns at once, and the transfer goes on in the background."""
+        return PendingFetch(self._session, self._prefix_for("fetch_nowait", token_ids, identity))
+
+    async def demote(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
+        """Move the blocks of a prompt from the device to host memory. Returns how many device blocks were freed.
+
+        Pinned blocks, prefix blocks of other cached prompts, and blocks for which the host has no room stay.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        with PendingDemotion(self._session, self._prefix_for("demote", token_ids, identity)) as pending:
+            return await pending.wait()
+
+    def demote_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingDemotion:
+        """As `demote`, but returns at once, and the transfer goes on in the background."""
+        return PendingDemotion(self._session, self._prefix_for("demote_nowait", token_ids, identity))
+
+    def _prefix(
+        self, token_ids: TokenIds, cache_salt: Any = None, adapter_key: Any = None, key_spans: Iterable[KeySpan] = ()
+    ) -> Prefix:
+        return Prefix.of(self._roots.of(cache_salt, adapter_key), token_ids, key_spans)
+
+    def _prefix_for(self, call: str, token_ids: TokenIds, identity: Identity) -> Prefix:
+        self._session.check_usable()
+        check_identity(f"{type(self).__name__}.{call}", identity)
+        return self._prefix(token_ids, **identity)
+
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    def step(self, requests: Iterable[Request | PendingLoad]) -> AbstractContextManager[None]:
+        """Hold the blocks of `requests` while a forward uses them, in any thread, even if a request ends meanwhile.
+
+        A load waits only for the steps that used the blocks it writes to, and not for all compute so far. So once you
+        use steps, run every forward in one, also a forward whose result you may discard, and commit once for each step.
+        If you never use steps, loads wait for all compute so far.
+
+        A pending load in place of its request: the forward starts before the load is over (see `PendingLoad`).
+        """
+        self._session.check_usable()
+        return StepScope(self._session, requests)
+
+    async def run_step(self, requests: Iterable[Request | PendingLoad], function: Callable[[], Result]) -> Result:
+        """Run `function()` in a worker thread and hold the blocks of `requests` until the *thread* has finished.
+
+        A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread it awaits still runs; here
+        the step belongs to the thread. A task that waits to the end goes on with nothing in between: if it commits at
+        once, nobody has preempted a request meanwhile. `cancel` and a deadline of a request wait for the thread, too.
+        """
+        return await run_step(self._session, requests, function)
+
+    def offer_deferred(self, after: Fence | None = None) -> None:
+        """With `engine_blocks`, at the beginning of each step: store blocks that offers have deferred because too many
+        were in flight, up to the bound of stores in flight. This includes blocks of requests that are over, because
+        `find` says which block of the engine holds their KV.
+
+        `after` is a fence after all compute so far; None: after all work on the current stream so far.
+        """
+        self._session.check_usable()
+        self._session.offer_deferred(after)
+
+    def report_queue(self, num_tokens: int) -> None:
+        """The engine will compute so many tokens of prompts before those of the next request. Call it at each step, or
+        never: the runtime counts what requests have to compute from their load on."""
+        self._session.check_usable()
+        check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
+        if self._session.costs is not None:
+            self._session.costs.report_queue(num_tokens)
+
+    def report_compute(self, num_tokens: int, seconds: float) -> None:
+        """Computing `num_tokens` tokens of prompts took so long. For engines whose steps the runtime does not see: with
+        `engine_blocks`, or where a commit comes before its forward is over."""
+        self._session.check_usable()
+        check_report(num_tokens, seconds)
+        if self._session.speed is not None:
+            self._session.speed.report(num_tokens, float(seconds))
+
+    def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> tuple[Request, ...]:
+        """Commit several requests of one forward behind one fence, all or nothing.
+
+        Requests that have ended or were preempted meanwhile, even if they were resumed since, are left out and
+        returned: what was computed for them is lost.
+        """
+        return commit_step(self._session, computed, after)
+
+    # -- whole cache ----------------------------------------------------------------------------------------------
+
+    async def wait_restored(self) -> int:
+        """Wait until what an earlier process left on the disk is known. Returns how many of its blocks were found."""
+        self._session.check_usable()
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        disk = self._session.disk
+        if disk is None:
+            return 0
+        await disk.is_restored.wait()
+        return disk.num_restored
+
+    async def flush(self) -> None:
+        """Wait until every transfer planned so far has ended or is given up."""
+        self._session.check_usable()
+        self._session.check_loop(self.env.running_loop())
+        await self.worker.wait_idle()
+
+    async def reset(self, tier: Tier | None = None, timeout_s: float | None = None) -> tuple[int, ...]:
+        """Drop the whole cache, or that of `tier`, end all pins, and wait for the transfers in flight: the blocks that
+        they bring there are not published. Returns the ids of the jobs that are not over within `timeout_s` seconds
+        (None: no limit); empty if all are.
+
+        No request begins to compute with KV from before the reset: a request whose load is not over, because `load`,
+        `resume` or `PendingLoad.wait` has not returned, computes from its first token. Requests whose load is over, or
+        that compute without a load, keep their blocks and go on. If one of them has begun no step and committed
+        nothing since its load, a further `load` gives its old blocks up and returns 0. Requests from before the reset
+        publish and store nothing any more, unless `tier` is below the device.
+
+        No restart finds what was on the disk before the reset. If the disk cannot assure that, `TransferRefused` is
+        raised. The runtime then stops using a disk that has failed. If the disk is only late, the runtime uses it again
+        once the reset is complete. The cells of a remote store stay there for other users of its namespace, and this
+        runtime stops using the store.
+        """
+        self._session.check_usable()
+        self._session.check_loop(self.env.running_loop())
+        seconds = math.inf if timeout_s is None else _seconds("timeout_s", timeout_s)
+        if seconds < 0:
+            raise InvalidArgument("timeout_s", f"must not be negative, got {shown(timeout_s)}")
+        self.ledger.reset(tier)
+        self.worker.discard_queued()
+        last_id, deadline = self.ledger.jobs.last_id, anyio.current_time() + seconds
+        disk, remote = self._session.disk, self._session.remote
+        if remote is not None and tier is None:
+            remote.turn_off("a reset: what the store has under this namespace is of before")
+        if disk is not None and tier in (None, Tier.DISK):
+            await disk.reset(min(seconds, self.config.transfer_timeout_s))
+        with anyio.CancelScope(deadline=deadline):
+            await self.worker.wait_over(last_id)
+        return self.worker.copies.in_flight_up_to(last_id)
+
+    def statistics(self) -> RuntimeStatistics:
+        self._session.check_may_look()
+        found = self.ledger.statistics()
+        disk, remote = self._session.disk, self._session.remote
+        return RuntimeStatistics(
+            **attrs.asdict(found, recurse=False),
+            transfers=self.transport.statistics(),
+            disk_transfers=None if disk is None else disk.disk.statistics(),
+            remote_transfers=None if remote is None else remote.remote.statistics(),
+            num_fetches_declined=self._session.num_fetches_declined,
+            num_fetches_skipped=sum(one.num_fetches_skipped for one in (disk, remote) if one is not None),
+            num_loads_declined=0 if self._session.costs is None else self._session.costs.num_declined,
+            off_reason=self.worker.off_reason,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless every block has exactly one owner. Looks at every block."""
+        self._session.check_may_look()
+        self.ledger.check_integrity()
+
+
+def _seconds(name: str, value: object) -> float:
+    seconds = number_of(value)
+    if seconds is None:
+        raise InvalidArgument(name, f"must be a number of seconds, got {shown(value)}")
+    return seconds

@@ -1,0 +1,350 @@
+"""What takes too long is said once: a wait for room, and a step.
+
+The copy worker: drives the copy queue in an event loop, and watches its deadlines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
+from functools import partial
+
+import anyio
+import attrs
+
+from .._config.config import OffloadConfig
+from .._kernel.ledger import Ledger
+from .._kernel.plans import Completion, TransferPlan
+from .._kernel.requests import Step, Waiter
+from .._kernel.status import Holder
+from .._observe.log import Telemetry
+from .._observe.observers import Observers
+from .._transfer.copy_queue import CopyQueue
+from .._transfer.fences import Fence, RegionWatch
+from .._transfer.transport import Transport
+from ..env import Env
+
+__all__ = ["CopyWorker", "SlowWatch"]
+
+
+MAX_AGE_S = 1.0
+"""How old the list of holders may be that an event names: many waits may be long at once."""
+ROUNDING_S = 1e-3
+
+
+@attrs.define(eq=False)
+class SlowWatch:
+    """Has no timer: waits have an alarm of the copy worker's, whose task looks at steps when it looks at deadlines."""
+
+    ledger: Ledger
+    config: OffloadConfig
+    observers: Observers
+    now: Callable[[], float]
+    """The clock of the ledger's ages and of the worker's alarms."""
+    _said: set[Waiter] = attrs.field(factory=set)
+    """Waiters in line whose wait has been said to be long."""
+    _last_step: int = 0
+    """Steps up to this one have been said to be long, or are over."""
+    _biggest: tuple[Holder, ...] = ()
+    _biggest_at: float = -math.inf
+
+    # -- waits for room -------------------------------------------------------------------------------------------
+
+    def left_s(self, waiter: Waiter | None) -> float | None:
+        """Seconds until the wait is a long one; None if nothing will be said about it."""
+        slow_s = self.config.slow_wait_s
+        if slow_s is None or waiter is None or waiter.joined_s is None or waiter in self._said:
+            return None
+        return max(0.0, waiter.joined_s + slow_s - self.now())
+
+    def look_at_wait(self, waiter: Waiter) -> None:
+        """Its time is over, or there is no alarm any more. Either way it is looked at once."""
+        self._said = {one for one in self._said if one.holding.waiter is one and not one.is_over} | {waiter}
+        waited_s, slow_s = self.now() - (waiter.joined_s or 0.0), self.config.slow_wait_s or math.inf
+        if not waiter.is_over and waited_s >= slow_s - ROUNDING_S:
+            self.observers.slow_wait(self.ledger.situation.wait_for_room(waiter, [*self._holders()]))
+
+    def _holders(self) -> tuple[Holder, ...]:
+        if self.now() >= self._biggest_at + MAX_AGE_S:
+            self._biggest, self._biggest_at = self.ledger.holders(), self.now()
+        return self._biggest
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    @property
+    def next_deadline(self) -> float:
+        """When the next step will have been open for too long."""
+        step = self._next_step()
+        return math.inf if step is None else self._deadline(step)
+
+    def _next_step(self) -> Step | None:
+        return next((step for number, step in self.ledger.steps.items() if number > self._last_step), None)
+
+    def _deadline(self, step: Step) -> float:
+        slow_s = self.config.slow_step_s
+        return math.inf if slow_s is None else step.begun_s + slow_s
+
+    def look_at_steps(self) -> None:
+        """Say which steps have been open for too long by now."""
+        now = self.now()
+        while (step := self._next_step()) is not None and self._deadline(step) <= now:
+            self._last_step = step.step_id
+            self.observers.slow_step(self.ledger.situation.step(step))
+
+
+@attrs.define(eq=False)
+class CopyWorker:
+    """Drives the copy queue of a runtime.
+
+    Completions arrive from any thread, with one coalesced wake-up of the event loop, whose callback settles them; the
+    worker's task only watches deadlines: of copies, of pins, of steps, and the alarms of waiting tasks.
+    """
+
+    ledger: Ledger
+    transport: Transport
+    config: OffloadConfig
+    env: Env
+    telemetry: Telemetry
+    copies: CopyQueue = attrs.field(init=False)
+    slow: SlowWatch | None = attrs.field(init=False, default=None)
+    """Set by who begins to use the worker."""
+    after_settled: Callable[[], None] | None = attrs.field(init=False, default=None)
+    """Called when completions were settled: there may be more to store. Set by who begins to use the worker."""
+    _alarms: dict[anyio.Event, float] = attrs.field(factory=dict)
+    """Events and the times to set them."""
+    _calls: deque[Callable[[], None]] = attrs.field(factory=deque)
+    _looks_at: float = math.inf
+    """When the task checks deadlines next."""
+    _is_signalled: bool = False
+    _wake_loop: Callable[[], None] = lambda: None
+    _clock: Callable[[], float] = lambda: 0.0
+    """Not `anyio.current_time`: a commit may come from a plain callback of the loop, outside of any task."""
+    _settled: anyio.Event | None = None
+    """Set when jobs have ended. Created by the task that waits for it; other callers may run outside of any task."""
+    # `start` creates these three: a runtime may be created before there is an event loop.
+    _sleep: anyio.CancelScope = attrs.field(init=False)
+    _scope: anyio.CancelScope = attrs.field(init=False)
+    """Shields the task: cancelling the engine must not end it before the transfers under way."""
+    has_begun: anyio.Event = attrs.field(init=False)
+    """Set when the task runs: from then on it survives native cancellation."""
+    _has_ended: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        self.copies = CopyQueue(
+            self.ledger,
+            self.transport,
+            self.config,
+            clock=self._now,
+            block_bytes=self.transport.block_bytes,
+            observer=self.telemetry,
+            wake=self._signal,
+            ended=self._notify_settled,
+            in_steps=False,
+        )
+
+    def _now(self) -> float:
+        return self._clock()
+
+    @property
+    def is_accepting(self) -> bool:
+        return self.copies.is_accepting
+
+    @property
+    def off_reason(self) -> str:
+        return self.copies.off_reason
+
+    @property
+    def regions(self) -> RegionWatch:
+        return self.copies.regions
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def submit(self, plans: Sequence[TransferPlan], after: Fence | None = None) -> None:
+        """Queue `plans` (stores wait for `after`) and launch what may be launched now."""
+        if plans:
+            self.copies.submit(plans, after)
+            self._wake_by(self.copies.next_deadline)
+
+    def refuse(self, plans: Iterable[TransferPlan]) -> None:
+        """Discard planned jobs that were never queued."""
+        self.copies.refuse(plans)
+
+    def deliver(self, completion: Completion) -> None:
+        """Accept a completion from any thread; never blocks."""
+        self.copies.deliver(completion)
+
+    def turn_off(self, reason: str) -> None:
+        """Launch nothing any more. Jobs in flight still report, or are given up at their deadline."""
+        self.copies.turn_off(reason)
+
+    def discard_queued(self) -> None:
+        """Drop jobs that were never launched; requests that wait for them compute instead."""
+        self.copies.discard_queued()
+
+    def refuse_all(self) -> None:
+        """Launch nothing any more: the runtime is closing."""
+        self.copies.is_accepting = False
+        self.copies.discard_queued()
+
+    # -- deadlines ----------------------------------------------------------------------------------------------------
+
+    def watch(self, expires_at: float) -> None:
+        """Have a new pin lapse at `expires_at`."""
+        if self._has_ended:
+            self.copies.tell(self.ledger.drop_pins)  # no task checks deadlines any more
+        else:
+            self._wake_by(expires_at)
+
+    def step_begins(self) -> None:
+        """Look at steps in `slow_step_s` seconds, at the latest."""
+        slow_s = self.config.slow_step_s
+        if slow_s is not None:
+            self._wake_by(self._clock() + slow_s)
+
+    @property
+    def has_alarms(self) -> bool:
+        """Whether its task runs, and can set an event at a given time."""
+        return not self._has_ended
+
+    def set_alarm(self, event: anyio.Event, after_s: float) -> None:
+        """Set `event` after `after_s` seconds, unless it is cleared before.
+
+        A cancel scope with a deadline would cost the waiting task ten times as much. Once the worker's task has ended,
+        the event is set at once: there is nothing left to wait for.
+        """
+        if self._has_ended:
+            event.set()
+        else:
+            self._alarms[event] = deadline = self._clock() + after_s
+            self._wake_by(deadline)
+
+    def clear_alarm(self, event: anyio.Event) -> bool:
+        """Remove the alarm of `event`. Returns whether it was still pending."""
+        return self._alarms.pop(event, None) is not None
+
+    def _wake_by(self, deadline: float) -> None:
+        if deadline < self._looks_at:
+            self._looks_at = self._sleep.deadline = deadline
+
+    # -- wake-ups -----------------------------------------------------------------------------------------------------
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Have the worker call `function` soon. For any thread, and for finalisers."""
+        self._calls.append(function)
+        self._signal()
+
+    def _signal(self) -> None:
+        if not self._is_signalled:
+            self._is_signalled = True
+            self._wake_loop()
+
+    def drain(self) -> None:
+        """Run queued calls and settle delivered completions. The flag is cleared first, so later ones signal again."""
+        self._is_signalled = False
+        while self._calls:
+            self.copies.tell(self._calls.popleft())
+        self.copies.settle_delivered()
+        if self.after_settled is not None:
+            self.after_settled()
+        self._wake_by(self.copies.next_deadline)
+
+    def _notify_settled(self) -> None:
+        if self._settled is not None:
+            self._settled.set()
+            self._settled = None
+
+    # -- the task -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Bind to the running event loop."""
+        self.has_begun = anyio.Event()
+        self._sleep, self._scope = anyio.CancelScope(), anyio.CancelScope(shield=True)
+        self._clock = self.env.loop_clock()
+        # In the context of the task that opens the runtime, as the worker's task: loggers find its context variables.
+        self._wake_loop = self.env.loop_waker(partial(copy_context().run, self._wake))
+
+    def _wake(self) -> None:
+        """Called by the event loop. Also settles late completions after the worker's task has ended."""
+        try:
+            self.drain()
+        except Exception as error:  # noqa: BLE001 - a supervisor, as in `run`: trio would end of it
+            self._fail(error)
+
+    async def run(self) -> None:
+        """Watch deadlines until `end`. An error here must not end the engine."""
+        with self._scope:
+            self.has_begun.set()
+            try:
+                await self._work()
+            except anyio.get_cancelled_exc_class():
+                if self._scope.cancel_called:
+                    raise
+                # A native `asyncio.Task.cancel`, as when a loop is torn down: the worker has not failed. If this were
+                # raised again, it would cancel the other tasks of the group, too.
+                self._give_up("the worker was cancelled")
+            except Exception as error:  # noqa: BLE001 - a supervisor: the cache turns itself off, the requests go on
+                self._fail(error)
+            finally:
+                self._has_ended = True
+                self._ring(math.inf)
+                self.copies.tell(self.ledger.drop_pins)
+
+    async def _work(self) -> None:
+        while True:
+            self._looks_at = self._next_deadline()
+            with anyio.CancelScope(deadline=self._looks_at) as self._sleep:
+                await anyio.Event().wait()  # not `sleep_forever`, a timer in asyncio: a loop with a timer is never idle
+            self.drain()  # what has been delivered in time is not late
+            self._check_deadlines()
+
+    def _fail(self, error: BaseException) -> None:
+        self.telemetry.worker_failed(error)
+        self._give_up("the worker failed")
+
+    def _give_up(self, reason: str) -> None:
+        self.turn_off(reason)
+        self.copies.stop(reason)
+
+    def _next_deadline(self) -> float:
+        slow = math.inf if self.slow is None else self.slow.next_deadline
+        return min(self.copies.next_deadline, slow, min(self._alarms.values(), default=math.inf))
+
+    def _check_deadlines(self) -> None:
+        self.copies.give_up_late()
+        if self.after_settled is not None:
+            self.after_settled()
+        if self.slow is not None:
+            self.slow.look_at_steps()
+        self._ring(self._clock())
+
+    def _ring(self, now: float) -> None:
+        for event in [event for event, deadline in self._alarms.items() if deadline <= now]:
+            self.clear_alarm(event)
+            event.set()
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    async def wait_idle(self) -> None:
+        """Wait until every job planned so far is over or given up."""
+        await self.wait_over(self.ledger.jobs.last_id)
+
+    async def wait_over(self, job_id: int) -> None:
+        """Wait until every job up to `job_id` is over or given up; jobs planned later don't delay it."""
+        while self.copies.oldest_job <= job_id:
+            await self.wait_settled()
+
+    async def wait_settled(self) -> None:
+        """Wait until completions were settled, or queued jobs dropped."""
+        if self._settled is None:
+            self._settled = anyio.Event()
+        await self._settled.wait()
+
+    def stop(self, error: str) -> None:
+        """Launch nothing any more; what is still in flight is quarantined."""
+        self.copies.stop(error)
+
+    def end(self) -> None:
+        """End the task."""
+        self._scope.cancel()

@@ -1,0 +1,365 @@
+"""The threads of the disk: they run the jobs between host memory and slots, loads before stores.
+
+A disk that hangs keeps a thread each for a few jobs, never all threads for one direction, and never the process: the
+threads are daemons, and what they refer to lives as long as they do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._kernel.plans import Completion, RestoredRun, TransferPlan
+from ..._kernel.states import Direction, Outcome, Tier
+from ..._transfer.breaker import MAX_MOVES, Breaker, LeftAlone, StorageMove, Use
+from ..._transfer.checksums import BlockChecksums
+from ..._transfer.starting import started_thread
+from ..._transfer.turns import wait_precisely
+from ...env import Env
+from ...errors import TransferRefused
+from .forgetting import DiskTrouble
+from .recovery import Survivors
+from .slots import DiskOutcome, DiskSlots
+
+__all__ = ["DiskCounts", "DiskLanes"]
+
+
+NUM_THREADS = 4
+MOST_RUNNING = {Direction.LOAD: 3, Direction.STORE: 2}
+"""Jobs at a time, in the order in which they are begun. Neither direction has all threads: one that hangs would keep
+the other from its disk."""
+USES = {Direction.LOAD: Use.LOAD, Direction.STORE: Use.STORE}
+GENERATIONS = 2**64
+
+
+@attrs.define
+class DiskCounts:
+    """Of one direction, since the slots were opened."""
+
+    num_jobs: int = 0
+    num_blocks: int = 0
+    num_corrupt: int = 0
+    num_failed: int = 0
+    """Jobs that ended in an error of the disk."""
+    seconds: float = 0.0
+    """Time of jobs, those at the same time counted each."""
+
+
+class DiskLanes:
+    """Runs jobs on `slots`. `host` is the host memory, `uint8 [num_host_blocks, block_bytes]`.
+
+    Every launched job gets one completion. With `checksums`, which loads to the device are compared with, a block is
+    compared before it is stored, and noted again when it has been read back.
+    """
+
+    def __init__(
+        self, slots: DiskSlots, host: NDArray[np.uint8], checksums: BlockChecksums | None,
+        deliver: Callable[[Completion], None], env: Env,
+    ) -> None:  # fmt: skip
+        self.slots = slots
+        self.counts = {direction: DiskCounts() for direction in MOST_RUNNING}
+        self.moves: deque[StorageMove] = deque(maxlen=MAX_MOVES)
+        """What is left alone from now on, or not any more, until somebody takes it. Threads append."""
+        self._host = host
+        self._checksums = checksums
+        self._deliver = deliver
+        self._env = env
+        self._first_generation = slots.generation
+        self._hear_trouble: Callable[[DiskTrouble], None] = lambda trouble: None
+        self._on_superblock = threading.Lock()
+        """Held while a reset or an erasure is written. A reset that gets it after a later reset has nothing to do."""
+        self._num_resets = 0
+        self._turn = threading.Condition()
+        """Guards everything below."""
+        self._waiting: dict[Direction, deque[TransferPlan]] = {direction: deque() for direction in MOST_RUNNING}
+        self._num_running = dict.fromkeys(MOST_RUNNING, 0)
+        self._breakers = {direction: Breaker() for direction in MOST_RUNNING}
+        self._to_forget: list[int] = []
+        """Slots of which a thread has to erase the records, before stores go on."""
+        self._is_forgetting_due = self._is_forgetting = False
+        self._num_forgets = 0
+        self._given_up: set[int] = set()
+        self._under_way: dict[int, int] = {}
+        """Launched jobs, each with the number of `forget` calls before its launch."""
+        self._refusal = ""
+        self._is_abandoned = False
+        self._is_closing = False
+        self._threads: dict[threading.Thread, None] = {}
+
+    def start(self) -> None:
+        """Start the threads. If it raises `TransferRefused`, closing ends those that run, and closes the files."""
+        for number in range(NUM_THREADS):
+            self._start(self._work, f"aoffload-disk-{number}")
+
+    # -- jobs -----------------------------------------------------------------------------------------------------
+
+    def launch(self, plan: TransferPlan) -> None:
+        """Have a thread run the job. `TransferRefused` after closing, or where the files must not be used any more."""
+        with self._turn:
+            if self._refusal:
+                raise TransferRefused(self._refusal)
+            self._under_way[plan.job_id] = self._num_forgets
+            self._waiting[plan.direction].append(plan)
+            self._turn.notify()
+
+    def give_up(self, job_id: int) -> None:
+        """Nobody waits for this job any more, and others may write to its source once this has returned: a store
+        records nothing from here on. Its completion comes all the same, when it is over."""
+        with self._turn:
+            if job_id in self._under_way:
+                self._given_up.add(job_id)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Have neither a load nor a restart find the blocks in these slots, nor the old blocks in slots to which stores
+        are under way. Stores wait until this is done, because they may write to the same slots."""
+        with self._turn:
+            if self._is_closing:
+                raise TransferRefused(self._refusal)
+            self._num_forgets += 1
+            self._to_forget += slots
+            self._is_forgetting_due = True
+            self._turn.notify()
+
+    def refuses(self, direction: Direction) -> bool:
+        """Whether jobs of this direction are better not asked for now: the disk has failed, and is left alone."""
+        with self._turn:
+            return bool(self._refusal) or self._breakers[direction].is_open(self._env.now())
+
+    def left_alone(self) -> tuple[LeftAlone, ...]:
+        with self._turn:
+            found = [(USES[direction], breaker) for direction, breaker in self._breakers.items()]
+            return tuple(breaker.left_alone(use) for use, breaker in found if breaker.is_on_trial)
+
+    def turn_off(self, reason: str) -> None:
+        """Launch nothing any more; jobs that were launched still run."""
+        with self._turn:
+            self._refusal = self._refusal or reason
+            self._turn.notify_all()
+
+    def _is_given_up(self, job_id: int) -> bool:
+        return job_id in self._given_up
+
+    def _work(self) -> None:
+        wait_precisely()
+        while (plan := self._next()) is not None:
+            if not isinstance(plan, TransferPlan):
+                self._erase(plan)
+                continue
+            completion = self._completed(plan)
+            with self._turn:
+                self._num_running[plan.direction] -= 1
+                num_forgets = self._under_way.pop(plan.job_id)
+                if plan.direction is Direction.STORE and num_forgets != self._num_forgets:
+                    self._forget_before(plan, completion.num_landed)
+                self._given_up.discard(plan.job_id)
+                if self._is_closing:
+                    self._turn.notify_all()  # else nobody: what may run now is what this thread takes next
+            self._deliver(completion)
+
+    def _erase(self, slots: list[int]) -> None:
+        with self._on_superblock:
+            trouble = self.slots.forget(slots)
+            if trouble is not None:  # `forget` may have raised the generation
+                self._first_generation = (self.slots.generation - self._num_resets) % GENERATIONS
+        if trouble is not None:
+            if trouble.is_off:
+                self.turn_off(trouble.reason)
+            self._hear_trouble(trouble)
+        with self._turn:
+            self._is_forgetting = False
+            self._turn.notify_all()
+
+    def _forget_before(self, plan: TransferPlan, num_landed: int) -> None:
+        """Something was forgotten during this store, and the old blocks in its slots may have been part of it. So erase
+        the records that the store has not replaced, and sync the others. Call this before the completion is delivered,
+        so that no other store writes to these slots first."""
+        self._to_forget += plan.destination_ids[num_landed:]
+        self._is_forgetting_due = True
+
+    def _next(self) -> TransferPlan | list[int] | None:
+        """The job to run next, or the slots to forget, once there are some. None: there will be none."""
+        with self._turn:
+            while True:
+                if self._is_forgetting_due and not self._is_forgetting:
+                    self._is_forgetting, self._is_forgetting_due = True, False
+                    slots, self._to_forget = self._to_forget, []
+                    return slots
+                for direction, most in MOST_RUNNING.items():
+                    if direction is Direction.STORE and self._is_forgetting:
+                        continue
+                    if self._waiting[direction] and self._num_running[direction] < most:
+                        self._num_running[direction] += 1
+                        return self._waiting[direction].popleft()
+                if self._is_closing and not any(self._waiting.values()):
+                    return None
+                self._turn.wait()
+
+    def _completed(self, plan: TransferPlan) -> Completion:
+        if self._is_abandoned or self._is_given_up(plan.job_id):
+            return Completion(plan.job_id, Outcome.FAILED, error="given up before it was begun")
+        began_s = self._env.now()
+        try:
+            found = self._stored(plan) if plan.direction is Direction.STORE else self._loaded(plan)
+        except Exception as error:  # noqa: BLE001 - becomes the outcome of this job, which is over: the next may succeed
+            found = DiskOutcome(Outcome.FAILED, 0, error=repr(error))
+        duration_s = max(0.0, self._env.now() - began_s)  # a clock that goes back costs a duration, not the thread
+        self._count(plan, found, duration_s)
+        num_bytes = found.num_landed * self.slots.layout.block_bytes
+        return Completion(
+            plan.job_id, found.outcome, found.num_landed, found.corrupt, found.error, num_bytes, duration_s
+        )
+
+    def _stored(self, plan: TransferPlan) -> DiskOutcome:
+        labels = plan.labels or (None,) * plan.num_blocks
+        generation, stop = self._generation_after(plan.generation), self._first_changed(plan.source_ids)
+        front = plan.destination_ids[:stop], plan.source_ids[:stop], labels[:stop]
+        found = self.slots.store(*front, generation, lambda: self._is_given_up(plan.job_id))
+        if stop == plan.num_blocks or found.outcome is not Outcome.LANDED:
+            return found
+        return attrs.evolve(found, outcome=Outcome.FAILED, error="a block in host memory is not what was stored there")
+
+    def _first_changed(self, host_ids: Sequence[int]) -> int:
+        """The first of these host blocks that is not what its checksum says: a sum of its own on the disk would make it
+        right for ever."""
+        if self._checksums is not None:
+            for index, host_id in enumerate(host_ids):
+                if not self._checksums.matches(host_id, self._host[host_id]):
+                    return index
+        return len(host_ids)
+
+    def _loaded(self, plan: TransferPlan) -> DiskOutcome:
+        found = self.slots.load(plan.source_ids, plan.destination_ids)
+        if self._checksums is not None:
+            for host_id in plan.destination_ids[: found.num_landed]:
+                self._checksums.record(host_id, self._host[host_id])
+        return found
+
+    def _count(self, plan: TransferPlan, found: DiskOutcome, duration_s: float) -> None:
+        with self._turn:
+            counts = self.counts[plan.direction]
+            counts.num_jobs += 1
+            counts.num_blocks += found.num_landed
+            counts.num_corrupt += len(found.corrupt)
+            counts.seconds += duration_s
+            breaker, now, move = self._breakers[plan.direction], self._env.now(), None
+            if found.outcome is not Outcome.FAILED:
+                move = breaker.succeeded(now)
+            elif not self._is_given_up(plan.job_id):
+                counts.num_failed += 1
+                move = breaker.failed(now, found.error)
+        if move is not None:
+            self.moves.append(StorageMove(Tier.DISK, USES[plan.direction], "", move))
+
+    # -- a restart, and resets ------------------------------------------------------------------------------------
+
+    def read_back(
+        self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None],
+        hear_trouble: Callable[[DiskTrouble], None],
+    ) -> None:  # fmt: skip
+        """Read, in a thread of its own, what an earlier process has left. `hear` is called there with each slice, and
+        `over` at the end, with the reason of a failure or with an empty text. Nothing may be stored before the end.
+        `hear_trouble` is called in some thread whenever records could not be erased."""
+        self._hear_trouble = hear_trouble
+
+        def read() -> None:
+            problem = ""
+            try:
+                for found in self.slots.survivors():
+                    if self._is_closing:
+                        problem = "closed before everything was read"
+                        break
+                    if found:
+                        hear([_restored(one) for one in found])
+            except Exception as error:  # noqa: BLE001 - a lack of memory, say: what was not read is not used
+                problem = repr(error)
+            if problem:
+                self.turn_off(f"the disk was not read to its end: {problem}")
+            over(problem)
+
+        self._start(read, "aoffload-disk-reader")
+
+    def reset(self, num_resets: int, over: Callable[[str], None]) -> None:
+        """Have no restart find anything that was planned before the reset of this number, in a thread of its own.
+        `over` is called there at the end: with why it failed, or with an empty text."""
+
+        def reset() -> None:
+            problem = ""
+            with self._on_superblock:
+                if num_resets > self._num_resets:
+                    problem = self._raise_generation(num_resets)
+            over(problem)
+
+        self._start(reset, "aoffload-disk-reset")
+
+    def disown(self) -> None:
+        """Have no restart find what is stored after the next reset."""
+        self.slots.disown()
+
+    def _raise_generation(self, num_resets: int) -> str:
+        try:
+            self.slots.raise_generation(self._generation_after(num_resets))
+        except OSError as error:
+            self.turn_off(f"a reset did not reach the disk: {error}")
+            return str(error)
+        self._num_resets = num_resets
+        return ""
+
+    def _generation_after(self, num_resets: int) -> int:
+        return (self._first_generation + num_resets) % GENERATIONS
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def stop_launching(self) -> None:
+        """Refuse new jobs, and end the threads after the launched ones. May be called twice."""
+        with self._turn:
+            self._refusal = self._refusal or "the transport is closed"
+            self._is_closing = True
+            self._turn.notify_all()
+            self._close_behind_the_last()  # perhaps none could be started
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether all threads ended within `timeout_s` seconds; then the files are closed. If not, no job is begun any
+        more, and the thread that ends last closes them."""
+        deadline_s = time.monotonic() + timeout_s  # not the `Env`'s clock: joining a thread takes real time
+        with self._turn:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        with self._turn:
+            self._is_abandoned = bool(self._threads)
+            return not self._is_abandoned
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._ended()
+
+        with self._turn:  # held until the thread is noted: it may end at once
+            if self._is_closing:
+                raise TransferRefused(self._refusal)
+            self._threads[started_thread(self._env, run, name)] = None
+
+    def _ended(self) -> None:
+        """The calling thread ends."""
+        with self._turn:  # held while they are closed: who has joined all threads finds them closed
+            self._threads.pop(threading.current_thread(), None)
+            self._close_behind_the_last()
+
+    def _close_behind_the_last(self) -> None:
+        """The last thread closes the files: a hung call may still have used them."""
+        if self._is_closing and not self._threads:
+            with suppress(OSError):
+                self.slots.close()
+
+
+def _restored(found: Survivors) -> RestoredRun:
+    return RestoredRun(found.root, found.before, found.digest, found.start, found.stop, found.tokens, found.slots)

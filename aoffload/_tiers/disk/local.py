@@ -1,0 +1,138 @@
+"""The disk of a local transport: what it is, opened beside the host memory, and what the runtime asks of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._config.tiers import DiskTier
+from ..._kernel.layout import Layout
+from ..._kernel.plans import Completion, RestoredRun, TransferPlan
+from ..._kernel.states import Direction
+from ..._transfer.breaker import StorageMove, taken
+from ..._transfer.checksums import BlockChecksums
+from ..._transfer.identity import identity_of
+from ..._transfer.region import KVRegion
+from ..._transfer.transport import DiskStatistics
+from ...env import Env
+from ...errors import TransferRefused, WrongState
+from .files import DiskDirectory
+from .forgetting import DiskTrouble
+from .lanes import DiskCounts, DiskLanes
+from .opening import opened_within
+from .posix import PosixDirectory
+from .records import SlotLayout
+from .slots import DiskSlots
+
+__all__ = ["LocalDisk"]
+
+
+@attrs.define(eq=False)
+class LocalDisk:
+    """Implements `TransportDisk`, in the files of `tier`. `regions` enter what its contents may be used for."""
+
+    tier: DiskTier
+    regions: Sequence[KVRegion]
+    directory: Callable[[str], DiskDirectory] = PosixDirectory
+    """Opens the directory: of the system, or a simulated one."""
+    _layout: SlotLayout | None = None
+    _fingerprint: bytes = b""
+    _lanes: DiskLanes | None = None
+
+    def identify(self, layout: Layout, namespace: str) -> None:
+        """Called before `open`: how the groups share blocks, and what else identifies their KV."""
+        block_bytes = sum(region.block_bytes for region in self.regions)
+        widths = tuple(band.width for band in layout.bands)
+        leading = tuple(not band.number for band in layout.bands)
+        self._layout = SlotLayout(layout.unit_tokens, block_bytes, widths, leading)
+        self._fingerprint = hashlib.sha256(identity_of(layout, namespace, self.regions).encode()).digest()
+
+    def open(
+        self, host: NDArray[np.uint8], checksums: BlockChecksums | None, deliver: Callable[[Completion], None], env: Env
+    ) -> None:
+        """Open or make the files within `open_timeout_s`, and start the threads. `ConfigError` names what cannot be,
+        `TransferRefused` a thread that cannot be started: `stop_launching` and `join` close what is open then."""
+        if self._layout is None:
+            raise WrongState("the disk does not know its layout: a runtime says it before it opens the transport")
+        slots = opened_within(self.tier.open_timeout_s, partial(self._slots, self._layout, host, env), env)
+        self._lanes = DiskLanes(slots, host, checksums, deliver, env)  # known before it starts: whoever closes finds it
+        self._lanes.start()
+
+    def _slots(self, layout: SlotLayout, host: NDArray[np.uint8], env: Env) -> DiskSlots:
+        return DiskSlots.open(
+            self.directory(self.tier.path),
+            layout,
+            host,
+            size_bytes=self.tier.size_bytes,
+            fingerprint=self._fingerprint,
+            draw_generation=lambda: env.random.getrandbits(63),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        return 0 if self._lanes is None else self._lanes.slots.num_slots
+
+    def launch(self, plan: TransferPlan) -> None:
+        self._open_lanes().launch(plan)
+
+    def give_up(self, job_id: int) -> None:
+        if self._lanes is not None:
+            self._lanes.give_up(job_id)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        self._open_lanes().forget(slots)
+
+    def refuses(self, direction: Direction) -> bool:
+        return self._lanes is None or self._lanes.refuses(direction)
+
+    def take_moves(self) -> Sequence[StorageMove]:
+        return () if self._lanes is None else taken(self._lanes.moves)
+
+    def read_back(
+        self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None],
+        hear_trouble: Callable[[DiskTrouble], None],
+    ) -> None:  # fmt: skip
+        self._open_lanes().read_back(hear, over, hear_trouble)
+
+    def reset(self, num_resets: int, over: Callable[[str], None]) -> None:
+        self._open_lanes().reset(num_resets, over)
+
+    def disown(self) -> None:
+        self._open_lanes().disown()
+
+    def statistics(self) -> DiskStatistics:
+        loads, stores = DiskCounts(), DiskCounts()
+        if self._lanes is not None:
+            loads, stores = (self._lanes.counts[direction] for direction in (Direction.LOAD, Direction.STORE))
+        block_bytes = 0 if self._layout is None else self._layout.block_bytes
+        return DiskStatistics(
+            num_loads=loads.num_jobs,
+            num_stores=stores.num_jobs,
+            blocks_loaded=loads.num_blocks,
+            blocks_stored=stores.num_blocks,
+            blocks_corrupt=loads.num_corrupt,
+            bytes_loaded=loads.num_blocks * block_bytes,
+            bytes_stored=stores.num_blocks * block_bytes,
+            load_seconds=loads.seconds,
+            store_seconds=stores.seconds,
+            num_failures=loads.num_failed + stores.num_failed,
+            left_alone=() if self._lanes is None else self._lanes.left_alone(),
+        )
+
+    def stop_launching(self) -> None:
+        if self._lanes is not None:
+            self._lanes.stop_launching()
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether all threads ended within `timeout_s`, and the files are closed."""
+        return self._lanes is None or self._lanes.join(timeout_s)
+
+    def _open_lanes(self) -> DiskLanes:
+        if self._lanes is None:
+            raise TransferRefused("the disk is not open")
+        return self._lanes

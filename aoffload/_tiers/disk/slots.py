@@ -1,0 +1,382 @@
+"""`DiskSlots`: slab and slot table of one directory, opened together."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import os
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TypeAlias
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._arguments import check_int
+from ..._config.tiers import num_slots_in
+from ..._kernel.plans import BlockLabel
+from ..._kernel.states import Outcome
+from ...errors import ConfigError, InvalidArgument
+from .files import DiskDirectory, DiskFile
+from .forgetting import DiskTrouble, forgotten
+from .neighbours import Stretch, neighbours
+from .records import RecordFormat, SlotLayout, Superblock
+from .recovery import Chains, Survivors
+from .slab import READ_BYTES, WRITE_BYTES, Slab
+from .sums import SlotSums, SumThreads, as_rows, data_sum
+from .table import SlotTable
+
+__all__ = ["DiskOutcome", "DiskSlots"]
+
+
+SLAB, TABLE = "slab", "table"
+READ_RECORDS = 1024
+PROVEN_UNITS = 512
+GENERATIONS = 2**64
+NUM_SUM_THREADS = 2
+Ids: TypeAlias = "Sequence[int] | array[int] | NDArray[np.int64]"
+
+
+def _never() -> bool:
+    return False
+
+
+@attrs.frozen
+class DiskOutcome:
+    """How a job of the disk ended. `num_landed`: proven blocks at its front. `corrupt`: indices of blocks whose bytes
+    are not those that were stored. Never UNPROVEN: a call that returns is over."""
+
+    outcome: Outcome
+    num_landed: int
+    corrupt: tuple[int, ...] = ()
+    error: str = ""
+
+
+@attrs.define(eq=False, repr=False)
+class DiskSlots:
+    """Blocks in the slots of one slab, and the records from which a restart knows what they hold.
+
+    Which slot holds what, and which is free, the caller decides: jobs at the same time name different slots, and a slot
+    that a job names is not given away before that job is over. `store` and `load` may be called by several threads.
+    """
+
+    layout: SlotLayout
+    num_slots: int
+    generation: int
+    """Of what is stored now. A job that is planned takes it along: what was planned before a reset stays of before."""
+    _fingerprint: bytes
+    _slab: Slab
+    _table: SlotTable
+    _held: ExitStack
+    """The open files and their directory."""
+    _load_threads: SumThreads
+    _store_threads: SumThreads
+    _sums: SlotSums
+    _numbers: Iterator[int] = attrs.field(factory=itertools.count)
+    _stale: set[int] = attrs.field(factory=set)
+    """Slots whose record could not be written or erased. Such a record may name an old block."""
+
+    @classmethod
+    def open(
+        cls, directory: DiskDirectory, layout: SlotLayout, host: NDArray[np.uint8], *, size_bytes: int,
+        fingerprint: bytes, draw_generation: Callable[[], int], num_sum_threads: int = NUM_SUM_THREADS,
+    ) -> DiskSlots:  # fmt: skip
+        """Open or make the files in `directory`, which take at most `size_bytes` on the disk, all of it from now on.
+
+        `host` is `uint8 [num_host_blocks, block_bytes]`, contiguous: jobs name its rows. `fingerprint` stands for all
+        that decides whether KV may be used again; with another one, another layout or another size, the slots are
+        empty. `num_sum_threads` in each direction take sums beside the calls of the disk; with 0 they are
+        taken in between.
+        `draw_generation` gives a random number in `[0, 2**63)`. `ConfigError` names what cannot be: "size" where
+        the disk has no room, which changes nothing there. If it raises, it leaves nothing open, `directory` included.
+        """
+        with ExitStack() as held:
+            held.callback(directory.close)
+            check_host(host, layout.block_bytes)
+            num_slots = num_slots_in(size_bytes, layout.block_bytes, layout.unit_tokens)
+            identity = Superblock(_whole(fingerprint, layout), draw_generation(), num_slots)
+            threads = SumThreads(num_sum_threads), SumThreads(num_sum_threads)
+            for each in threads:
+                held.callback(each.close)
+            try:
+                return cls._open(held, directory, layout, host, identity, threads)
+            except OSError as error:
+                problem = error.strerror or str(error)
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise ConfigError("size", f"{size_bytes} bytes cannot be had on this disk: {problem}") from error
+                raise ConfigError("path", f"cannot be used: {problem}") from error
+
+    @classmethod
+    def _open(
+        cls, held: ExitStack, directory: DiskDirectory, layout: SlotLayout, host: NDArray[np.uint8], fresh: Superblock,
+        threads: tuple[SumThreads, SumThreads],
+    ) -> DiskSlots:  # fmt: skip
+        """`fresh` is the superblock of slots that start empty."""
+        num_slots = fresh.num_slots
+        table = SlotTable(_opened(held, directory, TABLE), RecordFormat(layout.unit_tokens))
+        slab = _opened(held, directory, SLAB)
+        known, slab_bytes = table.superblock(), num_slots * layout.block_bytes
+        is_ours = known is not None and (known.fingerprint, known.num_slots) == (fresh.fingerprint, num_slots)
+        if known is not None and is_ours and slab.num_bytes == slab_bytes and table.holds(num_slots):
+            slab.allocate(slab_bytes)
+            table.keep(num_slots)
+            table.replace(known)  # a disk that takes no writes could not forget anything: it is not opened
+            found = known
+        else:
+            found = attrs.evolve(fresh, generation=_next(known.generation)) if known is not None else fresh
+            _start_empty(slab, slab_bytes, table, found)
+        direct = directory.make_direct(slab, layout.block_bytes, host.ctypes.data)
+        sums = SlotSums(num_slots)
+        identity = (layout, num_slots, found.generation, fresh.fingerprint)
+        return cls(*identity, Slab(direct, host), table, held.pop_all(), *threads, sums)
+
+    def __repr__(self) -> str:
+        return f"<DiskSlots {self.num_slots} slots of {self.layout.block_bytes} bytes>"
+
+    def close(self) -> None:
+        """Close the files, and let another process have the directory. No job is under way any more."""
+        self._held.close()
+
+    def _checked(self, slots: Ids, host_ids: Ids) -> tuple[list[int], list[int]]:
+        """Both as lists. An id out of range would be a place behind the file."""
+        found = _plain(slots), _plain(host_ids)
+        for name, ids, stop in zip(("slots", "host_ids"), found, (self.num_slots, self._slab.num_host), strict=True):
+            if len(ids) != len(found[0]):
+                raise InvalidArgument(name, f"must be as many as the slots, {len(found[0])}, got {len(ids)}")
+            if ids and not 0 <= min(ids) <= max(ids) < stop:
+                raise InvalidArgument(name, f"must be in [0, {stop}), got {min(ids)} to {max(ids)}")
+        return found
+
+    def _check_labels(self, labels: Sequence[BlockLabel | None], num_blocks: int) -> None:
+        if len(labels) != num_blocks:
+            raise InvalidArgument("labels", f"must be as many as the slots, {num_blocks}, got {len(labels)}")
+        for label in labels:
+            if label is not None:
+                self._table.form.check(label)
+                check_int("labels", label.band, 0, len(self.layout.widths) - 1)
+                check_int("labels", label.place, 0, self.layout.widths[label.band] - 1)
+
+    # -- jobs -----------------------------------------------------------------------------------------------------
+
+    def store(
+        self, slots: Ids, host_ids: Ids, labels: Sequence[BlockLabel | None], generation: int,
+        is_given_up: Callable[[], bool] = _never,
+    ) -> DiskOutcome:  # fmt: skip
+        """Write host blocks to slots, in order, and then their records: LANDED, or FAILED with those at the front that
+        were written. A block without a label is written, but not found after a restart.
+
+        Who gives the job up makes `is_given_up` true and only then lets others write into its host blocks. It is asked
+        after the sums are taken and before they are recorded: they are those of what the labels name, whatever the disk
+        gets meanwhile.
+        """
+        to, source = self._checked(slots, host_ids)
+        self._check_labels(labels, len(to))
+        if not to:
+            return DiskOutcome(Outcome.LANDED, 0)
+        first = self._slab.stretch_at(to, source, 0, WRITE_BYTES)
+        self._sums.forget(to)
+        if is_given_up():
+            return DiskOutcome(Outcome.FAILED, 0, error="the job was given up before it began")
+        # Next to the call that writes: who is woken takes the interpreter's lock, and the disk would wait.
+        records = self._store_threads.start(partial(self._records, to, source, labels, generation))
+        done, touched, error = self._write(first, to, source, is_given_up)
+        sums, encoded = records()
+        if is_given_up():
+            done, error = 0, "the job was given up"
+        self._note(to[:done], sums[:done], encoded[:done])
+        if done and is_given_up():  # meanwhile: what was stored there may be wrong
+            done, error = 0, "the job was given up"
+        if done < len(to):
+            # What the slots held before is gone, too: no restart is to look for it there.
+            self._sums.forget(to[done:])
+            self._erase(to[done:touched])
+            return DiskOutcome(Outcome.FAILED, done, error=error)
+        return DiskOutcome(Outcome.LANDED, done)
+
+    def _write(
+        self, stretch: Stretch, to: list[int], source: list[int], is_given_up: Callable[[], bool]
+    ) -> tuple[int, int, str]:
+        """Write the blocks, `stretch` first, in order: how many were written, up to which one the slots may have
+        changed, and why no more were written."""
+        done = 0
+        while not is_given_up():
+            error = "the write was cut short"
+            try:
+                num_written = self._slab.write(stretch)
+            except OSError as failure:
+                num_written, error = 0, str(failure)
+            if not num_written:
+                return done, stretch.stop, error
+            done += num_written
+            if done == len(to):
+                break
+            stretch = self._slab.stretch_at(to, source, done, WRITE_BYTES)
+        return done, done, ""
+
+    def _records(
+        self, to: list[int], source: list[int], labels: Sequence[BlockLabel | None], generation: int
+    ) -> tuple[NDArray[np.uint8], list[bytes]]:
+        """The sum of each block, as a row, and its record, made beside the calls that write the blocks."""
+        sums, records, form = [], [], self._table.form
+        for slot, host_id, label in zip(to, source, labels, strict=True):
+            found = data_sum(self._slab.block(host_id))
+            sums.append(found)
+            if label is None:
+                records.append(form.zeros(1))
+            else:
+                records.append(form.encoded(label, slot, generation, next(self._numbers), found))
+        return as_rows(sums), records
+
+    def _note(self, slots: list[int], sums: NDArray[np.uint8], records: list[bytes]) -> None:
+        """What these slots hold is written: note its sums here, then its records. A record that cannot be written is
+        one that a restart does not find, no more."""
+        self._sums.record_all(slots, sums)
+        for at in neighbours(slots):
+            self._put(slots[at], partial(self._table.write, slots[at.start], records[at]))
+
+    def load(self, slots: Ids, host_ids: Ids) -> DiskOutcome:
+        """Read slots into host blocks, in order. A block counts when its sum is that of what was stored: else the job
+        is CORRUPT, the slot is forgotten and its record erased. FAILED: only the blocks at the front have been read."""
+        source, to = self._checked(slots, host_ids)
+        expected = self._sums.of(source)
+        checks: list[Callable[[], list[int]]] = []
+        done, error = 0, ""
+        while done < len(source) and not error:
+            stretch = self._slab.stretch_at(source, to, done, READ_BYTES)
+            try:
+                num_read, error = self._slab.read(stretch), ""
+            except OSError as failure:
+                num_read, error = 0, str(failure)
+            error = error or ("" if num_read else "the read was cut short")
+            check = partial(self._mismatches, range(done, done + num_read), to, expected)
+            done += num_read
+            is_last = bool(error) or done == len(source)  # no read goes on beside it: another thread would be late
+            checks.append(check if is_last else self._load_threads.start(check))
+        corrupt = [index for mismatches in checks for index in mismatches()]
+        if corrupt:
+            # A slot that changed hands since is another's: this load was given up.
+            gone = [source[at] for at in corrupt if self._sums.is_still(source[at], expected[at])]
+            self._sums.forget(gone)
+            self._erase(gone)
+            problem = f"{len(corrupt)} of {done} blocks hold other bytes than were stored"
+            return DiskOutcome(Outcome.CORRUPT, corrupt[0], tuple(corrupt), problem)
+        return DiskOutcome(Outcome.FAILED if error else Outcome.LANDED, done, error=error)
+
+    def _mismatches(self, indices: range, host_ids: list[int], expected: Sequence[bytes]) -> list[int]:
+        """Of these blocks, which have been read, those that are not what was stored. A slot that holds nothing has a
+        sum that no data has."""
+        sums = self._data_sums(host_ids[indices.start : indices.stop])
+        return [at for at, found in zip(indices, sums, strict=True) if found != expected[at]]
+
+    def _data_sums(self, host_ids: list[int]) -> list[bytes]:
+        return [data_sum(self._slab.block(host_id)) for host_id in host_ids]
+
+    # -- forgetting -----------------------------------------------------------------------------------------------
+
+    def forget(self, slots: Sequence[int]) -> DiskTrouble | None:
+        """The blocks in these slots are wrong. No load accepts them any more. Once this has returned, no restart finds
+        them, even after a kill or a loss of power. Waits for the disk. Must not be called while `reset` runs.
+
+        Returns None if the records were erased, else what was done instead, or that nothing helped.
+        """
+        self._sums.forget(slots)
+        stale = self._stale.copy()
+        self._stale -= stale  # before the erasure, so that slots that a store adds meanwhile stay
+        wrong = sorted(stale.union(slots))
+        return forgotten(partial(self._table.erase_for_good, wrong), self.reset, self._table.drop_for_good)
+
+    def _erase(self, slots: Sequence[int]) -> None:
+        """Erase records whose data is gone. If a record stays, a restart makes a load that fails, unless a loss of
+        power brings the data back."""
+        for at in neighbours(slots):
+            self._put(slots[at], partial(self._table.erase, slots[at.start], at.stop - at.start))
+
+    def _put(self, slots: Sequence[int], write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError:
+            self._stale.update(slots)
+
+    def reset(self) -> None:
+        """From its return on, no restart finds anything that was planned before. Waits for the disk. `OSError`: it may
+        find it, and the files must not be used any more."""
+        self.raise_generation(_next(self.generation))
+
+    def disown(self) -> None:
+        """Have no restart find what is stored after the next reset, because the model that computes it is not known."""
+        self._fingerprint = os.urandom(len(self._fingerprint))
+
+    def raise_generation(self, generation: int) -> None:
+        """As `reset`, to this `generation`."""
+        self.generation = generation
+        self._table.replace(Superblock(self._fingerprint, generation, self.num_slots))
+
+    # -- a restart ------------------------------------------------------------------------------------------------
+
+    def survivors(self) -> Iterator[list[Survivors]]:
+        """What the last process has left that proves itself, slice by slice: a prefix before what follows it. Each
+        step does a bounded amount of work; some give an empty list. To be read to its end before anything is stored.
+
+        Linking all records is one step, in which numpy lets go of the interpreter lock most of the time.
+        """
+        slots, records = [], []
+        for first in range(0, self.num_slots, READ_RECORDS):
+            found = self._table.sound(first, min(READ_RECORDS, self.num_slots - first), self.generation)
+            slots.append(found[0])
+            records.append(found[1])
+            yield []
+        every = np.concatenate(records)
+        del records
+        if len(every):
+            self._numbers = itertools.count(int(every["number"].max()) + 1)
+        chains = Chains(self.layout, np.concatenate(slots), every)
+        del every
+        self._sums.record_all(chains.slots, chains.data_sums)
+        yield []
+        yield from chains.proven(PROVEN_UNITS)
+
+
+def _opened(held: ExitStack, directory: DiskDirectory, name: str) -> DiskFile:
+    file = directory.open(name)
+    held.callback(file.close)
+    return file
+
+
+def _start_empty(slab: DiskFile, slab_bytes: int, table: SlotTable, superblock: Superblock) -> None:
+    """Drop everything, and allocate anew. `OSError`: what has no room changes nothing, any other failure keeps none."""
+    more = slab_bytes - slab.num_bytes + table.num_more(superblock.num_slots)
+    if more > 0:
+        slab.allocate(slab.num_bytes + more)  # all that both will take: nothing is dropped before that is had
+    try:
+        table.drop()
+        slab.allocate(slab_bytes)
+        table.start_empty(superblock)
+    except OSError:
+        for give_back in (table.drop, partial(slab.allocate, 0)):
+            with suppress(OSError):
+                give_back()
+        raise
+
+
+def _plain(ids: Ids) -> list[int]:
+    found: list[int] = np.asarray(ids, dtype=np.int64).tolist()
+    return found
+
+
+def _whole(fingerprint: bytes, layout: SlotLayout) -> bytes:
+    """The fingerprint with everything that decides where a byte lies."""
+    return hashlib.sha256(hashlib.sha256(fingerprint).digest() + layout.encoded()).digest()
+
+
+def _next(generation: int) -> int:
+    return (generation + 1) % GENERATIONS
+
+
+def check_host(host: NDArray[np.uint8], block_bytes: int) -> None:
+    is_host = host.dtype == np.uint8 and host.ndim == 2 and host.flags.c_contiguous and host.flags.writeable
+    if not is_host or host.shape[1] != block_bytes:
+        raise InvalidArgument("host", f"must be contiguous uint8 [num_host_blocks, {block_bytes}], got {host.shape}")

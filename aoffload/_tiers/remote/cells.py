@@ -1,0 +1,208 @@
+"""Cells: the objects that blocks become in a store, and the proof that an object is the cell that was asked for.
+
+name     HMAC-SHA256(secret or layout, layout, digest, band, rank)
+object   header, blocks in prefix order, seal
+
+nonce    the writer (7 random bytes for each runtime) and the number of its put (5 bytes)
+seal     with a secret    AES-256-GCM over header and blocks, with a key for each cell
+         without          xxh3-128 over both: finds accidents, and stops nobody who writes to the store
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import struct
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._config.tiers import cell_units
+from ..._extras import needed
+from ..._kernel.layout import Layout
+from ..._kernel.plans import CellLabel
+
+__all__ = ["CellShape", "Cells", "OVERHEAD_BYTES", "Sealing", "cells_of_tier"]
+
+
+FORMAT = 1
+HEADER = struct.Struct("<8sHHIIIQ32s32s12s")
+"""Magic, format, sealing, band, rank, number of blocks, their bytes, layout, name, nonce. Little-endian."""
+MAGIC = b"aoffcell"
+WRITER_BYTES, NUMBER_BYTES = 7, 5
+NONCE_BYTES = WRITER_BYTES + NUMBER_BYTES
+SEAL_BYTES = 16
+OVERHEAD_BYTES = HEADER.size + SEAL_BYTES
+"""Of an object, besides its blocks."""
+
+
+@attrs.frozen
+class CellShape:
+    """What all cells of one rank have in common. `layout` identifies everything that makes their bytes what they are,
+    and `rank` is which part of each block this process has."""
+
+    layout: bytes
+    units: int
+    width: int
+    """Blocks of one unit."""
+    block_bytes: int
+    rank: int = 0
+
+    @classmethod
+    def of(
+        cls, layout: Layout, identity: str, block_bytes: int, max_bytes: int, rank: int = 0, num_ranks: int = 1
+    ) -> CellShape:
+        """`identity`: see `identity_of`. `max_bytes`: of a cell of one rank."""
+        width = layout.full.width
+        units = cell_units(max(1, width * block_bytes), max_bytes)
+        described = repr((FORMAT, identity, layout.unit_tokens, width, block_bytes, units, num_ranks))
+        return cls(hashlib.sha256(described.encode()).digest(), units, width, block_bytes, rank)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.units * self.width
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+class Sealing(Protocol):
+    """How an object is closed. `number` is in its header; every object of one key has a nonce of its own."""
+
+    number: int
+
+    def close(self, label: CellLabel, made: memoryview) -> None:
+        """Seal an object whose header and blocks are there, in place."""
+        ...
+
+    def opened(self, label: CellLabel, found: memoryview, room: Callable[[], memoryview]) -> memoryview | None:
+        """The bytes of the blocks, in `found` or written to `room()`; None unless header and blocks are what they
+        were."""
+        ...
+
+
+class Summed:
+    """Sealed with a sum. Needs xxhash."""
+
+    number = 0
+
+    def __init__(self) -> None:
+        with needed("remote", "a remote tier"):
+            import xxhash
+        self._sum: Callable[..., bytes] = xxhash.xxh3_128_digest
+
+    def close(self, label: CellLabel, made: memoryview) -> None:
+        made[-SEAL_BYTES:] = self._sum(made[:-SEAL_BYTES])
+
+    def opened(self, label: CellLabel, found: memoryview, room: Callable[[], memoryview]) -> memoryview | None:
+        body = found[:-SEAL_BYTES]
+        return body[HEADER.size :] if self._sum(body) == found[-SEAL_BYTES:] else None
+
+
+class Encrypted:
+    """Sealed with a key that only who knows the secret, the layout and the whole prefix can derive. Needs
+    cryptography."""
+
+    number = 1
+
+    def __init__(self, root_key: bytes, layout: bytes) -> None:
+        with needed("remote", "a remote tier with a secret"):
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        self._cipher: Callable[[bytes], Any] = AESGCM
+        self._invalid: type[Exception] = InvalidTag
+        self._root_key = root_key
+        self._layout = layout
+
+    def close(self, label: CellLabel, made: memoryview) -> None:
+        header = bytes(made[: HEADER.size])
+        blocks, sealed = made[HEADER.size : -SEAL_BYTES], made[HEADER.size :]
+        self._of(label).encrypt_into(header[-NONCE_BYTES:], blocks, header, sealed)
+
+    def opened(self, label: CellLabel, found: memoryview, room: Callable[[], memoryview]) -> memoryview | None:
+        header, blocks = bytes(found[: HEADER.size]), room()
+        try:
+            self._of(label).decrypt_into(header[-NONCE_BYTES:], found[HEADER.size :], header, blocks)
+        except self._invalid:
+            return None
+        return blocks
+
+    def _of(self, label: CellLabel) -> Any:
+        """HKDF-Expand to one block of SHA-256: a key for each cell, so that no key is used often."""
+        info = b"seal" + self._layout + label.digest + struct.pack("<I", label.band)
+        return self._cipher(hmac.digest(self._root_key, info + b"\x01", "sha256"))
+
+
+@attrs.frozen
+class Cells:
+    """Makes and reads the objects of cells of one shape. Called by several threads. `writer` tells its objects from
+    those of other runtimes."""
+
+    shape: CellShape
+    sealing: Sealing
+    _name_key: bytes
+    writer: bytes = attrs.field(factory=lambda: os.urandom(WRITER_BYTES))
+
+    @property
+    def object_bytes(self) -> int:
+        return self.shape.num_bytes + OVERHEAD_BYTES
+
+    def is_cell(self, label: CellLabel) -> bool:
+        """Whether the label is of a cell of this shape."""
+        num_units = label.stop - label.start
+        return label.band == 0 and num_units == self.shape.units and not label.start % num_units
+
+    def name(self, label: CellLabel) -> bytes:
+        """The key of its object: 32 bytes."""
+        said = self.shape.layout + label.digest + struct.pack("<II", label.band, self.shape.rank)
+        return hmac.digest(self._name_key, said, "sha256")
+
+    def blocks_in(self, made: memoryview) -> NDArray[np.uint8]:
+        """Where the blocks of an object are, as `uint8 [num_blocks, block_bytes]`."""
+        return self._rows(made[HEADER.size : -SEAL_BYTES])
+
+    def seal(self, label: CellLabel, made: memoryview, number: int) -> None:
+        """Turn `made`, which has the blocks in their place, into the object of this cell. `number` must be unique."""
+        nonce = self.writer + number.to_bytes(NUMBER_BYTES, "little")
+        made[: HEADER.size] = self._header(label, self.name(label), nonce)
+        self.sealing.close(label, made)
+
+    def number_of(self, found: bytes) -> int | None:
+        """The number of an object that this process has sealed; None for an object of another process. Call `open`
+        first."""
+        nonce = found[HEADER.size - NONCE_BYTES : HEADER.size]
+        is_own = nonce[:WRITER_BYTES] == self.writer
+        return int.from_bytes(nonce[WRITER_BYTES:], "little") if is_own else None
+
+    def open(self, label: CellLabel, found: bytes, room: Callable[[], memoryview]) -> NDArray[np.uint8] | None:
+        """The blocks of an object, in itself or in `room()`, which is as long as all blocks; None unless it is this
+        cell, every bit of it. Not for memory that others write to: it is read more than once."""
+        view = memoryview(found)
+        if len(view) != self.object_bytes:
+            return None
+        header = bytes(view[: HEADER.size])
+        if header != self._header(label, self.name(label), header[-NONCE_BYTES:]):
+            return None
+        blocks = self.sealing.opened(label, view, room)
+        return None if blocks is None else self._rows(blocks)
+
+    def _rows(self, blocks: memoryview) -> NDArray[np.uint8]:
+        return np.frombuffer(blocks, np.uint8).reshape(self.shape.num_blocks, self.shape.block_bytes)
+
+    def _header(self, label: CellLabel, name: bytes, nonce: bytes) -> bytes:
+        shape = self.shape
+        numbers = FORMAT, self.sealing.number, label.band, shape.rank, shape.num_blocks, shape.num_bytes
+        return HEADER.pack(MAGIC, *numbers, shape.layout, name, nonce)
+
+
+def cells_of_tier(shape: CellShape, secret: bytes | None) -> Cells:
+    """`MissingExtra` without the modules that this takes."""
+    if secret is None:
+        return Cells(shape, Summed(), hmac.digest(shape.layout, b"name", "sha256"))
+    root_key = hmac.digest(b"aoffload remote tier", secret, "sha256")  # HKDF-Extract
+    return Cells(shape, Encrypted(root_key, shape.layout), hmac.digest(root_key, b"name", "sha256"))

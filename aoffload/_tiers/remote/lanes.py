@@ -1,0 +1,328 @@
+"""The threads of the remote tier: loads, stores and questions have their own, so that none keeps the others waiting.
+
+    load    get the object, prove it, and only then copy its blocks to host memory
+    store   copy the blocks out of host memory, and only then seal and put them
+
+Host memory is touched under a lock of the job, and not at all once the job was given up: there is never a doubt about
+it, whatever the store does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import attrs
+
+from ..._config.tiers import RemoteTier
+from ..._kernel.plans import CellLabel, Completion, TransferPlan
+from ..._kernel.states import Direction, Outcome
+from ..._transfer.breaker import Use
+from ...env import Env
+from ...errors import StoreError, TransferRefused
+from .calls import LOAD_THREADS, STORE_THREADS, StoreCalls
+from .cells import Cells
+from .jobs import CellJob, HostCells
+from .memory import CellMemory, Known
+from .questions import Questions
+from .removals import Removals
+from .steps import Steps
+from .threads import MakesThreads, Threads
+
+__all__ = ["RemoteCounts", "RemoteLanes"]
+
+
+USES = {Direction.LOAD: Use.LOAD, Direction.STORE: Use.STORE}
+
+
+@attrs.define
+class RemoteCounts:
+    """Of one direction, since the tier was opened."""
+
+    num_jobs: int = 0
+    num_blocks: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@attrs.frozen
+class Ended:
+    outcome: Outcome
+    num_landed: int = 0
+    error: str = ""
+    num_written: int = 0
+    """Blocks that went over the network to or from the store, or may have."""
+
+
+def failed(error: str) -> Ended:
+    return Ended(Outcome.FAILED, error=error)
+
+
+class RemoteLanes:
+    """Runs jobs on the store of `tier`, in `threads`. Every launched job gets one completion. `TransferRefused`: one of
+    the threads cannot be started, and none is left."""
+
+    def __init__(
+        self, tier: RemoteTier, cells: Cells, host: HostCells, deliver: Callable[[Completion], None], env: Env,
+        threads: MakesThreads = Threads,
+    ) -> None:  # fmt: skip
+        self.cells = cells
+        self.calls = StoreCalls(tier.store, cells, env)
+        self.memory = CellMemory()
+        self.removals = Removals()
+        self.counts = {direction: RemoteCounts() for direction in USES}
+        self.num_missing = self.num_corrupt = self.num_removed = 0
+        self._tier, self._host, self._deliver, self._env = tier, host, deliver, env
+        self._lock = threading.Lock()
+        """Guards the jobs and the counts."""
+        self._jobs: dict[int, CellJob] = {}
+        self._num_ended = 0
+        over = self._ended
+        with ExitStack() as unless_all_run:
+            self._loads: Threads[CellJob] = threads("load", LOAD_THREADS, self._next_load, self._run, over, env)
+            unless_all_run.callback(self._loads.end)
+            self._stores: Threads[CellJob | CellLabel] = threads(
+                "store", STORE_THREADS, self._next_store, self._run_or_remove, over, env
+            )
+            unless_all_run.callback(self._stores.end)
+            self.questions = Questions(self.calls, self.memory, self.removals, tier.ask_timeout_s, over, env, threads)
+            unless_all_run.pop_all()
+
+    # -- in the event loop's thread -------------------------------------------------------------------------------
+
+    def launch(self, plan: TransferPlan) -> None:
+        """Have a thread run the job. `TransferRefused` after closing, and for what is no cell."""
+        label = plan.cell
+        if label is None or not self.cells.is_cell(label):
+            raise TransferRefused(f"job {plan.job_id}: {label!r} is no cell of this tier")
+        positions = plan.source_ids if plan.direction is Direction.LOAD else plan.destination_ids
+        first, num_blocks = positions[0] if positions else 0, self.cells.shape.num_blocks
+        if list(positions) != list(range(first, first + plan.num_blocks)) or first + plan.num_blocks > num_blocks:
+            raise TransferRefused(f"job {plan.job_id}: {list(positions)} are not blocks of a cell, in their order")
+        if plan.direction is Direction.STORE and plan.num_blocks != num_blocks:
+            raise TransferRefused(f"job {plan.job_id}: {plan.num_blocks} of {num_blocks} blocks are no whole cell")
+        name = self.calls.name(label)
+        job = CellJob(plan, label, name, self.calls.node_of(name))
+        with self._lock:
+            self._jobs[plan.job_id] = job
+        lane = self._loads if plan.direction is Direction.LOAD else self._stores
+        try:
+            lane.submit(job)
+        except TransferRefused:
+            self._forget_job(job)
+            raise
+
+    def give_up(self, job_id: int) -> None:
+        """Nobody waits for this job any more, and others may use its host blocks once this has returned. Its completion
+        comes all the same, when it is over."""
+        with self._lock:
+            job = self._jobs.get(job_id)
+        if job is not None and job.give_up() and job.is_begun:
+            self.calls.note_failure(USES[job.plan.direction], job.node, "it took too long")
+
+    def ask(self, labels: Sequence[CellLabel], hear: Callable[[int], None]) -> None:
+        self.questions.ask(labels, hear)
+
+    def is_wanted(self, label: CellLabel) -> bool:
+        if self.removals.holds(label):
+            return False  # it is stored again when it has been removed
+        if self.memory.of(label, self._env.now()) is Known.PRESENT:
+            return False
+        return not self._refuses_store(label)  # it would fail at once
+
+    def forget(self, labels: Sequence[CellLabel]) -> None:
+        self.removals.add(labels)
+        wrong = {(label.band, label.digest) for label in labels}
+        with self._lock:
+            jobs = [job for job in self._jobs.values() if (job.label.band, job.label.digest) in wrong]
+        for job in jobs:
+            job.give_up()  # a load brings nothing any more; those that are launched later see the removal
+        self._stores.look_again()
+
+    def refuses(self, direction: Direction) -> bool:
+        if direction is Direction.STORE:
+            self._stores.look_again()  # what waits to be removed may be tried again by now
+        now = self._env.now()
+        uses = (Use.ASK, Use.LOAD) if direction is Direction.LOAD else (Use.STORE,)  # nothing is loaded unasked
+        return self.removals.has_lost_count or any(self.calls.nodes[use].refuse_all(now) for use in uses)
+
+    # -- loads ----------------------------------------------------------------------------------------------------
+
+    def _next_load(self, waiting: deque[CellJob]) -> CellJob | None:
+        return _take(waiting, lambda job: self._may_take(job))
+
+    def _may_take(self, job: CellJob) -> bool:
+        """Whether a thread should have this job now: to run it, or to say that it fails."""
+        use = USES[job.plan.direction]
+        if job.is_given_up or self.calls.refuses(use, job.node):
+            return True
+        if not self.calls.nodes[use].has_room(job.node):
+            return False
+        job.is_begun = True
+        self.calls.nodes[use].begin(job.node)
+        return True
+
+    def _loaded(self, job: CellJob) -> Steps[Ended]:
+        now = self._env.now()
+        if self.removals.holds(job.label) or self.memory.of(job.label, now) is Known.CORRUPT:
+            return failed("the cell in the store is not right")
+        found = yield from self.calls.get(job.node, job.name, self._tier.load_timeout_s)
+        if found is None:
+            self.memory.note(job.label, Known.ABSENT, self._env.now())
+            with self._lock:
+                self.num_missing += 1
+            return failed("the store does not have the cell")
+        room = partial(self._host.room, "blocks", self.cells.shape.num_bytes)
+        blocks = self.cells.open(job.label, found, room)
+        if blocks is None:
+            self.memory.note(job.label, Known.CORRUPT, self._env.now())
+            with self._lock:
+                self.num_corrupt += 1
+            return failed("what the store has is not this cell")
+        number = self.cells.number_of(found)
+        if number is not None and self.removals.has_revoked(job.label, number):
+            with self._lock:
+                self.num_corrupt += 1
+            self.removals.add([job.label])  # its put arrived after the removal
+            self._stores.look_again()
+            return failed("what the store has was invalidated")
+        self.memory.note_seen(job.label, True, self._env.now())
+        first = job.plan.source_ids[0] if job.plan.source_ids else 0
+        if not job.unless_given_up(lambda: self._host.copy_in(job.plan, blocks[first:])):
+            return failed("given up before it was copied")
+        return Ended(Outcome.LANDED, job.plan.num_blocks, num_written=job.plan.num_blocks)
+
+    # -- stores and removals --------------------------------------------------------------------------------------
+
+    def _next_store(self, waiting: deque[CellJob | CellLabel]) -> CellJob | CellLabel | None:
+        label = self.removals.take(lambda label: not self._refuses_store(label), self._env.now())
+        return label if label is not None else _take(waiting, lambda job: self._may_take(job))
+
+    def _refuses_store(self, label: CellLabel) -> bool:
+        return self.calls.refuses(Use.STORE, self.calls.node_of(self.calls.name(label)))
+
+    def _run_or_remove(self, work: CellJob | CellLabel) -> Steps[None]:
+        return self._run(work) if isinstance(work, CellJob) else self._remove(work)
+
+    def _remove(self, label: CellLabel) -> Steps[None]:
+        name, is_removed = self.calls.name(label), False
+        node, nodes = self.calls.node_of(name), self.calls.nodes[Use.STORE]
+        nodes.begin(node)
+        try:
+            yield from self.calls.call(
+                Use.STORE, node, lambda: self.calls.store.remove(name, self._tier.store_timeout_s)
+            )
+            is_removed = True
+        except StoreError:
+            return  # its node is left alone for a while, and the cell is not used
+        finally:
+            nodes.end(node)
+            if is_removed:
+                self.memory.note(label, Known.ABSENT, self._env.now())
+                with self._lock:
+                    self.num_removed += 1
+            self.removals.done(label, is_removed, self._env.now())
+
+    def _stored(self, job: CellJob) -> Steps[Ended]:
+        number = self.removals.begin_store(job.label)
+        if number is None:
+            return failed("an older cell has not been removed yet")
+        try:
+            return (yield from self._written(job, number))
+        finally:
+            self.removals.end_store(job.label)
+
+    def _written(self, job: CellJob, number: int) -> Steps[Ended]:
+        calls, store, timeout_s = self.calls, self.calls.store, self._tier.store_timeout_s
+        known = self.memory.of(job.label, self._env.now())
+        if known is Known.CORRUPT:  # a store may keep what it has, and say nothing
+            yield from calls.call(Use.STORE, job.node, lambda: store.remove(job.name, timeout_s))
+        elif known is Known.PRESENT or (yield from calls.has(job.node, job.name, timeout_s)):
+            self.memory.note(job.label, Known.PRESENT, self._env.now())
+            return Ended(Outcome.LANDED, job.plan.num_blocks)
+        made = self._host.room("made", self.cells.object_bytes)
+        if not job.unless_given_up(lambda: self._host.copy_out(job.plan, self.cells.blocks_in(made))):
+            return failed("given up, or its blocks are not what was stored there")
+        self.cells.seal(job.label, made, number)
+        try:
+            yield from calls.call(Use.STORE, job.node, lambda: store.put(job.name, made, timeout_s))
+        except StoreError as error:
+            self.removals.doubt(job.label, self._env.now())
+            return Ended(Outcome.FAILED, error=str(error), num_written=job.plan.num_blocks)
+        self.memory.note(job.label, Known.PRESENT, self._env.now())
+        return Ended(Outcome.LANDED, job.plan.num_blocks, num_written=job.plan.num_blocks)
+
+    # -- any job --------------------------------------------------------------------------------------------------
+
+    def _run(self, job: CellJob) -> Steps[None]:
+        direction, began_s = job.plan.direction, self._env.now()
+        ended = yield from self._outcome(job)
+        duration_s = max(0.0, self._env.now() - began_s)  # a clock that goes back costs a duration, not the thread
+        num_bytes = ended.num_written * self.cells.shape.block_bytes
+        with self._lock:
+            self._jobs.pop(job.plan.job_id, None)
+            counts = self.counts[direction]
+            counts.num_jobs += 1
+            if ended.outcome is Outcome.LANDED:
+                counts.num_blocks += ended.num_written
+                counts.num_bytes += num_bytes
+            counts.seconds += duration_s
+        self._deliver(
+            Completion(job.plan.job_id, ended.outcome, ended.num_landed, (), ended.error, num_bytes, duration_s)
+        )
+
+    def _outcome(self, job: CellJob) -> Steps[Ended]:
+        use = USES[job.plan.direction]
+        if not job.is_begun and job.is_given_up:
+            return failed("given up before it was begun")
+        if not job.is_begun:
+            self.calls.nodes[use].refused(job.node)
+            return Ended(Outcome.REFUSED, error=f"{job.node or 'the store'} is left alone for now")
+        try:
+            return (yield from (self._stored(job) if use is Use.STORE else self._loaded(job)))
+        except StoreError as error:
+            return failed(str(error))
+        except Exception as error:  # noqa: BLE001 - becomes the outcome of this job, which is over: the next may succeed
+            return failed(repr(error))
+        finally:
+            self.calls.nodes[use].end(job.node)
+
+    def _forget_job(self, job: CellJob) -> None:
+        with self._lock:
+            self._jobs.pop(job.plan.job_id, None)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def stop_launching(self) -> None:
+        """Refuse new jobs, and end the threads after the launched ones. May be called twice."""
+        for threads in (self._loads, self._stores, self.questions):
+            threads.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether all threads ended within `timeout_s` seconds; then the store's connections are closed."""
+        deadline_s = time.monotonic() + timeout_s  # not the `Env`'s clock: joining a thread takes real time
+        ended = [threads.join(deadline_s) for threads in (self._loads, self._stores, self.questions)]
+        return all(ended)
+
+    def _ended(self) -> None:
+        """The threads of one use have ended. The last ones let go of the connections."""
+        with self._lock:
+            self._num_ended += 1
+            is_last = self._num_ended == len(Use)
+        if is_last:
+            self.calls.close()
+
+
+def _take(waiting: deque[Any], may_take: Callable[[CellJob], bool]) -> CellJob | None:
+    """The first job that a thread should have now."""
+    for number, job in enumerate(waiting):
+        if may_take(job):
+            del waiting[number]
+            assert isinstance(job, CellJob)
+            return job
+    return None

@@ -1,0 +1,203 @@
+"""Cells: what a remote store keeps as one object, a power of two of units, aligned from a prompt's first token.
+
+Stores to a remote store: cells in the host that were asked for twice, those of what was asked for last first.
+
+Others read that store too, and nothing here tells what it holds. So it is remembered which cells were to be stored as
+long as a live request may take back the KV in them: then they have to be removed there.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..._arguments import check_int
+from ..._extensions.store_policies import AlsoCounts
+from ..._kernel.cache import PrefixCache
+from ..._kernel.index import present_stop
+from ..._kernel.jobs import JobBook
+from ..._kernel.plans import CellLabel
+from ..._kernel.prefix import Prefix, check_prefix
+from ..._kernel.records import Job, Run
+from ..._kernel.states import JobState, Tier
+from ..._kernel.tokens import TokenSequence
+from ...errors import InvalidArgument
+
+__all__ = ["RemoteStores", "cells_before", "cells_of", "places_in_cells"]
+
+
+def cells_of(prefix: Prefix, unit_tokens: int, cell_units: int) -> tuple[CellLabel, ...]:
+    """The labels of the whole cells that a request for `prefix` may hit, in prefix order. It always computes one token
+    at least. May be called in any thread."""
+    check_int("unit_tokens", unit_tokens, 1)
+    if check_int("cell_units", cell_units, 1) & (cell_units - 1):
+        raise InvalidArgument("cell_units", f"must be a power of two, got {cell_units}")
+    sequence = TokenSequence(check_prefix(prefix), unit_tokens)
+    return cells_before(sequence, (sequence.num_tokens - 1) // unit_tokens, cell_units)
+
+
+def cells_before(sequence: TokenSequence, stop: int, cell_units: int) -> tuple[CellLabel, ...]:
+    """The labels of the whole cells of `sequence` before unit `stop`."""
+    hasher, found = sequence.root.hasher, list[CellLabel]()
+    for start in range(0, stop - cell_units + 1, cell_units):
+        hasher = sequence.hash_on(hasher, start, start + cell_units)
+        found.append(CellLabel(0, hasher.digest(), start, start + cell_units))
+    return tuple(found)
+
+
+def places_in_cells(start: int, stop: int, cell_units: int, width: int) -> array[int]:
+    """The places in their cells of the blocks of units `[start, stop)`, each of which has `width` of them."""
+    num_blocks = cell_units * width
+    return array("i", [at % num_blocks for at in range(start * width, stop * width)])
+
+
+MAX_LOOKED_AT = 16
+"""Prompts that one call looks at."""
+MAX_KNOWN = 2**16
+"""Cells that are remembered, or to be removed; beyond them, nothing is stored."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Known:
+    label: CellLabel
+    before: bytes
+    """The digest of what is before the cell."""
+    ticket: int
+    """Requests with this ticket or a later one were admitted after the cell was read."""
+
+
+@dataclass(slots=True, eq=False)
+class RemoteStores:
+    cache: PrefixCache
+    jobs: JobBook
+    counts: AlsoCounts
+    cell_units: int
+    forgotten: dict[bytes, CellLabel] = field(default_factory=dict)
+    """By digest: cells whose KV was taken back, until somebody removes them from the store."""
+    _known: dict[bytes, _Known] = field(default_factory=dict)
+    """By digest, those that were looked at last at the end: what was to be stored, and the cells before it."""
+    _stores: dict[bytes, Job] = field(default_factory=dict)
+    """By digest: stores under way, and some that are over."""
+    _situation: tuple[int, ...] = ()
+    """What there was when it was looked at last. While that stays, no prompt and no cell has a second turn."""
+    _num_seen: int = 0
+    """Prompts that had their turn in this situation and are kept: the first ones of the recent prompts."""
+    _tried: set[bytes] = field(default_factory=set)
+    """Digests of the cells that were planned in this situation: what failed would fail again."""
+
+    @property
+    def _cell_blocks(self) -> int:
+        return self.cell_units * self.cache.layout.full.width
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._known) + len(self.forgotten) >= MAX_KNOWN
+
+    # -- storing --------------------------------------------------------------------------------------------------
+
+    def plan(self, most: int, is_wanted: Callable[[CellLabel], bool], ticket: int, oldest: int) -> list[Job]:
+        """Store at most `most` blocks of the cells that `is_wanted`. `ticket`: the next request's; `oldest`: that of
+        the live request that was admitted first."""
+        self._remember_since(oldest)
+        recent, left = self.counts.recent, most // self._cell_blocks
+        now = (self.cache.tiers[Tier.HOST].num_changes, recent.num_added, len(self.forgotten))
+        if now != self._situation:
+            self._situation, self._num_seen, self._tried = now, 0, set()
+        if not left or self._num_seen >= len(recent):
+            return []
+        chosen: dict[CellLabel, Run] = {}  # planned at the end: whoever is asked may raise
+        seen = set[tuple[Run, int]]()
+        for _ in range(min(len(recent) - self._num_seen, MAX_LOOKED_AT)):
+            sequence = recent.take()
+            asked = self.counts.asked_stop(sequence, sequence.num_tokens // self.cache.layout.unit_tokens)
+            path, there = self._in_host(sequence, asked - asked % self.cell_units)
+            if path and (path[-1], there) not in seen:
+                seen.add((path[-1], there))
+                self._choose(chosen, left, path, cells_before(sequence, there, self.cell_units), is_wanted, ticket)
+            if len(chosen) == left:
+                recent.give_back(sequence, as_last=False)
+                break
+            if there + self.cell_units <= asked:
+                recent.give_back(sequence, as_last=True)  # the host lacks the rest, or does not have it yet
+                self._num_seen += 1
+        self._tried.update([cell.digest for cell in chosen])
+        return [self._store(run, cell) for cell, run in chosen.items()]
+
+    def _in_host(self, sequence: TokenSequence, stop: int) -> tuple[list[Run], int]:
+        """The path of `sequence`, and the unit, at most `stop`, up to which the host holds it."""
+        walked = list(self.cache.index.walk(sequence, stop))
+        path = [run for run, _ in walked]
+        return path, present_stop(path, Tier.HOST, 0, walked[-1][1]) if path else 0
+
+    def _choose(
+        self,
+        chosen: dict[CellLabel, Run],
+        most: int,
+        path: Sequence[Run],
+        cells: Sequence[CellLabel],
+        is_wanted: Callable[[CellLabel], bool],
+        ticket: int,
+    ) -> None:
+        """Add to the `chosen` cells those of `cells` that are to be stored, up to `most` in all; each with its run."""
+        before, runs = path[0].root.digest, iter(path)
+        run = next(runs)
+        for cell in cells:
+            if len(chosen) == most or self._is_full or cell.digest in self.forgotten:
+                break  # what is forgotten has to be removed first
+            self._known.pop(cell.digest, None)
+            self._known[cell.digest] = _Known(cell, before, ticket)
+            before = cell.digest
+            under_way = self._stores.get(cell.digest)
+            is_free = cell.digest not in self._tried and (under_way is None or under_way.is_settled)
+            if is_free and is_wanted(cell):
+                while run.stop < cell.stop:
+                    run = next(runs)
+                chosen[cell] = run
+
+    def _store(self, run: Run, cell: CellLabel) -> Job:
+        full, units = self.cache.layout.full, (cell.start, cell.stop)
+        places = places_in_cells(*units, self.cell_units, full.width)
+        (job,) = self.jobs.plan(None, Tier.HOST, Tier.REMOTE, run, full, *units, places, cells=(cell,))
+        self._stores[cell.digest] = job
+        return job
+
+    # -- taking back ----------------------------------------------------------------------------------------------
+
+    def _remember_since(self, oldest: int) -> None:
+        """Forget the cells that were read before every live request was admitted: what is in them, nobody takes back
+        any more."""
+        known = self._known
+        while known and known[first := next(iter(known))].ticket <= oldest:
+            del known[first]
+        if len(self._stores) > len(self._known):
+            self._stores = {digest: job for digest, job in self._stores.items() if not job.is_settled}
+
+    def take_back(self, sequence: TokenSequence, first: int, stop: int) -> list[Job]:
+        """The KV of units `[first, stop)` of `sequence` is wrong, and so is what was computed behind it. Returns stores
+        that are queued, to be discarded."""
+        if first >= stop:
+            return []
+        own, number = cells_before(sequence, stop, self.cell_units), first // self.cell_units
+        before = own[number - 1].digest if number else sequence.root.digest
+        wrong = {cell.digest: cell for cell in own[number:]}
+        behind: dict[bytes, list[CellLabel]] = {}
+        for known in self._known.values():
+            behind.setdefault(known.before, []).append(known.label)
+        waiting = [before, *wrong]
+        while waiting:  # other requests may have gone on from the wrong KV
+            for cell in behind.pop(waiting.pop(), ()):
+                wrong[cell.digest] = cell
+                waiting.append(cell.digest)
+        is_full = len(self.forgotten) >= MAX_KNOWN
+        for digest, cell in wrong.items():
+            if self._known.pop(digest, None) is not None or not is_full:
+                self.forgotten[digest] = cell
+        stores = [self._stores[digest] for digest in wrong if digest in self._stores]
+        return [job for job in stores if job.state is JobState.QUEUED]
+
+    def take_forgotten(self) -> tuple[CellLabel, ...]:
+        """Return `forgotten` and clear it, but for cells that a store under way may still bring there."""
+        under_way = {digest for digest, job in self._stores.items() if not job.is_settled}
+        found = [digest for digest in self.forgotten if digest not in under_way]
+        return tuple([self.forgotten.pop(digest) for digest in found])

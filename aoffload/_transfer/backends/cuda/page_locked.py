@@ -1,0 +1,220 @@
+"""Page-locked host memory: existing memory, registered with the device in pieces, by several threads."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ....errors import ConfigError
+from ...transport import PinProgress
+from ..base import anonymous_memory, host_size
+from .cgroup import memory_limit
+from .driver import CudaDriver, CudaError
+from .numa import node_of, prefer_node, run_near
+
+__all__ = ["HostMemory", "HostMemoryError", "MAX_PIECE_BYTES", "page_locked_memory"]
+
+
+MAX_PIECE_BYTES = 64 * 2**30
+"""Drivers refuse, or take minutes for, much larger registrations."""
+MIN_PIECE_BYTES = 2**30
+"""Smaller pieces are registered in a fraction of a second, which is not worth a thread."""
+NUM_THREADS = 8
+ALIGNMENT = 2 * 2**20
+"""Pieces end at the end of huge pages, so that no page belongs to two of them."""
+
+_ADVICE = "a smaller pool (num_host_blocks, host_bytes) may fit; physical memory is the bound, and `ulimit -l` is none"
+
+
+class HostMemoryError(ConfigError):
+    """Host memory could not be page-locked: its whole size, the piece that failed, and the limits that apply."""
+
+    def __init__(self, size_bytes: int, piece: Piece, num_pieces: int, cause: CudaError, limits: str) -> None:
+        place = f"piece {piece.number + 1} of {num_pieces} ({_gib(piece.num_bytes)})"
+        super().__init__(
+            "num_host_blocks", f"{_gib(size_bytes)} of host memory: {place} could not be pinned: {cause}; {limits}"
+        )
+        self.size_bytes = size_bytes
+        self.piece_bytes = piece.num_bytes
+        self.piece_number = piece.number
+        self.limits = limits
+
+
+@attrs.frozen
+class Piece:
+    """One registration."""
+
+    number: int
+    address: int
+    num_bytes: int
+
+
+class _PieceError(Exception):
+    """Carries the failed piece out of a thread."""
+
+    def __init__(self, piece: Piece, cause: CudaError) -> None:
+        super().__init__(piece, cause)
+        self.piece = piece
+        self.cause = cause
+
+
+@attrs.frozen(eq=False)
+class HostMemory:
+    """The host pool: `rows` is `uint8 [num_blocks, block_bytes]`, private to this process and anonymous.
+
+    Nothing of it outlives a killed process: the kernel frees the pages, and the driver their registration.
+    """
+
+    rows: NDArray[np.uint8]
+    pieces: tuple[Piece, ...] = ()
+    """The registered pieces; empty for pageable memory."""
+
+    @property
+    def address(self) -> int:
+        return int(self.rows.ctypes.data)
+
+    @property
+    def is_page_locked(self) -> bool:
+        return bool(self.pieces)
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Addresses that no single copy may cross: for a driver, a copy lies in one registration."""
+        return tuple(piece.address for piece in self.pieces[1:])
+
+    def unregister(self, driver: CudaDriver) -> None:
+        """Unregister every piece. The first error is raised after all pieces were tried."""
+        refused = [error for piece in self.pieces for error in _unregistered(driver, piece)]
+        if refused:
+            raise refused[0]
+
+
+def page_locked_memory(
+    driver: CudaDriver,
+    num_blocks: int,
+    block_bytes: int,
+    progress: Callable[[PinProgress], None],
+    max_piece_bytes: int = MAX_PIECE_BYTES,
+) -> HostMemory:
+    """Page-locked host memory, on the NUMA node of the device. If the driver refuses: pageable memory, and exactly one
+    `RuntimeWarning` that says why. `ConfigError` if the process would be killed for it."""
+    _check_cgroup(host_size(num_blocks, block_bytes))
+    # A forked child would make the pages copy-on-write, and the device would go on writing to those of the child.
+    rows = anonymous_memory(num_blocks, block_bytes, "MADV_DONTFORK")
+    node = node_of(driver.pci_bus_id)
+    if node is not None:
+        prefer_node(rows, node)
+    try:
+        return HostMemory(rows, register_in_pieces(driver, rows, progress, max_piece_bytes, node))
+    except HostMemoryError as error:
+        warnings.warn(f"copies will be slow: {error}", RuntimeWarning, stacklevel=2)
+        return HostMemory(rows)
+
+
+def register_in_pieces(
+    driver: CudaDriver,
+    rows: NDArray[np.uint8],
+    progress: Callable[[PinProgress], None],
+    max_piece_bytes: int = MAX_PIECE_BYTES,
+    node: int | None = None,
+) -> tuple[Piece, ...]:
+    """Register all of `rows` or nothing: after any error, such as `HostMemoryError`, no piece stays registered.
+
+    The threads that do it run on the NUMA node `node`, if one is given.
+    """
+    pieces = tuple(_cut(int(rows.ctypes.data), rows.nbytes, max_piece_bytes))
+    registered: list[Piece] = []  # filled by the threads, also after another one has failed
+    try:
+        _register_all(driver, pieces, registered, progress, node)
+    except BaseException as error:
+        for piece in registered:
+            _unregistered(driver, piece)
+        if isinstance(error, _PieceError):
+            limits = f"{_limits()}; {_ADVICE}"
+            raise HostMemoryError(rows.nbytes, error.piece, len(pieces), error.cause, limits) from error.cause
+        raise
+    return pieces
+
+
+def _register_all(
+    driver: CudaDriver,
+    pieces: tuple[Piece, ...],
+    registered: list[Piece],
+    progress: Callable[[PinProgress], None],
+    node: int | None,
+) -> None:
+    if not pieces:
+        return
+    total_bytes = sum(piece.num_bytes for piece in pieces)
+    with ThreadPoolExecutor(min(NUM_THREADS, len(pieces)), "aoffload-pin", run_near, (node,)) as threads:
+        pending = [threads.submit(_register, driver, piece, registered) for piece in pieces]
+        num_bytes = 0
+        try:
+            for future in as_completed(pending):
+                piece_bytes = future.result()
+                num_bytes += piece_bytes
+                progress(PinProgress(num_bytes, total_bytes, piece_bytes, len(pieces)))
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def _register(driver: CudaDriver, piece: Piece, registered: list[Piece]) -> int:
+    try:
+        with driver.bound():
+            driver.register(piece.address, piece.num_bytes)
+    except CudaError as error:
+        raise _PieceError(piece, error) from error
+    registered.append(piece)
+    return piece.num_bytes
+
+
+def _unregistered(driver: CudaDriver, piece: Piece) -> list[CudaError]:
+    try:
+        with driver.bound():
+            driver.unregister(piece.address)
+    except CudaError as error:
+        return [error]
+    return []
+
+
+def _cut(address: int, num_bytes: int, max_piece_bytes: int) -> Iterator[Piece]:
+    """Equal pieces, so that all threads end at the same time."""
+    share = max(min(MIN_PIECE_BYTES, max_piece_bytes), -(-num_bytes // NUM_THREADS))
+    step = max(ALIGNMENT, min(max_piece_bytes, share) // ALIGNMENT * ALIGNMENT)
+    end, start, number = address + num_bytes, address, 0
+    while start < end:
+        stop = min(end, (start + step) // ALIGNMENT * ALIGNMENT)
+        yield Piece(number, start, stop - start)
+        start, number = stop, number + 1
+
+
+def _check_cgroup(size_bytes: int) -> None:
+    limit = memory_limit()
+    if limit is not None and size_bytes > limit.left_bytes:
+        left = f"{_gib(limit.left_bytes)} left of its cgroup's memory limit of {_gib(limit.limit_bytes)}"
+        problem = f"{_gib(size_bytes)} of host memory would be page-locked, but this process has {left}"
+        raise ConfigError("num_host_blocks", f"{problem}, and Linux kills it if it takes more")
+
+
+def _limits() -> str:
+    """The free memory and the cgroup's limit, as text."""
+    found = []
+    with suppress(OSError, ValueError, AttributeError):
+        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        found.append(f"{_gib(pages)} of memory free")
+    limit = memory_limit()
+    if limit is not None:
+        found.append(f"{_gib(limit.left_bytes)} left of the cgroup's memory limit of {_gib(limit.limit_bytes)}")
+    return ", ".join(found)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"

@@ -1,0 +1,424 @@
+"""Who is told of stalls, and of a cache that turns itself off.
+
+The copy queue: launches planned jobs, bounds what is in flight, and gives up what takes too long.
+
+    submit(plans)     queue; launch what the bounds allow, loads before stores
+    deliver(done)     from any thread: a copy has ended
+    advance()         settle what was delivered, give up what is late, launch what waits
+
+It has no thread, no event loop and no timer. The worker of `OffloadRuntime` drives it from an event loop; an engine
+that steps calls `advance` once a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+
+from .._arguments import check_bool, check_callable, check_has, check_int, check_type
+from .._config.config import OffloadConfig
+from .._kernel.ledger import Ledger
+from .._kernel.plans import Completion, TransferPlan, check_completion
+from .._kernel.protocols import shielded
+from .._kernel.requests import nobody
+from .._kernel.states import JobState, Outcome, Tier
+from ..errors import DeviceGone, TransferRefused
+from .fences import Fence, RegionWatch
+from .link import Hop, hop_of
+from .transport import CopiesAtOnce, GivesUp, KnowsItsLink
+
+__all__ = ["CopyObserver", "CopyQueue", "Launches", "NullCopyObserver", "OBSERVES"]
+
+
+OBSERVES = "transport_stalled transport_recovered worker_failed cache_turned_off"
+"""The methods of a `CopyObserver`."""
+
+
+class CopyObserver(Protocol):
+    """Receives events that concern no single job. It must not call the queue. Its exceptions are dropped."""
+
+    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
+        """`num_jobs` copies of this hop took too long: the hop launches nothing until they are over."""
+
+    def transport_recovered(self, source: Tier, destination: Tier) -> None:
+        """They are: the hop launches again."""
+
+    def worker_failed(self, error: BaseException) -> None:
+        """The ledger raised what it never should."""
+
+    def cache_turned_off(self, reason: str) -> None:
+        """Nothing is launched any more."""
+
+
+class NullCopyObserver:
+    """Does nothing."""
+
+    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None: ...
+    def transport_recovered(self, source: Tier, destination: Tier) -> None: ...
+    def worker_failed(self, error: BaseException) -> None: ...
+    def cache_turned_off(self, reason: str) -> None: ...
+
+
+class Launches(Protocol):
+    """What the queue needs of a `Transport`."""
+
+    def launch(self, plan: TransferPlan, after: Fence | None) -> None:
+        """Start copying once `after` has passed. `TransferRefused`: nothing was started, and no completion follows."""
+        ...
+
+
+@runtime_checkable
+class RecordsFences(Protocol):
+    def record_fence(self) -> Fence: ...
+
+
+@attrs.define(eq=False)
+class CopyQueue:
+    """Launches the jobs that `ledger` plans on `transport`, and settles their completions in the ledger.
+
+    At most `Hop.max_jobs` jobs that run and `Hop.max_bytes` bytes of each hop are in flight (see `hop_of`); a job above
+    the bound goes alone. `in_steps`: an engine calls `advance` once a step, so nothing is launched between two steps.
+    Then the default bound is at least the bytes that a step computes, and grows until the link is busy from one step to
+    the next. Set `in_steps` to False if `wake` makes your loop call `advance` whenever a copy has ended.
+
+    A job has `transfer_timeout_s` (a store: `store_timeout_s`) from its launch, or from the end of the job before it if
+    that is later. Without a completion by then it is given up: its destination is quarantined, and its hop launches
+    nothing more until the job is proven to be over, which an UNPROVEN report does not do. A stalled transport thus
+    makes misses, not queues. If the ledger itself fails, or the device is lost, the cache turns itself off: nothing is
+    launched any more, and requests see only misses.
+
+    `clock` counts seconds, such as `time.monotonic`. All calls belong to the ledger's thread, except for `deliver`.
+    While the ledger reports to its observer, calls that change something raise `WrongState`.
+    `block_bytes` is the size of a block over all regions. `wake` is called by `deliver`, in its thread; `ended` after
+    jobs have ended, in the ledger's thread.
+    """
+
+    ledger: Ledger
+    transport: Launches
+    config: OffloadConfig
+    clock: Callable[[], float] = attrs.field(kw_only=True)
+    block_bytes: int = attrs.field(kw_only=True)
+    observer: CopyObserver = attrs.field(kw_only=True, factory=NullCopyObserver)
+    wake: Callable[[], object] = attrs.field(kw_only=True, default=nobody)
+    ended: Callable[[], object] = attrs.field(kw_only=True, default=nobody)
+    in_steps: bool = attrs.field(kw_only=True, default=True)
+    is_accepting: bool = attrs.field(init=False, default=True)
+    off_reason: str = attrs.field(init=False, default="")
+    """Why the cache has turned itself off; empty while it is on."""
+    regions: RegionWatch = attrs.field(init=False)
+    _hops: dict[tuple[Tier, Tier], Hop] = attrs.field(init=False, factory=dict)
+    """Loads first: the order in which they are launched."""
+    _inbox: deque[Completion] = attrs.field(init=False, factory=deque)
+    _step_bytes: int = attrs.field(init=False, default=0)
+    """The most bytes of stores from the device that were submitted at once, that is, in one step."""
+    _gives_up: Callable[[int], None] | None = attrs.field(init=False)
+    """How the transport is told of a job that is given up, if it wants to know."""
+    _begin_turn: Callable[[], object] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        check_type("ledger", self.ledger, Ledger)
+        check_has("transport", self.transport, "transport", "launch")
+        check_type("config", self.config, OffloadConfig)
+        check_has("observer", self.observer, "CopyObserver", OBSERVES)
+        for name in ("clock", "wake", "ended"):
+            check_callable(name, getattr(self, name))
+        check_int("block_bytes", self.block_bytes, 1)
+        check_bool("in_steps", self.in_steps)
+        self.observer = shielded(self.observer, OBSERVES)
+        self.regions = RegionWatch(self.transport)
+        self._gives_up = self.transport.give_up if isinstance(self.transport, GivesUp) else None
+        self._begin_turn = self.transport.begin_turn if isinstance(self.transport, CopiesAtOnce) else nobody
+        self._begin_turn()
+
+    def __repr__(self) -> str:
+        state = "on" if self.is_accepting else "off"
+        num_queued = sum(len(hop.queue) for hop in self._hops.values())
+        return f"<CopyQueue {state}, {num_queued} queued, {self.num_in_flight} in flight>"
+
+    # -- launching ------------------------------------------------------------------------------------------------
+
+    def submit(self, plans: Sequence[TransferPlan], after: Fence | None = None) -> None:
+        """Queue `plans` (stores wait for `after`) and launch what may be launched now."""
+        if not plans:
+            return  # the usual case; queued jobs are launched when a completion makes room
+        self._refuse_in_report("submit")
+        computed_bytes = 0
+        for plan in plans:
+            hop = self.hop(plan.source, plan.destination)
+            if not self.is_accepting or hop.overdue:
+                self.refuse([plan])
+                continue
+            hop.queue.append((plan, after))
+            num_bytes = len(plan.source_ids) * self.block_bytes
+            hop.queued_bytes += num_bytes
+            if plan.source is Tier.DEVICE:
+                computed_bytes += num_bytes
+        self._step_bytes = max(self._step_bytes, computed_bytes)
+        self._dispatch()
+
+    def hop(self, source: Tier, destination: Tier) -> Hop:
+        """Its copies from one tier to another: the same object for as long as it lives."""
+        found = self._hops.get((source, destination))
+        if found is None:
+            link = self.transport.link_bytes_per_s if isinstance(self.transport, KnowsItsLink) else 0.0
+            found = hop_of(source, destination, self.config, link, in_steps=self.in_steps)
+            hops = [*self._hops.values(), found]
+            hops.sort(key=lambda hop: (hop.destination > hop.source, hop.destination, hop.source))
+            self._hops = {(hop.source, hop.destination): hop for hop in hops}
+        return found
+
+    def refuse(self, plans: Iterable[TransferPlan]) -> None:
+        """Discard planned jobs that were never queued."""
+        self._refuse_in_report("refuse")
+        for plan in plans:
+            self._discard(plan)
+
+    def _discard(self, plan: TransferPlan) -> None:
+        self.tell(self.ledger.discard, plan.job_id)
+        self.regions.end(plan.job_id, "never started")
+
+    def _dispatch(self) -> None:
+        for hop in self._hops.values():
+            while hop.queue:
+                plan, after = hop.queue[0]
+                num_bytes = len(plan.source_ids) * self.block_bytes
+                if not self._may_launch(hop, num_bytes):
+                    break
+                hop.queue.popleft()
+                hop.queued_bytes -= num_bytes
+                if self.tell(self.ledger.launch, plan.job_id):
+                    self._launch(hop, plan, after, num_bytes)
+                else:
+                    self.regions.end(plan.job_id, "nobody waits for it any more")
+
+    def _may_launch(self, hop: Hop, num_bytes: int) -> bool:
+        num_jobs = len(hop.in_flight) - len(hop.reported)
+        most = max(hop.max_bytes, self._step_bytes) if hop.follows else hop.max_bytes
+        fits = hop.num_bytes + num_bytes <= most and num_jobs < hop.max_jobs
+        return fits or not hop.in_flight  # a job above the bound runs alone
+
+    def _launch(self, hop: Hop, plan: TransferPlan, after: Fence | None, num_bytes: int) -> None:
+        hop.begin(plan.job_id, num_bytes, self.clock())
+        try:
+            self.regions.launch(plan.job_id)
+            self.transport.launch(plan, after)
+            if self._inbox and self._inbox[-1].job_id == plan.job_id:  # copied at once
+                hop.reported.add(plan.job_id)
+        except TransferRefused as error:
+            self.deliver(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
+            if isinstance(error, DeviceGone):
+                self.turn_off(str(error))
+        except Exception as error:  # noqa: BLE001 - a driver error: what was started is unknown, the engine goes on
+            self.deliver(Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))
+        except BaseException:  # the handler of a signal: the same, and whoever has sent it hears of it
+            self.deliver(Completion(plan.job_id, Outcome.UNPROVEN, error="the launch was interrupted"))
+            raise
+
+    def _refuse_in_report(self, call: str) -> None:
+        """The ledger would refuse what the queue then calls, and the queue would take that for a failure of the
+        ledger."""
+        if self.ledger._moves.is_telling:
+            raise self.ledger._in_report(call)
+
+    # -- completions ----------------------------------------------------------------------------------------------
+
+    def deliver(self, completion: Completion) -> None:
+        """Accept a completion from any thread; never blocks. `advance` settles it. `InvalidArgument` for what is none:
+        its job counts as under way until its time is over."""
+        check_completion(completion)
+        self._inbox.append(completion)
+        self.wake()
+
+    def advance(self) -> None:
+        """Settle what was delivered, give up what is late, let pins lapse, and launch what waits."""
+        self.settle_delivered()  # first: what was delivered in time is not late
+        self.give_up_late()
+
+    def settle_delivered(self) -> None:
+        self._refuse_in_report("settle_delivered")
+        while self._inbox:
+            completion = self._inbox.popleft()
+            job = self.ledger.jobs.unsettled.get(completion.job_id)
+            if job is not None and job.state is JobState.QUEUED:
+                continue  # it was never launched: the report is of something else
+            self._note_end(completion)
+            if completion.outcome is Outcome.UNPROVEN:
+                self._tell_given_up(completion.job_id)
+            self.tell(self.ledger.settle, completion)
+            self.regions.settle(completion)
+            if completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN):
+                self._ask_device()
+        self._begin_turn()
+        for hop in self._hops.values():
+            hop.step_ended()
+        self._dispatch()
+        self.ended()
+
+    def _note_end(self, completion: Completion) -> None:
+        for hop in self._hops.values():
+            if completion.job_id in hop.in_flight:
+                hop.end(completion, self.clock())
+            # An UNPROVEN report is no end: the copy may still be moving bytes, and a copy that follows it on this hop
+            # could not be told apart from it. Without a late proof, the hop stays stopped. A fence that has raised is
+            # asked no second time: what it would say then is of the device's state after an error, and no proof.
+            if completion.job_id in hop.overdue and completion.outcome is not Outcome.UNPROVEN:
+                hop.overdue.discard(completion.job_id)
+                if not hop.overdue:
+                    self.observer.transport_recovered(hop.source, hop.destination)
+
+    def tell(self, function: Callable[..., Any], *args: object) -> Any:
+        """Call into the ledger. A bug there turns the cache off, but must not end the caller: a loop, or a request."""
+        try:
+            return function(*args)
+        except Exception as error:  # noqa: BLE001 - see above
+            self.observer.worker_failed(error)
+            self.turn_off("the ledger failed")
+            return None
+
+    # -- giving up ------------------------------------------------------------------------------------------------
+
+    @property
+    def next_deadline(self) -> float:
+        """When a copy in flight is late or a pin lapses, on `clock`; infinity if neither. `advance` is due then."""
+        due = self.ledger.next_lapse
+        for hop in self._hops.values():
+            if hop.in_flight:
+                due = min(due, hop.next_deadline)
+        return due
+
+    def give_up_late(self) -> None:
+        """Give up the copies whose time is over, and let pins lapse."""
+        self._refuse_in_report("give_up_late")
+        now = self.clock()
+        for hop in tuple(self._hops.values()):
+            if hop.next_deadline <= now:
+                late = [job_id for job_id, job in hop.in_flight.items() if job.deadline <= now]
+                if hop.late_outcome is Outcome.UNPROVEN:
+                    self.observer.transport_stalled(hop.source, hop.destination, len(late))
+                self._give_up(hop, late, "no end within transfer_timeout_s")
+        if self.ledger.next_lapse <= now:
+            self.tell(self.ledger.lapse, now)
+
+    def give_up(self, job_ids: Iterable[int], error: str) -> None:
+        """Stop waiting for these launched jobs, as if their time were over."""
+        self._refuse_in_report("give_up")
+        wanted = set(job_ids)
+        for hop in tuple(self._hops.values()):
+            if mine := [job_id for job_id in hop.in_flight if job_id in wanted]:
+                self._give_up(hop, mine, error)
+
+    def take_back(self, job_ids: Iterable[int]) -> None:
+        """What these launched jobs read turns out to be wrong: nobody is to find it. They report when they are over."""
+        for job_id in job_ids:
+            self._tell_given_up(job_id)
+
+    def _give_up(self, hop: Hop, job_ids: Iterable[int], error: str) -> None:
+        """Stop waiting for launched jobs. Their destinations are quarantined until a late completion ends the doubt,
+        and the hop launches nothing before. Of a remote store, they have failed, and others go on."""
+        late = tuple(job_ids)
+        hop.give_up(late)
+        for job_id in late:
+            if not hop.may_settle(job_id):
+                continue  # whoever was woken has had it settled meanwhile
+            self._tell_given_up(job_id)
+            given_up = Completion(job_id, hop.late_outcome, error=error)
+            self.tell(self.ledger.settle, given_up)
+            self.regions.settle(given_up)
+        if hop.late_outcome is Outcome.UNPROVEN:
+            self._discard_queued(hop)
+        self._dispatch()
+        self.ended()
+
+    def _tell_given_up(self, job_id: int) -> None:
+        """Before the ledger settles it, which releases its source: somebody may write there at once."""
+        if self._gives_up is not None:
+            try:
+                self._gives_up(job_id)
+            except Exception as error:  # noqa: BLE001 - a transport's own mistake: the cache ends, the engine goes on
+                self.observer.worker_failed(error)
+                self.turn_off("the transport failed")
+
+    def turn_off(self, reason: str) -> None:
+        """Launch nothing any more. Jobs in flight still report, or are given up at their deadline."""
+        self._refuse_in_report("turn_off")
+        if self.is_accepting:
+            self.is_accepting, self.off_reason = False, reason
+            self.observer.cache_turned_off(reason)
+            self.discard_queued()
+
+    def _ask_device(self) -> None:
+        """Turn off if the device is lost. A completion does not tell why a copy failed; recording a fence does."""
+        if self.is_accepting and isinstance(self.transport, RecordsFences):
+            try:
+                self.transport.record_fence()
+            except DeviceGone as error:
+                self.turn_off(str(error))
+            except Exception:  # noqa: BLE001 - refused, or a driver error: may be temporary, and nothing was started
+                return
+
+    def discard_queued(self) -> None:
+        """Drop jobs that were never launched; requests that wait for them compute instead."""
+        self._refuse_in_report("discard_queued")
+        for hop in tuple(self._hops.values()):
+            self._discard_queued(hop)
+        self.ended()
+
+    def _discard_queued(self, hop: Hop) -> None:
+        self.refuse(hop.take_queued())
+
+    def stop(self, error: str) -> None:
+        """Launch nothing any more; what is still in flight is quarantined."""
+        self._refuse_in_report("stop")
+        self.is_accepting = False
+        self.discard_queued()
+        self.settle_delivered()  # jobs without a completion are quarantined
+        self.give_up([job_id for hop in self._hops.values() for job_id in hop.in_flight], error)
+
+    # -- what is left ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_in_flight(self) -> int:
+        """Launched jobs that have neither ended nor been given up."""
+        return sum(len(hop.in_flight) for hop in self._hops.values())
+
+    @property
+    def num_bytes_in_flight(self) -> int:
+        return sum(hop.num_bytes for hop in self._hops.values())
+
+    def num_under_way(self, source: Tier, destination: Tier) -> int:
+        """Jobs of this hop that are queued or in flight."""
+        hop = self.hop(source, destination)
+        return len(hop.queue) + len(hop.in_flight)
+
+    def room_bytes(self, source: Tier, destination: Tier) -> int:
+        """Bytes of this hop that can be under way at once, besides what is queued or in flight; 0 where it stalls."""
+        hop = self.hop(source, destination)
+        is_stalled = hop.overdue or not self.is_accepting
+        return 0 if is_stalled else max(0, hop.max_bytes - hop.num_bytes - hop.queued_bytes)
+
+    def seconds(self, source: Tier, destination: Tier, num_blocks: int) -> float:
+        """How long a copy of so much would take that is submitted now. 0 where nothing was measured: the first copy is
+        the measurement."""
+        return self.hop(source, destination).arrives_s(num_blocks * self.block_bytes, self.clock())
+
+    def is_stalled(self, source: Tier, destination: Tier) -> bool:
+        """Whether jobs of this hop are refused, because some were given up and are not over."""
+        return bool(self.hop(source, destination).overdue)
+
+    @property
+    def overdue(self) -> frozenset[int]:
+        """Launched jobs that were given up and have not reported since."""
+        return frozenset(job_id for hop in self._hops.values() for job_id in hop.overdue)
+
+    @property
+    def oldest_job(self) -> float:
+        """The first job that is queued or in flight; infinity if there is none."""
+        return min((hop.oldest_job for hop in self._hops.values()), default=math.inf)
+
+    def in_flight_up_to(self, job_id: int) -> tuple[int, ...]:
+        """The launched jobs up to `job_id` that have neither ended nor been given up."""
+        return tuple(sorted(number for hop in self._hops.values() for number in hop.in_flight if number <= job_id))

@@ -1,0 +1,299 @@
+"""The transport of one process, with its own copy threads and host memory."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .._arguments import check_callable, check_has, check_type
+from .._config.tiers import DiskTier, RemoteTier
+from .._kernel.plans import Completion, TransferPlan
+from .._kernel.pools import are_neighbours
+from .._kernel.states import BELOW, TIERS, Direction, Tier
+from ..env import Env
+from ..errors import ConfigError, TransferRefused, WrongState
+from .backends.base import CopyBackend, HasHostRows
+from .backends.cpu import CpuBackend
+from .backends.cuda import CudaBackend
+from .checksums import BlockChecksums
+from .fences import Fence, OnlyAfter, RegionFences, WatchesRegions
+from .lane import AtOnce, CopyLane, DeviceLoss, LaneCounts, hand_over_bytes
+from .region import KVRegion, regions_of
+from .transport import PinProgress, ReportsPinning, TransferStatistics, TransportDisk, TransportRemote
+from .turns import Turns
+
+__all__ = ["LocalTransport"]
+
+
+if TYPE_CHECKING:
+    from .._tiers.disk.local import LocalDisk
+    from .._tiers.remote.local import LocalRemote
+
+_HOPS = {(BELOW, Tier.DEVICE): Direction.LOAD, (Tier.DEVICE, BELOW): Direction.STORE}
+"""The hops that copy backends serve, in the order in which their lanes begin."""
+_LOWER_HOPS = frozenset(hop for tier in (Tier.DISK, Tier.REMOTE) for hop in ((tier, Tier.HOST), (Tier.HOST, tier)))
+"""The hops of tiers that this transport may have below host memory."""
+_IDLE_S = 10.0
+"""How long idle threads may take to end."""
+
+
+class LocalTransport:
+    """Copies between `kv_caches` (see `regions_of`) and host memory, on one thread per hop; with `disk` and `remote`,
+    also between host memory and that disk or store, on threads of their own.
+
+    `backend` makes a `CopyBackend` from the regions; by default `CpuBackend` or `CudaBackend`, by the device of the
+    tensors. Raises `RegionError` for tensors that a block id cannot address.
+    """
+
+    def __init__(
+        self,
+        kv_caches: object,
+        backend: Callable[[tuple[KVRegion, ...]], CopyBackend] | None = None,
+        disk: DiskTier | None = None,
+        remote: RemoteTier | None = None,
+    ) -> None:
+        regions = regions_of(kv_caches)
+        if backend is not None:
+            check_callable("backend", backend)
+        make = _backend_for(regions[0].device.type) if backend is None else backend
+        self.backend: CopyBackend = make(regions)
+        check_has("backend", self.backend, "factory of copy backends", "num_device_blocks block_bytes")
+        self._watcher = self.backend if isinstance(self.backend, WatchesRegions) else None
+        self.regions = regions
+        self._lanes: dict[tuple[Tier, Tier], CopyLane] = {}
+        """By hop."""
+        self._num_blocks: dict[Tier, int] = {}
+        self._turns = Turns()
+        self._at_once = AtOnce()
+        self._deliver: Callable[[Completion], object]
+        """Set by `open`."""
+        self._loss = DeviceLoss()
+        self._disk = None if disk is None else _disk_of(disk, regions)
+        self._remote = None if remote is None else _remote_of(remote, regions)
+        if disk is not None or remote is not None:
+            check_has("backend", self.backend, "backend with host memory of its own", "host_rows", ConfigError)
+
+    @property
+    def disk(self) -> TransportDisk | None:
+        return self._disk
+
+    @property
+    def remote(self) -> TransportRemote | None:
+        return self._remote
+
+    @property
+    def num_device_blocks(self) -> int:
+        return self.backend.num_device_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self.backend.block_bytes
+
+    @property
+    def num_regions(self) -> int:
+        return len(self.regions)
+
+    @property
+    def opens_slowly(self) -> bool:
+        """Page-locking takes seconds for each 10 GiB, and measuring the break-even of the kernel takes more time. So
+        does allocating a disk's files."""
+        return isinstance(self.backend, ReportsPinning) or self._disk is not None
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        return self.backend.bytes_per_s if isinstance(self.backend, CudaBackend) else 0.0
+
+    @property
+    def waits_only_after(self) -> bool:
+        return True
+
+    def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
+        if isinstance(self.backend, ReportsPinning):
+            self.backend.report_pinning(hear)
+
+    def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
+        """Allocate and start the threads. `WrongState` the second time; `ConfigError` without enough memory.
+
+        If it raises, it leaves nothing open.
+        """
+        if self._lanes:
+            raise WrongState("this transport was opened before; make another one")
+        try:
+            self._open(num_host_blocks, verify, deliver, env)
+        except BaseException:
+            self.close(_IDLE_S)
+            raise
+
+    def _open(self, num_host_blocks: int, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
+        self.backend.open(num_host_blocks)
+        self._deliver = deliver
+        self._num_blocks = {Tier.DEVICE: self.num_device_blocks, BELOW: num_host_blocks}
+        checksums = BlockChecksums(num_host_blocks) if verify else None
+
+        def over(completion: Completion) -> None:
+            self._turns.end()
+            deliver(completion)
+
+        for hop, direction in _HOPS.items():
+            self._lanes[hop] = CopyLane(direction, self.backend, checksums, over, env, self._loss)
+        if isinstance(self.backend, HasHostRows):
+            if self._disk is not None:
+                self._disk.open(self.backend.host_rows, checksums, over, env)
+                self._num_blocks[Tier.DISK] = self._disk.num_slots
+            if self._remote is not None:
+                self._remote.open(self.backend.host_rows, checksums, over, env)
+                self._num_blocks[Tier.REMOTE] = self._remote.num_blocks
+        # Only `CpuBackend` itself is known to copy without waiting. Verifying takes longer than copying.
+        if type(self.backend) is CpuBackend and not verify:
+            self._at_once.most_bytes = hand_over_bytes(next(iter(self._lanes.values())).hand_over)
+
+    def record_fence(self) -> Fence:
+        """`TransferRefused` if the device records none; `DeviceGone` if it is lost."""
+        self._loss.check()
+        try:
+            return self.backend.record_fence()
+        except Exception as error:  # any driver error: nothing was started
+            self._loss.notice(error)
+            self._loss.check()
+            raise TransferRefused(f"no fence could be recorded: {error!r}") from error
+
+    def launch(self, plan: TransferPlan, after: Fence | None) -> None:
+        """Hand the plan to its thread. A small copy may be made at once (see `begin_turn`); `deliver` is then called
+        before this returns. `TransferRefused` for invalid block ids, and after closing; `DeviceGone` once the device is
+        lost."""
+        if not self._lanes:
+            raise TransferRefused("the transport is not open")
+        self._loss.check()
+        self._check(plan)
+        lower = self._below_host(plan.hop)
+        fences = () if lower is not None else self._fences(plan.direction, after)
+        num_bytes = plan.num_blocks * self.block_bytes
+        is_small = lower is None and self._at_once.allows(num_bytes)
+        if is_small and self._lanes[plan.hop].copy_now(plan, fences, self._deliver):
+            self._at_once.copied(num_bytes)
+            return
+        self._turns.begin()
+        try:
+            if lower is not None:
+                lower.launch(plan)  # no compute touches host memory: there is no fence to wait for
+            else:
+                self._lanes[plan.hop].launch(plan, fences)
+        except TransferRefused:
+            self._turns.end()
+            raise
+
+    def begin_turn(self) -> None:
+        """Call it each time that you have settled completions: `launch` may again make small copies of CPU tensors
+        itself, up to a bound. Do not call it if you settle completions inside `deliver`."""
+        self._at_once.begin_turn()
+
+    def give_up(self, job_id: int) -> None:
+        """A store to the disk records nothing from here on: its source may be overwritten. A copy from or to a remote
+        store does not touch host memory any more."""
+        for lower in (self._disk, self._remote):
+            if lower is not None:
+                lower.give_up(job_id)
+
+    def watch(self, job_id: int, fences: RegionFences) -> None:
+        """Copy the load `job_id`, which is launched next, region by region, if the backend can."""
+        if self._watcher is not None:
+            self._watcher.watch(job_id, fences)
+
+    def forget(self, job_id: int) -> None:
+        if self._watcher is not None:
+            self._watcher.forget(job_id)
+
+    def close(self, timeout_s: float) -> bool:
+        """Refuse new plans, and wait for launched ones. A copy that hangs keeps the memory of both sides alive."""
+        deadline_s = time.monotonic() + timeout_s  # not the `Env`'s clock: joining a thread takes real time
+        lower = [each for each in (self._disk, self._remote) if each is not None]
+        ending: list[CopyLane | LocalDisk | LocalRemote] = [*self._lanes.values(), *lower]
+        for each in ending:
+            each.stop_launching()
+        ended = [each.join(deadline_s - time.monotonic()) for each in ending]
+        self._turns.close()
+        if all(ended):
+            self.backend.close()
+        return all(ended)
+
+    def statistics(self) -> TransferStatistics:
+        loads, stores = (self._counts(hop) for hop in _HOPS)
+        return TransferStatistics(
+            num_loads=loads.num_jobs,
+            num_stores=stores.num_jobs,
+            blocks_loaded=loads.num_blocks,
+            blocks_stored=stores.num_blocks,
+            blocks_verified=loads.num_verified,
+            blocks_corrupt=loads.num_corrupt,
+            bytes_loaded=loads.num_blocks * self.block_bytes,
+            bytes_stored=stores.num_blocks * self.block_bytes,
+            load_seconds=loads.copy_seconds,
+            store_seconds=stores.copy_seconds,
+        )
+
+    def __repr__(self) -> str:
+        return f"<LocalTransport {type(self.backend).__name__} blocks={self.num_device_blocks}>"
+
+    def _counts(self, hop: tuple[Tier, Tier]) -> LaneCounts:
+        lane = self._lanes.get(hop)
+        return lane.counts if lane is not None else LaneCounts()
+
+    def _fences(self, direction: Direction, after: Fence | None) -> tuple[Fence, ...]:
+        """The fences to wait for. A load overwrites blocks that compute may still read, and a store without `after`
+        reads blocks that it may still write, so both wait for all compute so far, too. `OnlyAfter` says that there is
+        nothing else to wait for."""
+        if isinstance(after, OnlyAfter):
+            return after.fences
+        given = () if after is None else (after,)
+        if direction is Direction.LOAD or not given:
+            return (*given, self.record_fence())
+        return given
+
+    def _below_host(self, hop: tuple[Tier, Tier]) -> LocalDisk | LocalRemote | None:
+        """The tier of this hop that lies below host memory, if there is one and it is open."""
+        if Tier.DISK in hop:
+            return self._disk if Tier.DISK in self._num_blocks else None
+        return self._remote if Tier.REMOTE in hop and Tier.REMOTE in self._num_blocks else None
+
+    def _check(self, plan: TransferPlan) -> None:
+        if plan.hop not in _HOPS and (plan.hop not in _LOWER_HOPS or self._below_host(plan.hop) is None):
+            raise TransferRefused(f"no way from {plan.source!r} to {plan.destination!r} here")
+        if len(plan.source_ids) != len(plan.destination_ids):
+            lengths = f"{len(plan.source_ids)} source_ids, {len(plan.destination_ids)} destination_ids"
+            raise TransferRefused(f"job {plan.job_id}: {lengths}")
+        self._check_ids(plan, "source_ids", plan.source, plan.source_ids)
+        self._check_ids(plan, "destination_ids", plan.destination, plan.destination_ids)
+
+    def _check_ids(self, plan: TransferPlan, name: str, tier: Tier, ids: array[int]) -> None:
+        """Refuse bad ids before anything is copied: the copy calls would clip them instead."""
+        if not ids:
+            return
+        lowest, stop = TIERS[tier].lowest_id, self._num_blocks[tier]
+        if lowest <= ids[0] <= ids[-1] < stop and are_neighbours(ids):  # the usual case: consecutive ids
+            return
+        ascending = np.sort(np.frombuffer(ids, np.int32))
+        first, last = int(ascending[0]), int(ascending[-1])
+        if not lowest <= first <= last < stop:
+            raise TransferRefused(f"job {plan.job_id}: {name} must be in [{lowest}, {stop}), got {first} to {last}")
+        if not np.logical_and.reduce(ascending[1:] > ascending[:-1]):
+            raise TransferRefused(f"job {plan.job_id}: {name} names a block twice")
+
+
+def _disk_of(tier: DiskTier, regions: tuple[KVRegion, ...]) -> LocalDisk:
+    from .._tiers.disk.local import LocalDisk
+
+    return LocalDisk(check_type("disk", tier, DiskTier), regions)
+
+
+def _remote_of(tier: RemoteTier, regions: tuple[KVRegion, ...]) -> LocalRemote:
+    from .._tiers.remote.local import LocalRemote
+
+    return LocalRemote(check_type("remote", tier, RemoteTier), regions)
+
+
+def _backend_for(device_type: str) -> Callable[[tuple[KVRegion, ...]], CopyBackend]:
+    return CudaBackend if device_type == "cuda" else CpuBackend

@@ -1,0 +1,153 @@
+"""A rank: one set of KV tensors and its host memory, as the deciding process sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ..._arguments import check_has
+from ..._kernel.plans import Completion, TransferPlan
+from ...env import Env
+from ...errors import ConfigError, TransferRefused
+from ..fences import Fence
+from ..transport import TRANSPORTS, PinProgress, ReportsPinning, TransferStatistics, Transport
+
+__all__ = ["LocalRank", "RANKS", "Rank"]
+
+
+RANKS = "num_device_blocks block_bytes open wait_open record_fence release_fence launch stop join statistics"
+"""The attributes of a `Rank`."""
+
+
+class Rank(Protocol):
+    """One of several devices that each hold a part of every block.
+
+    All methods but `open`, `wait_open` and `join` are called in the event loop's thread (`release_fence` in any thread)
+    and must not block. Commands take effect in call order. A rank whose device is lost raises `DeviceGone`.
+    """
+
+    @property
+    def num_device_blocks(self) -> int:
+        """Blocks of every KV region of this rank, including the null block 0."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of this rank's part of a block."""
+        ...
+
+    def open(
+        self,
+        num_host_blocks: int,
+        *,
+        verify: bool,
+        deliver: Callable[[Completion], None],
+        lost: Callable[[str], None],
+        env: Env,
+    ) -> None:
+        """Start allocating `num_host_blocks` of this rank's host memory. Called in the thread that opens the transport.
+
+        From then on, any thread may call `deliver` with the completion of a plan, and `lost` with a reason once the
+        rank has certainly ended: none of its copies is running any more.
+        """
+        ...
+
+    def wait_open(self, timeout_s: float) -> None:
+        """Wait until the host memory is allocated. `ConfigError` with its size if it cannot be. May block."""
+        ...
+
+    def record_fence(self, number: int) -> None:
+        """Record a fence behind all compute on this rank's device so far. `TransferRefused` if it cannot."""
+        ...
+
+    def release_fence(self, number: int) -> None:
+        """Drop this fence: no later command names it. Called from finalisers, so it must take no lock."""
+        ...
+
+    def launch(self, plan: TransferPlan, after: int | None) -> None:
+        """As `Transport.launch`, behind fence number `after`."""
+        ...
+
+    def stop(self, timeout_s: float) -> None:
+        """Launch nothing more; running copies have `timeout_s` seconds to end."""
+        ...
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether every copy has ended, after waiting up to `timeout_s` seconds. A rank's process is gone afterwards.
+
+        May block.
+        """
+        ...
+
+    def statistics(self) -> TransferStatistics:
+        """The counts of this rank, as far as they are known."""
+        ...
+
+
+class LocalRank:
+    """A rank in this process: a transport, and the fences that were recorded on it.
+
+    For engines that hold several devices in one process, for tests, and for the inside of a rank process.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        check_has("transport", transport, "Transport", TRANSPORTS)
+        self.transport = transport
+        self._fences: dict[int, Fence] = {}
+
+    def __repr__(self) -> str:
+        return f"<LocalRank {self.transport!r} fences={len(self._fences)}>"
+
+    @property
+    def num_device_blocks(self) -> int:
+        return self.transport.num_device_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self.transport.block_bytes
+
+    def open(
+        self,
+        num_host_blocks: int,
+        *,
+        verify: bool,
+        deliver: Callable[[Completion], None],
+        lost: Callable[[str], None],
+        env: Env,
+    ) -> None:
+        """`ConfigError` with the size if there is no memory. Never calls `lost`: this rank lives in this process."""
+        try:
+            self.transport.open(num_host_blocks, verify=verify, deliver=deliver, env=env)
+        except (MemoryError, RuntimeError, OSError) as error:  # what allocators raise beside our own
+            size = num_host_blocks * self.block_bytes / 2**30
+            raise ConfigError("num_host_blocks", f"{size:.1f} GiB of host memory: {error!r}") from error
+
+    def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
+        if isinstance(self.transport, ReportsPinning):
+            self.transport.report_pinning(hear)
+
+    def wait_open(self, timeout_s: float) -> None:
+        """Nothing to wait for: `open` has allocated."""
+
+    def record_fence(self, number: int) -> None:
+        self._fences[number] = self.transport.record_fence()
+
+    def release_fence(self, number: int) -> None:
+        self._fences.pop(number, None)
+
+    def launch(self, plan: TransferPlan, after: int | None) -> None:
+        if after is None:
+            self.transport.launch(plan, None)
+        elif after in self._fences:
+            self.transport.launch(plan, self._fences[after])
+        else:  # recording it failed here; without it, the copy might read blocks that compute still writes
+            raise TransferRefused(f"job {plan.job_id}: there is no fence {after}")
+
+    def stop(self, timeout_s: float) -> None:
+        """Nothing to do before `join`: the caller launches nothing more."""
+
+    def join(self, timeout_s: float) -> bool:
+        return self.transport.close(timeout_s)
+
+    def statistics(self) -> TransferStatistics:
+        return self.transport.statistics()

@@ -1,0 +1,278 @@
+"""The transport of several ranks: every plan goes to all ranks, and is over when it is over on all ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import attrs
+
+from ..._arguments import as_tuple, check_has, check_int, number_of, shown
+from ..._kernel.plans import Completion, TransferPlan
+from ..._kernel.states import Outcome
+from ...env import Env
+from ...errors import ConfigError, DeviceGone, TransferRefused, WrongState
+from ..fences import Fence, OnlyAfter, PassedFence
+from ..transport import PinProgress, ReportsPinning, TransferStatistics
+from .process import spawn_ranks
+from .rank import RANKS, Rank
+from .serving import Build
+from .tally import JobTally
+
+__all__ = ["MAX_FENCES", "RankFence", "RankTransport"]
+
+
+_IDLE_S = 1.0
+"""How long idle ranks may take to end."""
+MAX_RANKS = 1024
+MAX_FENCES = 4096
+"""Maximum live fences. Further ones are refused: what is committed while a device is so far behind is not stored."""
+
+
+@attrs.frozen(eq=False)
+class RankFence:
+    """A fence that every rank records on its own device, under this number.
+
+    Only the ranks can tell whether it has passed. Here it can be the `after` of a plan, but not be waited for. The
+    ranks drop it when this object is garbage-collected.
+    """
+
+    number: int
+
+    def query(self) -> bool:
+        """Always False: only the ranks know."""
+        return False
+
+    def synchronize(self) -> None:
+        """`WrongState`: only a rank can wait for it."""
+        raise WrongState(f"fence {self.number} is recorded on the ranks' devices; nobody can wait for it here")
+
+
+class RankTransport:
+    """Implements `Transport` over `ranks` (`ProcessRank`, `LocalRank`, or any other `Rank`), in the order given.
+
+    A plan goes to every rank, and is complete when every rank's part is: LANDED if all landed, UNPROVEN if any rank
+    reports it, otherwise a failure with the blocks that landed on all ranks. The completion is delivered only when the
+    last rank has reported or is dead, so the job keeps its blocks until then. When a rank dies, its jobs fail at once,
+    and every later launch is refused: a part of every block is lost. To go on, start the ranks again with a new
+    transport and a new runtime.
+
+    Capacity is fixed from the start: `num_device_blocks` is the minimum of the ranks, `block_bytes` the sum of their
+    parts, and each rank opens the same number of host blocks.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], *, open_timeout_s: float = 600.0) -> None:
+        """`open_timeout_s`: seconds that the ranks may take to allocate. Raises `ConfigError` without ranks."""
+        self.ranks = as_tuple("ranks", ranks, "Rank", ConfigError)
+        for index, rank in enumerate(self.ranks):
+            check_has(f"ranks[{index}]", rank, "Rank", RANKS, ConfigError)
+        _check_timeout("open_timeout_s", open_timeout_s)
+        if not self.ranks:
+            raise ConfigError("ranks", "is empty")
+        self.num_device_blocks = min(rank.num_device_blocks for rank in self.ranks)
+        self.block_bytes = sum(rank.block_bytes for rank in self.ranks)
+        self._open_timeout_s = open_timeout_s
+        # Guards the tally and the refusal: when a rank dies, a job that begins is either refused or failed.
+        # Reentrant: `deliver` may launch the next job at once.
+        self._lock = threading.RLock()
+        self._tally = JobTally(len(self.ranks))
+        self._refusal: TransferRefused | None = TransferRefused("the transport is not open")
+        self._is_opened = False
+        self._deliver: Callable[[Completion], None] = lambda completion: None
+        self._last_fence = 0
+        self._fences: weakref.WeakSet[RankFence] = weakref.WeakSet()
+
+    @classmethod
+    def spawn(cls, build: Build | str, num_ranks: int, *, timeout_s: float = 600.0) -> Self:
+        """Start `num_ranks` processes that each call `build(rank, num_ranks)` for their tensors; see `ProcessRank`.
+
+        May block for `timeout_s` seconds, as `open` may. `ConfigError` names the rank that did not get ready.
+        """
+        check_int("num_ranks", num_ranks, 1, MAX_RANKS, ConfigError)
+        _check_timeout("timeout_s", timeout_s)
+        return cls(spawn_ranks(build, num_ranks, timeout_s), open_timeout_s=timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<RankTransport ranks={len(self.ranks)} blocks={self.num_device_blocks} {self._refusal or 'open'}>"
+
+    # -- opening and closing --------------------------------------------------------------------------------------
+
+    @property
+    def opens_slowly(self) -> bool:
+        """Always: `open` waits for all ranks to allocate."""
+        return True
+
+    def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
+        """For ranks in this process only: rank processes have their own log."""
+        for rank in self.ranks:
+            if isinstance(rank, ReportsPinning):
+                rank.report_pinning(hear)
+
+    def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
+        """Have every rank allocate. `ConfigError` names the rank and the size that it cannot have; all are closed then.
+
+        Blocks until the last rank has answered.
+        """
+        if self._is_opened:
+            raise WrongState("this transport was opened before; make another one")
+        self._is_opened = True
+        self._deliver = deliver
+        self._refusal = None
+        try:
+            self._open_ranks(num_host_blocks, verify, env)
+        except BaseException:
+            self.close(_IDLE_S)
+            raise
+
+    def _open_ranks(self, num_host_blocks: int, verify: bool, env: Env) -> None:
+        deadline_s = time.monotonic() + self._open_timeout_s  # not the `Env`'s clock: allocating takes real time
+        for index, rank in enumerate(self.ranks):
+            report, lost = self._reporter(index), self._mourner(index)
+            try:
+                rank.open(num_host_blocks, verify=verify, deliver=report, lost=lost, env=env)
+            except ConfigError as error:
+                raise ConfigError(error.argument, f"rank {index}: {error.problem}") from error
+        for rank in self.ranks:
+            rank.wait_open(max(0.0, deadline_s - time.monotonic()))
+
+    def close(self, timeout_s: float) -> bool:
+        """End every rank within `timeout_s` seconds; kill slower processes. Returns whether all copies have ended."""
+        deadline_s = time.monotonic() + timeout_s
+        self._refuse(TransferRefused("the transport is closed"))
+        for rank in self.ranks:
+            rank.stop(timeout_s)
+        ended = [rank.join(max(0.0, deadline_s - time.monotonic())) for rank in self.ranks]
+        return all(ended)
+
+    def _refuse(self, error: TransferRefused) -> None:
+        """Refuse everything from now on with `error`. A lost rank makes all others useless: it holds a part of every
+        block."""
+        with self._lock:
+            self._refusal = self._refusal or error
+
+    # -- launching ------------------------------------------------------------------------------------------------
+
+    def record_fence(self) -> Fence:
+        """A fence on every rank, which the rank records after all earlier commands.
+
+        Before the call, the engine must have submitted the forward to every rank's stream; on a CPU, it must know that
+        the forward is over.
+        """
+        self._check_usable()
+        if len(self._fences) >= MAX_FENCES:
+            raise TransferRefused(f"{MAX_FENCES} fences are still needed")
+        self._last_fence += 1
+        fence = RankFence(self._last_fence)
+        told: list[Rank] = []
+        try:
+            for rank in self.ranks:
+                rank.record_fence(fence.number)
+                told.append(rank)
+        except DeviceGone as error:
+            raise self._gone(len(told), error) from error
+        finally:  # also if a later rank could not record it: then no plan ever names it
+            weakref.finalize(fence, _release, told, fence.number).atexit = False
+        self._fences.add(fence)
+        return fence
+
+    def launch(self, plan: TransferPlan, after: Fence | None) -> None:
+        """Send the plan to every rank. `DeviceGone` when one is dead or its device lost, `TransferRefused` for a fence
+        that is not from `record_fence`."""
+        number = self._number(after)
+        with self._lock:
+            self._check_usable()
+            self._tally.begin(plan.job_id, plan.num_blocks)
+        for index, rank in enumerate(self.ranks):
+            try:
+                rank.launch(plan, number)
+            except TransferRefused as error:
+                refusal = self._gone(index, error) if isinstance(error, DeviceGone) else error
+                self._not_started(index, plan, refusal)
+                return
+            except Exception as error:  # noqa: BLE001 - a driver error: what this rank has started is unknown
+                self._report(index, Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))
+                self._skip(index + 1, plan, "an earlier rank could not start")
+                return
+
+    def _not_started(self, index: int, plan: TransferPlan, error: TransferRefused) -> None:
+        """Raise `error` only if no rank has begun; otherwise the job fails once the ranks that began have finished."""
+        if index == 0:
+            with self._lock:
+                nothing_was_told = self._tally.forget(plan.job_id)
+            if nothing_was_told:
+                raise error
+        self._skip(index, plan, str(error))
+
+    def _gone(self, index: int, error: DeviceGone) -> DeviceGone:
+        found = DeviceGone(f"rank {index}: {error}")
+        self._refuse(found)
+        return found
+
+    def _skip(self, first: int, plan: TransferPlan, reason: str) -> None:
+        for index in range(first, len(self.ranks)):
+            self._report(index, Completion(plan.job_id, Outcome.FAILED, error=reason))
+
+    def _number(self, after: Fence | None) -> int | None:
+        if after is None or isinstance(after, PassedFence | OnlyAfter):
+            return None  # the rank records its own fence, which is later than any that has passed
+        if isinstance(after, RankFence) and after in self._fences:
+            return after.number
+        raise TransferRefused(f"after: ranks know only the fences of their own record_fence(), got {shown(after)}")
+
+    def _check_usable(self) -> None:
+        if self._refusal is not None:
+            raise type(self._refusal)(*self._refusal.args)
+
+    # -- reports, from any thread ---------------------------------------------------------------------------------
+
+    def _reporter(self, index: int) -> Callable[[Completion], None]:
+        return lambda completion: self._report(index, completion)
+
+    def _mourner(self, index: int) -> Callable[[str], None]:
+        return lambda reason: self._lose(index, reason)
+
+    def _report(self, index: int, completion: Completion) -> None:
+        # Delivered under the lock, or UNPROVEN could arrive after its late proof; `deliver` never blocks.
+        with self._lock:
+            told = self._tally.report(index, completion)
+            if told is not None:
+                self._deliver(told)
+
+    def _lose(self, index: int, reason: str) -> None:
+        with self._lock:
+            self._refuse(DeviceGone(f"rank {index} is gone: {reason}"))
+            for told in self._tally.lose(index, reason):
+                self._deliver(told)
+
+    # -- statistics -----------------------------------------------------------------------------------------------
+
+    def statistics(self) -> TransferStatistics:
+        """Counts over all ranks: the minimum of jobs and blocks (`blocks_corrupt`: the maximum), the sum of bytes, and
+        the maximum of seconds. A rank process reports its counts with each job that ends; a dead one keeps its last."""
+        found = [rank.statistics() for rank in self.ranks]
+        return TransferStatistics(
+            num_loads=min(one.num_loads for one in found),
+            num_stores=min(one.num_stores for one in found),
+            blocks_loaded=min(one.blocks_loaded for one in found),
+            blocks_stored=min(one.blocks_stored for one in found),
+            blocks_verified=min(one.blocks_verified for one in found),
+            blocks_corrupt=max(one.blocks_corrupt for one in found),
+            bytes_loaded=sum(one.bytes_loaded for one in found),
+            bytes_stored=sum(one.bytes_stored for one in found),
+            load_seconds=max(one.load_seconds for one in found),
+            store_seconds=max(one.store_seconds for one in found),
+        )
+
+
+def _release(ranks: Sequence[Rank], number: int) -> None:
+    for rank in ranks:
+        rank.release_fence(number)
+
+
+def _check_timeout(name: str, value: object) -> None:
+    seconds = number_of(value)
+    if seconds is None or seconds < 0:
+        raise ConfigError(name, f"must be a number of seconds, got {shown(value)}")

@@ -1,0 +1,246 @@
+"""The encoding of frames: a version, a kind, and little-endian fields of fixed width. Decoding executes nothing.
+
+Block ids are raw int32. Texts are UTF-8 after their length. A frame that is too short or too long, has another version,
+or holds an invalid value is refused with `WireError`: invalid bytes never become a plan. Kinds below 64 go to a rank,
+the others come from one:
+
+ 1  Open           u64 host blocks, u8 verify
+ 2  RecordFence    u64 number
+ 3  ReleaseFence   u64 number
+ 4  Launch         u64 job id, u64 fence (0: none), u8 source tier, u8 destination tier, u32 n, u32 m,
+                   n * i32 source ids, m * i32 destination ids
+ 5  Close          f64 seconds
+65  Ready          u64 device blocks, u64 bytes of a block
+66  Opened
+67  Refused        text argument, text problem
+68  Completed      u64 job id, u8 outcome, u32 blocks landed, u64 bytes, f64 seconds, u32 n, n * i32 corrupt indices,
+                   text error, 8 * u64 and 2 * f64 statistics
+69  Closed         u8 whether every copy has ended
+70  Lost           text reason: its device answers no more
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from ..._kernel.plans import Completion, TransferPlan
+from ..._kernel.states import HIT_TIERS, Outcome
+from ...errors import WireError
+from ..transport import TransferStatistics
+from .frames import (
+    Close,
+    Closed,
+    Completed,
+    Frame,
+    Launch,
+    Lost,
+    Open,
+    Opened,
+    Ready,
+    RecordFence,
+    Refused,
+    ReleaseFence,
+)
+
+__all__ = ["MAX_FRAME_BYTES", "MAX_TEXT", "VERSION", "decode", "encode"]
+
+
+VERSION = 1
+MAX_FRAME_BYTES = 64 * 2**20
+"""Eight million block pairs: more than any plan has. Longer frames are not read."""
+MAX_TEXT = 2000
+"""Characters of an error. The rest is neither sent nor taken."""
+
+_HEADER = struct.Struct("<BB")
+_NUMBER, _COUNT, _BYTE, _SECONDS = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct("<B"), struct.Struct("<d")
+_TWO_NUMBERS = struct.Struct("<QQ")
+_PLAN = struct.Struct("<QQBBII")
+_COMPLETION = struct.Struct("<QBIQd")
+_STATISTICS = struct.Struct("<8Q2d")
+_OUTCOMES = (Outcome.LANDED, Outcome.FAILED, Outcome.CORRUPT, Outcome.UNPROVEN, Outcome.REFUSED)
+
+
+class _Reader:
+    """Reads the fields of a frame in order. `WireError` for missing bytes, and for bytes after the last field."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, fields: struct.Struct) -> tuple[Any, ...]:
+        return fields.unpack(self._bytes(fields.size))
+
+    def one(self, field: struct.Struct) -> Any:
+        return self.take(field)[0]
+
+    def ids(self, count: int) -> array[int]:
+        found = array("i")
+        found.frombytes(self._bytes(4 * count))
+        return _little_endian(found)
+
+    def text(self) -> str:
+        """No more of it than anybody sends; it ends up in events."""
+        try:
+            return self._bytes(self.one(_COUNT)).decode()[:MAX_TEXT]
+        except UnicodeDecodeError as error:
+            raise WireError(f"a text that is not UTF-8: {error}") from None
+
+    def flag(self) -> bool:
+        return bool(self.choice((False, True), self.one(_BYTE)))
+
+    def seconds(self) -> float:
+        return _not_negative(self.one(_SECONDS))
+
+    def choice(self, among: tuple[Any, ...], index: int) -> Any:
+        if index >= len(among):
+            raise WireError(f"{index} is none of {among}")
+        return among[index]
+
+    def end(self) -> None:
+        if self._at != len(self._data):
+            raise WireError(f"{len(self._data) - self._at} bytes too many")
+
+    def _bytes(self, size: int) -> bytes:
+        found = self._data[self._at : self._at + size]
+        if len(found) != size:
+            raise WireError(f"{size - len(found)} bytes are missing")
+        self._at += size
+        return found
+
+
+def _not_negative(seconds: float) -> float:
+    if not 0 <= seconds < float("inf"):
+        raise WireError(f"{seconds} is no number of seconds")
+    return seconds
+
+
+def _little_endian(ids: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        ids = array("i", ids)
+        ids.byteswap()
+    return ids
+
+
+def _ids(ids: array[int]) -> bytes:
+    return _little_endian(ids).tobytes()
+
+
+def _text(text: str) -> bytes:
+    # An error's text may hold a lone surrogate, and has to arrive nevertheless.
+    data = text[:MAX_TEXT].encode(errors="backslashreplace")
+    return _COUNT.pack(len(data)) + data
+
+
+# -- plans and completions ----------------------------------------------------------------------------------------
+
+
+def _write_launch(frame: Launch) -> bytes:
+    plan = frame.plan
+    counts = len(plan.source_ids), len(plan.destination_ids)
+    head = _PLAN.pack(plan.job_id, frame.after, plan.source, plan.destination, *counts)
+    return head + _ids(plan.source_ids) + _ids(plan.destination_ids)
+
+
+def _read_launch(reader: _Reader) -> Launch:
+    job_id, after, source, destination, num_sources, num_destinations = reader.take(_PLAN)
+    source, destination = reader.choice(HIT_TIERS, source), reader.choice(HIT_TIERS, destination)
+    source_ids = reader.ids(num_sources)
+    return Launch(TransferPlan(job_id, source, destination, source_ids, reader.ids(num_destinations)), after)
+
+
+def _write_completed(frame: Completed) -> bytes:
+    found = frame.completion
+    outcome = _OUTCOMES.index(found.outcome)
+    head = _COMPLETION.pack(found.job_id, outcome, found.num_landed, found.num_bytes, found.duration_s)
+    corrupt = _COUNT.pack(len(found.corrupt)) + _ids(array("i", found.corrupt))
+    return head + corrupt + _text(found.error) + _STATISTICS.pack(*attrs.astuple(frame.statistics))
+
+
+def _read_completed(reader: _Reader) -> Completed:
+    job_id, outcome, num_landed, num_bytes, duration_s = reader.take(_COMPLETION)
+    corrupt = tuple(reader.ids(reader.one(_COUNT)))
+    if corrupt and min(corrupt) < 0:
+        raise WireError(f"{min(corrupt)} is no index of a plan")
+    completion = Completion(
+        job_id, reader.choice(_OUTCOMES, outcome), num_landed, corrupt,
+        reader.text(), num_bytes, _not_negative(duration_s),
+    )  # fmt: skip
+    statistics = TransferStatistics(*reader.take(_STATISTICS))
+    _not_negative(statistics.load_seconds)
+    _not_negative(statistics.store_seconds)
+    return Completed(completion, statistics)
+
+
+# -- the kinds ----------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class _Kind:
+    """How the fields of one kind of frame are written and read."""
+
+    frame: type
+    write: Callable[[Any], bytes]
+    read: Callable[[_Reader], Frame]
+
+
+_KINDS = {
+    1: _Kind(
+        Open,
+        lambda frame: _NUMBER.pack(frame.num_host_blocks) + _BYTE.pack(frame.verify),
+        lambda reader: Open(reader.one(_NUMBER), reader.flag()),
+    ),
+    2: _Kind(
+        RecordFence, lambda frame: _NUMBER.pack(frame.number), lambda reader: RecordFence(reader.one(_NUMBER))
+    ),
+    3: _Kind(
+        ReleaseFence, lambda frame: _NUMBER.pack(frame.number), lambda reader: ReleaseFence(reader.one(_NUMBER))
+    ),
+    4: _Kind(Launch, _write_launch, _read_launch),
+    5: _Kind(Close, lambda frame: _SECONDS.pack(frame.timeout_s), lambda reader: Close(reader.seconds())),
+    65: _Kind(
+        Ready,
+        lambda frame: _TWO_NUMBERS.pack(frame.num_device_blocks, frame.block_bytes),
+        lambda reader: Ready(*reader.take(_TWO_NUMBERS)),
+    ),
+    66: _Kind(Opened, lambda frame: b"", lambda reader: Opened()),
+    67: _Kind(
+        Refused,
+        lambda frame: _text(frame.argument) + _text(frame.problem),
+        lambda reader: Refused(reader.text(), reader.text()),
+    ),
+    68: _Kind(Completed, _write_completed, _read_completed),
+    69: _Kind(Closed, lambda frame: _BYTE.pack(frame.has_ended), lambda reader: Closed(reader.flag())),
+    70: _Kind(Lost, lambda frame: _text(frame.reason), lambda reader: Lost(reader.text())),
+}  # fmt: skip
+_NUMBERS = {kind.frame: number for number, kind in _KINDS.items()}
+
+
+def encode(frame: Frame) -> bytes:
+    """The bytes of `frame`. `WireError` if a field does not fit into its width, or the frame is too long."""
+    number = _NUMBERS[type(frame)]
+    try:
+        data = _HEADER.pack(VERSION, number) + _KINDS[number].write(frame)
+    except (struct.error, OverflowError) as error:
+        raise WireError(f"{type(frame).__name__} cannot be written: {error}") from error
+    if len(data) > MAX_FRAME_BYTES:
+        raise WireError(f"{type(frame).__name__} has {len(data)} bytes, more than {MAX_FRAME_BYTES}")
+    return data
+
+
+def decode(data: bytes) -> Frame:
+    """The frame in `data`. `WireError` for anything that `encode` would not have written."""
+    reader = _Reader(data)
+    version, number = reader.take(_HEADER)
+    if version != VERSION:
+        raise WireError(f"version {version} was sent, version {VERSION} is spoken here")
+    if number not in _KINDS:
+        raise WireError(f"{number} is no kind of frame")
+    frame = _KINDS[number].read(reader)
+    reader.end()
+    return frame

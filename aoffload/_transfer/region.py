@@ -1,0 +1,253 @@
+"""Regions: tensors addressed by block id."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from .._arguments import shown
+from ..errors import RegionError
+
+__all__ = ["KVRegion", "byte_rows", "regions_of", "share_memory"]
+
+
+_DEVICE_TYPES = ("cpu", "cuda")
+MAX_BYTES = 2**60
+MAX_PARTS = 1024
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    """The tensor, checked and detached from autograd: offloading only moves bytes."""
+    if not isinstance(tensor, torch.Tensor):
+        raise RegionError("tensor", f"must be a torch tensor, got {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise RegionError("tensor", "is a nested tensor, which no block id addresses")
+    if tensor.layout != torch.strided:
+        raise RegionError("tensor", f"has the layout {tensor.layout}, which no block id addresses")
+    if tensor.device.type not in _DEVICE_TYPES:
+        raise RegionError("tensor", f"is on {tensor.device}, but only {' and '.join(_DEVICE_TYPES)} are supported")
+    if tensor.numel() and tensor.untyped_storage().nbytes() <= tensor.storage_offset() * tensor.element_size():
+        raise RegionError("tensor", "has no memory: its storage was resized")
+    return tensor.detach()
+
+
+@attrs.frozen(eq=False)
+class KVRegion:
+    """One tensor addressed by block id: block `b` is the `block_bytes` at byte `b * block_stride_bytes` of it.
+
+    Only a block has to be contiguous, so keys and values that alternate inside one tensor are two regions of it. The
+    tensor may have any dtype: bytes are never interpreted. A region keeps the tensor's memory alive.
+
+    Raises `RegionError` if blocks cannot be addressed that way.
+    """
+
+    tensor: torch.Tensor = attrs.field(converter=_plain)
+    block_stride_bytes: int
+    block_bytes: int
+    block_shape: tuple[int, ...] = attrs.field(default=(), kw_only=True)
+    """Shape of one block, as far as it is known; `of` and `all_of` know it."""
+    num_blocks: int = attrs.field(init=False)
+    """Blocks within the tensor's own extent, including the null block 0."""
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("block_bytes", "block_stride_bytes"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MAX_BYTES:
+                raise RegionError(name, f"must be a positive number of bytes, got {shown(value)}")
+        if self.block_stride_bytes < self.block_bytes:
+            problem = f"blocks of {self.block_bytes} bytes overlap at a stride of {self.block_stride_bytes} bytes"
+            raise RegionError("block_stride_bytes", problem)
+        extent = _extent_bytes(self.tensor)
+        if extent < self.block_bytes:
+            raise RegionError("tensor", f"reaches over {extent} bytes, less than one block of {self.block_bytes}")
+        object.__setattr__(self, "num_blocks", (extent - self.block_bytes) // self.block_stride_bytes + 1)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, block_axis: int = 0) -> KVRegion:
+        """The region of a tensor whose axis `block_axis` counts blocks: block `b` is `tensor.select(block_axis, b)`.
+
+        Its bytes have to lie together, in any order of its axes. `RegionError` if they do not: see `all_of`.
+        """
+        blocks = _blocks_first(tensor, block_axis)
+        block = blocks[0]
+        if not _is_dense(block):
+            problem = f"a block is not contiguous: its shape is {list(block.shape)}, its strides {list(block.stride())}"
+            raise RegionError("tensor", f"{problem}; KVRegion.all_of gives a region for each contiguous part")
+        block_bytes, shape = block.numel() * blocks.element_size(), tuple(block.shape)
+        if blocks.shape[0] == 1:  # the stride of a dimension of one means nothing
+            return cls(blocks, block_bytes, block_bytes, block_shape=shape)
+        return cls(blocks, blocks.stride(0) * blocks.element_size(), block_bytes, block_shape=shape)
+
+    @classmethod
+    def all_of(cls, tensor: torch.Tensor, block_axis: int = 0) -> tuple[KVRegion, ...]:
+        """As few regions as hold all bytes of a tensor whose axis `block_axis` counts blocks.
+
+        Two for `[2, num_blocks, ...]` (keys, then values) with `block_axis=1`: one for the keys, one for the values.
+        """
+        found, waiting = list[KVRegion](), [_blocks_first(tensor, block_axis)]
+        while waiting:
+            blocks = waiting.pop()
+            if _is_dense(blocks[0]):
+                found.append(cls.of(blocks))
+                continue
+            outermost = max(range(1, blocks.dim()), key=lambda axis: (blocks.shape[axis] > 1, blocks.stride(axis)))
+            if len(found) + len(waiting) + blocks.shape[outermost] > MAX_PARTS:
+                raise RegionError("tensor", f"a block is in more than {MAX_PARTS} parts")
+            waiting += reversed(blocks.unbind(outermost))
+        return tuple(found)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    @property
+    def address(self) -> int:
+        """The address of block 0."""
+        return self.tensor.data_ptr()
+
+    def __repr__(self) -> str:
+        return (
+            f"<KVRegion blocks={self.num_blocks} block_bytes={self.block_bytes}"
+            f" stride={self.block_stride_bytes} {self.tensor.dtype} {self.device}>"
+        )
+
+
+def _blocks_first(tensor: torch.Tensor, block_axis: int) -> torch.Tensor:
+    """`tensor` with the axis that counts blocks in front."""
+    tensor = _plain(tensor)
+    if tensor.dim() == 0 or tensor.numel() == 0:
+        raise RegionError("tensor", f"has no blocks: its shape is {list(tensor.shape)}")
+    if type(block_axis) is not int or not -tensor.dim() <= block_axis < tensor.dim():
+        raise RegionError("block_axis", f"must be an axis of {list(tensor.shape)}, got {shown(block_axis)}")
+    return tensor.movedim(block_axis, 0)
+
+
+def _is_dense(block: torch.Tensor) -> bool:
+    """Whether the bytes of `block` lie together without a gap, whatever the order of its axes."""
+    expected = 1
+    for stride, size in sorted(zip(block.stride(), block.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def byte_rows(region: KVRegion) -> torch.Tensor:
+    """The region as `uint8 [num_blocks, block_bytes]`, a view of its memory with one row per block."""
+    tensor = region.tensor
+    rows = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    offset = tensor.storage_offset() * tensor.element_size()
+    shape = (region.num_blocks, region.block_bytes)
+    return rows.set_(tensor.untyped_storage(), offset, shape, (region.block_stride_bytes, 1))
+
+
+def regions_of(kv_caches: object) -> tuple[KVRegion, ...]:
+    """`kv_caches` as regions of one block pool, in the order given.
+
+    Takes a tensor `[num_blocks, ...]`, a `KVRegion`, or a sequence or mapping of them. Raises `RegionError` naming the
+    member (`kv_caches[3]`) that has another number of blocks or another device than the first, blocks that are not
+    contiguous, or memory that belongs to another region, too.
+    """
+    named = dict(_members(kv_caches))
+    if not named:
+        raise RegionError("kv_caches", "is empty")
+    regions = {name: _region(name, member) for name, member in named.items()}
+    _check_alike(regions)
+    _check_disjoint(regions)
+    return tuple(regions.values())
+
+
+def _members(kv_caches: object) -> Iterator[tuple[str, object]]:
+    if isinstance(kv_caches, (torch.Tensor, KVRegion)):
+        yield "kv_caches", kv_caches
+    elif isinstance(kv_caches, Mapping):
+        for key, member in kv_caches.items():
+            yield f"kv_caches[{key!r}]", member
+    elif isinstance(kv_caches, Sequence) and not isinstance(kv_caches, (str, bytes)):
+        for index, member in enumerate(kv_caches):
+            yield f"kv_caches[{index}]", member
+    else:
+        raise RegionError("kv_caches", f"must be tensors or KVRegions, got {type(kv_caches).__name__}")
+
+
+def _region(name: str, member: object) -> KVRegion:
+    if isinstance(member, KVRegion):
+        return member
+    try:
+        _warn_of_two(name, _plain(member))
+        return KVRegion.of(_plain(member))
+    except RegionError as error:
+        raise RegionError(name, error.problem if error.argument == "tensor" else str(error)) from None
+
+
+def _warn_of_two(name: str, tensor: torch.Tensor) -> None:
+    """Keys and values first, as some attention kernels have them, would be taken for a pool of two blocks."""
+    if tensor.dim() > 2 and tensor.shape[0] == 2 < tensor.shape[1]:
+        problem = f"{name}: the first axis of {list(tensor.shape)} is taken for 2 blocks, one of them the null block"
+        advice = "if axis 1 counts blocks, give KVRegion.all_of(tensor, block_axis=1)"
+        warnings.warn(f"{problem}; {advice}", UserWarning, stacklevel=2)
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the tensor's first to its last, cut off at the end of its storage."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    extent = (last + 1) * tensor.element_size()
+    stored = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    return min(extent, int(stored))
+
+
+def _check_alike(regions: Mapping[str, KVRegion]) -> None:
+    (first_name, first), *others = regions.items()
+    for name, region in others:
+        if region.num_blocks != first.num_blocks:
+            problem = f"has {region.num_blocks} blocks, {first_name} has {first.num_blocks}"
+            raise RegionError(name, f"{problem}: they must be equal")
+        if region.device != first.device:
+            raise RegionError(name, f"is on {region.device}, {first_name} is on {first.device}")
+
+
+def _check_disjoint(regions: Mapping[str, KVRegion]) -> None:
+    """Raise if two regions share memory: a load into a block of one would write into the other."""
+    for (one_name, one), (other_name, other) in itertools.combinations(regions.items(), 2):
+        if share_memory(one, other):
+            raise RegionError(other_name, f"shares memory with {one_name}")
+
+
+def share_memory(one: KVRegion, other: KVRegion) -> bool:
+    """Whether a block of one region and a block of the other have a byte in common, on one device."""
+    if _end(one) <= other.address or _end(other) <= one.address:
+        return False
+    if one.block_stride_bytes == other.block_stride_bytes:
+        return _interlock(one, other)
+    starts = [_starts(one), _starts(other)]
+    ends = [starts[0] + one.block_bytes, starts[1] + other.block_bytes]
+    # Blocks of one region are disjoint and ascending. For each block, count the other region's blocks that end before
+    # it starts, and those that start before it ends: the counts differ exactly if one of them overlaps it.
+    ended_before = np.searchsorted(ends[1], starts[0], side="right")
+    started_before = np.searchsorted(starts[1], ends[0], side="left")
+    return bool((ended_before != started_before).any())
+
+
+def _interlock(one: KVRegion, other: KVRegion) -> bool:
+    """Whether regions of equal stride overlap. No arrays: 64 regions in one tensor, as is usual, are 2,016 pairs."""
+    shift, rest = divmod(other.address - one.address, one.block_stride_bytes)
+    meets_same = rest < one.block_bytes and abs(shift) < one.num_blocks
+    meets_next = rest + other.block_bytes > one.block_stride_bytes and abs(shift + 1) < one.num_blocks
+    return meets_same or meets_next
+
+
+def _starts(region: KVRegion) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return region.address + np.arange(region.num_blocks, dtype=np.int64) * region.block_stride_bytes
+
+
+def _end(region: KVRegion) -> int:
+    return region.address + (region.num_blocks - 1) * region.block_stride_bytes + region.block_bytes

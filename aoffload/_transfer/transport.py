@@ -1,0 +1,340 @@
+"""The transport protocol: executes plans on the tensors and delivers completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import attrs
+
+from .._config.tiers import DiskTier, RemoteTier
+from .._kernel.layout import Layout
+from .._kernel.plans import CellLabel, Completion, RestoredRun, TransferPlan
+from .._kernel.states import Direction
+from .._tiers.disk.forgetting import DiskTrouble
+from ..env import Env
+from .breaker import LeftAlone, StorageMove
+from .fences import Fence
+
+__all__ = [
+    "CopiesAtOnce",
+    "DiskStatistics",
+    "GivesUp",
+    "HasDisk",
+    "HasRemote",
+    "KnowsItsLink",
+    "PinProgress",
+    "RemoteStatistics",
+    "ReportsPinning",
+    "SlowToOpen",
+    "TRANSPORTS",
+    "TransferStatistics",
+    "Transport",
+    "TransportDisk",
+    "TransportRemote",
+    "WaitsOnlyAfter",
+]
+
+
+TRANSPORTS = "num_device_blocks block_bytes open record_fence launch close statistics"
+"""The attributes of a `Transport`."""
+
+
+@attrs.frozen
+class TransferStatistics:
+    """Counts since the transport was opened. `blocks_loaded` counts blocks that reached the device, corrupt or not."""
+
+    num_loads: int = 0
+    num_stores: int = 0
+    blocks_loaded: int = 0
+    blocks_stored: int = 0
+    blocks_verified: int = 0
+    """Loaded blocks whose checksum matched. With `verify`, the other loaded blocks are `blocks_corrupt`."""
+    blocks_corrupt: int = 0
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    load_seconds: float = 0.0
+    """Time spent copying, without waiting for fences and without verifying."""
+    store_seconds: float = 0.0
+
+
+@attrs.frozen
+class DiskStatistics:
+    """Counts of the disk tier since it was opened. Loads bring blocks from the disk into host memory."""
+
+    num_loads: int = 0
+    num_stores: int = 0
+    blocks_loaded: int = 0
+    blocks_stored: int = 0
+    blocks_corrupt: int = 0
+    """Read from the disk, and not what was stored there: misses."""
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    load_seconds: float = 0.0
+    """Time of jobs; those at the same time count each."""
+    store_seconds: float = 0.0
+    num_failures: int = 0
+    """Jobs that ended in an error of the disk."""
+    left_alone: tuple[LeftAlone, ...] = ()
+    """What has failed lately, and is not asked of the disk for a while."""
+
+
+@attrs.frozen
+class RemoteStatistics:
+    """Counts of the remote tier since it was opened. Loads bring cells from the store into host memory."""
+
+    num_loads: int = 0
+    """Jobs, each of one cell, however they ended."""
+    num_stores: int = 0
+    blocks_loaded: int = 0
+    blocks_stored: int = 0
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    load_seconds: float = 0.0
+    """Time of jobs; those at the same time count each."""
+    store_seconds: float = 0.0
+    cells_missing: int = 0
+    """Asked for, and not in the store."""
+    cells_corrupt: int = 0
+    """Read from the store, and not what belongs there: misses."""
+    cells_removed: int = 0
+    num_failures: int = 0
+    """Calls of the store that ended in an error."""
+    num_questions: int = 0
+    question_seconds: float = 0.0
+    num_unknown: int = 0
+    """Questions that the store did not answer in time, or not at all."""
+    left_alone: tuple[LeftAlone, ...] = ()
+    """What has failed lately, and is not asked of a node for a while."""
+
+
+@attrs.frozen
+class PinProgress:
+    """Progress of page-locking host memory, reported after each piece. Several pieces are locked at a time."""
+
+    num_bytes: int
+    """Page-locked so far."""
+    total_bytes: int
+    piece_bytes: int
+    """Size of the piece that was just page-locked."""
+    num_pieces: int
+    """Pieces in total."""
+
+
+@runtime_checkable
+class ReportsPinning(Protocol):
+    """A transport, or a part of one, that reports the progress of page-locking while it opens."""
+
+    def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
+        """Have `open` call `hear` after each piece of host memory, in the thread that opens."""
+        ...
+
+
+@runtime_checkable
+class SlowToOpen(Protocol):
+    """A transport that says whether `open` may take minutes: the runtime then calls it in a worker thread. If `open`
+    raises, it must leave nothing open."""
+
+    @property
+    def opens_slowly(self) -> bool: ...
+
+
+@runtime_checkable
+class CopiesAtOnce(Protocol):
+    """A transport that makes small copies inside `launch`, and bounds them for each turn of the event loop."""
+
+    def begin_turn(self) -> None:
+        """Completions were settled: the bounds on copies inside `launch` start anew."""
+        ...
+
+
+@runtime_checkable
+class WaitsOnlyAfter(Protocol):
+    """A transport that says whether a load with an `OnlyAfter` waits for its fences alone. If so, the runtime records a
+    fence at the end of each step."""
+
+    @property
+    def waits_only_after(self) -> bool: ...
+
+
+@runtime_checkable
+class KnowsItsLink(Protocol):
+    """A transport that knows the rate of the link to its device, once it is open."""
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """The rate of the slower direction; 0.0 if it was not measured."""
+        ...
+
+
+@runtime_checkable
+class GivesUp(Protocol):
+    """A transport that has to know when a launched job is given up."""
+
+    def give_up(self, job_id: int) -> None:
+        """Others may write to the source of this job as soon as this has returned. It still reports when it is over.
+        Called in the event loop's thread, and does not block."""
+        ...
+
+
+class TransportDisk(Protocol):
+    """The disk of a transport. Calls come in the event loop's thread and do not block, but for `Transport.open`."""
+
+    @property
+    def tier(self) -> DiskTier: ...
+
+    @property
+    def num_slots(self) -> int:
+        """Once it is open."""
+        ...
+
+    def identify(self, layout: Layout, namespace: str) -> None:
+        """Called before `Transport.open`: how the groups share blocks, and what else identifies their KV. What was
+        stored for another identity is never found."""
+        ...
+
+    def read_back(
+        self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None],
+        hear_trouble: Callable[[DiskTrouble], None],
+    ) -> None:  # fmt: skip
+        """Read what an earlier process has left. `hear` is called with slices, and `over` once, with the reason of a
+        failure or with an empty text; both in a thread. Nothing is stored before `over`. From then on, `hear_trouble`
+        is called in a thread whenever records that `forget` was given could not be erased."""
+        ...
+
+    def reset(self, num_resets: int, over: Callable[[str], None]) -> None:
+        """Have no restart find what was planned before this reset; `over` as in `read_back`."""
+        ...
+
+    def disown(self) -> None:
+        """Have no restart find what is planned after the next reset, because its KV may be of another model than the
+        one that `identify` was given."""
+        ...
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Have neither a load nor a restart find the blocks in these slots, even after a loss of power. Stores that are
+        launched later wait for it. If the records cannot be erased, `hear_trouble` gets what was done instead."""
+        ...
+
+    def refuses(self, direction: Direction) -> bool:
+        """Whether the disk has failed lately, and is better left alone in this direction for now."""
+        ...
+
+    def take_moves(self) -> Sequence[StorageMove]:
+        """What was left alone since the last call, and what not any more. Known before the job reports that tells."""
+        ...
+
+    def statistics(self) -> DiskStatistics: ...
+
+
+@runtime_checkable
+class HasDisk(Protocol):
+    """A transport that may have a disk tier: hops between host memory and slots."""
+
+    @property
+    def disk(self) -> TransportDisk | None: ...
+
+
+class TransportRemote(Protocol):
+    """The remote tier of a transport. Calls come in the event loop's thread and do not block."""
+
+    @property
+    def tier(self) -> RemoteTier: ...
+
+    def identify(self, layout: Layout, namespace: str) -> None:
+        """Called before `Transport.open`: how the groups share blocks, and what else identifies their KV. What was
+        stored for another identity is never found."""
+        ...
+
+    def connect(self, hear: Callable[[], None]) -> None:
+        """Connect to the store, so that no question has to. Called once, after `Transport.open`. `hear` is called once,
+        in any thread, when the store has connected or failed, after about `load_timeout_s` at the latest if the store
+        keeps its time-outs."""
+        ...
+
+    def ask(self, labels: Sequence[CellLabel], hear: Callable[[int], None]) -> None:
+        """How many of these cells, which follow each other in one prefix, the store has from the first one on.
+
+        `hear` is called once, in any thread, perhaps before this returns. What the store does not say within
+        `ask_timeout_s` it does not have. The answer is a guess: loads are the truth. A store that does not keep to its
+        time-outs may answer late, so the caller bounds its wait."""
+        ...
+
+    def is_wanted(self, label: CellLabel) -> bool:
+        """Whether this cell is worth storing: False for what was there lately. Cheap, and never asks the store."""
+        ...
+
+    def forget(self, labels: Sequence[CellLabel]) -> None:
+        """Remove these cells, whose KV is wrong, from the store. From now on no load of this process finds them; a
+        store that is launched later waits for the removal."""
+        ...
+
+    def refuses(self, direction: Direction) -> bool:
+        """Whether the store has failed lately, and is better left alone in this direction for now."""
+        ...
+
+    def take_moves(self) -> Sequence[StorageMove]:
+        """As `TransportDisk.take_moves`; also of questions."""
+        ...
+
+    def statistics(self) -> RemoteStatistics: ...
+
+
+@runtime_checkable
+class HasRemote(Protocol):
+    """A transport that may have a remote tier: hops between host memory and cells of an object store."""
+
+    @property
+    def remote(self) -> TransportRemote | None: ...
+
+
+class Transport(Protocol):
+    """Copies blocks between device tensors and host memory, as plans say.
+
+    `launch` and `record_fence` are called in the event loop's thread and must not block. Every launched plan gets
+    exactly one completion, from any thread, perhaps before `launch` returns, and after an UNPROVEN one possibly a late
+    proof. The ledger survives a transport that dies or hangs instead. Once `launch` or `record_fence` has raised
+    `DeviceGone`, the runtime calls neither again; it still closes the transport.
+    """
+
+    @property
+    def num_device_blocks(self) -> int:
+        """Blocks of every KV region, including the null block 0."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all regions."""
+        ...
+
+    def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
+        """Allocate `num_host_blocks` of host memory and be ready to launch; host block ids start at 0.
+
+        Called in the event loop's thread, or in a worker thread if the transport is `SlowToOpen` and says so. If it
+        raises, it leaves nothing open.
+        """
+        ...
+
+    def record_fence(self) -> Fence:
+        """A fence behind all compute on the caller's stream so far. `TransferRefused` if none can be recorded."""
+        ...
+
+    def launch(self, plan: TransferPlan, after: Fence | None) -> None:
+        """Start copying once `after` has passed. `TransferRefused`: nothing was started, and no completion follows.
+
+        A load, and a store without `after`, also wait for all compute on the caller's stream so far: it may still read
+        the load's destination, or write the store's source. With `OnlyAfter` as `after`, it waits for
+        those fences alone.
+        """
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Launch nothing more, and wait up to `timeout_s` seconds for running copies. Returns whether all have ended.
+
+        May block: call it outside of the event loop.
+        """
+        ...
+
+    def statistics(self) -> TransferStatistics:
+        """The counts so far."""
+        ...

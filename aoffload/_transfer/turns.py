@@ -1,0 +1,88 @@
+"""Shortens the GIL switch interval, so that copy threads get the GIL beside an event loop that is never idle."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from contextlib import suppress
+
+__all__ = ["SWITCH_S", "Turns", "give_way", "wait_precisely"]
+
+
+SWITCH_S = 1e-5
+"""Far less than a turn of the event loop. The waiting thread has to ask for the GIL in time: see `wait_precisely`."""
+_SET_TIMER_SLACK = 29
+"""`PR_SET_TIMERSLACK` of `prctl` on Linux: how many nanoseconds late a wait of the calling thread may end."""
+
+
+class Turns:
+    """Sets the GIL switch interval to `SWITCH_S` while copies of one transport are under way.
+
+    An event loop with turns shorter than `sys.getswitchinterval()` (5 ms by default) starves other threads: each turn
+    releases the GIL for a moment and has it again before a waiting thread is awake, which then starts to wait anew.
+    Copies beside such a loop stand still. So the loop's own thread shortens the interval when it launches a copy. The
+    interval is global to the process: one that is already short is left alone, and if another transport restores it too
+    early, the next launch or end shortens it again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_under_way = 0
+        self._before_s: float | None = None
+
+    def begin(self) -> None:
+        """A copy is about to be launched."""
+        with self._lock:
+            self._num_under_way += 1
+            self._shorten()
+
+    def end(self) -> None:
+        """A copy is over, or was refused. May come after `close`."""
+        with self._lock:
+            self._num_under_way = max(0, self._num_under_way - 1)
+            if self._num_under_way:
+                self._shorten()
+            else:
+                self._put_back()
+
+    def close(self) -> None:
+        """Restore the interval even with copies under way: a copy that hangs never ends."""
+        with self._lock:
+            self._num_under_way = 0
+            self._put_back()
+
+    def _shorten(self) -> None:
+        now_s = sys.getswitchinterval()
+        if now_s > SWITCH_S:
+            self._before_s = now_s
+            sys.setswitchinterval(SWITCH_S)
+
+    def _put_back(self) -> None:
+        if self._before_s is not None and sys.getswitchinterval() <= SWITCH_S:  # otherwise other code has set it
+            sys.setswitchinterval(self._before_s)
+        self._before_s = None
+
+
+def wait_precisely() -> None:
+    """Make timed waits of the calling thread end on time, for as long as the thread lives.
+
+    A thread that waits for the GIL asks for it when the interval is over, and starts anew if the GIL was released
+    meanwhile, if only for a moment. Linux ends such a wait up to 50 us late to save wake-ups, and so misses every turn
+    of a loop with turns of 50 us. Where `prctl` is not available, copies only wait longer.
+    """
+    if sys.platform != "linux":
+        return
+    with suppress(OSError, AttributeError):  # no `prctl` to call
+        ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)
+
+
+def give_way() -> None:
+    """Make the calling thread, when it is woken, take no core from a thread that runs: who wakes it is about to give a
+    disk its work, which is worth more. It has its share of the cores all the same."""
+    if sys.platform != "linux":
+        return
+    with suppress(OSError):  # a sandbox that lets nobody choose
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
