@@ -11,7 +11,6 @@ from importlib import import_module as _import_module
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
-from warnings import warn as _warn
 
 from ._config.config import OffloadConfig
 from ._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
@@ -58,39 +57,10 @@ _NEEDS_TORCH = {
     "RuntimeStatistics": "._runtime.runtime",
 }
 
-_NAMES_BY_MODULE = {
-    "aoffload.cuda": "AdaptivePolling BlockingWait BreakEven CudaBackend CudaOptions StreamCaptured",
-    "aoffload.env": "Env",
-    "aoffload.pins": "PendingDemotion PendingPrefetch PinScope",
-    "aoffload.ledger": (
-        "Answer AttentionKind BlockWatcher Completion Demotion DevicePool Direction EarlyStart EarlyState EngineBlocks "
-        "Errand ErrandState EvictionOrder Fork Holding IllegalTransition JobState LeaseError LedgerStatistics Observer "
-        "Outcome Pin PinState Prefetch Prefix Root StorePolicy StoreScope TierStatistics TransferPlan Waiter"
-    ),
-    "aoffload.ranks": "LocalRank ProcessRank Rank RankFence RankTransport WireError",
-    "aoffload.transport": (
-        "DeviceGone Fence LoadedRegion LocalTransport PassedFence RegionError RegionNotLoaded TransferRefused "
-        "TransferStatistics Transport"
-    ),
-}
-_MOVED = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
-"""Names that were here, and the modules that have them now. They can be had from here for one more release."""
-_RENAMED = {
-    "EarlyStart": "LoadOverlap",
-    "EarlyState": "OverlapState",
-    "Errand": "CacheTransfer",
-    "ErrandState": "CacheTransferState",
-}
-
 # A type checker that saw this function would take any misspelled name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name in _MOVED:
-            # Not kept: each place that names it is to hear of it.
-            new, old = (_RENAMED[name], f"{name} from") if name in _RENAMED else (name, "from")
-            _warn(f"import {new} from {_MOVED[name]}, not {old} aoffload", DeprecationWarning, stacklevel=2)
-            return getattr(_import_module(_MOVED[name]), new)
         if name not in _NEEDS_TORCH:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(_import_module(_NEEDS_TORCH[name], __name__), name)

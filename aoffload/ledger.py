@@ -13,7 +13,7 @@ from ._kernel.ledger import LedgerStatistics, RemoteCounts
 from ._kernel.plans import Answer, BlockLabel, CellLabel, Completion, RestoredRun, TransferPlan
 from ._kernel.prefix import Prefix, Root
 from ._kernel.protocols import BlockWatcher, DevicePool, EngineBlocks, Observer
-from ._kernel.requests import CacheTransfer, Demotion, Fetch, Holding, LoadOverlap, Pin, Prefetch, Step, Waiter
+from ._kernel.requests import CacheTransfer, Demotion, Fetch, LedgerRequest, LoadOverlap, Pin, Prefetch, Step, Waiter
 from ._kernel.states import CacheTransferState, Direction, JobState, Outcome, OverlapState, PinState, is_compiled
 from ._kernel.status import (
     EvictionRule,
@@ -56,7 +56,7 @@ __all__ = [
     "Fork",
     "HintEnd",
     "Holder",
-    "Holding",
+    "LedgerRequest",
     "IllegalTransition",
     "JobState",
     "Launches",

@@ -98,11 +98,11 @@ def _ledger(num_blocks: int, prompts: list[Tokens]) -> tuple[Ledger, Callable[[T
             ledger.settle(Completion(plan.job_id, Outcome.LANDED))
 
     def cycle(prompt: Tokens) -> None:
-        holding = ledger.admit(Prefix.of(ROOT, prompt))
-        ledger.allocate_nowait(holding)
-        land(ledger.plan_load(holding))
-        land(ledger.commit(holding, len(prompt)))
-        land(ledger.release(holding))
+        request = ledger.admit(Prefix.of(ROOT, prompt))
+        ledger.allocate_nowait(request)
+        land(ledger.plan_load(request))
+        land(ledger.commit(request, len(prompt)))
+        land(ledger.release(request))
 
     for prompt in prompts:
         cycle(prompt)

@@ -124,11 +124,11 @@ def through_ledger(
         found.above += ledger.lookup(prefix).num_tokens // BLOCK_TOKENS
         if num_disk:
             found.on_disk += land(ledger, ledger.fetch(prefix).plans)
-        holding = ledger.admit(prefix)
-        ledger.allocate_nowait(holding)
-        land(ledger, ledger.plan_load(holding))
-        land(ledger, ledger.commit(holding, len(tokens)))
-        land(ledger, ledger.release(holding))
+        record = ledger.admit(prefix)
+        ledger.allocate_nowait(record)
+        land(ledger, ledger.plan_load(record))
+        land(ledger, ledger.commit(record, len(tokens)))
+        land(ledger, ledger.release(record))
         while num_disk and (
             plans := ledger.plan_disk_stores(num_disk, is_idle=True, only_asked_twice=only_asked_twice)
         ):

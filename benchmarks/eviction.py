@@ -18,7 +18,7 @@ from aoffload._eviction.learned import Guard, LearnedOrder, Learning, ReturnTime
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.prefix import Prefix
 from aoffload._kernel.records import Part
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Tier
 from aoffload._kernel.tokens import TokenSequence
 from aoffload.plan.replay import ROOT, replay
@@ -103,9 +103,9 @@ def _remembers(trace: Trace) -> Row:
     tracemalloc.start()
     learning = Learning(layout, {Tier.HOST: TIMED_SIZE})
     for number, sequence in enumerate(sequences):
-        holding = Holding(str(number), sequence, 0, number, 0, hit_alignment=1, ledger=None)
-        learning.seen(holding, 0, sequence.num_prompt_units)
-        del holding
+        request = LedgerRequest(str(number), sequence, 0, number, 0, hit_alignment=1, ledger=None)
+        learning.seen(request, 0, sequence.num_prompt_units)
+        del request
     size, num_runs = tracemalloc.get_traced_memory()[0], learning.num_runs
     tracemalloc.stop()
     each, block = size / num_runs, 512 * 128 * 1024

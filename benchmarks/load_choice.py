@@ -27,7 +27,7 @@ import numpy as np
 
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, Tier
 from aoffload._extensions.load_choice import CostChoice
-from aoffload.ledger import Completion, CopyQueue, Holding, LoadCosts, LoadOffer, Outcome, Prefix, TransferPlan
+from aoffload.ledger import Completion, CopyQueue, LedgerRequest, LoadCosts, LoadOffer, Outcome, Prefix, TransferPlan
 
 from .cycle import ROOT
 from .harness import SAMPLE_S, Row, interleave, timed
@@ -98,7 +98,7 @@ class Noting:
 class Served:
     """A request on its way."""
 
-    holding: Holding
+    request: LedgerRequest
     num_tokens: int
     arrived_s: float
     expected_s: float | None = None
@@ -158,7 +158,7 @@ class Simulation:
 
     def _arrives(self, prefix: Prefix) -> None:
         served = Served(self.ledger.admit(prefix), prefix.num_tokens, self.now)
-        waiter = self.ledger.queue_allocation(served.holding, None, lambda: self._at(self.now, lambda: granted()))
+        waiter = self.ledger.queue_allocation(served.request, None, lambda: self._at(self.now, lambda: granted()))
 
         def granted() -> None:
             if waiter.granted is not None:
@@ -166,14 +166,14 @@ class Simulation:
                 self._load(served)
 
     def _load(self, served: Served) -> None:
-        holding, found = served.holding, self.ledger.loadable(served.holding)
-        max_tokens = self.costs.limit(holding)
+        request, found = served.request, self.ledger.loadable(served.request)
+        max_tokens = self.costs.limit(request)
         if isinstance(self.choice, Noting) and found is not None and max_tokens is None:
             assert self.choice.offer is not None
             served.expected_s = self.choice.offer.arrives_s or None
         served.loading_s = self.now
-        plans = self.ledger.plan_load(holding, max_tokens, lambda: self._loaded(served))
-        if holding.is_loading:
+        plans = self.ledger.plan_load(request, max_tokens, lambda: self._loaded(served))
+        if request.is_loading:
             self.queue.submit(plans)
         else:
             self._loaded(served)
@@ -189,17 +189,17 @@ class Simulation:
         if self._is_computing or not self._ready:
             return
         served, self._is_computing = self._ready.popleft(), True
-        num_tokens = served.num_tokens - served.holding.num_computed_tokens
+        num_tokens = served.num_tokens - served.request.num_computed_tokens
         self._at(self.now + num_tokens / TOKENS_PER_S, lambda: self._computed(served, num_tokens))
 
     def _computed(self, served: Served, num_tokens: int) -> None:
-        holding = served.holding
+        request = served.request
         self.first_token_s.append(self.now - served.arrived_s)
         self.costs.report_compute(num_tokens, num_tokens / TOKENS_PER_S)
-        self.costs.computed(holding.request_id, num_tokens)
-        self.queue.submit(self.ledger.commit(holding, served.num_tokens))
-        self.queue.submit(self.ledger.release(holding))
-        self.costs.forget(holding.request_id)
+        self.costs.computed(request.request_id, num_tokens)
+        self.queue.submit(self.ledger.commit(request, served.num_tokens))
+        self.queue.submit(self.ledger.release(request))
+        self.costs.forget(request.request_id)
         self._is_computing = False
         self._compute()
 
@@ -271,22 +271,22 @@ class _Landing:
 
 
 def _choosing() -> Row:
-    """CPU time of one choice, with the look at what there is and how the hop is doing, for 16 blocks in the host."""
+    """CPU time of one choice, with the look at what there is and how the link is doing, for 16 blocks in the host."""
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=16)], num_host_blocks=64, load_choice="cost")
     ledger = Ledger(config, 65, block_bytes=BLOCK_BYTES)
     queue = CopyQueue(ledger, _Landing(), config, clock=time.monotonic, block_bytes=BLOCK_BYTES)
     costs, prompt = LoadCosts(ledger, queue), np.arange(257, dtype=np.int32)
     serve(ledger, prompt)
     ledger.reset(Tier.DEVICE)
-    hop = queue.hop(Tier.HOST, Tier.DEVICE)
-    hop.begin(1, BLOCK_BYTES, time.monotonic() - 0.001)
-    hop.end(Completion(1, Outcome.LANDED), time.monotonic())
+    link = queue.link(Tier.HOST, Tier.DEVICE)
+    link.begin(1, BLOCK_BYTES, time.monotonic() - 0.001)
+    link.end(Completion(1, Outcome.LANDED), time.monotonic())
     costs.report_compute(2500, 0.1)
     costs.report_queue(1000)
-    holding = ledger.admit(Prefix.of(ROOT, prompt))
-    ledger.allocate_nowait(holding)
-    assert costs.limit(holding) is None and ledger.loadable(holding) is not None
-    took = interleave({"choice": lambda: timed(lambda: costs.limit(holding), SAMPLE_S)}, seconds=2.0)["choice"]
+    request = ledger.admit(Prefix.of(ROOT, prompt))
+    ledger.allocate_nowait(request)
+    assert costs.limit(request) is None and ledger.loadable(request) is not None
+    took = interleave({"choice": lambda: timed(lambda: costs.limit(request), SAMPLE_S)}, seconds=2.0)["choice"]
     return Row(
         name="a choice for 16 blocks, CPU", value=took.cpu_s * 1e6, unit="us", against="its aim", limit=MOST_US,
         ratio=took.cpu_s * 1e6 / MOST_US, wanted=1.0, is_at_most=True, spread=took.spread,

@@ -48,7 +48,7 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
     yield index_row("alone", alone)
     yield index_row("branching", in_fresh_process("branching", NUM_BLOCKS))
     yield collection_row(alone)
-    yield idle_row("Ledger", in_fresh_process("holdings", NUM_REQUESTS), "its token ids")
+    yield idle_row("Ledger", in_fresh_process("records", NUM_REQUESTS), "its token ids")
     for backend in ("asyncio", "trio"):
         idle = in_fresh_process(f"requests {backend}", NUM_REQUESTS)
         yield idle_row(f"runtime, {backend}", idle, "a task that only waits")
@@ -91,7 +91,7 @@ def measure(kind: str, number: int) -> Found:
     kinds: dict[str, Callable[[int], Found]] = {
         "alone": lambda number: index_of(_prompts_alone(number // RUN_BLOCKS), number),
         "branching": lambda number: index_of(_prompts_branching(number // RUN_BLOCKS // (NUM_BRANCHES + 1)), number),
-        "holdings": idle_holdings,
+        "records": idle_holdings,
         "requests asyncio": lambda number: anyio.run(idle_requests, number, backend="asyncio"),
         "requests trio": lambda number: anyio.run(idle_requests, number, backend="trio"),
     }
@@ -139,9 +139,9 @@ def idle_holdings(number: int) -> Found:
     _collect()
     before = resident_bytes()
     for _ in range(number):
-        holding = ledger.admit(Prefix.of(ROOT, tokens))
-        ledger.allocate_nowait(holding)
-        ledger.commit(holding, len(tokens))
+        record = ledger.admit(Prefix.of(ROOT, tokens))
+        ledger.allocate_nowait(record)
+        ledger.commit(record, len(tokens))
     _collect()
     taken = resident_bytes() - before
     assert ledger.statistics().num_requests == number

@@ -80,13 +80,13 @@ def replay(
     ledger, found = Ledger(config, num_device + 1), Replay(name)
     begun = time.perf_counter()
     for prompt in prompts:
-        holding = ledger.admit(Prefix.of(ROOT, prompt))
-        found.num_device_hits += holding.match.num_device_tokens // BLOCK_TOKENS
-        found.num_host_hits += holding.match.num_host_tokens // BLOCK_TOKENS
-        ledger.allocate_nowait(holding)
-        found.num_loaded += land(ledger, ledger.plan_load(holding))
-        found.num_stored += land(ledger, chain(ledger.commit(holding, len(prompt)), ledger.plan_write_back()))
-        found.num_stored += land(ledger, chain(ledger.release(holding), ledger.plan_write_back()))
+        request = ledger.admit(Prefix.of(ROOT, prompt))
+        found.num_device_hits += request.match.num_device_tokens // BLOCK_TOKENS
+        found.num_host_hits += request.match.num_host_tokens // BLOCK_TOKENS
+        ledger.allocate_nowait(request)
+        found.num_loaded += land(ledger, ledger.plan_load(request))
+        found.num_stored += land(ledger, chain(ledger.commit(request, len(prompt)), ledger.plan_write_back()))
+        found.num_stored += land(ledger, chain(ledger.release(request), ledger.plan_write_back()))
     found.seconds = time.perf_counter() - begun
     return found
 

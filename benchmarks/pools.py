@@ -45,12 +45,12 @@ def land(ledger: Ledger, plans: Iterable[TransferPlan]) -> None:
 
 def serve(ledger: Ledger, tokens: Tokens) -> PrefixMatch:
     """One request from its token ids to its release, every copy landed at once; returns what it hit."""
-    holding = ledger.admit(Prefix.of(ROOT, tokens))
-    ledger.allocate_nowait(holding)
-    land(ledger, ledger.plan_load(holding))
-    land(ledger, ledger.commit(holding, len(tokens)))
-    land(ledger, ledger.release(holding))
-    return holding.match
+    request = ledger.admit(Prefix.of(ROOT, tokens))
+    ledger.allocate_nowait(request)
+    land(ledger, ledger.plan_load(request))
+    land(ledger, ledger.commit(request, len(tokens)))
+    land(ledger, ledger.release(request))
+    return request.match
 
 
 class FullPools:
@@ -84,9 +84,9 @@ class FullPools:
         template = self._template[: self._hit_tokens - BLOCK_SIZE + 1]
         for _ in range(number):
             tokens = prompt_of(next(self._unused), template)
-            holding = self.ledger.admit(Prefix.of(ROOT, tokens), store="none")
-            self.ledger.allocate_nowait(holding)
-            self.ledger.commit(holding, len(tokens))
+            request = self.ledger.admit(Prefix.of(ROOT, tokens), store="none")
+            self.ledger.allocate_nowait(request)
+            self.ledger.commit(request, len(tokens))
 
     def device_hit(self) -> Sample:
         """Requests that find everything on the device."""

@@ -96,15 +96,15 @@ def through_ledger(prompts: list[Tokens]) -> Sample:
 
     cpu, wall = time.thread_time(), time.perf_counter()
     for prompt in prompts:
-        holding = ledger.admit(Prefix.of(ROOT, prompt))
-        num_hits[0] += holding.match.num_device_tokens
-        num_hits[1] += holding.match.num_host_tokens
-        ledger.allocate_nowait(holding)
-        land(ledger.plan_load(holding))
-        land(ledger.commit(holding, len(prompt), (7,)))
-        ledger.extend_nowait(holding, len(prompt) + 1)
-        land(ledger.commit(holding, len(prompt) + 1, (8,)))
-        land(ledger.release(holding))
+        record = ledger.admit(Prefix.of(ROOT, prompt))
+        num_hits[0] += record.match.num_device_tokens
+        num_hits[1] += record.match.num_host_tokens
+        ledger.allocate_nowait(record)
+        land(ledger.plan_load(record))
+        land(ledger.commit(record, len(prompt), (7,)))
+        ledger.extend_nowait(record, len(prompt) + 1)
+        land(ledger.commit(record, len(prompt) + 1, (8,)))
+        land(ledger.release(record))
     sample = _share(cpu, wall, len(prompts))
     _check(prompts, num_hits[0], num_hits[1])
     return sample

@@ -20,7 +20,7 @@ import torch
 
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState
 from aoffload.env import Env
-from aoffload.ledger import CopyQueue, Holding, Prefix, Root
+from aoffload.ledger import CopyQueue, LedgerRequest, Prefix, Root
 from aoffload.transport import LocalTransport
 
 BLOCK = 16
@@ -45,7 +45,7 @@ class Engine:
         self.woken = threading.Event()  # set by the copy threads
         self.copies = CopyQueue(self.ledger, transport, config, clock=monotonic, wake=self.woken.set, **sizes)
         transport.open(config.num_host_blocks, verify=config.verify, deliver=self.copies.deliver, env=Env())
-        self.waiting, self.running = deque[tuple[str, range]](), dict[Holding, range]()
+        self.waiting, self.running = deque[tuple[str, range]](), dict[LedgerRequest, range]()
         self.outputs = dict[str, int | OutOfBlocks]()
 
     def step(self) -> None:
@@ -53,41 +53,41 @@ class Engine:
         self.copies.advance()  # settle what has ended, give up what is late, launch what waits
         while self.waiting and self.start(*self.waiting[0]):
             self.waiting.popleft()
-        ready = [holding for holding in self.running if self.is_ready(holding)]
-        for holding in ready:
-            self.forward(holding, self.running.pop(holding))
+        ready = [request for request in self.running if self.is_ready(request)]
+        for request in ready:
+            self.forward(request, self.running.pop(request))
         if not ready and (self.waiting or self.running):  # only copies can bring it on: until one ends, or is late
             self.woken.wait(max(0.0, min(self.copies.next_deadline - monotonic(), 3600)))
 
     def start(self, name: str, tokens: range) -> bool:
-        holding = self.ledger.admit(Prefix.of(Root("toy"), tokens), request_id=name)
+        request = self.ledger.admit(Prefix.of(Root("toy"), tokens), request_id=name)
         try:
-            self.ledger.allocate_nowait(holding)
+            self.ledger.allocate_nowait(request)
         except OutOfBlocks as error:
-            self.ledger.release(holding, "no_room")  # nothing is held while it waits
+            self.ledger.release(request, "no_room")  # nothing is held while it waits
             if not error.retryable or not (self.running or self.copies.num_in_flight):
                 self.outputs[name] = error  # nobody will give back what it needs
             return name in self.outputs
-        self.running[holding] = tokens
-        self.copies.submit(self.ledger.plan_load(holding))
+        self.running[request] = tokens
+        self.copies.submit(self.ledger.plan_load(request))
         return True
 
-    def is_ready(self, holding: Holding) -> bool:
-        if holding.state is RequestState.REQUEUED and holding.waiter.is_over:  # its load fell short: it had no room
-            self.ledger.accept(holding.waiter)
-            self.copies.submit(self.ledger.plan_load(holding))
-        return holding.state is RequestState.RUNNING
+    def is_ready(self, request: LedgerRequest) -> bool:
+        if request.state is RequestState.REQUEUED and request.waiter.is_over:  # its load fell short: it had no room
+            self.ledger.accept(request.waiter)
+            self.copies.submit(self.ledger.plan_load(request))
+        return request.state is RequestState.RUNNING
 
-    def forward(self, holding: Holding, tokens: range) -> None:
-        start, table = holding.num_computed_tokens, torch.tensor(self.ledger.block_ids(holding)[0])
-        print(f"{holding.request_id} computes tokens {start} to {len(tokens) - 1}")
+    def forward(self, request: LedgerRequest, tokens: range) -> None:
+        start, table = request.num_computed_tokens, torch.tensor(self.ledger.block_ids(request)[0])
+        print(f"{request.request_id} computes tokens {start} to {len(tokens) - 1}")
         for at in range(start, len(tokens)):
             before = self.kv[table].flatten()[:at]
             self.kv[table[at // BLOCK], at % BLOCK] = kv_of(tokens[at], before)
-        self.outputs[holding.request_id] = int(self.kv[table].flatten()[: len(tokens)].sum())
+        self.outputs[request.request_id] = int(self.kv[table].flatten()[: len(tokens)].sum())
         after = self.transport.record_fence()  # a store copies once the forward is over
-        self.copies.submit(self.ledger.commit(holding, len(tokens)), after)
-        self.copies.submit(self.ledger.release(holding), after)
+        self.copies.submit(self.ledger.commit(request, len(tokens)), after)
+        self.copies.submit(self.ledger.release(request), after)
 
     def close(self, timeout_s: float = 10.0) -> None:
         self.transport.close(timeout_s)  # waits for the copies in flight

@@ -87,7 +87,7 @@ class Pool:
 class Request:
     def __init__(self, name: str, tokens: list[int], num_tokens: int, taste: int = 0, fork_at: int = 0) -> None:
         self.name, self.tokens, self.num_tokens, self.taste, self.fork_at = name, tokens, num_tokens, taste, fork_at
-        self.holding, self.tables = None, list[list[int]]()  # one block table for each group, while it runs
+        self.record, self.tables = None, list[list[int]]()  # one block table for each group, while it runs
         self.max_hit, self.error = None, None
         self.expected = lambda: plain_run(tokens, num_tokens, taste)
 
@@ -141,9 +141,9 @@ class Scheduler:
         """Match, take blocks for the host hit and load it, if there is room for that and for the first chunk."""
         tables, prefix = self.pool.hit(request.tokens), Prefix.of(Root("toy"), request.tokens)
         own = {"num_device_tokens": len(tables[0]) * BLOCK}
-        if request.holding is None:
-            request.holding = self.ledger.admit(prefix, request_id=request.name, max_hit_tokens=request.max_hit, **own)
-        match = self.ledger.match_again(request.holding, **own)
+        if request.record is None:
+            request.record = self.ledger.admit(prefix, request_id=request.name, max_hit_tokens=request.max_hit, **own)
+        match = self.ledger.match_again(request.record, **own)
         if match.is_pending:
             self.counts["pending"] += 1
             return False  # another request is loading the next block: ask again in the next step
@@ -158,17 +158,17 @@ class Scheduler:
             return False
         for table in tables:
             table += self.pool.take(match.num_tokens // BLOCK - len(table))
-        self.launch(self.ledger.plan_load(request.holding, into=tables))
+        self.launch(self.ledger.plan_load(request.record, into=tables))
         self.counts.update(own=match.num_device_tokens, host=match.num_host_tokens)
         return True
 
     def is_scheduled(self, request: Request) -> bool:
         """Whether it computes in this step: its load is over, and it has blocks, if need be from younger requests."""
         is_admitted = bool(request.tables) or (not self.short and self.admit(request))
-        if not is_admitted or request.holding.state is not RequestState.RUNNING:
+        if not is_admitted or request.record.state is not RequestState.RUNNING:
             return False
-        num_computed = request.holding.num_computed_tokens
-        if num_computed < request.holding.match.num_tokens:
+        num_computed = request.record.num_computed_tokens
+        if num_computed < request.record.match.num_tokens:
             self.give(request, -(-num_computed // BLOCK))  # the load fell short: compute into other blocks
         wanted = min(num_computed + CHUNK, len(request.tokens) + NUM_DRAFTS)
         num_missing = sum(-(-wanted // BLOCK) - len(table) for table in request.tables)
@@ -186,10 +186,10 @@ class Scheduler:
 
     def leave(self, request: Request, reason: str) -> None:
         """Give its blocks back at once. Those that a copy or another request holds are not free yet."""
-        request.max_hit = request.holding.retry_max_hit_tokens  # a copy that failed is not tried for ever
-        self.ledger.release(request.holding, reason)
+        request.max_hit = request.record.retry_max_hit_tokens  # a copy that failed is not tried for ever
+        self.ledger.release(request.record, reason)
         self.give(request, 0)
-        request.holding, request.tables = None, []
+        request.record, request.tables = None, []
         self.counts[reason] += 1
 
     def give(self, request: Request, num_kept: int) -> None:
@@ -199,7 +199,7 @@ class Scheduler:
 
     def forward(self, request: Request) -> tuple[int, list[int]]:
         """Compute a chunk, or a token and its drafts. Returns the number of computed tokens and the sampled ones."""
-        done, tokens = request.holding.num_computed_tokens, request.tokens
+        done, tokens = request.record.num_computed_tokens, request.tokens
         stop = min(done + CHUNK, len(tokens))
         drafts = [(tokens[-1] + at) % VOCABULARY for at in range(NUM_DRAFTS)] if done + CHUNK > len(tokens) + 1 else []
         guessed, sampled = tokens[:stop] + drafts, list[int]()
@@ -221,7 +221,7 @@ class Scheduler:
         """Offer what is computed to the host, cache full blocks, and give back those that have left the window."""
         request.tokens = request.tokens + new_tokens
         is_last = len(request.tokens) == request.num_tokens
-        self.launch(self.ledger.offer(request.holding, num_computed, request.tables, new_tokens, is_last=is_last))
+        self.launch(self.ledger.offer(request.record, num_computed, request.tables, new_tokens, is_last=is_last))
         for group, table in enumerate(request.tables):
             for at in range(num_computed // BLOCK):
                 self.pool.cache((group, *request.tokens[: (at + 1) * BLOCK]), table[at])

@@ -19,7 +19,7 @@ EXPECTED = (
     ("a field of a compiled class refuses what is of another type", r"values \S+ = .*"),
     (
         "a request, its load and its waiter cannot be copied, and say so otherwise where they are made of nothing",
-        r"values (Holding|Load|Waiter) (equals itself|copied|made of nothing)",
+        r"values (LedgerRequest|Load|Waiter) (equals itself|copied|made of nothing)",
     ),
     ("what cannot be copied deeply says so in other words", r"values \w+ deep"),
     ("a pool that counts in another class than when it was given", r"plug-ins pool num_\w+ gives .*"),

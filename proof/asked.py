@@ -38,12 +38,12 @@ def odd_arguments() -> Iterator[tuple[str, str]]:
         for name, parameters in public_calls(Ledger):
             needed = [one.name for one in parameters if one.default is one.empty]
             for odd, (number, value) in ((one.name, odd) for one in parameters for odd in enumerate(ODD)):
-                ledger, holding = made or getattr(WORLDS[world], state)()
+                ledger, record = made or getattr(WORLDS[world], state)()
                 before = before or state_digest(ledger)
-                given = {one: usual(one, ledger, holding) for one in needed} | {odd: value}
+                given = {one: usual(one, ledger, record) for one in needed} | {odd: value}
                 outcome, after = said(partial(called, getattr(ledger, name), given)), state_digest(ledger)
                 yield f"{world} {state} {name} {odd} {number}", f"{outcome} {after}"
-                made, before = ((ledger, holding), after) if after == before else (None, "")
+                made, before = ((ledger, record), after) if after == before else (None, "")
 
 
 def public_calls(kind: type) -> Iterator[tuple[str, list[inspect.Parameter]]]:
@@ -60,12 +60,12 @@ def called(call: Callable[..., Any], given: dict[str, Any]) -> Any:
     return found
 
 
-def usual(name: str, ledger: Ledger, holding: Any) -> Any:
+def usual(name: str, ledger: Ledger, record: Any) -> Any:
     values = {
-        "holding": holding, "prefix": Prefix.of(ROOT, TOKENS), "holdings": [holding], "num_tokens": 44, "job_id": 0,
+        "record": record, "prefix": Prefix.of(ROOT, TOKENS), "records": [record], "num_tokens": 44, "job_id": 0,
         "num_computed_tokens": 40, "from_token": 8, "expires_at": 3.0, "now": 2.0, "block_ids": [[1, 2]],
         "num_device_tokens": 0, "max_blocks": 9, "is_wanted": bool, "num_remote_tokens": 0, "watcher": None,
-        "waiter": holding.waiter, "completion": Completion(0, Outcome.LANDED, 1), "plans": [], "pin": None,
+        "waiter": record.waiter, "completion": Completion(0, Outcome.LANDED, 1), "plans": [], "pin": None,
         "transfer": None, "run": None,
     }  # fmt: skip
     return values[name]
@@ -85,30 +85,30 @@ def odd_rooms() -> Iterator[tuple[str, str]]:
 def things() -> Iterator[tuple[str, Any]]:
     """What the calls of a ledger hand out, by the names of their classes."""
     world = WORLDS["plain"]
-    ledger, holding = world.running()
+    ledger, record = world.running()
     found: dict[str, Any] = {}
     pin, prefix = ledger.pin(Prefix.of(ROOT, TOKENS[:16])), Prefix.of(ROOT, TOKENS[:12])
     other = ledger.admit(Prefix.of(ROOT, TOKENS[:30]))
-    fork = ledger.fork(holding, "child")
-    extension, waiter = ledger.extend_nowait(holding, 44), ledger.queue_extension(fork.holding, 80)
+    fork = ledger.fork(record, "child")
+    extension, waiter = ledger.extend_nowait(record, 44), ledger.queue_extension(fork.request, 80)
     made = [
         ledger,
-        holding,
+        record,
         pin,
         other,
         fork,
         extension,
         waiter,
-        holding.match,
+        record.match,
         ledger.statistics(),
         *ledger.requests(),
     ]
     made += [*ledger.holders(), ledger.prefetch(prefix), ledger.demote(prefix), ledger.lookup(prefix), prefix, ROOT]
-    with ledger.step([holding]):
+    with ledger.step([record]):
         made += ledger.steps.values()
     made += [world.allocated()[0].admit(Prefix.of(ROOT, TOKENS)).match, world.allocated()[0].plan_load]
-    ledger, holding = world.allocated()
-    made += [ledger.loadable(holding), *ledger.plan_load(holding), holding.load, Completion(0, Outcome.LANDED, 1)]
+    ledger, record = world.allocated()
+    made += [ledger.loadable(record), *ledger.plan_load(record), record.load, Completion(0, Outcome.LANDED, 1)]
     made += [public.LoadOffer(2, 8, 16, 1, None), public.CostChoice()]
     made += [world.preempted()[1].match, public.LearnedEviction(), *public.PinState, *public.JobState, *aoffload.Tier]
     for one in made:

@@ -82,38 +82,38 @@ def plug_ins() -> Iterator[tuple[str, str]]:
     for what, value in does:
         yield f"clock {what}", said(partial(Ledger, WORLDS["plain"].config, 24, clock=value))
         for state in ("pinned", "running", "waiting"):
-            ledger, holding = getattr(WORLDS["plain"], state)()
-            yield f"wake {what} {state}", f"{traced(partial(_woken, ledger, holding, value))} {_left(ledger)}"
+            ledger, record = getattr(WORLDS["plain"], state)()
+            yield f"wake {what} {state}", f"{traced(partial(_woken, ledger, record, value))} {_left(ledger)}"
             for call in ("num_free", "num_blocks", "take", "give", "free_ids"):
-                ledger, holding = getattr(WORLDS["plain"], state)(device_pool=Pool())
-                yield f"pool {call} {what} {state}", _plugged(ledger, holding, ledger.cache.tiers[0].pool, call, value)
+                ledger, record = getattr(WORLDS["plain"], state)(device_pool=Pool())
+                yield f"pool {call} {what} {state}", _plugged(ledger, record, ledger.cache.tiers[0].pool, call, value)
             for call in ("part_changed", "all_cleared"):
-                ledger, holding = getattr(WORLDS["plain"], state)()
+                ledger, record = getattr(WORLDS["plain"], state)()
                 ledger.watch(watcher := Watcher())
-                yield f"watcher {call} {what} {state}", _plugged(ledger, holding, watcher, call, value)
+                yield f"watcher {call} {what} {state}", _plugged(ledger, record, watcher, call, value)
 
 
-def _plugged(ledger: Ledger, holding: Any, thing: Any, call: str, value: Any) -> str:
+def _plugged(ledger: Ledger, record: Any, thing: Any, call: str, value: Any) -> str:
     with replaced(thing, call, property(value) if call.startswith("num_") else value):
-        outcome = traced(partial(_served, ledger, holding))
+        outcome = traced(partial(_served, ledger, record))
     return f"{outcome} {_left(ledger)}"
 
 
-def _served(ledger: Ledger, holding: Any) -> str:
+def _served(ledger: Ledger, record: Any) -> str:
     """The rest of a request's life, and another one."""
-    if holding.state is aoffload.RequestState.PINNED:
-        ledger.allocate_nowait(holding)
-        land(ledger, ledger.plan_load(holding))
-        ledger.commit(holding, len(TOKENS))
-    ledger.release(holding)
+    if record.state is aoffload.RequestState.PINNED:
+        ledger.allocate_nowait(record)
+        land(ledger, ledger.plan_load(record))
+        ledger.commit(record, len(TOKENS))
+    ledger.release(record)
     serve(ledger, [7] * 30)
     return str(ledger.statistics())
 
 
-def _woken(ledger: Ledger, holding: Any, wake: Callable[..., Any]) -> str:
+def _woken(ledger: Ledger, record: Any, wake: Callable[..., Any]) -> str:
     other = ledger.admit(Prefix.of(ROOT, [9] * 60))
     ledger.queue_allocation(other, 90, wake)
-    ledger.release(holding)
+    ledger.release(record)
     return str(other)
 
 

@@ -75,35 +75,35 @@ class Worlds:
         return ledger, ledger.admit(Prefix.of(ROOT, TOKENS), request_id="asked")
 
     def allocated(self, **plugged: Any) -> tuple[Ledger, Any]:
-        ledger, holding = self.pinned(**plugged)
-        ledger.allocate_nowait(holding)
-        return ledger, holding
+        ledger, record = self.pinned(**plugged)
+        ledger.allocate_nowait(record)
+        return ledger, record
 
     def loading(self, **plugged: Any) -> tuple[Ledger, Any]:
-        ledger, holding = self.allocated(**plugged)
-        ledger.plan_load(holding)
-        return ledger, holding
+        ledger, record = self.allocated(**plugged)
+        ledger.plan_load(record)
+        return ledger, record
 
     def running(self, **plugged: Any) -> tuple[Ledger, Any]:
-        ledger, holding = self.allocated(**plugged)
-        land(ledger, ledger.plan_load(holding))
-        ledger.commit(holding, len(TOKENS))
-        return ledger, holding
+        ledger, record = self.allocated(**plugged)
+        land(ledger, ledger.plan_load(record))
+        ledger.commit(record, len(TOKENS))
+        return ledger, record
 
     def preempted(self, **plugged: Any) -> tuple[Ledger, Any]:
-        ledger, holding = self.running(**plugged)
-        ledger.preempt_nowait(holding)
-        return ledger, holding
+        ledger, record = self.running(**plugged)
+        ledger.preempt_nowait(record)
+        return ledger, record
 
     def waiting(self, **plugged: Any) -> tuple[Ledger, Any]:
-        ledger, holding = self.running(**plugged)
-        ledger.queue_extension(holding, 80)
-        return ledger, holding
+        ledger, record = self.running(**plugged)
+        ledger.queue_extension(record, 80)
+        return ledger, record
 
     def over(self, **plugged: Any) -> tuple[Ledger, Any]:
-        ledger, holding = self.running(**plugged)
-        ledger.release(holding)
-        return ledger, holding
+        ledger, record = self.running(**plugged)
+        ledger.release(record)
+        return ledger, record
 
 
 STATES = ("pinned", "allocated", "loading", "running", "preempted", "waiting", "over")
@@ -130,11 +130,11 @@ def land(ledger: Ledger, plans: Any) -> None:
 
 
 def serve(ledger: Ledger, tokens: list[int]) -> None:
-    holding = ledger.admit(Prefix.of(ROOT, tokens))
-    ledger.allocate_nowait(holding)
-    land(ledger, ledger.plan_load(holding))
-    land(ledger, ledger.commit(holding, len(tokens)))
-    land(ledger, ledger.release(holding))
+    record = ledger.admit(Prefix.of(ROOT, tokens))
+    ledger.allocate_nowait(record)
+    land(ledger, ledger.plan_load(record))
+    land(ledger, ledger.commit(record, len(tokens)))
+    land(ledger, ledger.release(record))
 
 
 def said(make: Callable[[], Any]) -> str:

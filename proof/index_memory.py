@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 MOST = 1.05
-KINDS = ("alone", "branching", "holdings")
+KINDS = ("alone", "branching", "records")
 
 
 def measured(python: Path, kind: str, number: int, cwd: Path | None) -> float:
@@ -30,10 +30,10 @@ def main() -> int:
     beside = given.beside.absolute()
     tree, most = beside.parent.parent / "tree", 0.0
     for kind in KINDS:
-        number = 10_000 if kind == "holdings" else given.blocks
+        number = 10_000 if kind == "records" else given.blocks
         pure, compiled = measured(Path(sys.executable), kind, number, None), measured(beside, kind, number, tree)
         most = max(most, compiled / pure)
-        unit = "request" if kind == "holdings" else "block"
+        unit = "request" if kind == "records" else "block"
         print(f"{kind}: {pure:.1f} B a {unit} pure, {compiled:.1f} B compiled, {compiled / pure:.3f}", flush=True)
     print(f"at most {most:.3f}, wanted {MOST}: {'met' if most <= MOST else 'missed'}")
     return most > MOST

@@ -41,7 +41,7 @@ class Spec:
 
     @property
     def key(self) -> str:
-        return f"{self.module}@{self.source_digest}:{self.line}:{self.operator}:{self.occurrence}"
+        return f"{self.module}@{self.source_digest}:{self.queue}:{self.operator}:{self.occurrence}"
 
 
 class RemoveStatement(Operator):  # type: ignore[misc]

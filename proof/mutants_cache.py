@@ -48,8 +48,8 @@ _KEYS = (
     Mutant(
         "hit up to the last token",
         PINS,
-        "(holding.sequence.num_tokens - 1) // layout.unit_tokens",
-        "holding.sequence.num_tokens // layout.unit_tokens",
+        "(request.sequence.num_tokens - 1) // layout.unit_tokens",
+        "request.sequence.num_tokens // layout.unit_tokens",
         "at least one token is always left to compute",
     ),
     Mutant(
@@ -111,7 +111,7 @@ _PINS = (
         "a job owns its blocks, never the request",
     ),
     Mutant(
-        "holding without its grant holds no room",
+        "request without its grant holds no room",
         OWNERS,
         "return self.num_units > 0 or granted or Tier.DEVICE in self.leases",
         "return granted or Tier.DEVICE in self.leases",
@@ -131,7 +131,7 @@ _RUNS = (
     Mutant(
         "runs merged with a job in flight",
         "aoffload._kernel.cache",
-        "            if front.num_references or behind.num_references or front.ring != behind.ring:\n"
+        "            if front.num_references or behind.num_references or front.rank != behind.rank:\n"
         "                return False\n"
         "            if front.incoming is not None or behind.incoming is not None:\n                return False\n",
         "",
@@ -212,15 +212,15 @@ _PUBLISHING = (
     Mutant(
         "partial block published",
         COMMITS,
-        "publish(self.request_leases, holding, num_units)",
-        "publish(self.request_leases, holding, self.cache.layout.num_units(num_tokens))",
+        "publish(self.request_leases, request, num_units)",
+        "publish(self.request_leases, request, self.cache.layout.num_units(num_tokens))",
         "partial blocks are never cached",
     ),
     Mutant(
         "published after a reset",
         COMMITS,
         "        if is_current:\n            publish(",
-        "        if holding.epoch:\n            publish(",
+        "        if request.epoch:\n            publish(",
         "requests admitted before a reset never publish again",
     ),
     Mutant(
@@ -235,7 +235,7 @@ _PUBLISHING = (
         "takes the place of blocks that somebody reads",
         PUBLISH,
         "        if _is_unused(run):\n",
-        "        if run is not holding.device_run:\n",
+        "        if run is not request.device_run:\n",
         "blocks that somebody uses stay where they are",
     ),
     Mutant(
@@ -256,7 +256,7 @@ _PUBLISHING = (
     Mutant(
         "invalidate leaves it published",
         COMMITS,
-        "wrong = dict.fromkeys(runs_from(self.cache, holding, first_published(self.cache, holding, start), ()))",
+        "wrong = dict.fromkeys(runs_from(self.cache, request, first_published(self.cache, request, start), ()))",
         "wrong: dict[Run, None] = {}",
         "what a failed forward committed is a miss",
     ),

@@ -12,7 +12,7 @@ ADMISSION, PINS, LOADS = "aoffload._kernel.waiting", "aoffload._kernel.leases", 
 COMMITS, PUBLISH = "aoffload._kernel.commits", "aoffload._kernel.leases"
 
 OWN_RUNS_ONLY = """\
-        own = published_by(self.cache, holding, start)
+        own = published_by(self.cache, request, start)
         for band, run in own:
             for tier in self.cache.tiers:
                 self.cache.withdraw_part(run.part(tier.tier, band.number))
@@ -25,29 +25,29 @@ OWN_RUNS_ONLY = """\
         for run in runs:
             self.cache.tidy(run)
 """
-"""Withdraws the runs behind those that `holding` has published, and of the latter only the bands that it published."""
+"""Withdraws the runs behind those that `request` has published, and of the latter only the bands that it published."""
 
 LOOKED_AT_FIRST = """\
-        missing, gained = self.request_leases.without_islands(holding, num_units)
-        if missing > self.room + gained:
+        missing, gained = self.request_leases.without_islands(request, num_units)
+        if missing > self.num_available + gained:
             return False
-        self.request_leases.match_again(holding, islands=False)
-        return self.num_missing(holding, num_units) <= self.room
+        self.request_leases.match_again(request, islands=False)
+        return self.num_missing(request, num_units) <= self.num_available
 """
 MATCHED_TO_LOOK = """\
-        self.request_leases.match_again(holding, islands=False)
-        if self.num_missing(holding, num_units) <= self.room:
+        self.request_leases.match_again(request, islands=False)
+        if self.num_missing(request, num_units) <= self.num_available:
             return True
-        self.request_leases.match_again(holding)
+        self.request_leases.match_again(request)
         return False
 """
 
 LINE_LEFT = """\
-            self.line.allocating.pop(0)
-            first.fail(OutOfBlocks(self.num_needed(first.holding, first.num_units), self.capacity, retryable=False))
+            self.queue.allocating.pop(0)
+            first.fail(OutOfBlocks(self.num_needed(first.request, first.num_units), self.capacity, retryable=False))
 """
 WAITS_ON = """\
-            self.request_leases.match_again(first.holding)
+            self.request_leases.match_again(first.request)
             return False
 """
 
@@ -63,11 +63,11 @@ CALL_MUTANTS = (
     Mutant(
         "matched again under its block tables",
         ADMISSION,
-        "        if holding.reserve is None or not holding.may_match_again:\n            return False\n",
-        "        if holding.reserve is None:\n            return False\n"
-        "        if holding.tables:\n" + indent(MATCHED_TO_LOOK, "    "),
+        "        if request.reserve is None or not request.may_match_again:\n            return False\n",
+        "        if request.reserve is None:\n            return False\n"
+        "        if request.tables:\n" + indent(MATCHED_TO_LOOK, "    "),
         "an extension that is refused changes nothing",
-        also=(Patch(PINS, '        assert holding.may_match_again, "matched again under its block tables"\n', ""),),
+        also=(Patch(PINS, '        assert request.may_match_again, "matched again under its block tables"\n', ""),),
         programs=True,
     ),
     Mutant(
@@ -82,27 +82,27 @@ CALL_MUTANTS = (
     Mutant(
         "only who is pinned matched again",
         ADMISSION,
-        "[holding for holding in holdings if holding.may_match_again]",
-        "[holding for holding in holdings if holding.state is State.PINNED]",
+        "[request for request in requests if request.may_match_again]",
+        "[request for request in requests if request.state is State.PINNED]",
         "a grant that is not accepted yet holds without the hit that it was counted with",
         test="tests/core/test_transfers.py::test_a_grant_after_a_failed_load_is_for_what_is_still_found",
     ),
     Mutant(
         "a fork that has not committed taken for unread",
         COMMITS,
-        "        tainted = self._taint(wrong, others, {holding: from_token})\n",
+        "        tainted = self._taint(wrong, others, {request: from_token})\n",
         "        read = [other for other in others if other.num_units or other.has_committed]\n"
-        "        tainted = self._taint(wrong, read, {holding: from_token})\n",
+        "        tainted = self._taint(wrong, read, {request: from_token})\n",
         "whoever has read what a failed forward wrote is told",
         programs=True,
     ),
     Mutant(
         "a pin asked to yield what the first in line matches",
         ADMISSION,
-        "        self._forget_match(first.holding)\n        if pool.num_free == before and not self.yield_pin():\n"
+        "        self._forget_match(first.request)\n        if pool.num_free == before and not self.yield_pin():\n"
         + LINE_LEFT,
         "        if self.yield_pin():\n            return True\n"
-        "        self._forget_match(first.holding)\n        if pool.num_free == before:\n" + WAITS_ON,
+        "        self._forget_match(first.request)\n        if pool.num_free == before:\n" + WAITS_ON,
         "pins promise nothing to whom nobody else can make room",
         programs=True,
     ),
@@ -125,14 +125,14 @@ CALL_MUTANTS = (
     Mutant(
         "windows not moved on where a load falls short under a step",
         LOADS,
-        "        if layout.windows:\n            slide_off(self.cache, holding)\n        if any(missing)",
+        "        if layout.windows:\n            slide_off(self.cache, request)\n        if any(missing)",
         "        if any(missing)",
         "a table names what its request leases",
         also=(
             Patch(
                 LOADS,
                 "                wakes.append(load.wake)\n",
-                "                slide_off(self.cache, holding)\n                wakes.append(load.wake)\n",
+                "                slide_off(self.cache, request)\n                wakes.append(load.wake)\n",
             ),
         ),
         test="tests/core/test_early_starts.py::test_windows_are_moved_on_where_a_load_falls_short_under_a_step",

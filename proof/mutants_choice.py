@@ -51,8 +51,8 @@ CHOICE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "what is declined is in the match",
         "aoffload._host_cache.matches",
-        "        holding.narrow_hit(stop)\n        self.request_leases.end_host_lease(holding)\n",
-        "        self.request_leases.end_host_lease(holding)\n",
+        "        request.narrow_hit(stop)\n        self.request_leases.end_host_lease(request)\n",
+        "        self.request_leases.end_host_lease(request)\n",
         "an engine is told what it is to load",
         f"{TESTS}::test_what_is_declined_is_computed",
     ),
@@ -107,7 +107,7 @@ CHOICE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "vLLM is told of what is declined",
         VLLM,
-        "        found.chosen = found.holding.match\n",
+        "        found.chosen = found.request.match\n",
         "        found.chosen = match\n",
         "what is computed is no hit for vLLM",
         f"{IN_VLLM}::test_what_is_computed_sooner_is_not_loaded",

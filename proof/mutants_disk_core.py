@@ -6,9 +6,13 @@ from .planting import Mutant, Patch
 
 __all__ = ["DISK_CORE_MUTANTS"]
 
-CORE = "aoffload._kernel"
-STORES, FETCHES, RESTORES = f"{CORE}.disk_stores", f"{CORE}.fetches", f"{CORE}.restores"
-MATCHING, LEDGER_DISK, LABELS, INDEX = f"{CORE}.matching", f"{CORE}.ledger_disk", f"{CORE}.labels", f"{CORE}.index"
+STORES, FETCHES, RESTORES = "aoffload._tiers.disk.rules", "aoffload._tiers.fetch.rules", "aoffload._tiers.disk.rules"
+MATCHING, LEDGER_DISK, LABELS, INDEX = (
+    "aoffload._kernel.index",
+    "aoffload._kernel.ledger",
+    "aoffload._kernel.jobs",
+    "aoffload._kernel.index",
+)
 OF_STORES = "tests/core/test_disk_stores.py::test_"
 OF_FETCHES = "tests/core/test_disk_fetches.py::test_"
 OF_RESTORES = "tests/core/test_restores.py::test_"
@@ -38,7 +42,7 @@ _STORES = (
     _met_by(
         OF_STORES + "a_plan_says_how_often_the_disk_was_reset",
         "disk: a reset that nobody counts",
-        f"{CORE}.cache",
+        "aoffload._kernel.cache",
         "        self.tiers[tier].count_reset()\n",
         "",
         "what was planned before a reset stays of before",
@@ -56,7 +60,7 @@ _STORES = (
         "disk: an idle disk goes round",
         STORES,
         "min(left_of(most, jobs), self._disk.pool.num_free)",
-        "min(left_of(most, jobs), self._disk.room)",
+        "min(left_of(most, jobs), self._disk.num_available)",
         "what is written while the disk is idle evicts nothing",
     ),
     _met_by(
@@ -94,7 +98,7 @@ _STORES = (
     _met_by(
         OF_STORES + "a_budget_cuts_the_end_off_not_the_front",
         "disk: a budget that is spent twice",
-        f"{CORE}.stores",
+        "aoffload._kernel.jobs",
         "fitting(start, stop, fit if fit < allowed else allowed)",
         "fitting(start, stop, fit)",
         "no more is written than was allowed",
@@ -120,7 +124,7 @@ _TAKEN_BACK = (
     _met_by(
         OF_STORES + "what_a_failed_forward_has_left_there_is_told",
         "disk: wrong KV that a restart finds",
-        f"{CORE}.cache",
+        "aoffload._kernel.cache",
         "                self.tiers[part.tier].taken_back(part.blocks)\n",
         "",
         "what a failed forward has computed is not found after a restart",
@@ -128,7 +132,7 @@ _TAKEN_BACK = (
     _met_by(
         OF_STORES + "what_a_failed_forward_has_left_there_is_told",
         "disk: wrong KV that a store has written later",
-        f"{CORE}.jobs",
+        "aoffload._kernel.jobs",
         "                    self.cache.tiers[tier].taken_back(brought)\n",
         "                    pass\n",
         "what a failed forward has computed is not found after a restart",
@@ -147,14 +151,14 @@ _FETCHES = (
         OF_FETCHES + "what_was_fetched_stays_while_its_request_waits_for_room",
         "disk: read in vain for who waits for room",
         LEDGER_DISK,
-        "                self._fetches.keep(holding)\n",
+        "                self._fetches.keep(request)\n",
         "                pass\n",
         "what was fetched is there once there is room",
     ),
     _met_by(
         OF_FETCHES + "requests_in_line_keep_no_more_than_the_share_of_all_fetches",
         "disk: a share for each request in line",
-        f"{CORE}.request_leases",
+        "aoffload._kernel.leases",
         "        if self.num_fetched + num_blocks <= most:\n",
         "        if num_blocks <= most:\n",
         "what requests in line keep has a share of the host",
@@ -171,9 +175,9 @@ _FETCHES = (
         OF_FETCHES + "two_fetches_share_their_copies",
         "disk: a fetch that waits for its own copies only",
         FETCHES,
-        "            self.transfers.wait_for_jobs(holding)\n",
-        "            holding.began_load(Load(stop, lambda: None, jobs))\n"
-        "            for job in jobs:\n                job.claimed_by(holding)\n",
+        "            self.transfers.wait_for_jobs(request)\n",
+        "            request.began_load(Load(stop, lambda: None, jobs))\n"
+        "            for job in jobs:\n                job.claimed_by(request)\n",
         "two fetches of one prefix end with both of what they brought",
         Patch(FETCHES, "from .records import Job, Run\n", "from .records import Job, Load, Run\n"),
     ),
@@ -181,8 +185,8 @@ _FETCHES = (
         OF_FETCHES + "a_request_in_line_is_not_matched_by_a_fetch",
         "disk: matched again in the line",
         LEDGER_DISK,
-        "        if holding.waiter is not None:\n",
-        "        if holding.waiter is None and not holding:\n",
+        "        if request.waiter is not None:\n",
+        "        if request.waiter is None and not request:\n",
         "behind the head of the line nobody keeps pins",
     ),
     _met_by(
@@ -214,7 +218,7 @@ _RESTORES = (
     _met_by(
         OF_RESTORES + "nothing_is_restored_after_a_reset",
         "disk: restored after a reset",
-        f"{CORE}.ledger",
+        "aoffload._kernel.ledger",
         "            self._restores = None\n",
         "            pass\n",
         "what was forgotten stays forgotten",
@@ -230,7 +234,7 @@ _RESTORES = (
     _met_by(
         OF_RESTORES + "what_is_restored_is_evicted_first_and_from_its_tail",
         "disk: what is restored is evicted head first",
-        f"{CORE}.tiers",
+        "aoffload._kernel.pools",
         "                self.order.remove(oldest)\n                self.order.add_newer(oldest, part)\n",
         "                self.order.remove(part)\n                self.order.add(part)\n",
         "a prefix loses its tail before its head",
@@ -246,7 +250,7 @@ _RESTORES = (
     _met_by(
         OF_RESTORES + "what_was_stored_is_found_after_a_restart",
         "disk: what is restored is counted as pinned",
-        f"{CORE}.tiers",
+        "aoffload._kernel.pools",
         "            self.num_cached += len(block_ids)\n        self.part_changed",
         "        self.part_changed",
         "blocks by state add up",

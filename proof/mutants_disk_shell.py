@@ -156,7 +156,7 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a fetch that nobody matches",
         FETCHING,
-        "        request._session.ledger.match_fetched(holding)\n",
+        "        request._session.ledger.match_fetched(request)\n",
         "        pass\n",
         "what was fetched is hit",
         f"{RUNTIME}::test_a_prompt_that_only_the_disk_has_is_hit",
@@ -210,7 +210,7 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
         f"{ROOM}::test_a_start_that_fails_later_keeps_no_room",
     ),
     _mutant(
-        "a hop that stalls is fetched from",
+        "a link that stalls is fetched from",
         WORK,
         "        return not is_off and not self.worker.copies.is_stalled(Tier.DISK, Tier.HOST)\n",
         "        return True\n",

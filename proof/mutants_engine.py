@@ -45,8 +45,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "nobody woken by a load that brought nothing",
         ENGINE,
-        "        return self.arrivals.fell_short(holding, ready)\n",
-        "        self.arrivals.fell_short(holding, ready)\n        return []\n",
+        "        return self.arrivals.fell_short(request, ready)\n",
+        "        self.arrivals.fell_short(request, ready)\n        return []\n",
         "who waits for what never comes is told so",
         test=f"{PENDING}test_pending_ends_when_nothing_of_the_load_has_come",
     ),
@@ -85,7 +85,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "tokens of a refused offer kept",
         ENGINE,
-        "            holding.sequence.drop_after(known)\n",
+        "            request.sequence.drop_after(known)\n",
         "",
         "a refusal changes nothing",
         test=f"{REFUSALS}test_wrong_tables_are_refused_by_name",
@@ -117,7 +117,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "a next try loads what was lost",
         ENGINE,
-        "        holding.retry_up_to(ready * unit)\n",
+        "        request.retry_up_to(ready * unit)\n",
         "",
         "no hang: an engine that asks again after a lost load comes to an end",
         test=f"{LOST}test_an_engine_that_tries_again_comes_to_an_end",
@@ -141,8 +141,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "pins kept for what is not loaded",
         MATCHES,
-        "BELOW not in holding.leases or self.loads_paused:",
-        "BELOW not in holding.leases:",
+        "BELOW not in request.leases or self.loads_paused:",
+        "BELOW not in request.leases:",
         "what was pinned is not loaded while too much is in quarantine",
         test=f"{LOST}test_above_the_share_nothing_is_loaded",
     ),
@@ -181,7 +181,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "a question keeps its request alive",
         CALLS,
-        "        wake = holding.when_idle\n",
+        "        wake = record.when_idle\n",
         "        wake = self._wake\n",
         "nothing leaks: a request that was abandoned while it waited is noticed",
         test=f"{RUNTIME}test_an_abandoned_request_that_waits_for_another_is_noticed",
@@ -197,7 +197,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "what was taken back is waited for",
         ENGINE,
-        "        call_all(iter(self.arrivals.taken_back(holding, start)))\n",
+        "        call_all(iter(self.arrivals.taken_back(request, start)))\n",
         "",
         "no wait without a need: a request takes back what it has loaded, and nothing brings it any more",
         test=f"{PENDING}test_pending_ends_when_what_was_loaded_is_taken_back",

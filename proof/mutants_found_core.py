@@ -23,7 +23,7 @@ _RESETS = (
     Mutant(
         "load keeps a device hit from before a reset",
         "aoffload._kernel.loads",
-        "if holding.published and holding.epoch != self.cache.epoch:",
+        "if request.published and request.epoch != self.cache.epoch:",
         "if False:",
         _BETWEEN,
         test=f"{_RESET_TESTS}::test_a_request_has_nothing_from_before_a_reset",
@@ -31,23 +31,23 @@ _RESETS = (
     Mutant(
         "load under way keeps a device hit from before a reset",
         "aoffload._kernel.loads",
-        "if start and holding.epoch != self.cache.epoch:",
-        "if not load.jobs and load.stop == start and holding.epoch != self.cache.epoch:",
+        "if start and request.epoch != self.cache.epoch:",
+        "if not load.jobs and load.stop == start and request.epoch != self.cache.epoch:",
         _BETWEEN,
         test=f"{_RESET_TESTS}::test_a_reset_while_a_step_overlaps_the_load",
     ),
     Mutant(
         "caller is told of a load that a reset has overtaken",
         "aoffload._runtime.loading",
-        "while holding.is_loading or session.ledger.lost_to_reset(holding):",
-        "while holding.is_loading:",
+        "while record.is_loading or session.ledger.lost_to_reset(record):",
+        "while record.is_loading:",
         _BETWEEN,
         test="tests/shell/test_reset.py::test_a_reset_between_a_landing_and_the_turn_of_the_task",
     ),
     Mutant(
         "step begins on a load that a reset has overtaken",
         "aoffload._runtime.loading",
-        "return not self._is_told and self._request._session.ledger.lost_to_reset(holding)",
+        "return not self._is_told and self._request._session.ledger.lost_to_reset(record)",
         "return False",
         _BETWEEN,
         test="tests/shell/test_reset.py::test_a_reset_between_a_landing_and_the_turn_of_the_task",
@@ -55,7 +55,7 @@ _RESETS = (
     Mutant(
         "load that is over is taken from under a step",
         "aoffload._kernel.loads",
-        "            and holding.computing is not Computing.ITS_BLOCKS\n",
+        "            and request.computing is not Computing.ITS_BLOCKS\n",
         "",
         _BETWEEN,
         test=f"{_RESET_TESTS}::test_a_load_that_is_over_and_of_which_nobody_was_told",
@@ -63,7 +63,7 @@ _RESETS = (
     Mutant(
         "engine's load that is over counts behind a reset",
         "aoffload._host_cache.host_cache",
-        "return is_running and holding.epoch != self.cache.epoch",
+        "return is_running and request.epoch != self.cache.epoch",
         "return False",
         _BETWEEN,
         test=f"{_RESET_TESTS}::test_an_engines_load_that_is_over_and_of_which_nobody_was_told",
@@ -71,8 +71,8 @@ _RESETS = (
     Mutant(
         "engine computes behind what a copy brought after a reset",
         "aoffload._host_cache.host_cache",
-        "if holding.epoch == self.cache.epoch else arrival.start",
-        "if holding.epoch != -1 else arrival.start",
+        "if request.epoch == self.cache.epoch else arrival.start",
+        "if request.epoch != -1 else arrival.start",
         _BETWEEN,
         test=f"{_RESET_TESTS}::test_what_a_copy_brings_after_a_reset_does_not_count_for_an_engine",
     ),
@@ -146,14 +146,14 @@ _OBSERVERS = (
     Mutant(
         "policy that raises leaves a request behind",
         "aoffload._kernel.ledger",
-        "        self.holdings[name] = holding\n        if self._engine is not None:",
+        "        self.live_requests[name] = request\n        if self._engine is not None:",
         "        if self._engine is not None:",
         _FOREIGN,
         also=(
             Patch(
                 "aoffload._kernel.ledger",
                 "        if may_store:\n            self._policy.seen(",
-                "        self.holdings[name] = holding\n        if may_store:\n            self._policy.seen(",
+                "        self.live_requests[name] = request\n        if may_store:\n            self._policy.seen(",
             ),
         ),
         test=f"{_MISBEHAVE}::test_a_policy_that_raises_leaves_no_request_behind",
@@ -169,7 +169,7 @@ _OBSERVERS = (
     Mutant(
         "commit stays half made if the policy raises",
         "aoffload._kernel.commits",
-        "                holding.sequence.drop_after(known)\n                raise\n",
+        "                request.sequence.drop_after(known)\n                raise\n",
         "                raise\n",
         _UNDONE,
         test=f"{_MISBEHAVE}::test_a_commit_is_undone_if_the_policy_raises[Own]",
@@ -185,8 +185,8 @@ _OBSERVERS = (
     Mutant(
         "policy's answer is taken as it is",
         "aoffload._extensions.store_policies",
-        'return check_int("store_policy.wanted_stop", self.policy.wanted_stop(holding), 0)\n',
-        "return self.policy.wanted_stop(holding)\n",
+        'return check_int("store_policy.wanted_stop", self.policy.wanted_stop(request), 0)\n',
+        "return self.policy.wanted_stop(request)\n",
         _UNDONE,
         test=f"{_MISBEHAVE}::test_a_commit_is_undone_if_the_policy_raises[1.5]",
     ),
@@ -250,7 +250,7 @@ _WORKER = (
     Mutant(
         "load after a reset ends with what others have published",
         "aoffload._kernel.loads",
-        "        if holding.epoch == self.cache.epoch:\n            path = []",
+        "        if request.epoch == self.cache.epoch:\n            path = []",
         "        if True:\n            path = []",
         "no request begins with KV from before a reset",
         test="tests/core/test_found_by_programs.py::"

@@ -151,8 +151,8 @@ _PREEMPTING = (
     Mutant(
         "preempting a request that has ended raises",
         REQUEST,
-        "        if not self._session.ledger.is_engine_owned and not holding.may_be_preempted:\n",
-        "        if holding.num_steps < 0:\n",
+        "        if not self._session.ledger.is_engine_owned and not record.may_be_preempted:\n",
+        "        if record.num_steps < 0:\n",
         _PREEMPT,
         test="tests/test_snippets.py::test_each_block_of_a_page_runs_as_it_stands",
     ),
@@ -186,7 +186,7 @@ _ERRORS_SAY = (
     Mutant(
         "commit of a step that names no request",
         STEPS,
-        'raise type(error)(error.argument, f"{error.problem} ({holding})") from error',
+        'raise type(error)(error.argument, f"{error.problem} ({request})") from error',
         "raise",
         _SAYS,
         test=f"{_ERRORS}a_refused_commit_of_a_step_names_the_request",
@@ -213,7 +213,7 @@ _NOT_SILENT = (
     Mutant(
         "block table of a request without blocks",
         BLOCK,
-        '            require(holding, "block_ids", *WITH_TABLES)\n',
+        '            require(record, "block_ids", *WITH_TABLES)\n',
         "            pass\n",
         _SILENT,
         test=f"{_ERRORS}a_call_that_comes_too_early_names_the_one_that_is_missing",

@@ -98,7 +98,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "nobody served when a pin ends",
         LEDGER,
-        "            self._pins.end(pin, PinState.RELEASED)\n            self.admission.serve_line()\n",
+        "            self._pins.end(pin, PinState.RELEASED)\n            self.admission.serve_queue()\n",
         "            self._pins.end(pin, PinState.RELEASED)\n",
         "everything that changes room serves the line",
     ),
@@ -121,8 +121,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "prefetch past a line",
         CACHE_TRANSFERS,
-        "            if holding.hit_stop <= holding.published or not self.admission.line.is_empty:\n",
-        "            if holding.hit_stop <= holding.published:\n",
+        "            if request.hit_stop <= request.published or not self.admission.queue.is_empty:\n",
+        "            if request.hit_stop <= request.published:\n",
         "a prefetch takes nothing while somebody waits for room",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
@@ -137,7 +137,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "prefetch beyond the room",
         CACHE_TRANSFERS,
-        "        return wanted - min(share, self.admission.room)\n",
+        "        return wanted - min(share, self.admission.num_available)\n",
         "        return wanted - share\n",
         "a prefetch takes only room that is there",
         scenarios=TRANSFERS_AMONG_REQUESTS,
@@ -145,9 +145,9 @@ KEEPING_MUTANTS = (
     Mutant(
         "cancelled prefetch stays under way",
         CACHE_TRANSFERS,
-        "        settled = self.loads.abandon(transfer.holding)\n"
+        "        settled = self.loads.abandon(transfer.request)\n"
         "        self._end(transfer, CacheTransferState.CANCELLED)\n",
-        "        settled = self.loads.abandon(transfer.holding)\n"
+        "        settled = self.loads.abandon(transfer.request)\n"
         "        self.moves.cache_transfer(transfer, CacheTransferState.CANCELLED)\n",
         "a budget goes back however a prefetch ends",
         scenarios=TRANSFERS_AMONG_REQUESTS,
@@ -155,14 +155,14 @@ KEEPING_MUTANTS = (
     Mutant(
         "prefetch keeps its pins",
         CACHE_TRANSFERS,
-        "        self.request_leases.let_go(transfer.holding)\n",
-        "        self.request_leases.end_host_lease(transfer.holding)\n",
+        "        self.request_leases.let_go(transfer.request)\n",
+        "        self.request_leases.end_host_lease(transfer.request)\n",
         "what was prefetched is cached, and pinned by nobody",
     ),
     Mutant(
         "prefetch that nobody wants is launched",
         CACHE_TRANSFERS,
-        "        settled = self.loads.abandon(transfer.holding)\n",
+        "        settled = self.loads.abandon(transfer.request)\n",
         "        settled: list[Job] = []\n",
         "a load lives as long as one waiter does",
         scenarios=TRANSFERS_AMONG_REQUESTS,
@@ -192,7 +192,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "old demotion frees a new epoch",
         CACHE_TRANSFERS,
-        "        if transfer.holding.epoch != cache.epoch:\n            return\n",
+        "        if transfer.request.epoch != cache.epoch:\n            return\n",
         "",
         "what was asked for before a reset changes nothing after it",
         test="tests/core/test_pins.py::test_a_demotion_from_before_a_reset_frees_nothing_after_it",

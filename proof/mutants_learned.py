@@ -6,8 +6,7 @@ from .planting import Mutant
 
 __all__ = ["LEARNED_MUTANTS"]
 
-CORE = "aoffload._kernel"
-ORDER, HINTS, SHADOWS = f"{CORE}.learned_order", f"{CORE}.hints", f"{CORE}.shadows"
+ORDER, HINTS, SHADOWS = "aoffload._eviction.learned", "aoffload._eviction.hints", "aoffload._eviction.learned"
 TESTS = "tests/core/test_learned_eviction.py::test_"
 SWITCH = "a_switch_of_the_ruling_order_is_told_once_and_evictions_are_counted_by_it"
 
@@ -20,7 +19,7 @@ LEARNED_MUTANTS: tuple[Mutant, ...] = (
     _met_by(
         "worth_falls_with_age_and_rises_with_use",
         "a class that is worth less than the one below it",
-        f"{CORE}.returns",
+        "aoffload._eviction.learned",
         "[max(least, worth) for least, worth in ",
         "[worth for _, worth in ",
         "a prefix is worth at least as much as what is behind it",
@@ -28,15 +27,15 @@ LEARNED_MUTANTS: tuple[Mutant, ...] = (
     _met_by(
         "a_prefix_loses_its_tail_before_its_head",
         "a head in another class than its tail",
-        f"{CORE}.records",
-        "front.last_use, front.ring = self.last_use, self.ring",
+        "aoffload._kernel.records",
+        "front.last_use, front.rank = self.last_use, self.rank",
         "front.last_use = self.last_use",
         "a prefix loses its tail before its head",
     ),
     _met_by(
         "it_remembers_what_was_evicted",
         "counts that go with the blocks",
-        f"{CORE}.learning",
+        "aoffload._eviction.learned",
         "most = REMEMBERED * max(units.values()) * unit_tokens",
         "most = unit_tokens",
         "counts outlive eviction",
@@ -84,7 +83,7 @@ LEARNED_MUTANTS: tuple[Mutant, ...] = (
     _met_by(
         SWITCH,
         "a switch that is told with each request",
-        f"{CORE}.rulings",
+        "aoffload._eviction.learned",
         "            self._learned = learned\n",
         "",
         "a switch of the ruling order is told once",
@@ -92,7 +91,7 @@ LEARNED_MUTANTS: tuple[Mutant, ...] = (
     _met_by(
         SWITCH,
         "evictions that count for the wrong order",
-        f"{CORE}.rulings",
+        "aoffload._eviction.learned",
         "        ruled.num_before = num_evicted\n",
         "",
         "evictions are counted by the order that chose them",

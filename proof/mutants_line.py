@@ -22,14 +22,14 @@ _LINE = (
     Mutant(
         "hold and wait",
         ADMISSION,
-        "        if head is not waiter:\n            self._forget_match(waiter.holding)\n",
+        "        if head is not waiter:\n            self._forget_match(waiter.request)\n",
         "",
         "only the head of the line keeps pins while it waits",
     ),
     Mutant(
         "overtaken head keeps its pins",
         ADMISSION,
-        "        if head is not before:\n            self._forget_match(before.holding)\n",
+        "        if head is not before:\n            self._forget_match(before.request)\n",
         "",
         "only the head of the line keeps pins while it waits",
         scenarios=("retries",),
@@ -37,7 +37,7 @@ _LINE = (
     Mutant(
         "head without room blocks an extension",
         ADMISSION,
-        "            self._forget_match(self.line.allocating[0].holding)",
+        "            self._forget_match(self.queue.allocating[0].request)",
         "            pass",
         "who has nothing yet must not block who has",
         programs=True,
@@ -59,7 +59,7 @@ _LINE = (
     Mutant(
         "who has let go of its match is not looked at",
         ADMISSION,
-        "            holding.waiter.changes_seen = -1\n",
+        "            request.waiter.changes_seen = -1\n",
         "            pass\n",
         "only the head of the line keeps pins while it waits",
         test="tests/core/test_oracle.py::test_same_hits_as_the_naive_model",
@@ -67,15 +67,15 @@ _LINE = (
     Mutant(
         "no match at the grant",
         ADMISSION,
-        "        self.request_leases.refresh_match(holding)  # in the step that grants\n",
+        "        self.request_leases.refresh_match(request)  # in the step that grants\n",
         "",
         "who waited matches again in the step that grants",
     ),
     Mutant(
         "refused without its match",
         ADMISSION,
-        "            if holding.state is State.PINNED:\n"
-        "                self.request_leases.match_again(holding)\n            elif",
+        "            if request.state is State.PINNED:\n"
+        "                self.request_leases.match_again(request)\n            elif",
         "            if",
         "who was refused may try again with what is cached",
         scenarios=("second_try",),
@@ -84,8 +84,8 @@ _LINE = (
         "withdrawn without its match",
         ADMISSION,
         "        self.leave(waiter)\n"
-        "        if holding.state is State.PINNED:\n"
-        "            self.request_leases.match_again(holding)\n",
+        "        if request.state is State.PINNED:\n"
+        "            self.request_leases.match_again(request)\n",
         "        self.leave(waiter)\n",
         "a cancelled allocate leaves PINNED and may be tried again",
         scenarios=("retries",),
@@ -101,23 +101,23 @@ _LINE = (
     Mutant(
         "fast path ignores the line",
         ADMISSION,
-        "behind=bool(self.line.allocating or self.line.extending)",
+        "behind=bool(self.queue.allocating or self.queue.extending)",
         "behind=False",
         "the fast path checks that nobody waits",
     ),
     Mutant(
         "extension behind allocations",
         ADMISSION,
-        "behind=bool(self.line.extending))",
-        "behind=bool(self.line.allocating or self.line.extending))",
+        "behind=bool(self.queue.extending))",
+        "behind=bool(self.queue.allocating or self.queue.extending))",
         "extend goes before allocate",
         programs=True,
     ),
     Mutant(
         "allocation overtakes an extension",
         ADMISSION,
-        "while self.line.allocating and not self.line.extending:",
-        "while self.line.allocating:",
+        "while self.queue.allocating and not self.queue.extending:",
+        "while self.queue.allocating:",
         "extend goes before allocate",
         programs=True,
     ),
@@ -131,8 +131,8 @@ _LINE = (
     Mutant(
         "oldest extension fails",
         ADMISSION,
-        "youngest = self.line.extending.pop()",
-        "youngest = self.line.extending.pop(0)",
+        "youngest = self.queue.extending.pop()",
+        "youngest = self.queue.extending.pop(0)",
         "the youngest extend is the one to fail",
         scenarios=("growing",),
     ),
@@ -163,19 +163,19 @@ _LINE = (
     Mutant(
         "room taken in part",
         ADMISSION,
-        "            raise OutOfBlocks(self.num_missing(holding, num_units), 0 if behind",
-        "            missing = self.num_missing(holding, num_units)\n"
-        "            self.cache.take(Tier.DEVICE, min(missing, self.room))\n"
+        "            raise OutOfBlocks(self.num_missing(record, num_units), 0 if behind",
+        "            missing = self.num_missing(record, num_units)\n"
+        "            self.cache.take(Tier.DEVICE, min(missing, self.num_available))\n"
         "            raise OutOfBlocks(missing, 0 if behind",
         "all or nothing: refusing changes no count",
     ),
     Mutant(
         "host lease ends at allocation",
         ADMISSION,
-        "        self.request_leases.start_tables(holding, num_units, blocks)\n        holding.computed(",
-        "        self.request_leases.start_tables(holding, num_units, blocks)\n"
-        "        self.request_leases.end_host_lease(holding)\n"
-        "        holding.computed(",
+        "        self.request_leases.start_tables(request, num_units, blocks)\n        request.computed(",
+        "        self.request_leases.start_tables(request, num_units, blocks)\n"
+        "        self.request_leases.end_host_lease(request)\n"
+        "        request.computed(",
         "a hit that was matched is there to be loaded (I1)",
     ),
 )
@@ -184,9 +184,9 @@ _WAKING = (
     Mutant(
         "no wake-up with a grant",
         ADMISSION,
-        "            waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(holding, waiter.num_units)))\n"
+        "            waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(request, waiter.num_units)))\n"
         "            over.append(waiter)\n",
-        "            waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(holding, waiter.num_units)))\n",
+        "            waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(request, waiter.num_units)))\n",
         "no hang: whoever is granted room is woken",
     ),
     Mutant(
@@ -216,7 +216,7 @@ _WAKING = (
     Mutant(
         "no pump after a release",
         "aoffload._kernel.ledger",
-        "                self._settled(settled)\n            else:\n                self.admission.serve_line()\n",
+        "                self._settled(settled)\n            else:\n                self.admission.serve_queue()\n",
         "                self._settled(settled)\n",
         "everything that changes room serves the line",
     ),
@@ -231,7 +231,7 @@ _WAKING = (
     Mutant(
         "no pump after the head is cancelled",
         "aoffload._kernel.ledger",
-        "        self.admission.withdraw(waiter)\n        self.admission.serve_line()\n",
+        "        self.admission.withdraw(waiter)\n        self.admission.serve_queue()\n",
         "        self.admission.withdraw(waiter)\n",
         "a cancelled waiter's close serves the line",
         scenarios=("retries",),
@@ -239,16 +239,16 @@ _WAKING = (
     Mutant(
         "no pump after quarantine",
         "aoffload._kernel.ledger",
-        "        self.admission.serve_line(self._concluded(self.jobs.settle(completion)))\n",
+        "        self.admission.serve_queue(self._concluded(self.jobs.settle(completion)))\n",
         "        jobs = self.jobs.settle(completion)\n        wakes = self._concluded(jobs)\n"
         "        if not any(job.job_id in self.jobs.quarantined for job in jobs):\n"
-        "            self.admission.serve_line()\n        for wake in wakes:\n            wake()\n",
+        "            self.admission.serve_queue()\n        for wake in wakes:\n            wake()\n",
         "quarantine serves the line",
     ),
     Mutant(
         "no pump after late proof",
         "aoffload._kernel.ledger",
-        "        self.admission.serve_line(self._concluded(self.jobs.settle(completion)))\n",
+        "        self.admission.serve_queue(self._concluded(self.jobs.settle(completion)))\n",
         "        if jobs := self.jobs.settle(completion):\n            self._settled(jobs)\n",
         "room that comes back serves the line",
         scenarios=("late_room",),
@@ -256,7 +256,7 @@ _WAKING = (
     Mutant(
         "no pump after a step",
         "aoffload._kernel.ledger",
-        "            self._moves.step_ended(step)\n            self.admission.serve_line(wakes)\n",
+        "            self._moves.step_ended(step)\n            self.admission.serve_queue(wakes)\n",
         "            self._moves.step_ended(step)\n            for wake in wakes:\n                wake()\n",
         "the end of a step serves the line",
         scenarios=("overlapping_steps",),
@@ -272,15 +272,15 @@ _WAKING = (
     Mutant(
         "lost load tried again",
         "aoffload._kernel.leases",
-        "        if holding.state is RequestState.REQUEUED:\n",
-        "        if holding.state is RequestState.QUEUED:\n",
+        "        if request.state is RequestState.REQUEUED:\n",
+        "        if request.state is RequestState.QUEUED:\n",
         "a failed load is not retried for ever",
         programs=True,
     ),
     Mutant(
         "no pump after a commit",
         "aoffload._kernel.ledger",
-        "num_computed_tokens, new_token_ids)\n        self.admission.serve_line()\n",
+        "num_computed_tokens, new_token_ids)\n        self.admission.serve_queue()\n",
         "num_computed_tokens, new_token_ids)\n",
         "who is first in line may need less room after a commit",
         programs=True,
@@ -288,8 +288,8 @@ _WAKING = (
     Mutant(
         "shared load wakes only the first",
         "aoffload._kernel.ledger",
-        "        self.admission.serve_line(self._concluded(self.jobs.settle(completion)))\n",
-        "        self.admission.serve_line(self._concluded(self.jobs.settle(completion))[:1])\n",
+        "        self.admission.serve_queue(self._concluded(self.jobs.settle(completion)))\n",
+        "        self.admission.serve_queue(self._concluded(self.jobs.settle(completion))[:1])\n",
         "no hang: a load wakes all who wait for it",
         scenarios=("two_tasks",),
     ),
@@ -307,30 +307,30 @@ _STEPS = (
     Mutant(
         "first of two steps lets go",
         "aoffload._kernel.ledger",
-        "                if holding.ended_step(number):\n                    wakes",
-        "                if holding.ended_step(number) or True:\n                    wakes",
+        "                if request.ended_step(number):\n                    wakes",
+        "                if request.ended_step(number) or True:\n                    wakes",
         "a block is free when request, jobs and every step have let go",
         scenarios=("overlapping_steps",),
     ),
     Mutant(
         "step keeps the blocks",
         "aoffload._kernel.ledger",
-        "            self._closing.discard(holding)\n            self._request_leases.let_go(holding)\n",
-        "            self._closing.discard(holding)\n",
+        "            self._closing.discard(request)\n            self._request_leases.let_go(request)\n",
+        "            self._closing.discard(request)\n",
         "nothing leaks behind a step",
     ),
     Mutant(
         "request id used twice",
         "aoffload._kernel.ledger",
-        "            if name in self.holdings:\n                raise",
-        "            if name in self.holdings and not name:\n                raise",
+        "            if name in self.live_requests:\n                raise",
+        "            if name in self.live_requests and not name:\n                raise",
         "a request id used twice is rejected by name",
         scenarios=("bad_input",),
     ),
     Mutant(
         "illegal move made",
         "aoffload._kernel.events",
-        "            raise _illegal(holding, state)\n",
+        "            raise _illegal(request, state)\n",
         "            return\n",
         "an illegal move raises",
         test="tests/core/test_lifecycle.py::test_an_illegal_move_raises_and_changes_nothing",

@@ -20,8 +20,8 @@ LINK_MUTANTS = (
     Mutant(
         "deferred KV is wrong, and only its own request is asked",
         OFFERS,
-        "            if old.holding.sequence.begins_alike(wrong, num_tokens):\n",
-        "            if old.holding.sequence is wrong:\n",
+        "            if old.request.sequence.begins_alike(wrong, num_tokens):\n",
+        "            if old.request.sequence is wrong:\n",
         _DEFERRED,
         test=f"{_TESTS}nothing_computed_from_wrong_kv_is_stored_later",
     ),
@@ -36,7 +36,7 @@ LINK_MUTANTS = (
     Mutant(
         "deferred blocks stored after a reset",
         OFFERS,
-        "        if holding.epoch != self.cache.epoch:\n            return Wanted([])\n        ids",
+        "        if request.epoch != self.cache.epoch:\n            return Wanted([])\n        ids",
         "        ids",
         _DEFERRED,
         test=f"{_TESTS}after_a_reset_nothing_old_is_stored",

@@ -31,7 +31,7 @@ POLICY_MUTANTS = (
     Mutant(
         "evicted prefixes stored at every offer",
         "aoffload._host_cache.offers",
-        " and not is_last and self._evicts(holding):",
+        " and not is_last and self._evicts(request):",
         " and False:",
         "a host that is too small evicts, and copies no more for that",
         test=f"{SMALL_HOST}test_nothing_is_stored_again_and_again",
@@ -96,8 +96,8 @@ POLICY_MUTANTS = (
     Mutant(
         "not to be stored, and stored",
         "aoffload._kernel.commits",
-        "                wanted = min(holding.published, holding.store_limit, ",
-        "                wanted = min(holding.published, ",
+        "                wanted = min(request.published, request.store_limit, ",
+        "                wanted = min(request.published, ",
         "what a request does not want stored is not stored on its account",
     ),
     Mutant(

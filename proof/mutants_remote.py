@@ -6,9 +6,13 @@ from .planting import Mutant, Patch
 
 __all__ = ["REMOTE_CORE_MUTANTS"]
 
-CORE = "aoffload._kernel"
-CELLS, STORES, FETCHES, JOBS = f"{CORE}.cells", f"{CORE}.remote_stores", f"{CORE}.fetches", f"{CORE}.jobs"
-LEDGER_WORK, TOKENS = f"{CORE}.ledger_work", f"{CORE}.tokens"
+CELLS, STORES, FETCHES, JOBS = (
+    "aoffload._tiers.remote.rules",
+    "aoffload._tiers.remote.rules",
+    "aoffload._tiers.fetch.rules",
+    "aoffload._kernel.jobs",
+)
+LEDGER_WORK, TOKENS = "aoffload._kernel.ledger", "aoffload._kernel.tokens"
 OF_STORES = "tests/core/test_remote_stores.py::test_"
 OF_FETCHES = "tests/core/test_remote_fetches.py::test_"
 
@@ -289,8 +293,8 @@ _TAKING_BACK = (
     _met_by(
         OF_STORES + "memory_lasts_as_long_as_somebody_may_take_back",
         "forgotten while somebody is live",
-        f"{CORE}.ledger_remote",
-        "oldest = next(iter(self.holdings.values())).ticket if self.holdings else ticket",
+        "aoffload._kernel.ledger",
+        "oldest = next(iter(self.live_requests.values())).ticket if self.live_requests else ticket",
         "oldest = ticket",
         "what a live request may take back is remembered",
     ),

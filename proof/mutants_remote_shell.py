@@ -8,7 +8,7 @@ __all__ = ["REMOTE_SHELL_MUTANTS"]
 
 GATE, RATES, RATE = "aoffload._runtime.costs", "aoffload._transfer.rates", "aoffload._tiers.write_rate"
 WORK, FETCHING, RUNTIME, TABLES = (
-    f"aoffload.{name}" for name in ("remote_work", "fetching", "runtime", "config_tables")
+    f"aoffload.{name}" for name in ("_tiers.remote.loop", "_tiers.fetch.loop", "_runtime.runtime", "_config.sources")
 )
 GATE_TESTS, GATING, TESTS = (
     "tests/test_fetch_gate.py",
@@ -85,7 +85,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "what the request may not hit is fetched",
         FETCHING,
-        "        return min(self.holding.hit_limit * unit_tokens, self.prefix.num_tokens - 1)\n",
+        "        return min(self.request.hit_limit * unit_tokens, self.prefix.num_tokens - 1)\n",
         "        return self.prefix.num_tokens - 1\n",
         "a request that wants less fetches less",
         f"{TESTS}::test_a_request_that_wants_less_fetches_less",
@@ -125,7 +125,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "writes without a rate",
         WORK,
-        "        self._rate.spend_up_to(copies.hop(Tier.HOST, Tier.REMOTE).bytes_begun, now)\n",
+        "        self._rate.spend_up_to(copies.link(Tier.HOST, Tier.REMOTE).bytes_begun, now)\n",
         "",
         "no more than `max_write_rate` is written a second",
         f"{TESTS}::test_no_more_is_written_a_second_than_said",

@@ -69,7 +69,7 @@ _REQUEST = (
     Mutant(
         "abandoned request keeps its pins",
         BLOCK,
-        "            self._session.abandon(holding, self._scope)  # first: a warning may be an error\n",
+        "            self._session.abandon(record, self._scope)  # first: a warning may be an error\n",
         "",
         "nothing leaks: an abandoned request is released",
         scenarios=("abandoned",),
@@ -94,8 +94,8 @@ _REQUEST = (
     Mutant(
         "grant for a load not taken",
         LOADING,
-        "accept(holding.waiter)\n                self._start(holding)\n",
-        "accept(holding.waiter)\n",
+        "accept(record.waiter)\n                self._start(record)\n",
+        "accept(record.waiter)\n",
         "after queueing again the load is planned again",
     ),
     Mutant(
@@ -119,22 +119,22 @@ _WORKER = (
     Mutant(
         "stores before loads",
         COPIES,
-        "hops.sort(key=lambda hop: (hop.destination > hop.source, hop.destination, hop.source))",
-        "hops.sort(key=lambda hop: (hop.destination < hop.source, hop.destination, hop.source))",
+        "links.sort(key=lambda link: (link.destination > link.source, link.destination, link.source))",
+        "links.sort(key=lambda link: (link.destination < link.source, link.destination, link.source))",
         "loads go before stores",
         scenarios=("loads_first",),
     ),
     Mutant(
         "bytes in flight not bounded",
         COPIES,
-        "fits = hop.num_bytes + num_bytes <= most",
+        "fits = link.num_bytes + num_bytes <= most",
         "fits = True",
         "in-flight work is bounded in bytes",
     ),
     Mutant(
         "jobs in flight not bounded",
         COPIES,
-        " and num_jobs < hop.max_jobs",
+        " and num_jobs < link.max_jobs",
         "",
         "in-flight work is bounded in jobs",
     ),
@@ -148,8 +148,8 @@ _WORKER = (
     Mutant(
         "job above the bound never goes",
         COPIES,
-        "return fits or not hop.in_flight",
-        "return fits or (not hop.in_flight and num_bytes <= hop.max_bytes)",
+        "return fits or not link.in_flight",
+        "return fits or (not link.in_flight and num_bytes <= link.max_bytes)",
         "no hang: a job above the bound goes alone",
         scenarios=("two_groups",),
     ),
@@ -164,8 +164,8 @@ _WORKER = (
     Mutant(
         "store does not wait for its fence",
         COPIES,
-        "            hop.queue.append((plan, after))",
-        "            hop.queue.append((plan, None))",
+        "            link.queue.append((plan, after))",
+        "            link.queue.append((plan, None))",
         "a store's copy waits for the compute that wrote it",
         scenarios=("computed_later",),
     ),
@@ -179,7 +179,7 @@ _WORKER = (
     Mutant(
         "timer frees what is pinned",
         COPIES,
-        "Completion(job_id, hop.late_outcome, error=error)",
+        "Completion(job_id, link.late_outcome, error=error)",
         "Completion(job_id, Outcome.FAILED, error=error)",
         "a timer may quarantine, never free",
     ),
@@ -194,7 +194,7 @@ _WORKER = (
     Mutant(
         "stalled transport makes queues",
         COPIES,
-        "if not self.is_accepting or hop.overdue:",
+        "if not self.is_accepting or link.overdue:",
         "if not self.is_accepting:",
         "a stalled transport makes misses, not queues",
         scenarios=("stalled",),
@@ -202,7 +202,7 @@ _WORKER = (
     Mutant(
         "transport never recovers",
         COPIES,
-        "                hop.overdue.discard(completion.job_id)\n",
+        "                link.overdue.discard(completion.job_id)\n",
         "",
         "a transport that reports again is used again",
     ),
@@ -317,15 +317,15 @@ _WORKER = (
     Mutant(
         "queued jobs kept behind a stalled transport",
         COPIES,
-        "        if hop.late_outcome is Outcome.UNPROVEN:\n            self._discard_queued(hop)\n",
+        "        if link.late_outcome is Outcome.UNPROVEN:\n            self._discard_queued(link)\n",
         "",
         "a stalled transport makes misses, not queues",
     ),
     Mutant(
         "nobody told of settled jobs",
         COPIES,
-        "            hop.step_ended()\n        self._dispatch()\n        self.ended()\n",
-        "            hop.step_ended()\n        self._dispatch()\n",
+        "            link.step_ended()\n        self._dispatch()\n        self.ended()\n",
+        "            link.step_ended()\n        self._dispatch()\n",
         "no hang: a flush ends with the last job",
     ),
 )
@@ -396,7 +396,7 @@ _RUNTIME = (
     Mutant(
         "what a preempted step computed is published",
         COMMITS,
-        "        if holding.computing is Computing.LOST_BLOCKS:\n",
+        "        if request.computing is Computing.LOST_BLOCKS:\n",
         "        if False:\n",
         "KV that nobody wrote is never findable",
         scenarios=("resumed_by_another",),
@@ -404,15 +404,15 @@ _RUNTIME = (
     Mutant(
         "stores of a released request not launched",
         SESSION,
-        "        self.worker.submit(self.ledger.release(holding, reason), fence)\n",
-        "        self.ledger.release(holding, reason)\n",
+        "        self.worker.submit(self.ledger.release(record, reason), fence)\n",
+        "        self.ledger.release(record, reason)\n",
         "what was planned is launched or discarded",
     ),
     Mutant(
         "stores of a released request wait for nothing",
         SESSION,
-        "        self.worker.submit(self.ledger.release(holding, reason), fence)\n",
-        "        self.worker.submit(self.ledger.release(holding, reason), None)\n",
+        "        self.worker.submit(self.ledger.release(record, reason), fence)\n",
+        "        self.worker.submit(self.ledger.release(record, reason), None)\n",
         "a store's copy waits for the compute that wrote it, whenever it is offered",
         scenarios=("computed_later",),
     ),

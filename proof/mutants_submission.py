@@ -58,7 +58,7 @@ _STEPS = (
     Mutant(
         "freed block forgets its step",
         "aoffload._kernel.leases",
-        "            self.cache.last_uses.gave_up(holding, table.ids)\n",
+        "            self.cache.last_uses.gave_up(request, table.ids)\n",
         "            pass\n",
         _OWN_STEPS,
         test="tests/core/test_last_uses.py::test_no_step_is_missed",
@@ -66,7 +66,7 @@ _STEPS = (
     Mutant(
         "load into blocks of its own forward in vain",
         "aoffload._kernel.loads",
-        "        if holding.last_step:  # a forward in vain",
+        "        if request.last_step:  # a forward in vain",
         "        if False:  # a forward in vain",
         _OWN_STEPS,
         test="tests/core/test_last_uses.py::test_a_forward_in_vain_is_waited_for_by_the_load_of_its_own_request",
@@ -82,7 +82,7 @@ _STEPS = (
     Mutant(
         "block that left a window forgets its step",
         "aoffload._kernel.leases",
-        "        cache.last_uses.gave_up(holding, table.at(table.start, start))\n",
+        "        cache.last_uses.gave_up(request, table.at(table.start, start))\n",
         "",
         _OWN_STEPS,
         test="tests/core/test_last_uses.py::test_no_step_is_missed",
@@ -98,8 +98,8 @@ _STEPS = (
     Mutant(
         "request that was in no step taken for idle",
         USES,
-        "        number, of_block = holding.last_step or self.num_ended + 1, self._of_block\n",
-        "        number, of_block = holding.last_step, self._of_block\n",
+        "        number, of_block = request.last_step or self.num_ended + 1, self._of_block\n",
+        "        number, of_block = request.last_step, self._of_block\n",
         _OWN_STEPS,
         test="tests/core/test_last_uses.py::test_what_was_never_in_a_step_waits_for_the_next_one",
     ),

@@ -77,8 +77,8 @@ _OWNERSHIP = (
     Mutant(
         "adopted blocks leak",
         LOADS,
-        "            self.cache.give(Tier.DEVICE, holding.tables[band.number].null(start, stop))\n",
-        "            holding.tables[band.number].null(start, stop)\n",
+        "            self.cache.give(Tier.DEVICE, request.tables[band.number].null(start, stop))\n",
+        "            request.tables[band.number].null(start, stop)\n",
         "nothing leaks: blocks that others bring are given back",
     ),
 )
@@ -241,28 +241,28 @@ _SHARING = (
     Mutant(
         "host hit counts before it is loaded",
         "aoffload._kernel.waiting",
-        "        holding.computed(holding.published * self.cache.layout.unit_tokens)\n",
-        "        holding.computed(holding.hit_stop * self.cache.layout.unit_tokens)\n",
+        "        request.computed(request.published * self.cache.layout.unit_tokens)\n",
+        "        request.computed(request.hit_stop * self.cache.layout.unit_tokens)\n",
         "a failed load is a miss",
     ),
     Mutant(
         "failed load keeps the path",
         LOADS,
-        "            step_back(self.request_leases, holding, ready)\n",
+        "            step_back(self.request_leases, request, ready)\n",
         "",
         "what is recomputed is private",
     ),
     Mutant(
         "host lease kept after the load",
         LOADS,
-        "        self.request_leases.end_host_lease(holding)\n        if layout.windows:\n            slide_off",
+        "        self.request_leases.end_host_lease(request)\n        if layout.windows:\n            slide_off",
         "        if layout.windows:\n            slide_off",
         "host pins end when the load settles",
     ),
     Mutant(
         "room for a failed load not looked at",
         LOADS,
-        "        if any(missing) and sum(missing) > self.admission.room:\n",
+        "        if any(missing) and sum(missing) > self.admission.num_available:\n",
         "        if any(missing) and sum(missing) > self.admission.capacity:\n",
         "a load can always give up: it queues again without room",
     ),
@@ -277,7 +277,7 @@ _SHARING = (
     Mutant(
         "no pump after a load gave blocks back",
         "aoffload._kernel.ledger",
-        "max_tokens, wake, units_per_job)\n        self.admission.serve_line()\n",
+        "max_tokens, wake, units_per_job)\n        self.admission.serve_queue()\n",
         "max_tokens, wake, units_per_job)\n",
         "everything that changes room serves the line",
     ),
@@ -317,7 +317,7 @@ _STORES = (
     Mutant(
         "store waits for no host room",
         "aoffload._kernel.jobs",
-        "wanted, fit, allowed = stop - start, there.room // band.width",
+        "wanted, fit, allowed = stop - start, there.num_available // band.width",
         "wanted, fit, allowed = stop - start, there.capacity // band.width",
         "a store that finds no room is skipped",
     ),

@@ -90,8 +90,8 @@ RESULTS = (
     Mutant(
         "vLLM: what lands late is over at once",
         SCHEDULER,
-        "        has_all = found.holding is not None and found.holding.num_computed_tokens >= found.promised\n",
-        "        has_all = found.holding is not None\n",
+        "        has_all = found.record is not None and found.record.num_computed_tokens >= found.promised\n",
+        "        has_all = found.record is not None\n",
         "what has not landed is not told as landed",
         test=f"{LOST}test_a_load_that_brought_nothing_is_lost_whole",
     ),

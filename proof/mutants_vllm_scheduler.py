@@ -25,8 +25,8 @@ MATCHES = (
     Mutant(
         "vLLM: a try begins anew each time",
         REQUESTS,
-        "        if holding is not None and self.is_asking:\n",
-        "        if holding is not None and self.is_running:\n",
+        "        if request is not None and self.is_asking:\n",
+        "        if request is not None and self.is_running:\n",
         "no hang: a request waits for another's load only so long, however often vLLM asks",
         test=f"{ASKED}test_who_waits_for_anothers_load_does_not_wait_for_long",
     ),
@@ -56,9 +56,9 @@ MATCHES = (
     Mutant(
         "vLLM: the first answer for every try",
         REQUESTS,
-        "            ledger.match_again(holding, num_device_tokens=num_local, wake=self.ask_now)\n",
+        "            ledger.match_again(record, num_device_tokens=num_local, wake=self.ask_now)\n",
         "            ledger.match_again(\n"
-        "                holding, num_device_tokens=holding.match.num_device_tokens, wake=self.ask_now\n"
+        "                record, num_device_tokens=record.match.num_device_tokens, wake=self.ask_now\n"
         "            )\n",
         "each try is answered behind the hit that vLLM has then",
         test=f"{ASKED}test_each_try_is_answered_behind_vllms_own_hit",
@@ -114,7 +114,7 @@ MATCHES = (
     Mutant(
         "vLLM: a lost load promised again",
         SCHEDULER,
-        "        found.wait, found.max_hit_tokens = Wait.TOLD, found.holding.retry_max_hit_tokens\n",
+        "        found.wait, found.max_hit_tokens = Wait.TOLD, found.record.retry_max_hit_tokens\n",
         "        found.wait = Wait.TOLD\n",
         "no hang: the same load would be lost again",
         test=f"{ASKED}test_a_load_that_was_lost_is_not_promised_again",
@@ -149,7 +149,7 @@ ALLOCATIONS = (
     Mutant(
         "vLLM: a load planned with the step only",
         SCHEDULER,
-        "        plans = self.ledger.plan_load(found.holding, found.promised, wake, into=tables)\n"
+        "        plans = self.ledger.plan_load(found.record, found.promised, wake, into=tables)\n"
         "        if plans:\n            self._note(found, plans)\n            self._loads += plans\n"
         "            found.has_to_be_compared = found.use is not None\n",
         "        self._later.append((found, tables, wake))\n        plans = ()\n        if True:\n            pass\n",
@@ -159,7 +159,7 @@ ALLOCATIONS = (
                 SCHEDULER,
                 "        plans, self._loads = self._loads, []\n",
                 "        for one, into, wake in self._later:\n"
-                "            self._loads += self.ledger.plan_load(one.holding, one.promised, wake, into=into)\n"
+                "            self._loads += self.ledger.plan_load(one.request, one.promised, wake, into=into)\n"
                 "        self._later.clear()\n"
                 "        plans, self._loads = self._loads, []\n",
             ),
@@ -343,8 +343,8 @@ ENDS = (
     Mutant(
         "vLLM: offers blocks that a preempted request has lost",
         SCHEDULER,
-        "        if num_computed >= found.holding.num_computed_tokens:\n",
-        "        if num_computed <= found.holding.num_computed_tokens:\n",
+        "        if num_computed >= found.record.num_computed_tokens:\n",
+        "        if num_computed <= found.record.num_computed_tokens:\n",
         "what is over others' blocks is not stored",
         test=f"{STEPS}test_a_preempted_request_that_is_aborted_offers_nothing",
     ),

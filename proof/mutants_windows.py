@@ -41,7 +41,7 @@ _WINDOWS = (
     Mutant(
         "private window blocks leak",
         WINDOWS,
-        "        cache.give(Tier.DEVICE, table.private(holding.published, table.start, start))\n",
+        "        cache.give(Tier.DEVICE, table.private(request.published, table.start, start))\n",
         "",
         "nothing leaks: what has left a window is free",
         scenarios=("mixed_windows",),
@@ -73,7 +73,7 @@ _WINDOWS = (
     Mutant(
         "what the load would adopt is not pinned",
         PINS,
-        "                holding.reserve = self.cache.lease(Tier.DEVICE, last)\n",
+        "                request.reserve = self.cache.lease(Tier.DEVICE, last)\n",
         "                pass\n",
         "a hit that was matched stays until it is loaded",
         test="tests/core/test_bands.py::test_what_a_load_would_adopt_stays",
@@ -81,7 +81,7 @@ _WINDOWS = (
     Mutant(
         "own pins keep a request waiting",
         ADMISSION,
-        "        if holding.reserve is None or not holding.may_match_again:\n            return False\n",
+        "        if request.reserve is None or not request.may_match_again:\n            return False\n",
         "        return False\n",
         "no request waits for what it pins itself",
         test="tests/core/test_call_sequences.py::test_a_pin_yields_whatever_the_first_in_line_has_matched",
@@ -97,18 +97,18 @@ _WINDOWS = (
     Mutant(
         "holes not filled when nothing is loaded",
         LOADS,
-        "        if holding.load is None and has_holes(holding):\n",
-        "        if holding.load is None and not holding.tables:\n",
+        "        if request.load is None and has_holes(request):\n",
+        "        if request.load is None and not request.tables:\n",
         "whatever becomes of a load, what is computed has blocks",
         scenarios=("mixed_windows",),
     ),
     Mutant(
         "room of a reserve not granted again",
         ADMISSION,
-        "        if missing > self.room + gained:\n            return False\n"
-        "        self.request_leases.match_again(holding, islands=False)\n",
-        "        self.request_leases.match_again(holding, islands=False)\n"
-        "        if missing > self.room:\n            return False\n",
+        "        if missing > self.num_available + gained:\n            return False\n"
+        "        self.request_leases.match_again(request, islands=False)\n",
+        "        self.request_leases.match_again(request, islands=False)\n"
+        "        if missing > self.num_available:\n            return False\n",
         "refusing changes nothing: the match is as it was",
         test="tests/core/test_bands.py::test_a_refusal_keeps_what_the_load_would_adopt",
     ),
@@ -118,7 +118,7 @@ _PREEMPTION = (
     Mutant(
         "preempted request keeps its pins",
         PREEMPTION,
-        "            self.request_leases.follow(holding, None)\n",
+        "            self.request_leases.follow(request, None)\n",
         "            pass\n",
         "preemption gives up every device block",
         scenarios=("preemption_storm", "preempted_windows"),
@@ -126,7 +126,7 @@ _PREEMPTION = (
     Mutant(
         "preempted request keeps its tables",
         PREEMPTION,
-        "        self.request_leases.give_up_tables(holding)\n",
+        "        self.request_leases.give_up_tables(request)\n",
         "",
         "preemption gives up every device block",
         scenarios=("preemption_storm", "preempted_windows"),
@@ -134,7 +134,7 @@ _PREEMPTION = (
     Mutant(
         "preempted progress stored too late",
         PREEMPTION,
-        "        plans = self._store(holding)\n",
+        "        plans = self._store(request)\n",
         "        plans = ()\n",
         "the progress of a preempted request is kept in host memory",
         test="tests/core/test_preemption.py::test_progress_comes_back_from_the_host",
@@ -142,8 +142,8 @@ _PREEMPTION = (
     Mutant(
         "preempted although a step runs",
         PREEMPTION,
-        "        if holding.num_steps:\n            raise",
-        "        if holding.num_steps < 0:\n            raise",
+        "        if request.num_steps:\n            raise",
+        "        if request.num_steps < 0:\n            raise",
         "a step holds what it touches",
         test="tests/core/test_illegal_calls.py::test_what_the_table_does_not_allow_is_refused",
     ),
@@ -193,7 +193,7 @@ _TAKEN_BACK = (
     Mutant(
         "who waits to begin its load again is not told of a preemption",
         "aoffload._kernel.ledger",
-        "            wakes.append(holding.waiter.wake)\n",
+        "            wakes.append(request.waiter.wake)\n",
         "            pass\n",
         "nobody sleeps on what is over",
         scenarios=("preempted_by_another",),
@@ -201,8 +201,8 @@ _TAKEN_BACK = (
     Mutant(
         "woken in the middle of a preemption",
         "aoffload._kernel.ledger",
-        "            wakes += self._concluded(self._loads.abandon(holding), also=holding)\n",
-        "            self._settled(self._loads.abandon(holding), also=holding)\n",
+        "            wakes += self._concluded(self._loads.abandon(request), also=request)\n",
+        "            self._settled(self._loads.abandon(request), also=request)\n",
         "a block is given to somebody else once every job and step has let go",
         test="tests/core/test_preemption.py::test_a_wake_finds_the_preemption_done",
     ),
@@ -217,8 +217,8 @@ _TAKEN_BACK = (
     Mutant(
         "a reset clears who has read what was wrong",
         LEDGER,
-        " and holding.num_units and holding.epoch == self.cache.epoch:",
-        " and holding.num_units:",
+        " and request.num_units and request.epoch == self.cache.epoch:",
+        " and request.num_units:",
         "who has to be aborted stays so",
         test=f"{TAKEN_BACK}::test_a_reset_does_not_clear_who_has_read_what_was_wrong",
     ),

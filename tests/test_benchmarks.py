@@ -235,7 +235,7 @@ def test_a_cached_block_takes_at_least_its_tokens(kind: str) -> None:
 
 
 @pytest.mark.skipif(not memory.STATM.exists(), reason="the resident set is read from /proc")
-@pytest.mark.parametrize("kind", ["holdings", "requests asyncio", "requests trio"])
+@pytest.mark.parametrize("kind", ["records", "requests asyncio", "requests trio"])
 def test_idle_requests_are_in_flight_when_they_are_weighed(kind: str) -> None:
     """All of them hold blocks at that moment, and end without a trace."""
     found = memory.measure(kind, 20)

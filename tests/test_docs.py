@@ -72,13 +72,6 @@ def test_every_public_name_is_documented(module: ModuleType) -> None:
     assert begins & others == set()
 
 
-def test_the_changelog_lists_every_name_that_moved() -> None:
-    """Whoever is warned about an old place finds all of them at once."""
-    for name, module in aoffload._MOVED.items():
-        (bullet,) = re.findall(rf"^  - `{re.escape(module)}`: (.*?)(?=^ *- |\Z)", CHANGELOG.read_text(), re.M | re.S)
-        assert f"`{name}`" in bullet
-
-
 def test_every_name_for_tests_is_documented() -> None:
     """Each name of `aoffload.testing.__all__` stands in docs/api.md."""
     assert set(aoffload.testing.__all__) - names_in(code_spans(API)) == set()

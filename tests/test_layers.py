@@ -29,7 +29,7 @@ ROOMS = {
 FACES = ("ledger", "transport", "ranks", "cuda", "stores")
 """Where public names are imported from that are defined further down."""
 FLOORS = (
-    "build hops pools",
+    "build links pools",
     "answer blocks choice intervals lifecycle plan restored returns tokens tombstones",
     "arguments groups records results status table",
     "cells engine_ids eviction index owners paths watching",

@@ -184,8 +184,8 @@ def test_a_ledger_and_a_runtime_work_without_extras(installed: Environment) -> N
         "import sys; from aoffload import KVCacheGroup, Ledger, OffloadConfig\n"
         "from aoffload.ledger import Prefix, Root\n"
         "ledger = Ledger(OffloadConfig(groups=[KVCacheGroup('full')], num_host_blocks=8), 9)\n"
-        "holding = ledger.admit(Prefix.of(Root('toy'), range(40)))\n"
-        "ledger.release(holding); ledger.check_integrity(); assert 'torch' not in sys.modules"
+        "record = ledger.admit(Prefix.of(Root('toy'), range(40)))\n"
+        "ledger.release(record); ledger.check_integrity(); assert 'torch' not in sys.modules"
     )
 
 

@@ -132,10 +132,10 @@ class OffloadConfig:
     verify: bool = attrs.field(default=False, validator=_bool)
     """A checksum per block at store, compared at load; a mismatch is a miss."""
     max_jobs_in_flight: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(1, 1024)))
-    """Maximum jobs in flight, counted for each hop, so that a load never waits for stores. None: 4, or on one GPU as
+    """Maximum jobs in flight, counted for each link, so that a load never waits for stores. None: 4, or on one GPU as
     many of the largest jobs as fit in the byte bound, if that is more."""
     max_bytes_in_flight: int | str | None = None
-    """Maximum bytes in flight, counted for each hop. A larger job goes alone. None: 128 MiB, or on one GPU what its
+    """Maximum bytes in flight, counted for each link. A larger job goes alone. None: 128 MiB, or on one GPU what its
     link copies in 20 ms, if that is more."""
     max_job_bytes: int | str = "32MiB"
     """Larger transfers are split into several jobs."""
@@ -148,7 +148,7 @@ class OffloadConfig:
     """How many tokens of a prompt the engine computes a second: what arrives later than that is not fetched. None: as
     the steps show."""
     transfer_timeout_s: float = attrs.field(default=120.0, validator=_seconds)
-    """After this time, the destination of a launched job without a completion is quarantined, and its hop launches
+    """After this time, the destination of a launched job without a completion is quarantined, and its link launches
     nothing more until it reports."""
     store_timeout_s: float | None = attrs.field(default=None, validator=_SECONDS_OR_NONE)
     """The same for stores; None: `transfer_timeout_s`, but at most 10. A store that hangs keeps its source blocks for
@@ -251,6 +251,6 @@ class OffloadConfig:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Maximum bytes in flight of a hop. `hop_of` raises it for a fast link if `max_bytes_in_flight` is None."""
+        """Maximum bytes in flight of a link. `link_of` raises it for a fast link if `max_bytes_in_flight` is None."""
         given = self.max_bytes_in_flight
         return BYTES_IN_FLIGHT if given is None else parse_bytes("max_bytes_in_flight", given)

@@ -18,7 +18,7 @@ from .._kernel.cache import PrefixCache
 from .._kernel.events import Moves
 from .._kernel.layout import Layout
 from .._kernel.records import Run
-from .._kernel.requests import Holding
+from .._kernel.requests import LedgerRequest
 from .._kernel.status import HintEnd
 from .._kernel.tokens import TokenSequence
 from .counts import CountedRun
@@ -195,15 +195,15 @@ class AlsoLearns:
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
         return self
 
-    def seen(self, holding: Holding, first: int, stop: int) -> None:
-        self.policy.seen(holding, first, stop)
-        path = self.learning.seen(holding, first, stop)
-        self.hints.asked(holding.sequence, stop, path)
+    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
+        self.policy.seen(request, first, stop)
+        path = self.learning.seen(request, first, stop)
+        self.hints.asked(request.sequence, stop, path)
         if path:
             self.rulings.look()
 
-    def wanted_stop(self, holding: Holding) -> int:
-        return self.policy.wanted_stop(holding)
+    def wanted_stop(self, request: LedgerRequest) -> int:
+        return self.policy.wanted_stop(request)
 
 
 def _expiry(hint: _Hint) -> float:

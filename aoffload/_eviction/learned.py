@@ -48,7 +48,7 @@ from .._kernel.eviction import EvictionOrder, LeastRecentlyUsed
 from .._kernel.layout import Layout
 from .._kernel.prefix import TOKEN_BYTES
 from .._kernel.records import Part, Run
-from .._kernel.requests import Holding
+from .._kernel.requests import LedgerRequest
 from .._kernel.states import Tier
 from .._kernel.status import EvictionRule, EvictionStatistics, TierEviction
 from .._kernel.tokens import TokenSequence
@@ -386,32 +386,32 @@ class LearnedOrder:
     def asked(self, part: Part, num_uses: int) -> None:
         """The units of `part` were asked for, for the `num_uses`-th time. A class never falls: what is behind the part
         may be in it, too."""
-        more = class_of(num_uses) - part.ring % NUM_CLASSES
+        more = class_of(num_uses) - part.rank % NUM_CLASSES
         if more > 0:
-            self._move(part, part.ring + more)
+            self._move(part, part.rank + more)
 
     def hinted(self, part: Part, change: int) -> None:
         """One hint more spares `part`, or one less."""
-        self._move(part, max(part.ring % NUM_CLASSES, part.ring + change * NUM_CLASSES))
+        self._move(part, max(part.rank % NUM_CLASSES, part.rank + change * NUM_CLASSES))
 
     def _move(self, part: Part, ring: int) -> None:
         is_linked = bool(part.blocks) and not part.num_references
         if is_linked:
             self._ring(part).remove(part)
-        part.ring = ring
+        part.rank = ring
         if is_linked:
             self._ring(part).add_among(part)
 
     def _ring(self, part: Part) -> LeastRecentlyUsed:
         """By its class. Those that hints spare are apart."""
-        ring = part.ring
+        ring = part.rank
         return self._plain[ring] if ring < NUM_CLASSES else self._spared[ring % NUM_CLASSES]
 
     def add(self, part: Part) -> None:
         """Uses are numbered by the clock, as ages are; each has a number of its own."""
         clock = self._times.clock
         self._last_use = last_use = clock if clock > self._last_use else self._last_use + 1
-        ring = part.ring
+        ring = part.rank
         (self._plain[ring] if ring < NUM_CLASSES else self._ring(part)).add_used(part, last_use)
 
     def add_newer(self, part: Part, than: Part) -> None:
@@ -425,7 +425,7 @@ class LearnedOrder:
         self._ring(part).add_back(part)
 
     def remove(self, part: Part) -> None:
-        ring = part.ring
+        ring = part.rank
         (self._plain[ring] if ring < NUM_CLASSES else self._ring(part)).remove(part)
 
     def oldest(self) -> Part | None:
@@ -452,7 +452,7 @@ class LearnedOrder:
         return found
 
     def _worth(self, part: Part) -> float:
-        of_class, times = part.ring % NUM_CLASSES, self._times
+        of_class, times = part.rank % NUM_CLASSES, self._times
         last_use, clock, worth = self._known[of_class]
         if last_use != part.last_use or clock != times.clock:
             worth = times.worth(of_class, times.clock - part.last_use)
@@ -463,7 +463,7 @@ class LearnedOrder:
         for rings in (self._plain, self._spared):
             parts = [ring.first for ring in rings]
             while (part := self._first_of(parts)) is not None:
-                parts[part.ring % NUM_CLASSES] = part.newer
+                parts[part.rank % NUM_CLASSES] = part.newer
                 yield part
 
 
@@ -494,12 +494,12 @@ class Learning:
 
     # -- what requests ask for ------------------------------------------------------------------------------------
 
-    def seen(self, holding: Holding, first: int, stop: int) -> Sequence[CountedRun]:
-        """`holding` asks for units `[first, stop)`. Returns the runs of the history."""
+    def seen(self, request: LedgerRequest, first: int, stop: int) -> Sequence[CountedRun]:
+        """`request` asks for units `[first, stop)`. Returns the runs of the history."""
         if first >= stop:
             return ()
         times, by_class = self._times, [0] * NUM_CLASSES
-        now, path = times.clock, self._counts.path(holding.sequence, first, stop)
+        now, path = times.clock, self._counts.path(request.sequence, first, stop)
         for counted in path:
             num_uses, num_units = counted.num_uses, counted.stop - counted.start
             if num_uses:
@@ -515,7 +515,7 @@ class Learning:
         times.asked(by_class)
         self._counts.trim()
         if not first and path[0].num_uses > 1:
-            holding.asked_for(_uses(path))
+            request.asked_for(_uses(path))
         return path
 
     def was_split(self, counted: CountedRun, head: CountedRun) -> None:
@@ -555,9 +555,9 @@ class Learning:
 
     # -- what the cache holds of it -------------------------------------------------------------------------------
 
-    def mark(self, cache: PrefixCache, holding: Holding, run: Run, start: int) -> None:
+    def mark(self, cache: PrefixCache, request: LedgerRequest, run: Run, start: int) -> None:
         """Tell the orders how often the units from `start` on were asked for, on the path of `run`."""
-        uses = holding.uses
+        uses = request.uses
         if not uses:
             return
         at, orders = len(uses), [(tier, cache.tiers[tier].order) for tier in self.tiers]

@@ -11,7 +11,7 @@ from .._host_cache.matches import Arrivals
 from .._kernel.events import Moves
 from .._kernel.jobs import JobBook
 from .._kernel.records import Job, Lease
-from .._kernel.requests import Fetch, Holding, Step, Waiter
+from .._kernel.requests import Fetch, LedgerRequest, Step, Waiter
 from .._kernel.states import RequestState as State
 from .._kernel.states import Tier
 from .._kernel.status import Declined, Fetching, Holder, RequestStatus, WaitsFor
@@ -30,7 +30,7 @@ NUM_BIGGEST = 3
 class Situation:
     """The present state of a ledger, in answers to questions."""
 
-    holdings: Mapping[str, Holding]
+    live_requests: Mapping[str, LedgerRequest]
     steps: Mapping[int, Step]
     pins: Pins
     jobs: JobBook
@@ -38,7 +38,7 @@ class Situation:
     admission: Admission
     arrivals: Arrivals | None
     moves: Moves
-    asking: dict[Holding, float] = attrs.field(factory=dict)
+    asking: dict[LedgerRequest, float] = attrs.field(factory=dict)
     """Requests for which whoever has the remote store asks it, and since when."""
     declined: dict[str, Declined] = attrs.field(factory=dict)
     """By request id: what whoever chooses between loading and computing has decided against."""
@@ -51,26 +51,26 @@ class Situation:
         return sorted(found, key=lambda holder: (-holder.num_blocks, -(holder.age_s or 0.0)))
 
     def _all(self) -> Iterator[Holder]:
-        yield from map(self._request, self.holdings.values())
+        yield from map(self._request, self.live_requests.values())
         yield from map(self.step, self.steps.values())
         for pin in self.pins.pins:
             yield Holder("pin", str(pin.pin_id), pin.state.value, self._age(pin.since_s), len(_pinned(pin.leases)))
         for job in (*self.jobs.unsettled.values(), *self.jobs.quarantined.values()):
             yield self._job(job)
         for transfer in self.transfers.under_way.values():
-            holding = transfer.holding
+            request = transfer.request
             kind = type(transfer).__name__.lower()
-            yield Holder(kind, holding.request_id, transfer.state.value, None, num_held(holding))
+            yield Holder(kind, request.request_id, transfer.state.value, None, num_held(request))
 
-    def _request(self, holding: Holding) -> Holder:
-        age_s = self._age(holding.since_s)
-        return Holder("request", holding.request_id, holding.state.value, age_s, num_held(holding))
+    def _request(self, request: LedgerRequest) -> Holder:
+        age_s = self._age(request.since_s)
+        return Holder("request", request.request_id, request.state.value, age_s, num_held(request))
 
     def step(self, step: Step) -> Holder:
-        holdings = tuple(dict.fromkeys(step.holdings))
-        over = tuple(holding.request_id for holding in holdings if holding.is_over)
-        names = tuple(holding.request_id for holding in holdings)
-        num_blocks = sum(map(num_held, holdings))
+        live_requests = tuple(dict.fromkeys(step.requests))
+        over = tuple(request.request_id for request in live_requests if request.is_over)
+        names = tuple(request.request_id for request in live_requests)
+        num_blocks = sum(map(num_held, live_requests))
         return Holder("step", str(step.step_id), "open", self._age(step.begun_s), num_blocks, names, over)
 
     def _job(self, job: Job) -> Holder:
@@ -91,14 +91,14 @@ class Situation:
         """The live requests, the one that is in its state for the longest first."""
         biggest = self.biggest()
         places = {waiter: place for place, waiter in enumerate(self._line(), 1)}
-        steps: dict[Holding, list[Step]] = {}
+        steps: dict[LedgerRequest, list[Step]] = {}
         for step in self.steps.values():
-            for holding in dict.fromkeys(step.holdings):
-                steps.setdefault(holding, []).append(step)
-        found = sorted(self.holdings.values(), key=lambda holding: holding.since_s)
-        fetches = {fetch.request: fetch for fetch in self._fetches()}
+            for request in dict.fromkeys(step.requests):
+                steps.setdefault(request, []).append(step)
+        found = sorted(self.live_requests.values(), key=lambda request: request.since_s)
+        fetches = {fetch.for_request: fetch for fetch in self._fetches()}
         return [
-            self._status(holding, places, biggest, steps.get(holding, []), fetches.get(holding)) for holding in found
+            self._status(request, places, biggest, steps.get(request, []), fetches.get(request)) for request in found
         ]
 
     # -- fetches --------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Situation:
     def _fetches(self) -> Iterator[Fetch]:
         """Those that a request waits for."""
         for transfer in self.transfers.under_way.values():
-            if isinstance(transfer, Fetch) and transfer.request is not None:
+            if isinstance(transfer, Fetch) and transfer.for_request is not None:
                 yield transfer
 
     def fetching(self) -> dict[Tier, int]:
@@ -134,37 +134,37 @@ class Situation:
 
     @staticmethod
     def _jobs_of(fetch: Fetch) -> list[Job]:
-        load = fetch.holding.load
+        load = fetch.request.load
         return [] if load is None else sorted(load.jobs, key=lambda job: job.job_id)
 
     def _line(self) -> Iterator[Waiter]:
-        yield from self.admission.line.extending
-        yield from self.admission.line.allocating
+        yield from self.admission.queue.extending
+        yield from self.admission.queue.allocating
 
     def _status(
         self,
-        holding: Holding,
+        request: LedgerRequest,
         places: Mapping[Waiter, int],
         biggest: list[Holder],
         steps: list[Step],
         fetch: Fetch | None = None,
     ) -> RequestStatus:
-        waiter = holding.waiter
+        waiter = request.waiter
         place = None if waiter is None else places.get(waiter)
         if fetch is not None and place is None:
-            return self._fetching_status(holding, fetch)
-        waits_for, held_by = self._reason(holding, steps)
-        asked_s = self.asking.get(holding)
+            return self._fetching_status(request, fetch)
+        waits_for, held_by = self._reason(request, steps)
+        asked_s = self.asking.get(request)
         status = RequestStatus(
-            holding.request_id,
-            holding.state,
-            self._age(holding.since_s),
-            num_held(holding),
+            request.request_id,
+            request.state,
+            self._age(request.since_s),
+            num_held(request),
             waits_for,
             waited_s=None if asked_s is None else self._age(asked_s),
             held_by=held_by,
-            declined=self.declined.get(holding.request_id),
-            cancelled=holding.reason,
+            declined=self.declined.get(request.request_id),
+            cancelled=request.reason,
         )
         if waiter is None or place is None:
             return status
@@ -173,37 +173,37 @@ class Situation:
             waits_for=WaitsFor.ROOM,
             place=place,
             waited_s=None if waiter.joined_s is None else self._age(waiter.joined_s),
-            num_missing=self.admission.num_missing(holding, waiter.num_units),
-            held_by=tuple(islice(_others(biggest, holding.request_id), NUM_BIGGEST)),
+            num_missing=self.admission.num_missing(request, waiter.num_units),
+            held_by=tuple(islice(_others(biggest, request.request_id), NUM_BIGGEST)),
         )
 
-    def _fetching_status(self, holding: Holding, fetch: Fetch) -> RequestStatus:
+    def _fetching_status(self, request: LedgerRequest, fetch: Fetch) -> RequestStatus:
         return RequestStatus(
-            holding.request_id,
-            holding.state,
-            self._age(holding.since_s),
-            num_held(holding),
+            request.request_id,
+            request.state,
+            self._age(request.since_s),
+            num_held(request),
             WaitsFor.FETCH,
             held_by=tuple(map(self._job_of_fetch, self._jobs_of(fetch))),
             fetching=self._brought(fetch),
-            cancelled=holding.reason,
+            cancelled=request.reason,
         )
 
-    def _reason(self, holding: Holding, steps: list[Step]) -> tuple[WaitsFor, tuple[Holder, ...]]:
-        if holding.state is State.LOADING and holding.load is not None:
-            jobs = sorted(holding.load.jobs, key=lambda job: job.job_id)
+    def _reason(self, request: LedgerRequest, steps: list[Step]) -> tuple[WaitsFor, tuple[Holder, ...]]:
+        if request.state is State.LOADING and request.load is not None:
+            jobs = sorted(request.load.jobs, key=lambda job: job.job_id)
             return WaitsFor.COPIES, tuple(map(self._job, jobs))
-        bringer = None if self.arrivals is None else self.arrivals.waits_for(holding)
-        if bringer is not None and holding.state is State.MATCHED:
+        bringer = None if self.arrivals is None else self.arrivals.waits_for(request)
+        if bringer is not None and request.state is State.MATCHED:
             return WaitsFor.REQUEST, (self._request(bringer),)
         if steps:
             return WaitsFor.STEP, tuple(map(self.step, steps))
-        return WaitsFor.ANSWER if holding in self.asking else WaitsFor.PROGRAM, ()
+        return WaitsFor.ANSWER if request in self.asking else WaitsFor.PROGRAM, ()
 
     def wait_for_room(self, waiter: Waiter, biggest: list[Holder]) -> RequestStatus:
         """What one waiter waits for. `biggest` is known to the caller, who may ask for many waiters at once."""
         places = {other: place for place, other in enumerate(self._line(), 1) if other is waiter}
-        return self._status(waiter.holding, places, biggest, [])
+        return self._status(waiter.request, places, biggest, [])
 
     def _age(self, since_s: float) -> float | None:
         clock = self.moves.clock
@@ -214,9 +214,9 @@ class Situation:
     def oldest_by_state(self) -> dict[str, float]:
         """Seconds that a live request has been in its state, the longest of each state."""
         first: dict[str, float] = {}
-        for holding in self.holdings.values():
-            state = holding.state.value
-            first[state] = min(first.get(state, holding.since_s), holding.since_s)
+        for request in self.live_requests.values():
+            state = request.state.value
+            first[state] = min(first.get(state, request.since_s), request.since_s)
         return {state: self._longest([since_s]) for state, since_s in first.items()}
 
     def oldest_wait_s(self) -> float:
@@ -237,15 +237,15 @@ def _others(holders: Iterable[Holder], request_id: str) -> Iterator[Holder]:
             yield holder
 
 
-def num_held(holding: Holding) -> int:
+def num_held(request: LedgerRequest) -> int:
     """Device blocks that a request holds: those of its tables, those that its leases pin (also where its table has
     copies of its own), and a grant that its task has not accepted yet."""
     found = set[int]()
-    for table in holding.tables:
+    for table in request.tables:
         found.update(table.ids)
     found.discard(0)
-    granted = holding.waiter.granted if holding.waiter is not None else None
-    return len(found.union(_pinned(holding.all_leases()), granted or ()))
+    granted = request.waiter.granted if request.waiter is not None else None
+    return len(found.union(_pinned(request.all_leases()), granted or ()))
 
 
 def _num_job(job: Job, *, is_in_doubt: bool) -> int:

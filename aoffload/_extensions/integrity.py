@@ -11,10 +11,10 @@ from .._kernel.index import covered, covered_stop
 from .._kernel.jobs import JobBook
 from .._kernel.pools import TierBlocks
 from .._kernel.records import BlockTable, Job, Lease, Run
-from .._kernel.requests import Holding, Pin
+from .._kernel.requests import LedgerRequest, Pin
 from .._kernel.states import NoEpoch, Tier
 from .._kernel.tokens import TokenSequence
-from .._kernel.waiting import Line
+from .._kernel.waiting import WaitQueue
 from .._tiers.remote.rules import cells_before, places_in_cells
 from ..errors import IntegrityError
 
@@ -22,10 +22,10 @@ __all__ = ["check_integrity"]
 
 
 def check_integrity(
-    cache: PrefixCache, jobs: JobBook, line: Line, holdings: Iterable[Holding], pins: Sequence[Pin] = ()
+    cache: PrefixCache, jobs: JobBook, line: WaitQueue, requests: Iterable[LedgerRequest], pins: Sequence[Pin] = ()
 ) -> None:
     """Raise `IntegrityError` naming the first law that does not hold. Looks at every block."""
-    held = tuple(holdings)
+    held = tuple(requests)
     leases = list(_leases((*held, *pins), jobs))
     runs = _runs(cache, leases)
     num_after = Counter(run.before for run in runs if run.before is not None and run.epoch == run.before.epoch)
@@ -39,8 +39,8 @@ def check_integrity(
             _check_references(tier.tier, component, runs, of_tier)
         _check_order(cache, tier.tier, runs)
         _check_blocks(cache, tier.tier, runs, jobs, held)
-    for holding in held:
-        _check_tables(holding)
+    for request in held:
+        _check_tables(request)
     _check_line(line)
 
 
@@ -49,7 +49,7 @@ def _demand(law: bool, message: str, *about: object) -> None:
         raise IntegrityError(f"{message}: {', '.join(map(repr, about))}")
 
 
-def _leases(owners: tuple[Holding | Pin, ...], jobs: JobBook) -> Iterator[Lease]:
+def _leases(owners: tuple[LedgerRequest | Pin, ...], jobs: JobBook) -> Iterator[Lease]:
     for owner in owners:
         yield from owner.all_leases()
     for job in jobs.unsettled.values():
@@ -107,7 +107,9 @@ def _check_order(cache: PrefixCache, tier: Tier, runs: set[Run]) -> None:
     _demand(blocks.num_cached == total, f"{tier.name} evictable blocks are miscounted", blocks.num_cached, total)
 
 
-def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook, holdings: tuple[Holding, ...]) -> None:
+def _check_blocks(
+    cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook, requests: tuple[LedgerRequest, ...]
+) -> None:
     hands: list[int] = list(cache.tiers[tier].pool.free_ids())
     for run in runs:
         for part in run.parts_in(tier):
@@ -126,10 +128,10 @@ def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook,
         _check_outside(cache.tiers[tier], hands, jobs)
         return
     if tier is Tier.DEVICE:
-        for holding in holdings:
-            hands += holding.private_blocks()
-            if holding.waiter is not None and holding.waiter.granted is not None:
-                hands += holding.waiter.granted
+        for request in requests:
+            hands += request.private_blocks()
+            if request.waiter is not None and request.waiter.granted is not None:
+                hands += request.waiter.granted
     held = set(hands)
     if len(held) != len(hands):
         raise IntegrityError(f"{tier.name} blocks in two hands: {[i for i, n in Counter(hands).items() if n > 1][:8]}")
@@ -142,7 +144,7 @@ def _check_cell(cache: PrefixCache, job: Job) -> None:
     """A job from or to a remote store copies units of one cell, which has the digest of their tokens."""
     plan, cell, width = job.plan, job.plan.cell, cache.layout.bands[job.band].width
     if cell is None:
-        _demand(Tier.REMOTE not in plan.hop, "a copy from or to a remote store without a cell", job)
+        _demand(Tier.REMOTE not in plan.link, "a copy from or to a remote store without a cell", job)
         return
     num_units = cell.stop - cell.start
     if job.run.stop < cell.stop:  # too few free host blocks for the whole cell, so the index lacks its tokens
@@ -165,52 +167,52 @@ def _check_outside(tier: TierBlocks, written: list[int], jobs: JobBook) -> None:
     _demand(tier.pool.num_blocks == number, "an engine's blocks are held by no job", tier.pool.num_blocks, number)
 
 
-def _check_tables(holding: Holding) -> None:
-    _demand(holding.fetched is None or holding.may_match_again, "what was fetched is kept under block tables", holding)
-    if holding.epoch is NoEpoch.INVALIDATED:
+def _check_tables(request: LedgerRequest) -> None:
+    _demand(request.fetched is None or request.may_match_again, "what was fetched is kept under block tables", request)
+    if request.epoch is NoEpoch.INVALIDATED:
         return  # its tables may name withdrawn blocks, which a running forward only reads
-    if holding.epoch is NoEpoch.ORPHANED:
-        for number, table in enumerate(holding.tables):
-            _check_kept(holding, number, table)
+    if request.epoch is NoEpoch.ORPHANED:
+        for number, table in enumerate(request.tables):
+            _check_kept(request, number, table)
         return
-    for number, table in enumerate(holding.tables):
-        _demand(len(table.ids) == holding.num_units * table.width, "a table of the wrong length", holding, number)
-        _demand(not any(table.at(0, table.start)), "what has left a window is in the table", holding, number)
-        if number and holding.load is None and table.start <= holding.published:
-            lease = holding.leases.get(Tier.DEVICE)
+    for number, table in enumerate(request.tables):
+        _demand(len(table.ids) == request.num_units * table.width, "a table of the wrong length", request, number)
+        _demand(not any(table.at(0, table.start)), "what has left a window is in the table", request, number)
+        if number and request.load is None and table.start <= request.published:
+            lease = request.leases.get(Tier.DEVICE)
             is_let_go = lease is None or lease.starts[number - 1] >= table.start
-            _demand(is_let_go, "what has left a window is pinned", holding, number)
-        _check_table(holding, number, table)
+            _demand(is_let_go, "what has left a window is pinned", request, number)
+        _check_table(request, number, table)
 
 
-def _check_kept(holding: Holding, band: int, table: BlockTable) -> None:
+def _check_kept(request: LedgerRequest, band: int, table: BlockTable) -> None:
     """Blocks that a device reset has made unfindable stay with the requests that read them."""
     private = {unit for units in table.duplicates for unit in units}
     kept = {0}  # null: units that a load has not brought
-    run = holding.device_run
+    run = request.device_run
     for current in run.path() if run is not None else ():
         part = current.part(Tier.DEVICE, band)
         kept.update(part.blocks)
         kept.update(part.tombstone_ids())
-    for unit in range(table.start, min(holding.published, holding.num_units)):
+    for unit in range(table.start, min(request.published, request.num_units)):
         is_kept = unit in private or kept.issuperset(table.at(unit, unit + 1))
-        _demand(is_kept, "a table names blocks in no hand of its own", holding, unit)
+        _demand(is_kept, "a table names blocks in no hand of its own", request, unit)
 
 
-def _check_table(holding: Holding, band: int, table: BlockTable) -> None:
+def _check_table(request: LedgerRequest, band: int, table: BlockTable) -> None:
     private = {unit for units in table.duplicates for unit in units}
-    run = holding.device_run
+    run = request.device_run
     for current in run.path() if run is not None and table.width else ():
         part = current.part(Tier.DEVICE, band)
-        for unit in range(max(current.start, table.start), min(current.stop, holding.published)):
+        for unit in range(max(current.start, table.start), min(current.stop, request.published)):
             if not part.first <= unit < part.stop:
                 continue  # found corrupt and forgotten
             same = table.at(unit, unit + 1) == part.ids(unit, unit + 1)
-            _demand(same != (unit in private), "a table does not name its leased blocks", holding, unit)
+            _demand(same != (unit in private), "a table does not name its leased blocks", request, unit)
 
 
-def _check_line(line: Line) -> None:
+def _check_line(line: WaitQueue) -> None:
     for waiter in line.allocating[1:]:
-        _demand(not waiter.holding.match_leases, "somebody behind the head keeps pins", waiter)
+        _demand(not waiter.request.match_leases, "somebody behind the head keeps pins", waiter)
     for waiter in (*line.extending, *line.allocating):
-        _demand(waiter.holding.waiter is waiter and not waiter.is_over, "a waiter out of place", waiter)
+        _demand(waiter.request.waiter is waiter and not waiter.is_over, "a waiter out of place", waiter)

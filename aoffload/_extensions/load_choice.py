@@ -5,7 +5,7 @@
     computing costs    H                       this request waits for its first token
                        + 2 busy(Q) H           those behind it wait for what it computes
 
-A is when the hit has arrived: L the time that its copy takes, W what is queued before it, and the hop's latency. H is
+A is when the hit has arrived: L the time that its copy takes, W what is queued before it, and the link's latency. H is
 the time that computing the hit takes, Q what is queued before that. busy(t) = t / (t + 0.2 s): where nothing is queued
 nobody waits behind.
 """
@@ -25,7 +25,7 @@ IDLE_S = 0.2
 NUM_BEHIND = 2.0
 """Requests that what one takes of an endless queue's time is expected to delay."""
 TRIAL = 0.01
-"""Of the time since a hop was measured last, what a load may take that only measures it again."""
+"""Of the time since a link was measured last, what a load may take that only measures it again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Loadable:
 
 @dataclass(slots=True, eq=False)
 class LoadOffer:
-    """What could be loaded for one request, how the hop is doing that would bring it, and how the engine is doing that
+    """What could be loaded for one request, how the link is doing that would bring it, and how the engine is doing that
     would compute it instead."""
 
     num_units: int
@@ -54,13 +54,13 @@ class LoadOffer:
     queued_tokens: int = 0
     """To be computed before this request."""
     bytes_per_s: float | None = None
-    """Of the hop when it was measured last, and no more than what is in flight shows; None: not known."""
+    """Of the link when it was measured last, and no more than what is in flight shows; None: not known."""
     queued_bytes: int = 0
     """To be copied before these."""
     latency_s: float = 0.0
     """Of a copy, besides what its bytes take."""
     age_s: float = 0.0
-    """Since the hop was measured last."""
+    """Since the link was measured last."""
     left_s: float | None = None
     """Until the request's deadline; None: it has none."""
 

@@ -15,7 +15,7 @@ from .._kernel.events import Moves
 from .._kernel.index import Stretch, jobs_into, stretches
 from .._kernel.layout import Band
 from .._kernel.records import BlockTable, Job, Load, Part
-from .._kernel.requests import Holding, LoadOverlap
+from .._kernel.requests import LedgerRequest, LoadOverlap
 from .._kernel.states import OverlapState, Tier
 from .._kernel.states import RequestState as State
 from ..errors import CommitError, WrongState
@@ -32,72 +32,72 @@ __all__ = [
 ]
 
 
-def can_start(cache: PrefixCache, holding: Holding) -> bool:
+def can_start(cache: PrefixCache, request: LedgerRequest) -> bool:
     """Whether a step may overlap the load: all that the step would read is on the device or in a job of the load, and
     the units behind have blocks. False after a reset: then jobs publish nothing."""
-    load, overlap = holding.load, holding.overlap
+    load, overlap = request.load, request.overlap
     if load is None or not load.jobs:
         return False  # DRAINING: what its steps have computed cannot be committed
-    if holding.num_steps:
+    if request.num_steps:
         return True  # a step holds its blocks already
-    if holding.epoch != cache.epoch:
+    if request.epoch != cache.epoch:
         return False
     if overlap is not None and overlap.state is OverlapState.INVALID:
         return False  # of an earlier load, and the engine was not told yet
-    if any(table.num_null(load.stop, holding.num_units) for table in holding.tables):
+    if any(table.num_null(load.stop, request.num_units) for table in request.tables):
         return False
     return all(
-        0 not in _once_landed(cache, holding, load, band)[band.first_unit(load.stop) * band.width :]
+        0 not in _once_landed(cache, request, load, band)[band.first_unit(load.stop) * band.width :]
         for band in cache.layout.bands
     )
 
 
-def begin_step(cache: PrefixCache, moves: Moves, holding: Holding) -> None:
+def begin_step(cache: PrefixCache, moves: Moves, request: LedgerRequest) -> None:
     """Record what the first step that overlaps a load assumes; later steps build on what it computes."""
-    if holding.overlap is not None and holding.overlap.state is OverlapState.ACKNOWLEDGED:
-        holding.overlap = None
-    if holding.overlap is None and holding.load is not None:
-        tables = tuple(_once_landed(cache, holding, holding.load, band) for band in cache.layout.bands)
-        stop = holding.load.stop
-        holding.overlap = LoadOverlap(holding, stop, stop * cache.layout.unit_tokens, tables)
-        moves.overlap(holding.overlap, OverlapState.SPECULATIVE)
+    if request.overlap is not None and request.overlap.state is OverlapState.ACKNOWLEDGED:
+        request.overlap = None
+    if request.overlap is None and request.load is not None:
+        tables = tuple(_once_landed(cache, request, request.load, band) for band in cache.layout.bands)
+        stop = request.load.stop
+        request.overlap = LoadOverlap(request, stop, stop * cache.layout.unit_tokens, tables)
+        moves.overlap(request.overlap, OverlapState.SPECULATIVE)
 
 
-def expected_ids(holding: Holding) -> list[array[int]]:
+def expected_ids(request: LedgerRequest) -> list[array[int]]:
     """The block tables, one per band, that an overlapping step assumes: those once the load has landed."""
-    overlap = holding.overlap
-    if holding.load is None or not holding.load.jobs:
-        return [table.ids for table in holding.tables]
+    overlap = request.overlap
+    if request.load is None or not request.load.jobs:
+        return [table.ids for table in request.tables]
     # Without a step under way, it may be of a load before.
-    if overlap is None or (overlap.state is not OverlapState.SPECULATIVE and not holding.num_steps):
-        raise WrongState(f"block_ids: no step of {holding} has begun: a load may end otherwise until one has")
+    if overlap is None or (overlap.state is not OverlapState.SPECULATIVE and not request.num_steps):
+        raise WrongState(f"block_ids: no step of {request} has begun: a load may end otherwise until one has")
     return [
-        ids + table.ids[table.width * overlap.stop :] for ids, table in zip(overlap.tables, holding.tables, strict=True)
+        ids + table.ids[table.width * overlap.stop :] for ids, table in zip(overlap.tables, request.tables, strict=True)
     ]
 
 
-def compare(moves: Moves, holding: Holding, bands: Sequence[Band]) -> None:
+def compare(moves: Moves, request: LedgerRequest, bands: Sequence[Band]) -> None:
     """The load is over, units not brought are null: CONFIRMED if the tables are as the step assumed, else INVALID.
     Another copy of the same tokens differs: the assumed block, which the step may still read, is free by then."""
-    overlap = holding.overlap
+    overlap = request.overlap
     if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
         return
-    if all(_is_as_taken(overlap, holding.tables[band.number], band) for band in bands):
+    if all(_is_as_taken(overlap, request.tables[band.number], band) for band in bands):
         moves.overlap(overlap, OverlapState.CONFIRMED)
-        holding.overlap = None
+        request.overlap = None
     else:
         moves.overlap(overlap, OverlapState.INVALID)
 
 
-def compare_job(moves: Moves, holding: Holding, job: Job, band: Band) -> None:
+def compare_job(moves: Moves, request: LedgerRequest, job: Job, band: Band) -> None:
     """A job of the load is over: INVALID unless its blocks that the step reads are published. Checked while the load
     goes on: a block not brought is free, and may return to the same position with other bytes."""
-    overlap = holding.overlap
+    overlap = request.overlap
     if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
         return
     first = band.first_unit(overlap.stop)
     lacking = set(overlap.tables[band.number][first * band.width :]) & set(job.plan.destination_ids)
-    for run, _, _ in stretches(holding.device_run, first, overlap.stop) if lacking else ():
+    for run, _, _ in stretches(request.device_run, first, overlap.stop) if lacking else ():
         lacking.difference_update(run.part(Tier.DEVICE, band.number).blocks)
     if lacking:
         moves.overlap(overlap, OverlapState.INVALID)
@@ -108,35 +108,35 @@ def _is_as_taken(overlap: LoadOverlap, table: BlockTable, band: Band) -> bool:
     return table.at(first, overlap.stop) == overlap.tables[band.number][first * band.width :]
 
 
-def check_valid(holding: Holding, num_computed_tokens: int) -> None:
+def check_valid(request: LedgerRequest, num_computed_tokens: int) -> None:
     """Refuse to commit what was computed on a load that fell short."""
-    ready = holding.num_computed_tokens
-    if holding.overlap is not None and num_computed_tokens > ready:
-        problem = f"is {num_computed_tokens}, but the load of {holding} fell short of what its step took for loaded"
+    ready = request.num_computed_tokens
+    if request.overlap is not None and num_computed_tokens > ready:
+        problem = f"is {num_computed_tokens}, but the load of {request} fell short of what its step took for loaded"
         raise CommitError("num_computed_tokens", f"{problem}: compute again from token {ready} on, in a new step")
 
 
-def first_invalid_token(holding: Holding) -> int | None:
+def first_invalid_token(request: LedgerRequest) -> int | None:
     """The first token to compute again, now that the load is over; None: nothing to compute again."""
-    overlap = holding.overlap
-    is_wrong = overlap is not None and overlap.state is not OverlapState.SPECULATIVE and holding.state is State.RUNNING
-    return holding.num_computed_tokens if is_wrong else None
+    overlap = request.overlap
+    is_wrong = overlap is not None and overlap.state is not OverlapState.SPECULATIVE and request.state is State.RUNNING
+    return request.num_computed_tokens if is_wrong else None
 
 
-def tell(moves: Moves, holding: Holding) -> None:
+def tell(moves: Moves, request: LedgerRequest) -> None:
     """The engine was told of an invalid overlap, or has preempted the request: ACKNOWLEDGED."""
-    if holding.overlap is not None and holding.overlap.state is OverlapState.INVALID:
-        moves.overlap(holding.overlap, OverlapState.ACKNOWLEDGED)
+    if request.overlap is not None and request.overlap.state is OverlapState.INVALID:
+        moves.overlap(request.overlap, OverlapState.ACKNOWLEDGED)
 
 
-def _once_landed(cache: PrefixCache, holding: Holding, load: Load, band: Band) -> array[int]:
+def _once_landed(cache: PrefixCache, request: LedgerRequest, load: Load, band: Band) -> array[int]:
     """The table of `band` up to the end of the load: blocks held, and for the rest the destinations of its jobs."""
-    expected = BlockTable(band.width, holding.tables[band.number].at(0, load.stop))
+    expected = BlockTable(band.width, request.tables[band.number].at(0, load.stop))
     if not band.width:
         return expected.ids
     first = band.first_unit(load.stop)
     expected.null(0, first)
-    for stretch in stretches(holding.device_run, max(first, holding.published), load.stop):
+    for stretch in stretches(request.device_run, max(first, request.published), load.stop):
         part = stretch[0].part(Tier.DEVICE, band.number)
         _enter_held(expected, part, stretch)
         for job in jobs_into(part):

@@ -1,7 +1,7 @@
 """Prefetches and demotions: cache transfers that no request waits for. `Fetches` has those from the disk.
 
-A cache transfer has a `Holding` of its own, which is matched and has a load, like a request's. It never joins the line
-and computes nothing. When its jobs are over, it releases everything; what has landed stays cached.
+A cache transfer has a `LedgerRequest` of its own, which is matched and has a load, like any other. It never joins the
+wait queue and computes nothing. When its jobs are over, it releases everything; what has landed stays cached.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .._kernel.jobs import Stores
 from .._kernel.leases import RequestLeases
 from .._kernel.loads import Loads
 from .._kernel.records import BlockTable, Job, Lease, Load, Run, nulls
-from .._kernel.requests import CacheTransfer, Demotion, Fetch, Holding, Prefetch
+from .._kernel.requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Prefetch
 from .._kernel.states import CacheTransferState, Tier
 from .._kernel.tokens import TokenSequence
 from .._kernel.waiting import Admission
@@ -33,7 +33,7 @@ class CacheTransfers:
     stores: Stores
     admission: Admission
     max_share: float
-    under_way: dict[Holding, CacheTransfer] = field(default_factory=dict)
+    under_way: dict[LedgerRequest, CacheTransfer] = field(default_factory=dict)
     num_cache_transfers: int = 0
     """Cache transfers begun so far."""
 
@@ -42,12 +42,12 @@ class CacheTransfers:
     def prefetch(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Prefetch:
         """Load what a request for `sequence` would load, as far as there is room. Nothing while requests wait."""
         limit = (sequence.num_tokens - 1) // self.cache.layout.unit_tokens
-        transfer = Prefetch(self.new_holding("prefetch", sequence, limit, ledger), wake)
-        holding = transfer.holding
-        self.request_leases.pin(holding)
+        transfer = Prefetch(self.new_request("prefetch", sequence, limit, ledger), wake)
+        request = transfer.request
+        self.request_leases.pin(request)
         if self._take_room(transfer):
-            stop = holding.hit_stop
-            jobs = self.loads.start(holding, stop, lambda: None)
+            stop = request.hit_stop
+            jobs = self.loads.start(request, stop, lambda: None)
             transfer.num_blocks = sum(job.plan.num_blocks for job in jobs)
             transfer.plans = tuple(job.plan for job in jobs)
         self.begin(transfer)
@@ -55,44 +55,44 @@ class CacheTransfers:
 
     def _take_room(self, transfer: Prefetch) -> bool:
         """Take room for the hit, or for as much of its front as fits; False: no room, or nothing to load."""
-        holding = transfer.holding
+        request = transfer.request
         for _ in range(2):
-            if holding.hit_stop <= holding.published or not self.admission.line.is_empty:
+            if request.hit_stop <= request.published or not self.admission.queue.is_empty:
                 return False
-            first, excess = self._first_missing(holding), self._excess(holding)
+            first, excess = self._first_missing(request), self._excess(request)
             if excess <= 0:
-                self._start_tables(holding, first)
+                self._start_tables(request, first)
                 return True
             full = self.cache.layout.full.width
-            holding.narrow_hit(holding.hit_stop - -(-excess // full) if full else 0)
-            if holding.hit_limit <= first:
+            request.narrow_hit(request.hit_stop - -(-excess // full) if full else 0)
+            if request.hit_limit <= first:
                 return False
-            self.request_leases.match_again(holding)
+            self.request_leases.match_again(request)
         return False
 
-    def _first_missing(self, holding: Holding) -> int:
+    def _first_missing(self, request: LedgerRequest) -> int:
         """The unit up to which full attention is on the device, or on its way there."""
-        path = holding.leases[self.stores.destination].run.whole_path()
-        return self.loads.on_its_way(path, holding.published, holding.hit_stop)[1]
+        path = request.leases[self.stores.destination].run.whole_path()
+        return self.loads.on_its_way(path, request.published, request.hit_stop)[1]
 
-    def _excess(self, holding: Holding) -> int:
+    def _excess(self, request: LedgerRequest) -> int:
         """Blocks that it needs beyond the room, or beyond what is left of the share of all prefetches."""
-        layout, stop = self.cache.layout, holding.hit_stop
-        wanted = (stop - self._first_missing(holding)) * layout.full.width
+        layout, stop = self.cache.layout, request.hit_stop
+        wanted = (stop - self._first_missing(request)) * layout.full.width
         for band in layout.windows:
-            wanted += (stop - max(holding.published, band.first_unit(stop))) * band.width
+            wanted += (stop - max(request.published, band.first_unit(stop))) * band.width
         taken = sum(transfer.num_blocks for transfer in self.under_way.values() if isinstance(transfer, Prefetch))
         share = int(self.admission.capacity * self.max_share) - taken
-        return wanted - min(share, self.admission.room)
+        return wanted - min(share, self.admission.num_available)
 
-    def _start_tables(self, holding: Holding, first: int) -> None:
+    def _start_tables(self, request: LedgerRequest, first: int) -> None:
         """Tables with full attention blocks only where nothing is, or is coming: no block is evicted for one that would
         be given back."""
-        stop = holding.hit_stop
+        stop = request.hit_stop
         # They begin behind the device hit: a prefetch computes nothing that would read it.
-        bands, start = self.cache.layout.bands, holding.published
+        bands, start = self.cache.layout.bands, request.published
         tables = tuple(BlockTable(band.width, nulls(stop * band.width), start) for band in bands)
-        holding.given_tables(tables, stop)
+        request.given_tables(tables, stop)
         full = tables[0]
         full.fill(first, stop, self.cache.take(Tier.DEVICE, (stop - first) * full.width))
 
@@ -100,13 +100,13 @@ class CacheTransfers:
 
     def demote(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Demotion:
         """Store what the host lacks of `sequence`, and free its device blocks once the host could serve it alone."""
-        transfer = Demotion(self.new_holding("demotion", sequence, self._whole(sequence), ledger), wake)
+        transfer = Demotion(self.new_request("demotion", sequence, self._whole(sequence), ledger), wake)
         kept = self._keep_hit(sequence)
         leaving = self._leaving(sequence)
         if leaving:
-            jobs = self._offer(transfer.holding, leaving)
+            jobs = self._offer(transfer.request, leaving)
             transfer.plans = tuple(job.plan for job in jobs)
-            self.wait_for_jobs(transfer.holding)
+            self.wait_for_jobs(transfer.request)
         if kept is not None:
             self.cache.release(kept)
         self.begin(transfer)
@@ -137,31 +137,31 @@ class CacheTransfers:
             found.append(run)
         return found if any(part.blocks for run in found for part in run.parts_in(self.stores.source)) else []
 
-    def _offer(self, holding: Holding, leaving: list[Run]) -> list[Job]:
+    def _offer(self, request: LedgerRequest, leaving: list[Run]) -> list[Job]:
         end = next(run for run in leaving if any(part.blocks for part in run.parts_in(self.stores.source)))
         lease = self.cache.lease(self.stores.source, end, [end.stop for _ in self.cache.layout.windows])
-        jobs = self.stores.offer(holding, end, leaving[-1].start, end.stop, with_windows=True)
+        jobs = self.stores.offer(request, end, leaving[-1].start, end.stop, with_windows=True)
         self.cache.release(lease)  # the jobs have leases of their own
         return jobs
 
-    def wait_for_jobs(self, holding: Holding) -> None:
+    def wait_for_jobs(self, request: LedgerRequest) -> None:
         """Wait for all jobs under way into the host on its path, those of other requests included."""
         jobs: dict[Job, None] = {}
-        for run, _ in self.cache.index.walk(holding.sequence, holding.hit_limit):
+        for run, _ in self.cache.index.walk(request.sequence, request.hit_limit):
             for part in run.parts_in(self.stores.destination):
                 jobs.update(dict.fromkeys(jobs_into(part)))
         if jobs:
-            holding.began_load(Load(holding.hit_limit, lambda: None, set(jobs)))
+            request.began_load(Load(request.hit_limit, lambda: None, set(jobs)))
             for job in jobs:
-                job.claimed_by(holding)
+                job.claimed_by(request)
 
     def _free(self, transfer: Demotion) -> None:
         """Free the device blocks that are still unpinned. If the host alone does not serve the whole hit, free none: a
         demotion shortens no hit."""
-        cache, sequence = self.cache, transfer.holding.sequence
-        if transfer.holding.epoch != cache.epoch:
+        cache, sequence = self.cache, transfer.request.sequence
+        if transfer.request.epoch != cache.epoch:
             return
-        hit = find_hit(cache.index, sequence, cache.layout, transfer.holding.hit_limit)
+        hit = find_hit(cache.index, sequence, cache.layout, transfer.request.hit_limit)
         host_stop = held_stop(cache.layout, hit.path, self.stores.destination, 0, hit.stop)
         if host_stop < hit.stop or not _is_known_by(self.stores.destination, hit):
             return
@@ -175,39 +175,39 @@ class CacheTransfers:
 
     # -- both -----------------------------------------------------------------------------------------------------
 
-    def new_holding(self, kind: str, sequence: TokenSequence, limit: int, ledger: object) -> Holding:
+    def new_request(self, kind: str, sequence: TokenSequence, limit: int, ledger: object) -> LedgerRequest:
         self.num_cache_transfers += 1
         name = f"{kind}-{self.num_cache_transfers}"
-        return Holding(name, sequence, self.cache.epoch, self.num_cache_transfers, limit, 1, ledger=ledger)
+        return LedgerRequest(name, sequence, self.cache.epoch, self.num_cache_transfers, limit, 1, ledger=ledger)
 
     def begin(self, transfer: CacheTransfer) -> None:
-        holding = transfer.holding
-        if holding.load is None or not holding.load.jobs:
+        request = transfer.request
+        if request.load is None or not request.load.jobs:
             self._end(transfer, CacheTransferState.DONE)
             return
-        self.under_way[holding] = transfer
+        self.under_way[request] = transfer
         self.moves.cache_transfer(transfer, CacheTransferState.MOVING)
 
-    def conclude(self, over: list[Holding]) -> list[Callable[[], object]]:
+    def conclude(self, over: list[LedgerRequest]) -> list[Callable[[], object]]:
         """End the transfers among `over`; returns the callbacks to call after the line is served."""
-        transfers = [self.under_way[holding] for holding in over if holding in self.under_way]
+        transfers = [self.under_way[request] for request in over if request in self.under_way]
         for transfer in transfers:
             self._end(transfer, CacheTransferState.DONE)
         return [transfer.wake for transfer in transfers]
 
     def cancel(self, transfer: CacheTransfer) -> list[Job]:
         """Stop waiting; returns the jobs that were discarded. Launched jobs and all stores go on."""
-        settled = self.loads.abandon(transfer.holding)
+        settled = self.loads.abandon(transfer.request)
         self._end(transfer, CacheTransferState.CANCELLED)
         return settled
 
     def _end(self, transfer: CacheTransfer, state: CacheTransferState) -> None:
-        self.under_way.pop(transfer.holding, None)
-        self.request_leases.let_go(transfer.holding)
+        self.under_way.pop(transfer.request, None)
+        self.request_leases.let_go(transfer.request)
         if isinstance(transfer, Demotion) and state is CacheTransferState.DONE:
             self._free(transfer)
         if isinstance(transfer, Prefetch | Fetch):
-            sequence, layout = transfer.holding.sequence, self.cache.layout
+            sequence, layout = transfer.request.sequence, self.cache.layout
             hit = find_hit(self.cache.index, sequence, layout, (sequence.num_tokens - 1) // layout.unit_tokens)
             stop = hit.device_stop if isinstance(transfer, Prefetch) else hit.stop
             transfer.num_tokens = stop * layout.unit_tokens

@@ -17,7 +17,7 @@ from .._eviction.counts import HitCounts, RecentPrompts
 from .._kernel.layout import Layout
 from .._kernel.prefix import Prefix
 from .._kernel.records import NO_LIMIT
-from .._kernel.requests import Holding
+from .._kernel.requests import LedgerRequest
 from .._kernel.tokens import TokenSequence
 from ..errors import ConfigError, InvalidArgument
 
@@ -64,13 +64,13 @@ class StorePolicy(Protocol):
         """The policy for one ledger: a new object if it counts, or depends on the size of the pool."""
         ...
 
-    def seen(self, holding: Holding, first: int, stop: int) -> None:
+    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
         """Units `[first, stop)` of its tokens were asked for: those of the prompt at admission, generated ones when it
         is done. Not called for requests that store nothing."""
         ...
 
-    def wanted_stop(self, holding: Holding) -> int:
-        """The unit up to which the published blocks of `holding` should be in the host. Asked at every commit, and once
+    def wanted_stop(self, request: LedgerRequest) -> int:
+        """The unit up to which the published blocks of `request` should be in the host. Asked at every commit, and once
         more when the request is done."""
         ...
 
@@ -88,17 +88,17 @@ class EagerStore:
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
         return self
 
-    def seen(self, holding: Holding, first: int, stop: int) -> None:
+    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
         """Counts nothing."""
 
-    def wanted_stop(self, holding: Holding) -> int:
-        return holding.published
+    def wanted_stop(self, request: LedgerRequest) -> int:
+        return request.published
 
 
 class NoStore(EagerStore):
     """Stores nothing: a cache on the device alone."""
 
-    def wanted_stop(self, holding: Holding) -> int:
+    def wanted_stop(self, request: LedgerRequest) -> int:
         return 0
 
 
@@ -147,13 +147,13 @@ class SelectiveStore(EagerStore):
         found.counts = HitCounts(layout, self.max_counted_tokens)
         return found
 
-    def seen(self, holding: Holding, first: int, stop: int) -> None:
+    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
         assert self.counts is not None, "counts belong to a ledger"
-        self.counts.see(holding.sequence, first, stop)
+        self.counts.see(request.sequence, first, stop)
 
-    def wanted_stop(self, holding: Holding) -> int:
+    def wanted_stop(self, request: LedgerRequest) -> int:
         assert self.counts is not None, "counts belong to a ledger"
-        return self.counts.stop_of(holding.sequence, holding.published, self.min_seen)
+        return self.counts.stop_of(request.sequence, request.published, self.min_seen)
 
 
 @attrs.frozen
@@ -169,11 +169,11 @@ class Checked:
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
         return self
 
-    def seen(self, holding: Holding, first: int, stop: int) -> None:
-        self.policy.seen(holding, first, stop)
+    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
+        self.policy.seen(request, first, stop)
 
-    def wanted_stop(self, holding: Holding) -> int:
-        return check_int("store_policy.wanted_stop", self.policy.wanted_stop(holding), 0)
+    def wanted_stop(self, request: LedgerRequest) -> int:
+        return check_int("store_policy.wanted_stop", self.policy.wanted_stop(request), 0)
 
 
 def checked(policy: StorePolicy) -> StorePolicy:
@@ -202,15 +202,15 @@ class AlsoCounts:
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
         return self
 
-    def seen(self, holding: Holding, first: int, stop: int) -> None:
-        self.policy.seen(holding, first, stop)
+    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
+        self.policy.seen(request, first, stop)
         if first < stop:
-            self.counted.seen(holding, first, stop)
+            self.counted.seen(request, first, stop)
         if self.has_remote:
-            self.recent.add(holding.sequence)
+            self.recent.add(request.sequence)
 
-    def wanted_stop(self, holding: Holding) -> int:
-        return self.policy.wanted_stop(holding)
+    def wanted_stop(self, request: LedgerRequest) -> int:
+        return self.policy.wanted_stop(request)
 
     def asked_stop(self, sequence: TokenSequence, limit: int) -> int:
         """The unit, at most `limit`, up to which `sequence` was asked for twice."""

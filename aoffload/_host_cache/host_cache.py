@@ -29,7 +29,7 @@ from .._kernel.layout import Band
 from .._kernel.leases import RequestLeases
 from .._kernel.prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .._kernel.records import Job, Load, Run
-from .._kernel.requests import Holding, call_all
+from .._kernel.requests import LedgerRequest, call_all
 from .._kernel.states import BELOW, Direction, JobState, Outcome, Tier, require
 from .._kernel.states import RequestState as State
 from ..errors import CommitError, InvalidArgument, WrongState
@@ -55,73 +55,73 @@ class EngineOwned:
     arrivals: Arrivals
     pins: Pins
     num_rows: int
-    _unwritten: dict[Holding, dict[int, range]] = field(default_factory=dict)
+    _unwritten: dict[LedgerRequest, dict[int, range]] = field(default_factory=dict)
     """Units that the request's load skipped, by band number: they lay before the window at the end of the load. Blocks
     that the engine names there were never written."""
 
-    def left(self, holding: Holding) -> None:
-        """Forget `holding`, which is over, and wake the requests that wait for its load."""
-        self.arrivals.answered(holding)
-        self.offers.forget(holding)
-        self._unwritten.pop(holding, None)
-        call_all(iter(self.arrivals.over(holding)))
+    def left(self, request: LedgerRequest) -> None:
+        """Forget `request`, which is over, and wake the requests that wait for its load."""
+        self.arrivals.answered(request)
+        self.offers.forget(request)
+        self._unwritten.pop(request, None)
+        call_all(iter(self.arrivals.over(request)))
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
     def plan_load(
         self,
-        holding: Holding,
+        request: LedgerRequest,
         into: Sequence[Sequence[int]] | None,
         max_tokens: object,
         wake: Callable[[], object],
         units_per_job: Sequence[int],
     ) -> list[Job]:
         """Plan jobs that load the host hit into the blocks named by `into`. RUNNING afterwards: nothing to wait for."""
-        require(holding, "load", State.PINNED, State.LOADING, State.RUNNING)
-        limit = holding.hit_stop * self.cache.layout.unit_tokens
+        require(request, "load", State.PINNED, State.LOADING, State.RUNNING)
+        limit = request.hit_stop * self.cache.layout.unit_tokens
         if max_tokens is not None:
             limit = min(limit, check_int("max_tokens", max_tokens, 0))
-        if holding.state is not State.PINNED:
+        if request.state is not State.PINNED:
             if into is not None:
-                raise WrongState(f"load: the blocks of {holding} were named before: call it again without `into`")
-            if holding.load is not None:  # called again
-                holding.load.wake_by(wake)
-            elif self.lost_to_reset(holding):
-                call_all(iter(self._falls_short(holding, self.arrivals.under_way[holding].start)))
+                raise WrongState(f"load: the blocks of {request} were named before: call it again without `into`")
+            if request.load is not None:  # called again
+                request.load.wake_by(wake)
+            elif self.lost_to_reset(request):
+                call_all(iter(self._falls_short(request, self.arrivals.under_way[request].start)))
             return []
-        start = holding.engine_tokens // self.cache.layout.unit_tokens
-        stop = self.matches.held_stop(holding, start, limit // self.cache.layout.unit_tokens)
+        start = request.engine_tokens // self.cache.layout.unit_tokens
+        stop = self.matches.held_stop(request, start, limit // self.cache.layout.unit_tokens)
         ids = self._destinations(into, start, stop) if stop > start else []
-        self.moves.request(holding, State.ALLOCATED)
+        self.moves.request(request, State.ALLOCATED)
         if self.cache.layout.windows:
             firsts = zip(self.cache.layout.windows, self.cache.layout.window_starts(stop), strict=True)
-            self._unwritten[holding] = {band.number: range(start, first) for band, first in firsts if start < first}
+            self._unwritten[request] = {band.number: range(start, first) for band, first in firsts if start < first}
         jobs: list[Job] = []
         for band, first, blocks in ids:
-            run = holding.leases[BELOW].run
-            jobs += self.jobs.plan(holding, BELOW, Tier.DEVICE, run, band, first, stop, blocks, units_per_job)
+            run = request.leases[BELOW].run
+            jobs += self.jobs.plan(request, BELOW, Tier.DEVICE, run, band, first, stop, blocks, units_per_job)
         if not jobs:  # no hit, or one at whose end no window needs anything
-            self._run(holding, stop)
+            self._run(request, stop)
             return []
         for job in jobs:
-            job.claimed_by(holding)
-        holding.began_load(Load(stop, wake, jobs))
-        self.arrivals.under_way[holding] = Arrival(start, stop, tuple(jobs))
-        self.moves.request(holding, State.LOADING)
+            job.claimed_by(request)
+        request.began_load(Load(stop, wake, jobs))
+        self.arrivals.under_way[request] = Arrival(start, stop, tuple(jobs))
+        self.moves.request(request, State.LOADING)
         return jobs
 
-    def lost_to_reset(self, holding: Holding) -> bool:
+    def lost_to_reset(self, request: LedgerRequest) -> bool:
         """See `Ledger.lost_to_reset`."""
-        is_running = holding.state is State.RUNNING and holding in self.arrivals.under_way
-        return is_running and holding.epoch != self.cache.epoch
+        is_running = request.state is State.RUNNING and request in self.arrivals.under_way
+        return is_running and request.epoch != self.cache.epoch
 
-    def _falls_short(self, holding: Holding, ready: int) -> list[Callable[[], object]]:
-        """The load of `holding`, which is over, counts only up to unit `ready`. Returns the callbacks to call."""
-        unit, arrival = self.cache.layout.unit_tokens, self.arrivals.under_way[holding]
-        holding.lost((arrival.stop - ready) * unit)
-        holding.retry_up_to(ready * unit)
-        self._ready(holding, ready)
-        return self.arrivals.fell_short(holding, ready)
+    def _falls_short(self, request: LedgerRequest, ready: int) -> list[Callable[[], object]]:
+        """The load of `request`, which is over, counts only up to unit `ready`. Returns the callbacks to call."""
+        unit, arrival = self.cache.layout.unit_tokens, self.arrivals.under_way[request]
+        request.lost((arrival.stop - ready) * unit)
+        request.retry_up_to(ready * unit)
+        self._ready(request, ready)
+        return self.arrivals.fell_short(request, ready)
 
     def _destinations(
         self, into: Sequence[Sequence[int]] | None, start: int, stop: int
@@ -146,32 +146,32 @@ class EngineOwned:
             raise InvalidArgument("into", f"names block {wrong}, which a store still reads")
         return found
 
-    def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
-        """End the loads of `holdings`, whose jobs are all settled or were given up; returns the callbacks to call."""
+    def conclude_all(self, requests: Iterable[LedgerRequest]) -> list[Callable[[], object]]:
+        """End the loads of `requests`, whose jobs are all settled or were given up; returns the callbacks to call."""
         wakes: list[Callable[[], object]] = []
-        for holding in holdings:
-            arrival, load = self.arrivals.under_way[holding], holding.load
+        for request in requests:
+            arrival, load = self.arrivals.under_way[request], request.load
             assert load is not None
             wakes.append(load.wake)
             # After a reset, the KV that the copies have brought is from before the reset.
-            ready = self._ready_stop(arrival) if holding.epoch == self.cache.epoch else arrival.start
-            holding.ended_load()
+            ready = self._ready_stop(arrival) if request.epoch == self.cache.epoch else arrival.start
+            request.ended_load()
             if ready < arrival.stop:
-                wakes += self._falls_short(holding, ready)
-            self._run(holding, ready)
+                wakes += self._falls_short(request, ready)
+            self._run(request, ready)
         return wakes
 
-    def _run(self, holding: Holding, ready: int) -> None:
-        """Let `holding` compute on from unit `ready`."""
-        if (lease := holding.leases.get(BELOW)) is not None:
-            self.offers.reached(holding, lease.run)
-        self.request_leases.end_host_lease(holding)
-        self._ready(holding, ready)
-        self.moves.request(holding, State.RUNNING)
+    def _run(self, request: LedgerRequest, ready: int) -> None:
+        """Let `request` compute on from unit `ready`."""
+        if (lease := request.leases.get(BELOW)) is not None:
+            self.offers.reached(request, lease.run)
+        self.request_leases.end_host_lease(request)
+        self._ready(request, ready)
+        self.moves.request(request, State.RUNNING)
 
-    def _ready(self, holding: Holding, ready: int) -> None:
-        holding.hit_up_to(ready)
-        holding.ready_up_to(ready, max(holding.engine_tokens, ready * self.cache.layout.unit_tokens))
+    def _ready(self, request: LedgerRequest, ready: int) -> None:
+        request.hit_up_to(ready)
+        request.ready_up_to(ready, max(request.engine_tokens, ready * self.cache.layout.unit_tokens))
 
     def _ready_stop(self, arrival: Arrival) -> int:
         """The unit at which computing can go on: all that it needs before is proven to be there, in every group."""
@@ -190,7 +190,7 @@ class EngineOwned:
 
     def offer(
         self,
-        holding: Holding,
+        request: LedgerRequest,
         num_computed_tokens: object,
         block_ids: Sequence[Sequence[int]],
         new_token_ids: TokenIds,
@@ -198,51 +198,51 @@ class EngineOwned:
         is_last: bool,
     ) -> list[Job]:
         """Append `new_token_ids`, and store what the policy wants of the first `num_computed_tokens`."""
-        require(holding, "offer", State.PINNED, State.RUNNING)
+        require(request, "offer", State.PINNED, State.RUNNING)
         added = b"" if type(new_token_ids) is list and not new_token_ids else encode_tokens(new_token_ids, _NEW)
-        before = holding.num_computed_tokens if holding.state is State.RUNNING else holding.engine_tokens
-        num_tokens = check_count(holding, num_computed_tokens, before, len(added) // TOKEN_BYTES)
+        before = request.num_computed_tokens if request.state is State.RUNNING else request.engine_tokens
+        num_tokens = check_count(request, num_computed_tokens, before, len(added) // TOKEN_BYTES)
         num_units = num_tokens // self.cache.layout.unit_tokens
         ids = EngineIds.of(self.cache.layout, self.num_rows, "block_ids", block_ids, num_units)
-        known, computed, published = holding.sequence.num_tokens, holding.num_computed_tokens, holding.published
+        known, computed, published = request.sequence.num_tokens, request.num_computed_tokens, request.published
         if added:
-            holding.sequence.append(added)
-        holding.counts_as(num_tokens, num_units)
+            request.sequence.append(added)
+        request.counts_as(num_tokens, num_units)
         try:
-            wanted = self.offers.wanted(holding, ids, self._unwritten.get(holding, _NOTHING), is_last=is_last)
+            wanted = self.offers.wanted(request, ids, self._unwritten.get(request, _NOTHING), is_last=is_last)
             self.offers.check_sources(wanted.offers)
         except BaseException:  # also of the policy or of `find`
-            holding.sequence.drop_after(known)
-            holding.counts_as(computed, published)
+            request.sequence.drop_after(known)
+            request.counts_as(computed, published)
             raise
-        if holding.state is State.PINNED:  # without a load
-            self.request_leases.end_host_lease(holding)
-            holding.hit_up_to(0)
-            holding.computed(holding.engine_tokens)  # observers find what was ready in it
-            self.moves.request(holding, State.ALLOCATED)
-            self.moves.request(holding, State.RUNNING)
-        holding.committed(num_tokens)
+        if request.state is State.PINNED:  # without a load
+            self.request_leases.end_host_lease(request)
+            request.hit_up_to(0)
+            request.computed(request.engine_tokens)  # observers find what was ready in it
+            self.moves.request(request, State.ALLOCATED)
+            self.moves.request(request, State.RUNNING)
+        request.committed(num_tokens)
         self.offers.computed(num_units - before // self.cache.layout.unit_tokens)
-        jobs = self.offers.store(holding, wanted, self._unwritten.get(holding, _NOTHING))
+        jobs = self.offers.store(request, wanted, self._unwritten.get(request, _NOTHING))
         if self.arrivals.under_way:
-            call_all(iter(self.arrivals.over(holding)))
+            call_all(iter(self.arrivals.over(request)))
         return jobs
 
     # -- taking back ----------------------------------------------------------------------------------------------
 
     def invalidate(
-        self, holding: Holding, first_wrong: object, others: Iterable[Holding]
-    ) -> tuple[list[Holding], list[Job]]:
+        self, request: LedgerRequest, first_wrong: object, others: Iterable[LedgerRequest]
+    ) -> tuple[list[LedgerRequest], list[Job]]:
         """Take back what was offered from token `first_wrong` on, and all cached behind it. Returns those of `others`
         that may have read it, in the engine's cache or from the host, and the jobs settled by discarding queued
         stores."""
-        require(holding, "invalidate", State.RUNNING, instead="call `load` or `offer` first")
-        from_token = check_int("from_token", first_wrong, 0, holding.num_computed_tokens)
-        self._check_readable(holding, from_token)
+        require(request, "invalidate", State.RUNNING, instead="call `load` or `offer` first")
+        from_token = check_int("from_token", first_wrong, 0, request.num_computed_tokens)
+        self._check_readable(request, from_token)
         start = from_token // self.cache.layout.unit_tokens
-        wrong = self._runs_from(holding, from_token)
-        others = [other for other in others if other is not holding]
-        tainted = [other for other in others if self._may_have_read(other, holding, from_token)]
+        wrong = self._runs_from(request, from_token)
+        others = [other for other in others if other is not request]
+        tainted = [other for other in others if self._may_have_read(other, request, from_token)]
         queued = self._queued_behind(wrong)
         self.cache.withdraw_all(wrong)  # first: releasing leases may merge runs
         settled = [job for one in queued if not one.is_settled for job in self.jobs.discard(one)]
@@ -250,40 +250,40 @@ class EngineOwned:
         for other in tainted:
             other.taint()
         self.matches.forget([other for other in others if other not in tainted])
-        self.offers.taken_back(holding.sequence, from_token + 1)
-        holding.sequence.drop_after(from_token + 1)
-        self.offers.forget(holding)
-        holding.taken_back(start, from_token)
-        for number, units in self._unwritten.get(holding, {}).items():
-            self._unwritten[holding][number] = range(units.start, min(units.stop, start))
-        call_all(iter(self.arrivals.taken_back(holding, start)))
+        self.offers.taken_back(request.sequence, from_token + 1)
+        request.sequence.drop_after(from_token + 1)
+        self.offers.forget(request)
+        request.taken_back(start, from_token)
+        for number, units in self._unwritten.get(request, {}).items():
+            self._unwritten[request][number] = range(units.start, min(units.stop, start))
+        call_all(iter(self.arrivals.taken_back(request, start)))
         return tainted, settled
 
-    def _check_readable(self, holding: Holding, from_token: int) -> None:
+    def _check_readable(self, request: LedgerRequest, from_token: int) -> None:
         """Refuse to go back to where a window reads units that the load skipped: they would have to be computed too."""
-        for number, units in self._unwritten.get(holding, {}).items():
+        for number, units in self._unwritten.get(request, {}).items():
             band, first = self.cache.layout.bands[number], units.start * self.cache.layout.unit_tokens
             if first < from_token and band.first_needed(from_token) < units.stop:
                 problem = f"is {from_token}, where a window reads what the load has not brought: go back to {first}"
                 raise CommitError("from_token", problem)
 
-    def _runs_from(self, holding: Holding, from_token: int) -> list[Run]:
+    def _runs_from(self, request: LedgerRequest, from_token: int) -> list[Run]:
         """The cached runs of its tokens from the unit of `from_token` on, whichever request has offered them: they may
         have been computed with the same blocks. An engine's blocks may be shorter than a unit, and ignore key spans:
         so every run with the same tokens up to `from_token` counts."""
         index, start = self.cache.index, from_token // self.cache.layout.unit_tokens
-        runs = [run for run, agreed in index.walk(holding.sequence, holding.published) if agreed > start]
+        runs = [run for run, agreed in index.walk(request.sequence, request.published) if agreed > start]
         others = (run for run in index.runs.values() if run not in runs)
-        runs += [run for run in others if _is_alike(run, holding, start, from_token)]
+        runs += [run for run in others if _is_alike(run, request, start, from_token)]
         for run in runs:
             if run.start < start:
                 self.cache.split(run, start)
         return runs
 
-    def _may_have_read(self, other: Holding, holding: Holding, from_token: int) -> bool:
+    def _may_have_read(self, other: LedgerRequest, request: LedgerRequest, from_token: int) -> bool:
         loaded = 0 if other.state in (State.MATCHED, State.PINNED) else other.hit_stop * self.cache.layout.unit_tokens
         has_more = max(other.engine_tokens, loaded) > from_token
-        return has_more and other.sequence.begins_alike(holding.sequence, from_token + 1)
+        return has_more and other.sequence.begins_alike(request.sequence, from_token + 1)
 
     def _queued_behind(self, wrong: Iterable[Run]) -> list[Job]:
         """Queued stores of `wrong` runs and of runs behind them, the last one first; not those of cells, which may end
@@ -294,9 +294,9 @@ class EngineOwned:
         return [job for job in stores if not heads.isdisjoint(job.run.path())]
 
 
-def _is_alike(run: Run, holding: Holding, start: int, from_token: int) -> bool:
-    """Whether `run` has unit `start`, and its tokens up to `from_token` are those of `holding`."""
-    sequence = holding.sequence
+def _is_alike(run: Run, request: LedgerRequest, start: int, from_token: int) -> bool:
+    """Whether `run` has unit `start`, and its tokens up to `from_token` are those of `request`."""
+    sequence = request.sequence
     if not run.start <= start < run.stop or run.root != sequence.root:
         return False
     paths = ((current, sequence.first_bytes(current.start, from_token + 1)) for current in run.path())

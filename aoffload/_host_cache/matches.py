@@ -35,7 +35,7 @@ from .._kernel.plans import PrefixMatch
 from .._kernel.pools import TierBlocks
 from .._kernel.protocols import EngineBlocks
 from .._kernel.records import NO_LIMIT, Job
-from .._kernel.requests import Holding
+from .._kernel.requests import LedgerRequest
 from .._kernel.states import BELOW, Tier
 from .._kernel.states import RequestState as State
 from .._kernel.tokens import TokenSequence
@@ -141,7 +141,7 @@ class _Question:
 
     since: float
     wake: Callable[[], object]
-    bringer: Holding
+    bringer: LedgerRequest
     """The request whose load it waits for."""
 
 
@@ -149,16 +149,16 @@ class _Question:
 class Arrivals:
     clock: Callable[[], float]
     pending_timeout_s: float
-    under_way: dict[Holding, Arrival] = field(default_factory=dict)
+    under_way: dict[LedgerRequest, Arrival] = field(default_factory=dict)
     """Until the request's first offer, or its end."""
-    _questions: dict[Holding, _Question] = field(default_factory=dict)
+    _questions: dict[LedgerRequest, _Question] = field(default_factory=dict)
 
-    def bringer(self, holding: Holding, unit: int, num_tokens: int) -> Holding | None:
-        """The request whose load brings `unit` of `holding`, with which its first `num_tokens` end; None if there is
-        none, or once `holding` has waited for `pending_timeout_s`."""
-        if self.clock() >= self.pending_until(holding):
+    def bringer(self, request: LedgerRequest, unit: int, num_tokens: int) -> LedgerRequest | None:
+        """The request whose load brings `unit` of `request`, with which its first `num_tokens` end; None if there is
+        none, or once `request` has waited for `pending_timeout_s`."""
+        if self.clock() >= self.pending_until(request):
             return None
-        sequence = holding.sequence
+        sequence = request.sequence
         tokens = sequence.first_bytes(unit, num_tokens)
         for other, arrival in self.under_way.items():
             if not arrival.start <= unit < arrival.stop:
@@ -168,44 +168,44 @@ class Arrivals:
                 return other
         return None
 
-    def pending_until(self, holding: Holding) -> float:
-        """When `holding` is told to wait no longer; infinity if it is not waiting."""
-        question = self._questions.get(holding)
+    def pending_until(self, request: LedgerRequest) -> float:
+        """When `request` is told to wait no longer; infinity if it is not waiting."""
+        question = self._questions.get(request)
         return math.inf if question is None else question.since + self.pending_timeout_s
 
-    def waits_for(self, holding: Holding) -> Holding | None:
-        """The request whose load `holding` was told to wait for; None if it was told otherwise."""
-        question = self._questions.get(holding)
+    def waits_for(self, request: LedgerRequest) -> LedgerRequest | None:
+        """The request whose load `request` was told to wait for; None if it was told otherwise."""
+        question = self._questions.get(request)
         return None if question is None else question.bringer
 
-    def ask_again(self, holding: Holding, bringer: Holding, wake: Callable[[], object]) -> None:
-        """`holding` is told PENDING because of `bringer`. The timeout counts from the first time."""
-        before = self._questions.get(holding)
-        self._questions[holding] = _Question(self.clock() if before is None else before.since, wake, bringer)
+    def ask_again(self, request: LedgerRequest, bringer: LedgerRequest, wake: Callable[[], object]) -> None:
+        """`request` is told PENDING because of `bringer`. The timeout counts from the first time."""
+        before = self._questions.get(request)
+        self._questions[request] = _Question(self.clock() if before is None else before.since, wake, bringer)
 
-    def answered(self, holding: Holding) -> None:
-        self._questions.pop(holding, None)
+    def answered(self, request: LedgerRequest) -> None:
+        self._questions.pop(request, None)
 
-    def fell_short(self, holding: Holding, stop: int) -> list[Callable[[], object]]:
-        """The load of `holding` has only reached unit `stop`. Returns the callbacks to call."""
-        arrival = self.under_way[holding]
+    def fell_short(self, request: LedgerRequest, stop: int) -> list[Callable[[], object]]:
+        """The load of `request` has only reached unit `stop`. Returns the callbacks to call."""
+        arrival = self.under_way[request]
         if stop == arrival.start:
-            del self.under_way[holding]
+            del self.under_way[request]
         else:
-            self.under_way[holding] = Arrival(arrival.start, stop, arrival.jobs)
-        return self._waiting_for(holding)
+            self.under_way[request] = Arrival(arrival.start, stop, arrival.jobs)
+        return self._waiting_for(request)
 
-    def taken_back(self, holding: Holding, stop: int) -> list[Callable[[], object]]:
-        """`holding` has taken back what it has from unit `stop` on. Returns the callbacks to call."""
-        arrival = self.under_way.get(holding)
-        return [] if arrival is None or arrival.stop <= stop else self.fell_short(holding, max(stop, arrival.start))
+    def taken_back(self, request: LedgerRequest, stop: int) -> list[Callable[[], object]]:
+        """`request` has taken back what it has from unit `stop` on. Returns the callbacks to call."""
+        arrival = self.under_way.get(request)
+        return [] if arrival is None or arrival.stop <= stop else self.fell_short(request, max(stop, arrival.start))
 
-    def over(self, holding: Holding) -> list[Callable[[], object]]:
-        """`holding` has offered what it loaded, or is over. Returns the callbacks to call."""
-        return [] if self.under_way.pop(holding, None) is None else self._waiting_for(holding)
+    def over(self, request: LedgerRequest) -> list[Callable[[], object]]:
+        """`request` has offered what it loaded, or is over. Returns the callbacks to call."""
+        return [] if self.under_way.pop(request, None) is None else self._waiting_for(request)
 
-    def _waiting_for(self, holding: Holding) -> list[Callable[[], object]]:
-        return [question.wake for question in self._questions.values() if question.bringer is holding]
+    def _waiting_for(self, request: LedgerRequest) -> list[Callable[[], object]]:
+        return [question.wake for question in self._questions.values() if question.bringer is request]
 
 
 @dataclass(slots=True, eq=False)
@@ -221,44 +221,44 @@ class EngineMatches:
         """Whether too many blocks are in quarantine: nothing is loaded, and hits are misses."""
         return not self.device.may_load
 
-    def match(self, holding: Holding, num_device_tokens: int, wake: Callable[[], object]) -> None:
+    def match(self, request: LedgerRequest, num_device_tokens: int, wake: Callable[[], object]) -> None:
         """Match and pin what the host holds behind `num_device_tokens`: PINNED. While another request is loading the
         next block: MATCHED, without pins; `wake` is called when asking again may give another answer."""
-        if holding.state is State.PINNED and self.is_current(holding, num_device_tokens):
+        if request.state is State.PINNED and self.is_current(request, num_device_tokens):
             return
-        holding.asked_behind(num_device_tokens)
-        hit = self._hit(holding)
+        request.asked_behind(num_device_tokens)
+        hit = self._hit(request)
         bringer = None
         if hit.stop > hit.device_stop and self.arrivals.under_way:
             num_tokens = (hit.device_stop + 1) * self.cache.layout.unit_tokens
-            bringer = self.arrivals.bringer(holding, hit.device_stop, num_tokens)
-        self.request_leases.end_host_lease(holding)
+            bringer = self.arrivals.bringer(request, hit.device_stop, num_tokens)
+        self.request_leases.end_host_lease(request)
         if bringer is not None:
-            self.arrivals.ask_again(holding, bringer, wake)
-            holding.told(PrefixMatch(hit.device_stop * self.cache.layout.unit_tokens, 0, is_pending=True))
+            self.arrivals.ask_again(request, bringer, wake)
+            request.told(PrefixMatch(hit.device_stop * self.cache.layout.unit_tokens, 0, is_pending=True))
         else:
-            self.arrivals.answered(holding)
-            self._pin(holding, hit)
-        if holding.state is not State.MATCHED:  # observers find the answer in it
-            self.moves.request(holding, State.MATCHED)
+            self.arrivals.answered(request)
+            self._pin(request, hit)
+        if request.state is not State.MATCHED:  # observers find the answer in it
+            self.moves.request(request, State.MATCHED)
         if bringer is None:
-            self.moves.request(holding, State.PINNED)
+            self.moves.request(request, State.PINNED)
 
-    def is_current(self, holding: Holding, num_device_tokens: int) -> bool:
+    def is_current(self, request: LedgerRequest, num_device_tokens: int) -> bool:
         """Whether the last answer still holds, and its hit is pinned."""
-        is_same = holding.state is State.PINNED and num_device_tokens == holding.engine_tokens
-        return is_same and self._is_held(holding)
+        is_same = request.state is State.PINNED and num_device_tokens == request.engine_tokens
+        return is_same and self._is_held(request)
 
-    def _is_held(self, holding: Holding) -> bool:
+    def _is_held(self, request: LedgerRequest) -> bool:
         """Whether the whole hit can still be loaded."""
-        start = holding.engine_tokens // self.cache.layout.unit_tokens
-        return self.held_stop(holding, start, holding.hit_stop) == holding.hit_stop
+        start = request.engine_tokens // self.cache.layout.unit_tokens
+        return self.held_stop(request, start, request.hit_stop) == request.hit_stop
 
-    def _hit(self, holding: Holding, at_most: int = NO_LIMIT) -> Hit:
-        start = holding.engine_tokens // self.cache.layout.unit_tokens
-        if holding.epoch != self.cache.epoch:
+    def _hit(self, request: LedgerRequest, at_most: int = NO_LIMIT) -> Hit:
+        start = request.engine_tokens // self.cache.layout.unit_tokens
+        if request.epoch != self.cache.epoch:
             return Hit(start, start, ())
-        return self.hit_behind(holding.sequence, min(holding.hit_limit, at_most), start, holding.hit_alignment)
+        return self.hit_behind(request.sequence, min(request.hit_limit, at_most), start, request.hit_alignment)
 
     def hit_behind(self, sequence: TokenSequence, limit: int, start: int, alignment: int = 1) -> Hit:
         """What host memory holds of units `[start, limit)`, the unit of the last token excluded. Nothing while too many
@@ -269,44 +269,44 @@ class EngineMatches:
         limit = min((sequence.num_tokens - 1) // layout.unit_tokens, limit)
         return find_hit_behind(self.cache.index, sequence, layout, limit, start, alignment)
 
-    def _pin(self, holding: Holding, hit: Hit) -> None:
+    def _pin(self, request: LedgerRequest, hit: Hit) -> None:
         unit = self.cache.layout.unit_tokens
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
-            self.request_leases.keep(holding, BELOW, run)
-        on_disk = self.request_leases.num_fetchable(holding, hit.stop) * unit
+            self.request_leases.keep(request, BELOW, run)
+        on_disk = self.request_leases.num_fetchable(request, hit.stop) * unit
         match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_disk_tokens=on_disk)
-        holding.matched(0, hit.stop, match)
+        request.matched(0, hit.stop, match)
 
-    def match_fetched(self, holding: Holding) -> None:
+    def match_fetched(self, request: LedgerRequest) -> None:
         """Match a PINNED request again, behind the same tokens: the host may hold more by now."""
-        self.request_leases.end_host_lease(holding)
-        self._pin(holding, self._hit(holding))
+        self.request_leases.end_host_lease(request)
+        self._pin(request, self._hit(request))
 
-    def loadable(self, holding: Holding) -> Loadable | None:
+    def loadable(self, request: LedgerRequest) -> Loadable | None:
         """What a load of the whole hit would bring. None: nothing, or it was planned before."""
-        start = holding.engine_tokens // self.cache.layout.unit_tokens
-        if holding.state is not State.PINNED or holding.hit_stop <= start:
+        start = request.engine_tokens // self.cache.layout.unit_tokens
+        if request.state is not State.PINNED or request.hit_stop <= start:
             return None
-        return Loadable(start, holding.hit_stop, self.cache.layout.num_blocks(start, start, holding.hit_stop))
+        return Loadable(start, request.hit_stop, self.cache.layout.num_blocks(start, start, request.hit_stop))
 
-    def decline(self, holding: Holding, stop: int) -> None:
+    def decline(self, request: LedgerRequest, stop: int) -> None:
         """Match a PINNED request again, up to unit `stop`: the rest of its hit is computed."""
-        holding.narrow_hit(stop)
-        self.request_leases.end_host_lease(holding)
-        self._pin(holding, self._hit(holding))
+        request.narrow_hit(stop)
+        self.request_leases.end_host_lease(request)
+        self._pin(request, self._hit(request))
 
-    def forget(self, holdings: Iterable[Holding]) -> None:
-        """Match PINNED `holdings` again, up to their old hit, if the host no longer holds all of it."""
-        for holding in holdings:
-            if holding.state is State.PINNED and not self._is_held(holding):
-                self.request_leases.end_host_lease(holding)
-                self._pin(holding, self._hit(holding, holding.hit_stop))
+    def forget(self, requests: Iterable[LedgerRequest]) -> None:
+        """Match PINNED `requests` again, up to their old hit, if the host no longer holds all of it."""
+        for request in requests:
+            if request.state is State.PINNED and not self._is_held(request):
+                self.request_leases.end_host_lease(request)
+                self._pin(request, self._hit(request, request.hit_stop))
 
-    def held_stop(self, holding: Holding, start: int, stop: int) -> int:
+    def held_stop(self, request: LedgerRequest, start: int, stop: int) -> int:
         """The unit up to which the hit can still be loaded: a corrupt block may have cut it off, and nothing can be
         while too many blocks are in quarantine."""
-        if holding.epoch != self.cache.epoch or BELOW not in holding.leases or self.loads_paused:
+        if request.epoch != self.cache.epoch or BELOW not in request.leases or self.loads_paused:
             return start
-        path = holding.leases[BELOW].run.whole_path()
+        path = request.leases[BELOW].run.whole_path()
         return max(start, held_stop(self.cache.layout, path, BELOW, start, stop, given=start))

@@ -29,7 +29,7 @@ from .._kernel.index import covered, covered_stop, stretches
 from .._kernel.jobs import JobBook, Stores, first_stored
 from .._kernel.layout import Band, without
 from .._kernel.records import NO_LIMIT, Job, Run
-from .._kernel.requests import Holding
+from .._kernel.requests import LedgerRequest
 from .._kernel.states import BELOW, Tier
 from .._kernel.tokens import TokenSequence
 from ..errors import InvalidArgument
@@ -90,7 +90,7 @@ class Wanted:
 class Deferred:
     """The blocks of a request that offers have deferred, because too many blocks were in flight."""
 
-    holding: Holding
+    request: LedgerRequest
     stop: int
     """The unit up to which the host is to hold the blocks. It is kept here, because a request that is over forgets
     it."""
@@ -134,36 +134,38 @@ class EngineOffers:
     step."""
     _planned: list[Job] = field(default_factory=list)
     """What `offer_deferred` has planned and not returned, because `find` raised for a later request."""
-    _ends: dict[Holding, End] = field(default_factory=dict)
+    _ends: dict[LedgerRequest, End] = field(default_factory=dict)
     """Where the path of a request was left: what it offers next usually begins there."""
 
-    def reached(self, holding: Holding, run: Run) -> None:
-        """The index has the tokens of `holding` up to the end of `run`."""
-        self._ends[holding] = End(run, run.stop)
+    def reached(self, request: LedgerRequest, run: Run) -> None:
+        """The index has the tokens of `request` up to the end of `run`."""
+        self._ends[request] = End(run, run.stop)
         if self.learning is not None:
-            self.learning.mark(self.cache, holding, run, 0)
+            self.learning.mark(self.cache, request, run, 0)
 
-    def forget(self, holding: Holding) -> None:
+    def forget(self, request: LedgerRequest) -> None:
         """The request is over, or its tokens were taken back."""
-        self._ends.pop(holding, None)
+        self._ends.pop(request, None)
 
     # -- what an offer stores -------------------------------------------------------------------------------------
 
-    def wanted(self, holding: Holding, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool) -> Wanted:
+    def wanted(
+        self, request: LedgerRequest, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool
+    ) -> Wanted:
         """Blocks that the policy wants, the host lacks and the engine has. Changes nothing, except that the last offer
         tells the policy what was generated, once all `ids` are checked. `unwritten`: for each band, units whose blocks
         were never written."""
-        if holding.epoch != self.cache.epoch or not holding.store_limit:
+        if request.epoch != self.cache.epoch or not request.store_limit:
             return Wanted([])
         if is_last:
-            ids.check(holding.published)
-            self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
-        wanted = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
-        return self._lacking(holding, wanted, ids, unwritten, is_last=is_last)
+            ids.check(request.published)
+            self.policy.seen(request, request.sequence.num_prompt_units, request.published)
+        wanted = min(request.published, request.store_limit, self.policy.wanted_stop(request))
+        return self._lacking(request, wanted, ids, unwritten, is_last=is_last)
 
     def _lacking(
         self,
-        holding: Holding,
+        request: LedgerRequest,
         stop: int,
         ids: EngineIds,
         unwritten: Mapping[int, range],
@@ -176,30 +178,30 @@ class EngineOffers:
         if not stop or not self.cache.tiers[BELOW].pool.num_blocks:
             return Wanted([])
         full = self.cache.layout.full
-        end = self._stored_end(holding, stop, self._ends.get(holding))
+        end = self._stored_end(request, stop, self._ends.get(request))
         if end is None:
-            path = list(self.cache.index.walk(holding.sequence, stop))
-            end = self._stored_end(holding, stop, self._end_of(path))
+            path = list(self.cache.index.walk(request.sequence, stop))
+            end = self._stored_end(request, stop, self._end_of(path))
         lacking: list[range] = []
         if end is not None:
             lacking = [range(end.position, stop)]
         elif full.width:
             lacking = _lacking_of(path, full, 0, stop)
-        if lacking and lacking[0].start < holding.stored_stop and not is_last and self._evicts(holding):
-            return Wanted([], num_evicted=max(0, stop - holding.stored_stop) * full.width)
+        if lacking and lacking[0].start < request.stored_stop and not is_last and self._evicts(request):
+            return Wanted([], num_evicted=max(0, stop - request.stored_stop) * full.width)
         lacking, num_left = _first(lacking, most)
-        found = self._all_of_full(holding, lacking, ids)
+        found = self._all_of_full(request, lacking, ids)
         num_missing = sum(map(len, lacking)) - sum(offer.stop - offer.start for offer in found)
         wanted = Wanted(found, end, stop, num_left=num_left * full.width, num_missing=num_missing * full.width)
         if end is not None:
             return wanted
-        if is_last or holding.is_over or is_at_end(holding) or stop == holding.store_limit:
-            last = self.stores.last_end(holding, stop)
+        if is_last or request.is_over or is_at_end(request) or stop == request.store_limit:
+            last = self.stores.last_end(request, stop)
             for band in self.cache.layout.windows:
                 nobodys = unwritten.get(band.number, range(0))
                 lacking = _lacking_of(path, band, first_stored(band, last), stop)
                 units = [part for one in lacking for part in without([nobodys], one.start, one.stop)]
-                wanted.offers += self._of_window(holding, band, units, ids)
+                wanted.offers += self._of_window(request, band, units, ids)
         return wanted
 
     @staticmethod
@@ -208,7 +210,7 @@ class EngineOffers:
         run, agreed = path[-1] if path else (None, 0)
         return End(run, agreed) if run is None or run.stop == agreed else None
 
-    def _stored_end(self, holding: Holding, stop: int, end: End | None) -> End | None:
+    def _stored_end(self, request: LedgerRequest, stop: int, end: End | None) -> End | None:
         """`end`, with its key, if the host has everything before it or will get it, and the index nothing behind it up
         to unit `stop`. None: the path has to be walked to tell, as it always has for windows."""
         if end is None or self.cache.windows or not self._is_there(end):
@@ -217,15 +219,15 @@ class EngineOffers:
             return None
         if end.position >= stop:
             return end
-        hasher = holding.sequence.root.hasher if end.run is None else end.run.hash_after
-        key = holding.sequence.key_at(hasher, end.position)
+        hasher = request.sequence.root.hasher if end.run is None else end.run.hash_after
+        key = request.sequence.key_at(hasher, end.position)
         return None if key in self.cache.index.runs else End(end.run, end.position, key)
 
-    def _evicts(self, holding: Holding) -> bool:
-        """Whether the host has evicted blocks since `holding` was admitted. What it lacks of what `holding` stored is
+    def _evicts(self, request: LedgerRequest) -> bool:
+        """Whether the host has evicted blocks since `request` was admitted. What it lacks of what `request` stored is
         then stored again by its last offer only: where the host cannot keep what live requests hold, each of them would
         evict all others at every offer."""
-        return self.cache.tiers[BELOW].num_evicted != holding.evictions_before
+        return self.cache.tiers[BELOW].num_evicted != request.evictions_before
 
     def _is_there(self, end: End) -> bool:
         """Whether the index still has a run that ends there."""
@@ -242,42 +244,44 @@ class EngineOffers:
         if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
             raise InvalidArgument("block_ids", f"names block {wrong}, which a copy may still write to")
 
-    def _all_of_full(self, holding: Holding, lacking: Iterable[range], ids: EngineIds) -> list[Offer]:
+    def _all_of_full(self, request: LedgerRequest, lacking: Iterable[range], ids: EngineIds) -> list[Offer]:
         """Full attention, up to the first null block: blocks behind a gap are never found."""
         found: list[Offer] = []
         for units in lacking:
-            offer = self._of_full(holding, units.start, units.stop, ids)
+            offer = self._of_full(request, units.start, units.stop, ids)
             if offer is not None:
                 found.append(offer)
             if offer is None or offer.stop < units.stop:
                 break
         return found
 
-    def _of_full(self, holding: Holding, start: int, stop: int, ids: EngineIds) -> Offer | None:
+    def _of_full(self, request: LedgerRequest, start: int, stop: int, ids: EngineIds) -> Offer | None:
         """Units `[start, stop)` of full attention, up to the first null block; None if there is no unit before it."""
         if start >= stop:
             return None
         full = self.cache.layout.full
         blocks = ids.of_band(full, start, stop)
         if has_null(blocks):
-            blocks = self._with_found(holding, full, start, stop, blocks, ids)
+            blocks = self._with_found(request, full, start, stop, blocks, ids)
             if has_null(blocks):
                 stop = start + blocks.index(0) // full.width
                 blocks = blocks[: (stop - start) * full.width]
         return Offer(full, start, stop, blocks) if blocks else None
 
     def _with_found(
-        self, holding: Holding, band: Band, start: int, stop: int, named: array[int], ids: EngineIds
+        self, request: LedgerRequest, band: Band, start: int, stop: int, named: array[int], ids: EngineIds
     ) -> array[int]:
         """The blocks `named`, with those that the engine has in its prefix cache in place of null blocks."""
-        return ids.with_found(band, start, stop, named, partial(self.device.find, holding.request_id))
+        return ids.with_found(band, start, stop, named, partial(self.device.find, request.request_id))
 
-    def _of_window(self, holding: Holding, band: Band, lacking: Iterable[range], ids: EngineIds) -> Iterator[Offer]:
+    def _of_window(
+        self, request: LedgerRequest, band: Band, lacking: Iterable[range], ids: EngineIds
+    ) -> Iterator[Offer]:
         """A window band, without units that have a null block."""
         for units in lacking:
             blocks = ids.of_band(band, units.start, units.stop)
             if has_null(blocks):
-                blocks = self._with_found(holding, band, units.start, units.stop, blocks, ids)
+                blocks = self._with_found(request, band, units.start, units.stop, blocks, ids)
             nulls = [units.start + at // band.width for at, block_id in enumerate(blocks) if not block_id]
             for named in without([range(unit, unit + 1) for unit in nulls], units.start, units.stop):
                 first = (named.start - units.start) * band.width
@@ -291,30 +295,30 @@ class EngineOffers:
         self._computed_blocks = num_blocks + (self._computed_blocks if self._knows_steps else 0)
         self._step_blocks = max(self._step_blocks, min(self._computed_blocks, self.max_step_blocks))
 
-    def store(self, holding: Holding, wanted: Wanted, unwritten: Mapping[int, range]) -> list[Job]:
+    def store(self, request: LedgerRequest, wanted: Wanted, unwritten: Mapping[int, range]) -> list[Job]:
         """Plan stores for the blocks of `wanted` that may be in flight, and defer the others."""
-        self.deferred.pop(holding.request_id, None)  # `wanted` includes these blocks
-        jobs, num_left = self._store(holding, wanted)
+        self.deferred.pop(request.request_id, None)  # `wanted` includes these blocks
+        jobs, num_left = self._store(request, wanted)
         if num_left and self.device.finds:
-            self.deferred[holding.request_id] = Deferred(holding, wanted.stop, dict(unwritten), num_left)
+            self.deferred[request.request_id] = Deferred(request, wanted.stop, dict(unwritten), num_left)
             if len(self.deferred) > MOST_DEFERRED:
                 oldest = self.deferred.pop(next(iter(self.deferred)))
-                self.moves.told.store_skipped(oldest.holding, oldest.num_blocks, "in_flight")
+                self.moves.told.store_skipped(oldest.request, oldest.num_blocks, "in_flight")
         elif num_left:
-            self.moves.told.store_skipped(holding, num_left, "in_flight")
+            self.moves.told.store_skipped(request, num_left, "in_flight")
         return jobs
 
-    def _store(self, holding: Holding, wanted: Wanted) -> tuple[list[Job], int]:
+    def _store(self, request: LedgerRequest, wanted: Wanted) -> tuple[list[Job], int]:
         """The jobs, and the number of blocks above the bound."""
         jobs, found, num_left = list[Job](), wanted.offers, wanted.num_left
         if wanted.num_evicted:
-            self.moves.told.store_skipped(holding, wanted.num_evicted, "evicted")
+            self.moves.told.store_skipped(request, wanted.num_evicted, "evicted")
         if not found:
             if wanted.end is not None:
-                self._ends[holding] = wanted.end
+                self._ends[request] = wanted.end
             return jobs, num_left
         stop = found[0].stop if len(found) == 1 else max([offer.stop for offer in found])
-        run = self._path(holding, wanted.end, stop)
+        run = self._path(request, wanted.end, stop)
         # One offer pins its path itself.
         pin = None if len(found) == 1 else self.cache.lease(BELOW, run, self._no_windows(run), is_use=False)
         is_full = False
@@ -323,13 +327,13 @@ class EngineOffers:
             num_left += len(offer.blocks) - len(taken.blocks)
             if taken.blocks:
                 over = stretches(run if pin is None else pin.run, taken.start, taken.stop)
-                planned = self.stores.store(holding, taken.band, over, taken.blocks)
+                planned = self.stores.store(request, taken.band, over, taken.blocks)
                 if planned and not taken.band.number:
-                    holding.stored_up_to(max(holding.stored_stop, planned[-1].stop))
+                    request.stored_up_to(max(request.stored_stop, planned[-1].stop))
                 is_full |= sum(job.plan.num_blocks for job in planned) < len(taken.blocks)
                 jobs += planned
         if is_full and num_left:  # there is no room for what comes after, either
-            self.moves.told.store_skipped(holding, num_left, "host_full")
+            self.moves.told.store_skipped(request, num_left, "host_full")
             num_left = 0
         if pin is not None:
             self.cache.release(pin)
@@ -364,12 +368,12 @@ class EngineOffers:
             try:
                 wanted = self._found_of(old, room)
             except InvalidArgument:
-                self.moves.told.store_skipped(old.holding, old.num_blocks, "in_flight")
+                self.moves.told.store_skipped(old.request, old.num_blocks, "in_flight")
                 del self.deferred[request_id]
                 raise
-            self._planned += self.store(old.holding, wanted, old.unwritten)
-            if old.holding.is_over:
-                self.forget(old.holding)
+            self._planned += self.store(old.request, wanted, old.unwritten)
+            if old.request.is_over:
+                self.forget(old.request)
             left = self.deferred.pop(request_id, None)
             if left is not None:  # it stays the first one
                 self.deferred = {request_id: left, **self.deferred}
@@ -379,17 +383,17 @@ class EngineOffers:
 
     def _found_of(self, old: Deferred, room: int) -> Wanted:
         """Up to `room` deferred blocks that the engine still has; of full attention, one missing unit at least."""
-        holding, layout = old.holding, self.cache.layout
-        if holding.epoch != self.cache.epoch:
+        request, layout = old.request, self.cache.layout
+        if request.epoch != self.cache.epoch:
             return Wanted([])
         ids = EngineIds(layout, self.num_rows, "find", (Nulls(),) * len(layout.groups))
         most = max(1, room // layout.full.width) if layout.full.width else 0
-        wanted = self._lacking(holding, old.stop, ids, old.unwritten, most=most)
+        wanted = self._lacking(request, old.stop, ids, old.unwritten, most=most)
         named = named_rows(self.num_rows, [offer.blocks for offer in wanted.offers])
         if not named.are_distinct or named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
             wanted = Wanted([], num_missing=old.num_blocks)
         if wanted.num_missing:  # a lookup never finds blocks after a gap
-            self.moves.told.store_skipped(holding, wanted.num_missing + wanted.num_left, "in_flight")
+            self.moves.told.store_skipped(request, wanted.num_missing + wanted.num_left, "in_flight")
             wanted.num_left = 0
         return wanted
 
@@ -397,17 +401,17 @@ class EngineOffers:
         """Drop the deferred blocks of requests that share the first `num_tokens` of `wrong`, because the KV at the end
         of these is invalid."""
         for request_id, old in tuple(self.deferred.items()):
-            if old.holding.sequence.begins_alike(wrong, num_tokens):
+            if old.request.sequence.begins_alike(wrong, num_tokens):
                 del self.deferred[request_id]
 
-    def _path(self, holding: Holding, end: End | None, stop: int) -> Run:
+    def _path(self, request: LedgerRequest, end: End | None, stop: int) -> Run:
         """The run of the index that ends at unit `stop` of the request's tokens; inserts what is missing, behind `end`
         if that is known."""
         if end is not None and self._is_there(end):
-            last = self.cache.insert_behind(end.run, holding.sequence, end.position, stop, end.key)
+            last = self.cache.insert_behind(end.run, request.sequence, end.position, stop, end.key)
         else:
-            last = self.cache.path_to(holding.sequence, stop)
-        self.reached(holding, last)
+            last = self.cache.path_to(request.sequence, stop)
+        self.reached(request, last)
         return last
 
 

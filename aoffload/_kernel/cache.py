@@ -344,7 +344,7 @@ class PrefixCache:
             return False
         for front, back in zip(head.parts, run.parts, strict=True):
             component = self.components[back.band]
-            if front.incoming is not None or back.incoming is not None or front.ring != back.ring:
+            if front.incoming is not None or back.incoming is not None or front.rank != back.rank:
                 return False
             if back.blocks and not component.follows(front, back):
                 return False
@@ -400,7 +400,7 @@ class PrefixCache:
             return False
         for front, behind in zip(head.parts, back.parts, strict=True):
             component = self.components[behind.band]
-            if front.num_references or behind.num_references or front.ring != behind.ring:
+            if front.num_references or behind.num_references or front.rank != behind.rank:
                 return False
             if front.incoming is not None or behind.incoming is not None:
                 return False

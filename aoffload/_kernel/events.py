@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..errors import IllegalTransition
 from .protocols import OBSERVES, NullObserver, Observer, shielded
 from .records import Job
-from .requests import CacheTransfer, Holding, LoadOverlap, Pin, Step
+from .requests import CacheTransfer, LedgerRequest, LoadOverlap, Pin, Step
 from .states import (
     CACHE_TRANSFER_MOVES,
     JOB_MOVES,
@@ -43,15 +43,15 @@ class Moves:
     def __post_init__(self) -> None:
         self.told = NullObserver() if self.observer is None else shielded(self.observer, OBSERVES, self)
 
-    def request(self, holding: Holding, state: RequestState) -> None:
-        old = holding.state
+    def request(self, request: LedgerRequest, state: RequestState) -> None:
+        old = request.state
         if state not in REQUEST_MOVES[old]:
-            raise _illegal(holding, state)
+            raise _illegal(request, state)
         if self.clock is not None:
-            holding.since_s = self.clock()
-        holding.state = state
+            request.since_s = self.clock()
+        request.state = state
         if self.observer is not None:
-            self.told.request_moved(holding, old, holding.reason)
+            self.told.request_moved(request, old, request.reason)
 
     def job(self, job: Job, state: JobState, reason: str = "") -> None:
         old = job.state

@@ -24,7 +24,7 @@ from .layout import Band
 from .plans import BlockLabel, CellLabel, Completion, TransferPlan
 from .pools import TierBlocks
 from .records import NO_LIMIT, Job, Lease, Part, Run
-from .requests import Holding
+from .requests import LedgerRequest
 from .states import Direction, JobState, NoEpoch, Outcome, Tier, require
 from .tokens import hash_run, unit_digests
 
@@ -89,7 +89,7 @@ class JobBook:
 
     def plan(
         self,
-        holding: Holding | None,
+        request: LedgerRequest | None,
         source: Tier,
         destination: Tier,
         run: Run,
@@ -127,7 +127,7 @@ class JobBook:
             else:
                 plan = TransferPlan(self._next_id, source, destination, held, into)
             self._next_id += 1
-            jobs.append(self._job(holding, plan, band, over, pin if last == stop else None))
+            jobs.append(self._job(request, plan, band, over, pin if last == stop else None))
         return jobs
 
     def _make_adjoin(self, run: Run, band: Band, tier: Tier, start: int, stop: int) -> None:
@@ -144,7 +144,7 @@ class JobBook:
                 self.cache.split(over, begin)
 
     def _job(
-        self, holding: Holding | None, plan: TransferPlan, band: Band, over: list[Stretch], pin: Lease | None
+        self, request: LedgerRequest | None, plan: TransferPlan, band: Band, over: list[Stretch], pin: Lease | None
     ) -> Job:
         (first, start, _), (run, _, stop) = over[0], over[-1]
         windows = self.cache.layout.windows
@@ -165,7 +165,7 @@ class JobBook:
             written = self.cache.lease(plan.destination, run, starts)
         job = Job(
             plan, run, start, stop, self.cache.epoch, band.number, read, written,
-            "" if holding is None else holding.request_id,
+            "" if request is None else request.request_id,
             0.0 if self.moves.clock is None else self.moves.clock(),
         )  # fmt: skip
         if written is not None:
@@ -199,9 +199,9 @@ class JobBook:
         self.moves.job(job, JobState.LAUNCHED)
         return True
 
-    def unclaim(self, job: Job, holding: Holding) -> bool:
-        """End the claim of `holding`. True: the load is queued and has no claim left, so the caller discards it."""
-        job.unclaimed_by(holding)
+    def unclaim(self, job: Job, request: LedgerRequest) -> bool:
+        """End the claim of `request`. True: the load is queued and has no claim left, so the caller discards it."""
+        job.unclaimed_by(request)
         return not job.claims and job.state is JobState.QUEUED and job.plan.direction is Direction.LOAD
 
     def num_stored_now(self, source: Tier) -> int:
@@ -375,11 +375,18 @@ class Stores:
     destination: Tier
 
     def offer(
-        self, holding: Holding | None, run: Run, first: int, stop: int, *, with_windows: bool, most: int = NO_LIMIT
+        self,
+        request: LedgerRequest | None,
+        run: Run,
+        first: int,
+        stop: int,
+        *,
+        with_windows: bool,
+        most: int = NO_LIMIT,
     ) -> list[Job]:
         """Store what `destination` lacks of the path of `run` up to unit `stop`, from unit `first` on and before it as
         far as something is missing; `with_windows`: also what a hit near `stop` needs of window bands. At most `most`
-        blocks. `holding` is None for a write-back."""
+        blocks. `request` is None for a write-back."""
         source, destination = self.source, self.destination
         if not self.cache.tiers[destination].pool.num_blocks:
             return []
@@ -387,25 +394,25 @@ class Stores:
         full = self.cache.layout.full
         missing = self.cache.full.lacking(run, source, destination, first, stop) if full.width else []
         for over in _together(missing) if missing else ():
-            jobs += self.store(holding, full, over, most=left_of(most, jobs))
+            jobs += self.store(request, full, over, most=left_of(most, jobs))
         if with_windows and self.cache.windows:
-            end = self.last_end(holding, stop)
+            end = self.last_end(request, stop)
             for window in self.cache.windows:
                 missing = window.lacking(run, source, destination, first_stored(window.band, end), stop)
                 for over in _together(missing) if missing else ():
-                    jobs += self.store(holding, window.band, over, most=left_of(most, jobs))
+                    jobs += self.store(request, window.band, over, most=left_of(most, jobs))
         return jobs
 
-    def last_end(self, holding: Holding | None, stop: int) -> int:
+    def last_end(self, request: LedgerRequest | None, stop: int) -> int:
         """The last unit that a repeated request could hit: one token short, rounded down to its `hit_alignment`."""
-        if holding is None:
+        if request is None:
             return stop
-        most = min(stop, (holding.sequence.num_tokens - 1) // self.cache.layout.unit_tokens)
-        return most - most % holding.hit_alignment
+        most = min(stop, (request.sequence.num_tokens - 1) // self.cache.layout.unit_tokens)
+        return most - most % request.hit_alignment
 
     def store(
         self,
-        holding: Holding | None,
+        request: LedgerRequest | None,
         band: Band,
         over: list[Stretch],
         source_ids: array[int] | None = None,
@@ -417,7 +424,7 @@ class Stores:
         # Pinned before room is made: the store must not evict the prefix before it.
         there, (_, start, _), (end, _, stop) = self.cache.tiers[self.destination], over[0], over[-1]
         pin = self.cache.lease(self.destination, end, [end.stop for _ in self.cache.layout.windows])
-        wanted, fit, allowed = stop - start, there.room // band.width, most // band.width
+        wanted, fit, allowed = stop - start, there.num_available // band.width, most // band.width
         units = self.cache.components[band.number].fitting(start, stop, fit if fit < allowed else allowed)
         jobs: list[Job] = []
         is_handed = False
@@ -428,12 +435,12 @@ class Stores:
                 source_ids = source_ids[(units.start - start) * band.width : (units.stop - start) * band.width]
             is_handed = run is pin.run and not self.cache.windows
             jobs = self.jobs.plan(
-                holding, self.source, self.destination, run, band, units.start, units.stop, blocks, (), source_ids,
+                request, self.source, self.destination, run, band, units.start, units.stop, blocks, (), source_ids,
                 pin if is_handed else None, cells,
             )  # fmt: skip
         if fit < wanted:
             reason = f"{self.destination.name.lower()}_full"
-            self.moves.told.store_skipped(holding, (wanted - fit) * band.width, reason)
+            self.moves.told.store_skipped(request, (wanted - fit) * band.width, reason)
         if not is_handed:
             self.cache.release(pin)
         return jobs

@@ -71,7 +71,7 @@ from .pools import DiskBlocks, ExtentPool, FreeList, LastUses, RemoteBlocks, Slo
 from .prefix import Prefix, TokenIds, check_prefix
 from .protocols import OBSERVES, BlockWatcher, DevicePool, EngineBlocks, Observer
 from .records import NO_LIMIT, Job
-from .requests import CacheTransfer, Demotion, Fetch, Holding, Pin, Prefetch, Step, Waiter, nobody
+from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, nobody
 from .states import BELOW, Outcome, PinState, RequestState, Tier, check_tier, require
 from .states import RequestState as State
 from .status import EvictionStatistics, Fork, Holder, RequestStatus, TierStatistics, explained, plain
@@ -184,8 +184,8 @@ class Ledger:
             check_has("observer", observer, "Observer", OBSERVES)
         _check_engine(device_pool, engine_blocks, clock)
         self.config, self.layout = config, Layout.of(_groups_of(config))
-        self.holdings: dict[str, Holding] = {}
-        self._closing: set[Holding] = set()
+        self.live_requests: dict[str, LedgerRequest] = {}
+        self._closing: set[LedgerRequest] = set()
         self.steps: dict[int, Step] = {}
         """Those under way, the oldest first."""
         self._num_steps = 0
@@ -254,7 +254,7 @@ class Ledger:
             )
             self._conclude_loads = self._engine.conclude_all
         self.situation = Situation(
-            self.holdings, self.steps, self._pins, self.jobs, self._cache_transfers, self.admission,
+            self.live_requests, self.steps, self._pins, self.jobs, self._cache_transfers, self.admission,
             None if self._engine is None else self._engine.arrivals, moves,
         )  # fmt: skip
 
@@ -306,7 +306,7 @@ class Ledger:
 
     def _wire_disk(self, counts: AlsoCounts) -> Stores:
         cache, jobs, moves = self.cache, self.jobs, self._moves
-        down, up = (Stores(cache, jobs, moves, *hop) for hop in ((Tier.HOST, Tier.DISK), (Tier.DISK, Tier.HOST)))
+        down, up = (Stores(cache, jobs, moves, *link) for link in ((Tier.HOST, Tier.DISK), (Tier.DISK, Tier.HOST)))
         pool = cache.tiers[Tier.DISK].pool
         assert isinstance(pool, ExtentPool)
         self._restores = Restores(cache, pool)
@@ -323,13 +323,13 @@ class Ledger:
         complete."""
         return WrongState(f"{call}: an observer must not call the ledger, which is in the middle of a change")
 
-    def _own(self, holding: object) -> Holding:
+    def _own(self, request: object) -> LedgerRequest:
         """Refuse a request of another ledger, and any call about a request that an observer makes during a report."""
         if self._moves.is_telling:
             raise self._in_report("a call about a request")
-        if not isinstance(holding, Holding) or holding.ledger is not self:
-            raise InvalidArgument("holding", f"was not admitted by this ledger: {shown(holding)}")
-        return holding
+        if not isinstance(request, LedgerRequest) or request.ledger is not self:
+            raise InvalidArgument("request", f"was not admitted by this ledger: {shown(request)}")
+        return request
 
     def _require_own_device(self, call: str) -> None:
         if self._moves.is_telling:
@@ -337,21 +337,21 @@ class Ledger:
         if self._engine is not None:
             raise WrongState(f"{call}: an engine has the device blocks of this ledger: see docs/engines.md")
 
-    def _on_own_device(self, holding: object, call: str) -> Holding:
+    def _on_own_device(self, request: object, call: str) -> LedgerRequest:
         """Refuse a request of another ledger, and `call` if an engine owns the device blocks."""
         if (
             self._engine is None
-            and isinstance(holding, Holding)
-            and holding.ledger is self
+            and isinstance(request, LedgerRequest)
+            and request.ledger is self
             and not self._moves.is_telling
         ):
-            return holding
+            return request
         self._require_own_device(call)
-        return self._own(holding)
+        return self._own(request)
 
-    def _engine_of(self, holding: object, call: str) -> EngineOwned:
+    def _engine_of(self, request: object, call: str) -> EngineOwned:
         """The engine-owned device; refuse `call` if this ledger owns the device blocks."""
-        self._own(holding)
+        self._own(request)
         if self._engine is None:
             raise WrongState(f"{call}: this ledger has device blocks itself: it takes no others")
         return self._engine
@@ -359,12 +359,12 @@ class Ledger:
     def _others_hold_room(self) -> bool:
         if self.jobs.unsettled or self._closing:
             return True
-        return any(h.holds_room and (h.waiter is None or h.waiter.is_over) for h in self.holdings.values())
+        return any(h.holds_room and (h.waiter is None or h.waiter.is_over) for h in self.live_requests.values())
 
-    def _settled(self, jobs: list[Job], also: Holding | None = None) -> None:
-        self.admission.serve_line(self._concluded(jobs, also))
+    def _settled(self, jobs: list[Job], also: LedgerRequest | None = None) -> None:
+        self.admission.serve_queue(self._concluded(jobs, also))
 
-    def _concluded(self, jobs: list[Job], also: Holding | None = None) -> list[Callable[[], object]]:
+    def _concluded(self, jobs: list[Job], also: LedgerRequest | None = None) -> list[Callable[[], object]]:
         over = self._loads.settled(jobs)
         if also is not None and also.load is not None and also not in over:
             over.append(also)
@@ -375,7 +375,7 @@ class Ledger:
         wakes: list[Callable[[], object]] = []
         requests = over
         if self._cache_transfers.under_way:
-            requests = [holding for holding in over if holding not in self._cache_transfers.under_way]
+            requests = [request for request in over if request not in self._cache_transfers.under_way]
             wakes = self._cache_transfers.conclude(over)
         return wakes + self._conclude_loads(requests)
 
@@ -413,7 +413,7 @@ class Ledger:
         max_store_tokens: int | None = None,
         num_device_tokens: int = 0,
         wake: Callable[[], object] = nobody,
-    ) -> Holding:
+    ) -> LedgerRequest:
         """Match `prefix` and pin the hit, in one step. All limits are in tokens.
 
         `reads_cache=False`: use no hit. `store` (all, the prompt only, nothing) and `max_store_tokens` (leading tokens)
@@ -443,22 +443,22 @@ class Ledger:
         if wake is not nobody:
             check_callable("wake", wake)
         name = self._checked_name(request_id)
-        holding = Holding(
+        request = LedgerRequest(
             name, sequence, self.cache.epoch, self._num_admitted, limit, alignment,
             store_limit=may_store, ledger=self, evictions_before=self.cache.tiers[BELOW].num_evicted,
         )  # fmt: skip
         if may_store:
-            self._policy.seen(holding, 0, sequence.num_prompt_units)  # a policy of the program's own may raise
+            self._policy.seen(request, 0, sequence.num_prompt_units)  # a policy of the program's own may raise
         self._num_admitted += 1
-        self.holdings[name] = holding
+        self.live_requests[name] = request
         if self._engine is not None:
             self._engine.offers.deferred.pop(name, None)  # of an earlier request with this id
-            self._engine.matches.match(holding, num_device_tokens, wake)
-            return holding
-        self._request_leases.pin(holding)
-        self._moves.request(holding, State.MATCHED)
-        self._moves.request(holding, State.PINNED)
-        return holding
+            self._engine.matches.match(request, num_device_tokens, wake)
+            return request
+        self._request_leases.pin(request)
+        self._moves.request(request, State.MATCHED)
+        self._moves.request(request, State.PINNED)
+        return request
 
     def _check_device_tokens(self, num_device_tokens: int, num_tokens: int) -> None:
         check_int("num_device_tokens", num_device_tokens, 0, max(0, num_tokens - 1))
@@ -466,7 +466,7 @@ class Ledger:
             raise InvalidArgument("num_device_tokens", "is for `engine_blocks`: this ledger has device blocks itself")
 
     def match_again(
-        self, holding: Holding, *, num_device_tokens: int, wake: Callable[[], object] = nobody
+        self, request: LedgerRequest, *, num_device_tokens: int, wake: Callable[[], object] = nobody
     ) -> PrefixMatch:
         """With `engine_blocks`: match again, before the load. The pins move if `num_device_tokens` has changed.
 
@@ -474,101 +474,101 @@ class Ledger:
         `wake` is called when that load falls short, or when its request has offered or is over. After
         `pending_timeout_s` the answer is no longer `PENDING`.
         """
-        engine = self._engine_of(holding, "match_again")
-        require(holding, "match_again", State.MATCHED, State.PINNED)
-        self._check_device_tokens(num_device_tokens, holding.sequence.num_tokens)
+        engine = self._engine_of(request, "match_again")
+        require(request, "match_again", State.MATCHED, State.PINNED)
+        self._check_device_tokens(num_device_tokens, request.sequence.num_tokens)
         if wake is not nobody:
             check_callable("wake", wake)
-        engine.matches.match(holding, num_device_tokens, wake)
-        return holding.match
+        engine.matches.match(request, num_device_tokens, wake)
+        return request.match
 
-    def pending_until(self, holding: Holding) -> float:
+    def pending_until(self, request: LedgerRequest) -> float:
         """With `engine_blocks`: from when on, by the ledger's clock, `match_again` does not answer `PENDING` any more.
         Infinity for a request whose last answer was another one."""
-        return float(self._engine_of(holding, "pending_until").arrivals.pending_until(holding))
+        return float(self._engine_of(request, "pending_until").arrivals.pending_until(request))
 
     def _checked_name(self, request_id: str | None) -> str:
         """`request_id`, or a name that no live request has."""
         if request_id is not None:
             name = check_text("request_id", request_id)
-            if name in self.holdings:
+            if name in self.live_requests:
                 raise DuplicateRequest("request_id", f"a live request is called {name!r}")
             return name
         name = f"request-{self._num_admitted}"
-        while name in self.holdings:
+        while name in self.live_requests:
             name += "'"
         return name
 
-    def allocate_nowait(self, holding: Holding, num_tokens: int | None = None) -> None:
+    def allocate_nowait(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
         """Take blocks for `num_tokens` (None: the prompt), all or nothing; `OutOfBlocks` changes nothing."""
-        self.admission.allocate_nowait(self._on_own_device(holding, "allocate"), num_tokens)
+        self.admission.allocate_nowait(self._on_own_device(request, "allocate"), num_tokens)
 
     def queue_allocation(
-        self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
+        self, request: LedgerRequest, num_tokens: int | None = None, wake: Callable[[], object] = nobody
     ) -> Waiter:
         """Join the line. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it.
 
         `wake` may call the ledger, but must not raise."""
         check_callable("wake", wake)
-        waiter = self.admission.queue_allocation(self._on_own_device(holding, "allocate"), num_tokens, wake)
-        self.admission.serve_line()
+        waiter = self.admission.queue_allocation(self._on_own_device(request, "allocate"), num_tokens, wake)
+        self.admission.serve_queue()
         return waiter
 
-    def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
+    def extend_nowait(self, request: LedgerRequest, num_tokens: int) -> Extension:
         """Extend the block table to `num_tokens` in all; `OutOfBlocks` changes nothing."""
-        return self.admission.extend_nowait(self._on_own_device(holding, "extend"), num_tokens)
+        return self.admission.extend_nowait(self._on_own_device(request, "extend"), num_tokens)
 
-    def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
+    def queue_extension(self, request: LedgerRequest, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
         """Join the line for more room, ahead of all allocations."""
         check_callable("wake", wake)
-        waiter = self.admission.queue_extension(self._on_own_device(holding, "extend"), num_tokens, wake)
-        self.admission.serve_line()
+        waiter = self.admission.queue_extension(self._on_own_device(request, "extend"), num_tokens, wake)
+        self.admission.serve_queue()
         return waiter
 
     def accept(self, waiter: Waiter) -> Extension:
         """Take what `waiter` was granted, or raise what it failed with."""
-        self._own(check_type("waiter", waiter, Waiter).holding)
+        self._own(check_type("waiter", waiter, Waiter).request)
         return self.admission.accept(waiter)
 
     def withdraw(self, waiter: Waiter) -> None:
         """Stop waiting: give back an unused grant and serve the line."""
-        self._own(check_type("waiter", waiter, Waiter).holding)
+        self._own(check_type("waiter", waiter, Waiter).request)
         self.admission.withdraw(waiter)
-        self.admission.serve_line()
+        self.admission.serve_queue()
 
     # -- forks ----------------------------------------------------------------------------------------------------
 
-    def num_shared_tokens(self, holding: Holding) -> int:
-        """Leading tokens whose blocks a fork of `holding` would share; behind them it needs blocks of its own."""
-        require(self._on_own_device(holding, "fork"), "fork", State.RUNNING)
-        return self._forks.shared_stop(holding) * self.layout.unit_tokens
+    def num_shared_tokens(self, request: LedgerRequest) -> int:
+        """Leading tokens whose blocks a fork of `request` would share; behind them it needs blocks of its own."""
+        require(self._on_own_device(request, "fork"), "fork", State.RUNNING)
+        return self._forks.shared_stop(request) * self.layout.unit_tokens
 
     def fork(
         self,
-        holding: Holding,
+        request: LedgerRequest,
         request_id: str | None = None,
         *,
         num_tokens: int = 0,
     ) -> Fork:
-        """Start another request with the tokens that `holding` has so far, RUNNING at once. It shares the full blocks;
+        """Start another request with the tokens that `request` has so far, RUNNING at once. It shares the full blocks;
         the engine copies the others (`Fork.copies`). It has room for `num_tokens`, or for all known tokens if those are
         more. `OutOfBlocks` changes nothing.
         """
-        shared = self.num_shared_tokens(holding) // self.layout.unit_tokens
-        self._forks.check(holding)
+        shared = self.num_shared_tokens(request) // self.layout.unit_tokens
+        self._forks.check(request)
         name, wanted = self._checked_name(request_id), check_int("num_tokens", num_tokens, 0)
-        num_units = self._forks.num_units(holding, wanted)
-        unborn = self._forks.twin(holding, name, self._num_admitted)
-        blocks = self._forks.take(holding, shared, num_units)
+        num_units = self._forks.num_units(request, wanted)
+        unborn = self._forks.twin(request, name, self._num_admitted)
+        blocks = self._forks.take(request, shared, num_units)
         self._num_admitted += 1
-        self.holdings[name] = unborn
-        return self._forks.share(holding, unborn, shared, num_units, blocks)
+        self.live_requests[name] = unborn
+        return self._forks.share(request, unborn, shared, num_units, blocks)
 
     # -- loading --------------------------------------------------------------------------------------------------
 
     def plan_load(
         self,
-        holding: Holding,
+        request: LedgerRequest,
         max_tokens: int | None = None,
         wake: Callable[[], object] = nobody,
         *,
@@ -579,7 +579,7 @@ class Ledger:
 
         RUNNING afterwards: nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the load
         fell short and there was no room for the missing blocks, or a reset has made the device hit useless, so the
-        request gave up all its blocks. `wake` is called when its wait for blocks ends. Then accept `holding.waiter` and
+        request gave up all its blocks. `wake` is called when its wait for blocks ends. Then accept `request.waiter` and
         plan again. Of a request that is RUNNING already, nothing is planned; it is REQUEUED if its load is lost to a
         reset (`lost_to_reset`). `max_job_bytes` replaces the configured limit, to split an overlapped load into as few
         jobs as possible.
@@ -593,12 +593,12 @@ class Ledger:
         if max_job_bytes is not None:
             units_per_job = self._units_per_job(check_int("max_job_bytes", max_job_bytes, 1) // self._block_bytes)
         if self._engine is not None:
-            jobs = self._engine.plan_load(self._own(holding), into, max_tokens, wake, units_per_job)
+            jobs = self._engine.plan_load(self._own(request), into, max_tokens, wake, units_per_job)
             return tuple([job.plan for job in jobs])
         if into is not None:
             raise InvalidArgument("into", "is for `engine_blocks`: this ledger has device blocks itself")
-        plans = self._loads.plan(self._own(holding), max_tokens, wake, units_per_job)
-        self.admission.serve_line()
+        plans = self._loads.plan(self._own(request), max_tokens, wake, units_per_job)
+        self.admission.serve_queue()
         return plans
 
     @property
@@ -606,40 +606,40 @@ class Ledger:
         """Whether an engine owns the device blocks."""
         return self._engine is not None
 
-    def lost_to_reset(self, holding: Holding) -> bool:
+    def lost_to_reset(self, request: LedgerRequest) -> bool:
         """Whether a reset has come since the load was over, and the request has not begun to compute behind it: no
         step, no commit, no offer. What it has loaded is KV from before the reset. `plan_load` takes it back: call that
         unless the caller was told before the reset that the load is over."""
         if self._engine is None:
-            return self._loads.lost_to_reset(self._own(holding))
-        return self._engine.lost_to_reset(self._own(holding))
+            return self._loads.lost_to_reset(self._own(request))
+        return self._engine.lost_to_reset(self._own(request))
 
-    def loadable(self, holding: Holding, max_tokens: int | None = None) -> Loadable | None:
+    def loadable(self, request: LedgerRequest, max_tokens: int | None = None) -> Loadable | None:
         """What `plan_load` would load now; with `engine_blocks`, all that the match has said. None: nothing, or it was
         planned before."""
         if self._engine is None:
-            return self._loads.loadable(self._own(holding), max_tokens)
+            return self._loads.loadable(self._own(request), max_tokens)
         if max_tokens is not None:
             raise InvalidArgument("max_tokens", "is for a ledger that has device blocks itself: decline the rest")
-        return self._engine.matches.loadable(self._own(holding))
+        return self._engine.matches.loadable(self._own(request))
 
-    def decline(self, holding: Holding, from_token: int) -> PrefixMatch:
+    def decline(self, request: LedgerRequest, from_token: int) -> PrefixMatch:
         """With `engine_blocks`: match again, before the load, up to `from_token`, rounded down to a block. What the
         host has behind it is computed, and no later match of this request has it."""
-        engine = self._engine_of(holding, "decline")
-        require(holding, "decline", State.PINNED)
-        engine.matches.decline(holding, check_int("from_token", from_token, 0) // self.layout.unit_tokens)
-        return holding.match
+        engine = self._engine_of(request, "decline")
+        require(request, "decline", State.PINNED)
+        engine.matches.decline(request, check_int("from_token", from_token, 0) // self.layout.unit_tokens)
+        return request.match
 
-    def abandon_load(self, holding: Holding) -> None:
+    def abandon_load(self, request: LedgerRequest) -> None:
         """Stop waiting for a load: landed blocks count, the rest is computed. Launched copies go on.
 
         With `engine_blocks`, these copies go on writing to the blocks that `into` named, and their jobs hold them until
-        they are over: behind `holding.num_computed_tokens`, compute into other blocks.
+        they are over: behind `request.num_computed_tokens`, compute into other blocks.
         """
-        require(self._own(holding), "abandon_load", *_LOADING)
-        if holding.load is not None:
-            self._settled(self._loads.abandon(holding), also=holding)
+        require(self._own(request), "abandon_load", *_LOADING)
+        if request.load is not None:
+            self._settled(self._loads.abandon(request), also=request)
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
@@ -655,7 +655,7 @@ class Ledger:
         if self._moves.is_telling:
             raise self._in_report("settle")
         check_completion(completion)
-        self.admission.serve_line(self._concluded(self.jobs.settle(completion)))
+        self.admission.serve_queue(self._concluded(self.jobs.settle(completion)))
 
     def discard(self, job_id: int) -> None:
         """Give up a job that was never launched; the requests that wait for it compute instead."""
@@ -668,20 +668,20 @@ class Ledger:
     # -- computing ------------------------------------------------------------------------------------------------
 
     def commit(
-        self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
+        self, request: LedgerRequest, num_computed_tokens: int, new_token_ids: TokenIds = ()
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
-        plans = self._commits.commit(self._on_own_device(holding, "commit"), num_computed_tokens, new_token_ids)
-        self.admission.serve_line()
+        plans = self._commits.commit(self._on_own_device(request, "commit"), num_computed_tokens, new_token_ids)
+        self.admission.serve_queue()
         return plans
 
-    def check_commit(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()) -> None:
+    def check_commit(self, request: LedgerRequest, num_computed_tokens: int, new_token_ids: TokenIds = ()) -> None:
         """Raise what `commit` would, and change nothing."""
-        self._commits.check(self._on_own_device(holding, "commit"), num_computed_tokens, new_token_ids)
+        self._commits.check(self._on_own_device(request, "commit"), num_computed_tokens, new_token_ids)
 
     def offer(
         self,
-        holding: Holding,
+        request: LedgerRequest,
         num_computed_tokens: int,
         block_ids: Sequence[Sequence[int]],
         new_token_ids: TokenIds = (),
@@ -698,9 +698,9 @@ class Ledger:
         deferred: call `offer_deferred` once a step. `is_last`: the last offer of the request, so what a later prompt
         needs of windows is stored too.
         """
-        engine = self._engine_of(holding, "offer")
+        engine = self._engine_of(request, "offer")
         check_bool("is_last", is_last)
-        jobs = engine.offer(holding, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        jobs = engine.offer(request, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
         return tuple([job.plan for job in jobs])
 
     def offer_deferred(self) -> tuple[TransferPlan, ...]:
@@ -734,11 +734,11 @@ class Ledger:
             raise self._in_report("plan_write_back")
         return self._commits.plan_write_back()
 
-    def invalidate(self, holding: Holding, from_token: int) -> tuple[Holding, ...]:
+    def invalidate(self, request: LedgerRequest, from_token: int) -> tuple[LedgerRequest, ...]:
         """Take back what a failed forward committed: all KV from `from_token` on is wrong.
 
         Drops the generated tokens behind `from_token`: that forward, or a later one, sampled them. Returns the other
-        requests that may have read the wrong KV; abort them. Abort `holding` too if it comes first in the result: it
+        requests that may have read the wrong KV; abort them. Abort `request` too if it comes first in the result: it
         would have to go back behind its window, or other requests still read blocks that it would write to and it
         cannot get others.
 
@@ -746,22 +746,22 @@ class Ledger:
         requests returned may have read it in the engine's cache or from the host. The engine itself has to forget what
         its cache holds.
         """
-        sequence, published = self._own(holding).sequence, holding.published
+        sequence, published = self._own(request).sequence, request.published
         if self._remote_stores is not None:
             sequence = sequence.copy()
         if self._engine is not None:
-            told, settled = self._engine.invalidate(holding, from_token, tuple(self.holdings.values()))
+            told, settled = self._engine.invalidate(request, from_token, tuple(self.live_requests.values()))
             self._settled(settled)
             self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
             return tuple(reader for reader in told if not reader.is_over)
         # Requests that are over may have read it too, in a step or as forks, but need not be aborted.
-        readers = dict.fromkeys((*self.holdings.values(), *self._closing, *self._forks.over))
-        tainted = self._commits.invalidate(holding, from_token, readers)
+        readers = dict.fromkeys((*self.live_requests.values(), *self._closing, *self._forks.over))
+        tainted = self._commits.invalidate(request, from_token, readers)
         self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
         for reader, first in tainted.items() if self._remote_stores is not None else ():
-            if reader is not holding:  # a fork may have published units that `holding` has only begun
+            if reader is not request:  # a fork may have published units that `request` has only begun
                 self._take_back_cells(reader.sequence, first, max(reader.published, reader.read_before))
-        self.admission.serve_line()
+        self.admission.serve_queue()
         return tuple(reader for reader in tainted if not reader.is_over)
 
     def _take_back_cells(self, sequence: TokenSequence, first: int, stop: int) -> None:
@@ -793,94 +793,94 @@ class Ledger:
         return number
 
     @contextmanager
-    def step(self, holdings: Iterable[Holding], arriving: Iterable[Holding] = ()) -> Iterator[None]:
-        """Hold the blocks of `holdings` while a forward touches them, whatever becomes of the requests.
+    def step(self, requests: Iterable[LedgerRequest], arriving: Iterable[LedgerRequest] = ()) -> Iterator[None]:
+        """Hold the blocks of `requests` while a forward touches them, whatever becomes of the requests.
 
         For the requests in `arriving`, the forward overlaps a load: see `expected_block_ids`. If the load falls short,
         what the forward computed cannot be committed. A request whose load is over already is held like the others.
         """
         self._require_own_device("step")
-        held, arrived = as_tuple("holdings", holdings, "Holding"), as_tuple("arriving", arriving, "Holding")
+        held, arrived = as_tuple("requests", requests, "LedgerRequest"), as_tuple("arriving", arriving, "LedgerRequest")
         self._check_step(held, arrived)
         held += arrived
-        for holding in held:
-            begin_step(self.cache, self._moves, holding)
-            holding.began_step()
+        for request in held:
+            begin_step(self.cache, self._moves, request)
+            request.began_step()
         step = self._begun(held)
         try:
             yield
         finally:
             wakes: list[Callable[[], object]] = []
             number = self.cache.last_uses.step_ended()
-            for holding in held:
-                if holding.ended_step(number):
-                    wakes += self._end_steps(holding)
+            for request in held:
+                if request.ended_step(number):
+                    wakes += self._end_steps(request)
             del self.steps[step.step_id]
             self._moves.step_ended(step)
-            self.admission.serve_line(wakes)
+            self.admission.serve_queue(wakes)
 
-    def _begun(self, holdings: tuple[Holding, ...]) -> Step:
+    def _begun(self, requests: tuple[LedgerRequest, ...]) -> Step:
         self._num_steps += 1
-        self.steps[self._num_steps] = step = Step(self._num_steps, holdings)
+        self.steps[self._num_steps] = step = Step(self._num_steps, requests)
         self._moves.step_begun(step)
         return step
 
-    def _check_step(self, holdings: Iterable[Holding], arriving: Iterable[Holding]) -> None:
-        for holding in holdings:
-            require(self._own(holding), "step", State.ALLOCATED, State.RUNNING)
-            require_no_holes(holding, "step")
-        for holding in arriving:
-            require(self._own(holding), "step", State.LOADING, State.RUNNING)
-            if holding.state is not State.RUNNING and not can_start(self.cache, holding):
-                raise WrongState(f"step: the load of {holding} is not under way: wait until it is over")
+    def _check_step(self, requests: Iterable[LedgerRequest], arriving: Iterable[LedgerRequest]) -> None:
+        for request in requests:
+            require(self._own(request), "step", State.ALLOCATED, State.RUNNING)
+            require_no_holes(request, "step")
+        for request in arriving:
+            require(self._own(request), "step", State.LOADING, State.RUNNING)
+            if request.state is not State.RUNNING and not can_start(self.cache, request):
+                raise WrongState(f"step: the load of {request} is not under way: wait until it is over")
 
-    def _end_steps(self, holding: Holding) -> list[Callable[[], object]]:
-        """The last step of `holding` is over. Returns the callbacks to call after the line is served."""
-        holding.when_idle()
-        if holding in self._closing:
-            self._closing.discard(holding)
-            self._request_leases.let_go(holding)
-        elif holding.state is State.DRAINING:
-            return self._loads.conclude_all([holding])
+    def _end_steps(self, request: LedgerRequest) -> list[Callable[[], object]]:
+        """The last step of `request` is over. Returns the callbacks to call after the line is served."""
+        request.when_idle()
+        if request in self._closing:
+            self._closing.discard(request)
+            self._request_leases.let_go(request)
+        elif request.state is State.DRAINING:
+            return self._loads.conclude_all([request])
         else:
-            slide(self.cache, holding)
+            slide(self.cache, request)
         return []
 
-    def can_start_early(self, holding: Holding) -> bool:
+    def can_start_early(self, request: LedgerRequest) -> bool:
         """Whether `step` accepts the request as `arriving` while its load is under way."""
-        return can_start(self.cache, self._on_own_device(holding, "can_start_early"))
+        return can_start(self.cache, self._on_own_device(request, "can_start_early"))
 
-    def num_expected_tokens(self, holding: Holding) -> int:
+    def num_expected_tokens(self, request: LedgerRequest) -> int:
         """Tokens whose KV is on the device once the load has landed: where an overlapping step starts to compute."""
-        load = self._on_own_device(holding, "num_expected_tokens").load
-        return holding.num_computed_tokens if load is None else load.stop * self.layout.unit_tokens
+        load = self._on_own_device(request, "num_expected_tokens").load
+        return request.num_computed_tokens if load is None else load.stop * self.layout.unit_tokens
 
-    def expected_block_ids(self, holding: Holding) -> list[list[int]]:
+    def expected_block_ids(self, request: LedgerRequest) -> list[list[int]]:
         """The block table as it will be once the load has landed, one list per group, for a step with the request in
         `arriving`. A loaded block is valid only once its job's fence has passed. `WrongState` before such a step."""
-        ids = expected_ids(self._on_own_device(holding, "expected_block_ids"))
+        ids = expected_ids(self._on_own_device(request, "expected_block_ids"))
         return self.layout.by_group(ids) if ids else self._no_tables()
 
-    def begin_again(self, holding: Holding) -> int | None:
+    def begin_again(self, request: LedgerRequest) -> int | None:
         """The first token to compute again, in a new step, since the load fell short of what an overlapping step
         assumed; None: nothing to compute again. After an invalid overlap, commits need this call and a new step."""
-        require(self._on_own_device(holding, "begin_again"), "begin_again", State.RUNNING)
-        tell(self._moves, holding)
-        return first_invalid_token(holding)
+        require(self._on_own_device(request, "begin_again"), "begin_again", State.RUNNING)
+        tell(self._moves, request)
+        return first_invalid_token(request)
 
-    def first_invalid_token(self, holding: Holding) -> int | None:
+    def first_invalid_token(self, request: LedgerRequest) -> int | None:
         """The same without acknowledging it: commits stay refused."""
-        return first_invalid_token(self._on_own_device(holding, "first_invalid_token"))
+        return first_invalid_token(self._on_own_device(request, "first_invalid_token"))
 
-    def release(self, holding: Holding, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
+    def release(self, request: LedgerRequest, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
         """End the request: DONE if it has committed and no other `reason` is given, else ABORTED.
 
         Releases all its pins and blocks in this call, except blocks that a step or a job still touches. Returns the
         stores to launch. If the store policy raises, that is raised, and the request has ended without stores.
         """
         reason = check_text("reason", reason)
-        request = self._own(holding)
-        if self.holdings.get(request.request_id) is not request:
+        self._own(request)
+        if self.live_requests.get(request.request_id) is not request:
             raise WrongState(f"release: {request} is {request.state.name} already")
         done = request.state is State.RUNNING and request.has_committed and reason == "closed_early"
         try:
@@ -895,7 +895,7 @@ class Ledger:
                 self._closing.add(request)
             else:
                 self._request_leases.let_go(request)
-            del self.holdings[request.request_id]
+            del self.live_requests[request.request_id]
             if not done:
                 request.ends_for(reason)
             self._moves.request(request, State.DONE if done else State.ABORTED)
@@ -906,31 +906,31 @@ class Ledger:
             if settled:
                 self._settled(settled)
             else:
-                self.admission.serve_line()
+                self.admission.serve_queue()
 
     # -- preemption -----------------------------------------------------------------------------------------------
 
-    def preempt_nowait(self, holding: Holding) -> Preemption:
-        """Give up every device block of `holding`. What it has computed is kept in host memory as far as there is room,
+    def preempt_nowait(self, request: LedgerRequest) -> Preemption:
+        """Give up every device block of `request`. What it has computed is kept in host memory as far as there is room,
         pinned until it is resumed or over. Refused in a step, and in the line for room unless REQUEUED."""
-        self._preemptions.check(self._on_own_device(holding, "preempt"))
+        self._preemptions.check(self._on_own_device(request, "preempt"))
         wakes: list[Callable[[], object]] = []
-        if holding.load is not None:
-            wakes += self._concluded(self._loads.abandon(holding), also=holding)
-        if holding.waiter is not None:  # REQUEUED: its wait ends here, too
-            wakes.append(holding.waiter.wake)
-        found = self._preemptions.preempt(holding)
-        self.admission.serve_line(wakes)  # last: a wake may call the ledger
+        if request.load is not None:
+            wakes += self._concluded(self._loads.abandon(request), also=request)
+        if request.waiter is not None:  # REQUEUED: its wait ends here, too
+            wakes.append(request.waiter.wake)
+        found = self._preemptions.preempt(request)
+        self.admission.serve_queue(wakes)  # last: a wake may call the ledger
         return found
 
-    def resume(self, holding: Holding, num_tokens: int | None = None) -> None:
+    def resume(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
         """Match a preempted request again, with what it had computed: PINNED afterwards, as after `admit`. It computes
         again from the first token that no load brings back.
 
         `num_tokens`: the room that it will ask for; `OutOfBlocks`, with nothing changed, if that can never fit.
         """
-        self._preemptions.resume(self._on_own_device(holding, "resume"), num_tokens)
-        self.admission.serve_line()
+        self._preemptions.resume(self._on_own_device(request, "resume"), num_tokens)
+        self.admission.serve_queue()
 
     def fetch(
         self,
@@ -938,27 +938,27 @@ class Ledger:
         wake: Callable[[], object] = nobody,
         *,
         num_remote_tokens: int = 0,
-        request: Holding | None = None,
+        for_request: LedgerRequest | None = None,
     ) -> Fetch:
         """Start copying into the host what only the disk has of `prefix`: its `plans` have to be launched. Behind that,
         load the cells of a remote store with its first `num_remote_tokens`, whole cells: the caller has asked there.
 
         All fetches together take at most `max_fetch_share` of the host; of what exceeds it, the front is fetched. Two
         fetches of one prefix share the copies. A cell that is not there ends what is fetched. `wake` is called once it
-        is over: if it calls `match_fetched` itself, nothing can be evicted in between. `request` is who waits for it:
+        is over: if it calls `match_fetched` itself, nothing can be evicted in between. `for_request` waits for it:
         `requests()` and the log say so.
         """
         if self._moves.is_telling:
             raise self._in_report("fetch")
         check_callable("wake", wake)
-        if request is not None:
-            self._own(request)
+        if for_request is not None:
+            self._own(for_request)
         sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
         remote_stop = check_int("num_remote_tokens", num_remote_tokens, 0) // self.layout.unit_tokens
         cell_tokens = 0 if self._remote_stores is None else self._remote_stores.cell_units * self.layout.unit_tokens
         if num_remote_tokens and (not cell_tokens or num_remote_tokens % cell_tokens):
             raise InvalidArgument("num_remote_tokens", f"must be whole cells of {cell_tokens} tokens")
-        return self._need_fetches("fetch").fetch(sequence, wake, self, remote_stop, request)
+        return self._need_fetches("fetch").fetch(sequence, wake, self, remote_stop, for_request)
 
     def num_fetch_blocks(self, prefix: Prefix) -> int:
         """Blocks that a fetch of `prefix` would copy from the disk now: none that others bring already."""
@@ -972,20 +972,20 @@ class Ledger:
         remote_stop = check_int("num_remote_tokens", num_remote_tokens, 0) // self.layout.unit_tokens
         return self._need_fetches("num_remote_fetch_blocks").num_remote_blocks(sequence, remote_stop)
 
-    def match_fetched(self, holding: Holding) -> PrefixMatch:
+    def match_fetched(self, request: LedgerRequest) -> PrefixMatch:
         """Match a PINNED request again and pin what is there now, in one step: a fetch has brought more of it. Refused
         while it is in the line for room, and once it has blocks."""
-        require(self._own(holding), "match_fetched", RequestState.PINNED)
-        if holding.waiter is not None:
-            raise is_waiting(holding, "match_fetched")
+        require(self._own(request), "match_fetched", RequestState.PINNED)
+        if request.waiter is not None:
+            raise is_waiting(request, "match_fetched")
         if self._engine is not None:
-            self._engine.matches.match_fetched(holding)
+            self._engine.matches.match_fetched(request)
         else:
-            self._request_leases.match_again(holding)
+            self._request_leases.match_again(request)
             if self._fetches is not None:
-                self._fetches.keep(holding)
-        self.admission.serve_line()
-        return holding.match
+                self._fetches.keep(request)
+        self.admission.serve_queue()
+        return request.match
 
     def plan_disk_stores(
         self, max_blocks: int, *, is_idle: bool = False, only_asked_twice: bool = False
@@ -1066,7 +1066,7 @@ class Ledger:
         if self._remote_stores is None:
             return ()
         ticket = self._num_admitted
-        oldest = next(iter(self.holdings.values())).ticket if self.holdings else ticket
+        oldest = next(iter(self.live_requests.values())).ticket if self.live_requests else ticket
         return tuple([job.plan for job in self._remote_stores.plan(max_blocks, is_wanted, ticket, oldest)])
 
     def take_forgotten_cells(self) -> tuple[CellLabel, ...]:
@@ -1076,7 +1076,7 @@ class Ledger:
 
     def __repr__(self) -> str:
         tiers = [f"{t.tier.name.lower()} {t.pool.num_free}/{t.pool.num_blocks} free" for t in self.cache.tiers]
-        return f"<Ledger {', '.join(tiers)}, {len(self.holdings)} requests>"
+        return f"<Ledger {', '.join(tiers)}, {len(self.live_requests)} requests>"
 
     # -- what no request asks for ---------------------------------------------------------------------------------
 
@@ -1095,7 +1095,7 @@ class Ledger:
             raise InvalidArgument("pin", f"was not made by this ledger: {shown(pin)}")
         if pin.state in (PinState.HELD, PinState.RELEASED):
             self._pins.end(pin, PinState.RELEASED)
-            self.admission.serve_line()
+            self.admission.serve_queue()
 
     @property
     def next_lapse(self) -> float:
@@ -1109,7 +1109,7 @@ class Ledger:
         if self._moves.is_telling:
             raise self._in_report("lapse")
         if self._pins.lapse(now):
-            self.admission.serve_line()
+            self.admission.serve_queue()
         if self._hints is not None:
             self._hints.lapse(now)
 
@@ -1134,7 +1134,7 @@ class Ledger:
         if self._moves.is_telling:
             raise self._in_report("drop_pins")
         self._pins.end_all(PinState.DROPPED)
-        self.admission.serve_line()
+        self.admission.serve_queue()
 
     def prefetch(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Prefetch:
         """Start loading what a request for `prefix` would load: its `plans` have to be launched."""
@@ -1152,7 +1152,7 @@ class Ledger:
         """Cancel a prefetch, a fetch or a demotion; nothing if it is over. Launched copies and all stores go on."""
         if self._moves.is_telling:
             raise self._in_report("cancel")
-        if not isinstance(transfer, CacheTransfer) or transfer.holding.ledger is not self:
+        if not isinstance(transfer, CacheTransfer) or transfer.request.ledger is not self:
             raise InvalidArgument("transfer", f"was not begun by this ledger: {shown(transfer)}")
         if not transfer.is_over:
             self._settled(self._cache_transfers.cancel(transfer))
@@ -1193,15 +1193,15 @@ class Ledger:
             self.cache.reset_tier(tier)
         if tier is not Tier.DISK:  # no request has a match there
             match_again = self.admission.match_again if self._engine is None else self._engine.matches.forget
-            match_again(self.holdings.values())
-        for holding in (*self.holdings.values(), *self._closing):
-            if tier is Tier.DEVICE and holding.num_units and holding.epoch == self.cache.epoch:
-                holding.orphan()
-        self.admission.serve_line()
+            match_again(self.live_requests.values())
+        for request in (*self.live_requests.values(), *self._closing):
+            if tier is Tier.DEVICE and request.num_units and request.epoch == self.cache.epoch:
+                request.orphan()
+        self.admission.serve_queue()
 
     def statistics(self) -> LedgerStatistics:
         device, host, *rest = (tier.statistics() for tier in self.cache.tiers)
-        line = self.admission.line
+        line = self.admission.queue
         waiting = len(line.extending) + len(line.allocating)
         num_jobs, num_pins = len(self.jobs.unsettled), len(self._pins.pins)
         late, paused = self.jobs.num_late, self._engine is not None and self._engine.matches.loads_paused
@@ -1209,15 +1209,15 @@ class Ledger:
         eviction = None if self._rulings is None else self._rulings.statistics()
         learned = () if eviction is None else eviction.learned
         return LedgerStatistics(
-            device, host, len(self.holdings), waiting, num_jobs, late, num_pins, paused, disk, self._remote_counts(),
-            learned, 0 if self._hints is None else len(self._hints), eviction,
+            device, host, len(self.live_requests), waiting, num_jobs, late, num_pins, paused, disk,
+            self._remote_counts(), learned, 0 if self._hints is None else len(self._hints), eviction,
         )  # fmt: skip
 
     def _remote_counts(self) -> RemoteCounts | None:
         if self._remote_stores is None:
             return None
-        hops = [job.plan.hop for job in self.jobs.unsettled.values()]
-        num_loads, num_stores = hops.count((Tier.REMOTE, Tier.HOST)), hops.count((Tier.HOST, Tier.REMOTE))
+        links = [job.plan.link for job in self.jobs.unsettled.values()]
+        num_loads, num_stores = links.count((Tier.REMOTE, Tier.HOST)), links.count((Tier.HOST, Tier.REMOTE))
         return RemoteCounts(num_loads, num_stores, len(self._remote_stores.forgotten))
 
     def requests(self) -> tuple[RequestStatus, ...]:
@@ -1262,8 +1262,8 @@ class Ledger:
         """Raise `IntegrityError` unless every block has exactly one owner and every reference belongs to a lease."""
         if self._moves.is_telling:  # blocks on their way have no owner, or two
             raise self._in_report("check_integrity")
-        owners = (*self.holdings.values(), *self._closing, *self._cache_transfers.under_way)
-        check_integrity(self.cache, self.jobs, self.admission.line, owners, self._pins.pins)
+        owners = (*self.live_requests.values(), *self._closing, *self._cache_transfers.under_way)
+        check_integrity(self.cache, self.jobs, self.admission.queue, owners, self._pins.pins)
 
     def watch(self, watcher: BlockWatcher | None) -> None:
         """Tell `watcher` of every block that becomes cached or is no longer cached, engine-owned blocks excepted. None:
@@ -1272,7 +1272,7 @@ class Ledger:
             check_has("watcher", watcher, "BlockWatcher", "part_changed all_cleared")
         self.cache.watch(watcher)
 
-    def block_ids(self, holding: Holding) -> list[list[int]]:
+    def block_ids(self, request: LedgerRequest) -> list[list[int]]:
         """The block table, one list per group."""
-        tables = self._on_own_device(holding, "block_ids").tables
+        tables = self._on_own_device(request, "block_ids").tables
         return self.layout.by_group([table.ids for table in tables]) if tables else self._no_tables()

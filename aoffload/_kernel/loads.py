@@ -17,7 +17,7 @@ from .layout import Band, outside
 from .leases import RequestLeases, slide_off, step_back
 from .plans import TransferPlan
 from .records import NO_LIMIT, BlockTable, Job, Load, Run
-from .requests import Holding, Waiter, nobody
+from .requests import LedgerRequest, Waiter, nobody
 from .states import BELOW, HIT_TIERS, Computing, Tier, require
 from .states import RequestState as State
 from .waiting import Admission, is_waiting
@@ -35,74 +35,74 @@ class Loads:
 
     def plan(
         self,
-        holding: Holding,
+        request: LedgerRequest,
         max_tokens: object = None,
         wake: Callable[[], object] = nobody,
         units_per_job: Sequence[int] = (),
     ) -> tuple[TransferPlan, ...]:
         """Start loading the host hit onto the device; see `Ledger.plan_load`."""
-        require(holding, "load", State.ALLOCATED, State.LOADING, State.DRAINING, State.REQUEUED, State.RUNNING)
+        require(request, "load", State.ALLOCATED, State.LOADING, State.DRAINING, State.REQUEUED, State.RUNNING)
         limit = NO_LIMIT
         if max_tokens is not None:
             limit = check_int("max_tokens", max_tokens, 0) // self.cache.layout.unit_tokens
-        if holding.state is State.RUNNING:
-            if self.lost_to_reset(holding):
-                self._requeue(holding, Load(holding.published, wake), holding.published)
+        if request.state is State.RUNNING:
+            if self.lost_to_reset(request):
+                self._requeue(request, Load(request.published, wake), request.published)
             return ()
-        load = holding.load
+        load = request.load
         if load is not None:  # called again after a cancelled call
             load.wake_by(wake)
             return ()
-        if holding.waiter is not None:
-            if holding.state is not State.REQUEUED:
-                raise is_waiting(holding, "load")
-            holding.waiter.wake_by(wake)
+        if request.waiter is not None:
+            if request.state is not State.REQUEUED:
+                raise is_waiting(request, "load")
+            request.waiter.wake_by(wake)
             return ()
-        if holding.num_steps:
-            raise WrongState(f"load: a step touches the blocks of {holding}, and a load gives some of them back")
-        if holding.last_step:  # a forward in vain: it may still write to the blocks that the load gets
-            for table in holding.tables:
-                self.cache.last_uses.gave_up(holding, table.ids)
-        if holding.published and holding.epoch != self.cache.epoch:  # a device hit from before a reset
-            holding.began_load(Load(holding.published, wake))
-            self.moves.request(holding, State.LOADING)
-            self.conclude_all([holding])
+        if request.num_steps:
+            raise WrongState(f"load: a step touches the blocks of {request}, and a load gives some of them back")
+        if request.last_step:  # a forward in vain: it may still write to the blocks that the load gets
+            for table in request.tables:
+                self.cache.last_uses.gave_up(request, table.ids)
+        if request.published and request.epoch != self.cache.epoch:  # a device hit from before a reset
+            request.began_load(Load(request.published, wake))
+            self.moves.request(request, State.LOADING)
+            self.conclude_all([request])
             return ()
-        may_load = holding.epoch == self.cache.epoch and BELOW in holding.leases
-        stop = min(holding.hit_stop, holding.num_units, limit) if may_load else 0
-        jobs = self.start(holding, stop, wake, units_per_job) if stop > holding.published else []
+        may_load = request.epoch == self.cache.epoch and BELOW in request.leases
+        stop = min(request.hit_stop, request.num_units, limit) if may_load else 0
+        jobs = self.start(request, stop, wake, units_per_job) if stop > request.published else []
         # Holes but nothing to load: a load without jobs is concluded at once, and fills them.
-        if holding.load is None and has_holes(holding):
-            holding.began_load(Load(holding.published, wake))
-        if holding.load is None:
-            self.request_leases.end_host_lease(holding)
-            self.moves.request(holding, State.RUNNING)
+        if request.load is None and has_holes(request):
+            request.began_load(Load(request.published, wake))
+        if request.load is None:
+            self.request_leases.end_host_lease(request)
+            self.moves.request(request, State.RUNNING)
             return ()
-        self.moves.request(holding, State.LOADING)
-        if not holding.load.jobs:
-            self.conclude_all([holding])
+        self.moves.request(request, State.LOADING)
+        if not request.load.jobs:
+            self.conclude_all([request])
         return tuple([job.plan for job in jobs])
 
-    def lost_to_reset(self, holding: Holding) -> bool:
+    def lost_to_reset(self, request: LedgerRequest) -> bool:
         """See `Ledger.lost_to_reset`."""
         return (
-            holding.epoch != self.cache.epoch
-            and holding.state is State.RUNNING
-            and 0 < holding.ready_stop * self.cache.layout.unit_tokens == holding.num_computed_tokens
-            and holding.computing is not Computing.ITS_BLOCKS
-            and holding.waiter is None
+            request.epoch != self.cache.epoch
+            and request.state is State.RUNNING
+            and 0 < request.ready_stop * self.cache.layout.unit_tokens == request.num_computed_tokens
+            and request.computing is not Computing.ITS_BLOCKS
+            and request.waiter is None
         )
 
-    def loadable(self, holding: Holding, max_tokens: object) -> Loadable | None:
+    def loadable(self, request: LedgerRequest, max_tokens: object) -> Loadable | None:
         """What `plan` would load. None: nothing, or it was planned before."""
-        layout, start, stop = self.cache.layout, holding.published, holding.hit_stop
-        if max_tokens is not None or stop > holding.num_units:
+        layout, start, stop = self.cache.layout, request.published, request.hit_stop
+        if max_tokens is not None or stop > request.num_units:
             limit = NO_LIMIT if max_tokens is None else check_int("max_tokens", max_tokens, 0) // layout.unit_tokens
-            stop = min(stop, holding.num_units, limit)
-        lease = holding.leases.get(BELOW)
-        if stop <= start or lease is None or holding.state is not State.ALLOCATED or holding.epoch != self.cache.epoch:
+            stop = min(stop, request.num_units, limit)
+        lease = request.leases.get(BELOW)
+        if stop <= start or lease is None or request.state is not State.ALLOCATED or request.epoch != self.cache.epoch:
             return None
-        if holding.num_steps or holding.waiter is not None:
+        if request.num_steps or request.waiter is not None:
             return None  # `plan` refuses it
         run, there = lease.run, start
         part = run.parts[Tier.DEVICE]
@@ -111,16 +111,16 @@ class Loads:
         return Loadable(start, stop, layout.num_blocks(there, start, stop))
 
     def start(
-        self, holding: Holding, stop: int, wake: Callable[[], object], units_per_job: Sequence[int] = ()
+        self, request: LedgerRequest, stop: int, wake: Callable[[], object], units_per_job: Sequence[int] = ()
     ) -> list[Job]:
         """Start to bring units `[published, stop)` onto the device. The load adopts what is on the device by now, waits
         for the jobs under way that bring more, and plans jobs for the rest. Only the new jobs write into the request's
         own blocks; its blocks for all other units are given back. Returns the new jobs.
 
-        Starts nothing (`holding.load` stays None) if a block found corrupt has cut off the hit, or if there is no room
+        Starts nothing (`request.load` stays None) if a block found corrupt has cut off the hit, or if there is no room
         for the window blocks that the load needs."""
-        layout, start = self.cache.layout, holding.published
-        path = holding.leases[BELOW].run.whole_path()
+        layout, start = self.cache.layout, request.published
+        path = request.leases[BELOW].run.whole_path()
         shared, on_its_way = self.on_its_way(path, start, stop)
         if layout.full.width:
             stop = present_stop(path, BELOW, on_its_way, stop)
@@ -128,37 +128,37 @@ class Loads:
             stop = accepted(layout, path, stop, HIT_TIERS)
         if stop <= start:
             return []
-        before = holding.device_run if layout.windows else None
+        before = request.device_run if layout.windows else None
         # First, as filling the windows may evict, but not what the load adopts: what the jobs publish is pinned as soon
         # as it lands, and the present windows stay pinned, which are needed if the load fails.
-        self.request_leases.follow(holding, self.cache.cut(path[-1], stop))
-        if layout.windows and not self._fill_windows(holding, stop):
-            self.request_leases.follow(holding, before)
+        self.request_leases.follow(request, self.cache.cut(path[-1], stop))
+        if layout.windows and not self._fill_windows(request, stop):
+            self.request_leases.follow(request, before)
             return []
         load = Load(stop, wake, units_per_job=units_per_job)
-        holding.began_load(load)
+        request.began_load(load)
         on_its_way = min(on_its_way, stop)
-        new = self._launch(holding, load, layout.full, on_its_way, stop)
+        new = self._launch(request, load, layout.full, on_its_way, stop)
         if start < on_its_way:
-            self._give_up(holding, layout.full, start, on_its_way)
+            self._give_up(request, layout.full, start, on_its_way)
         for band in layout.windows:
             first = max(start, band.first_unit(stop))
-            shared += self._bring_window(holding, load, band, first, new)
+            shared += self._bring_window(request, load, band, first, new)
         for job in (*shared, *new):
             if job.start < stop:
-                job.claimed_by(holding)
+                job.claimed_by(request)
                 load.jobs.add(job)
         return new
 
-    def _fill_windows(self, holding: Holding, stop: int) -> bool:
+    def _fill_windows(self, request: LedgerRequest, stop: int) -> bool:
         """Give the window tables blocks where a load up to `stop` writes. The tables were made for a load of the whole
         hit; a shorter one needs blocks at earlier positions. False: no room, and nothing is taken."""
         wanted: list[tuple[BlockTable, int, int]] = []
         for band in self.cache.layout.windows:
-            table, first = holding.tables[band.number], max(holding.published, band.first_unit(stop))
+            table, first = request.tables[band.number], max(request.published, band.first_unit(stop))
             if number := table.num_null(first, stop):
                 wanted.append((table, first, number))
-        if sum([number for _, _, number in wanted]) > self.admission.room:
+        if sum([number for _, _, number in wanted]) > self.admission.num_available:
             return False
         for table, first, number in wanted:
             table.fill(first, stop, self.cache.take(Tier.DEVICE, number))
@@ -174,22 +174,22 @@ class Loads:
             return [], there
         return jobs_bringing(stretches(last, there, stop), Tier.DEVICE, there)
 
-    def _launch(self, holding: Holding, load: Load, band: Band, start: int, stop: int) -> list[Job]:
+    def _launch(self, request: LedgerRequest, load: Load, band: Band, start: int, stop: int) -> list[Job]:
         """Plan jobs that load units `[start, stop)` into blocks of the request, which the jobs own from now on."""
         if start >= stop or not band.width:
             return []
-        run, table = holding.leases[Tier.DEVICE].run, holding.tables[band.number]
+        run, table = request.leases[Tier.DEVICE].run, request.tables[band.number]
         ids = table.take(start, stop)
-        return self.jobs.plan(holding, BELOW, Tier.DEVICE, run, band, start, stop, ids, load.units_per_job)
+        return self.jobs.plan(request, BELOW, Tier.DEVICE, run, band, start, stop, ids, load.units_per_job)
 
-    def _give_up(self, holding: Holding, band: Band, start: int, stop: int) -> None:
+    def _give_up(self, request: LedgerRequest, band: Band, start: int, stop: int) -> None:
         """Free the request's blocks for units `[start, stop)`, which other jobs bring or have brought."""
         if start < stop:
-            self.cache.give(Tier.DEVICE, holding.tables[band.number].null(start, stop))
+            self.cache.give(Tier.DEVICE, request.tables[band.number].null(start, stop))
 
-    def _bring_window(self, holding: Holding, load: Load, band: Band, start: int, new: list[Job]) -> list[Job]:
+    def _bring_window(self, request: LedgerRequest, load: Load, band: Band, start: int, new: list[Job]) -> list[Job]:
         """Bring the units of a window band from `start` on. Adds its jobs to `new`; returns the shared jobs."""
-        run = holding.leases[Tier.DEVICE].run
+        run = request.leases[Tier.DEVICE].run
         shared: dict[Job, None] = {}
         missing: list[range] = []
         place = run.place(Tier.DEVICE, band.number)
@@ -199,34 +199,34 @@ class Loads:
             if part.incoming is not None:
                 shared.update(dict.fromkeys(jobs_into(part)))
             if first < stop:
-                self._give_up(holding, band, max(first, begin), min(stop, end))
+                self._give_up(request, band, max(first, begin), min(stop, end))
             for units in outside(first, stop, begin, end):
                 if missing and missing[-1].stop == units.start:
                     missing[-1] = range(missing[-1].start, units.stop)
                 else:
                     missing.append(units)
         for units in missing:
-            new += self._launch(holding, load, band, units.start, units.stop)
+            new += self._launch(request, load, band, units.start, units.stop)
         return list(shared)
 
-    def _conclude(self, holding: Holding, load: Load) -> None:
+    def _conclude(self, request: LedgerRequest, load: Load) -> None:
         """End a load with the tokens that are on the device: RUNNING. If there are no free blocks for the missing ones,
         or if the device hit is from before a reset, the request gives up all its blocks and waits in the queue, at its
         old place: REQUEUED, or DRAINING while a step still uses the blocks."""
         layout = self.cache.layout
-        start, run = holding.published, holding.device_run
-        if start and holding.epoch != self.cache.epoch:  # a device hit from before a reset
-            if holding.overlap is not None:
-                compare(self.moves, holding, layout.bands)
-            holding.lost((load.stop - start) * layout.unit_tokens)
-            self._requeue(holding, load, start)
+        start, run = request.published, request.device_run
+        if start and request.epoch != self.cache.epoch:  # a device hit from before a reset
+            if request.overlap is not None:
+                compare(self.moves, request, layout.bands)
+            request.lost((load.stop - start) * layout.unit_tokens)
+            self._requeue(request, load, start)
             return
         ready = start  # after a reset, nothing: others may have published KV of before it on the same path
-        if holding.epoch == self.cache.epoch:
+        if request.epoch == self.cache.epoch:
             path = [] if run is None else run.whole_path()
             ready = max(start, held_stop(layout, path, Tier.DEVICE, start, load.stop))
         missing: list[int] = []
-        for table, band in zip(holding.tables, layout.bands, strict=True):
+        for table, band in zip(request.tables, layout.bands, strict=True):
             first = max(start, band.first_unit(ready)) if band.number else start
             if table.width:
                 if start < first:
@@ -236,87 +236,87 @@ class Loads:
                     self.cache.give(Tier.DEVICE, table.exchange(first, ids))
                 else:
                     table.put(first, ids)  # null until now: `start` gave all of it to jobs, or back
-            missing.append(table.num_null(ready, holding.num_units))
-        holding.ready_up_to(ready, ready * layout.unit_tokens)
-        if holding.overlap is not None:
-            compare(self.moves, holding, layout.bands)
+            missing.append(table.num_null(ready, request.num_units))
+        request.ready_up_to(ready, ready * layout.unit_tokens)
+        if request.overlap is not None:
+            compare(self.moves, request, layout.bands)
         if ready < load.stop:
-            holding.lost((load.stop - ready) * layout.unit_tokens)
-            step_back(self.request_leases, holding, ready)
-        self.request_leases.end_host_lease(holding)
+            request.lost((load.stop - ready) * layout.unit_tokens)
+            step_back(self.request_leases, request, ready)
+        self.request_leases.end_host_lease(request)
         if layout.windows:
-            slide_off(self.cache, holding)
-        if any(missing) and sum(missing) > self.admission.room:
-            self._requeue(holding, load, ready)
+            slide_off(self.cache, request)
+        if any(missing) and sum(missing) > self.admission.num_available:
+            self._requeue(request, load, ready)
             return
-        for table, number in zip(holding.tables, missing, strict=True):
+        for table, number in zip(request.tables, missing, strict=True):
             if number:
-                table.fill(ready, holding.num_units, self.cache.take(Tier.DEVICE, number))
-        holding.ended_load()
-        self.moves.request(holding, State.RUNNING)
+                table.fill(ready, request.num_units, self.cache.take(Tier.DEVICE, number))
+        request.ended_load()
+        self.moves.request(request, State.RUNNING)
 
-    def _requeue(self, holding: Holding, load: Load, ready: int) -> None:
+    def _requeue(self, request: LedgerRequest, load: Load, ready: int) -> None:
         """Give up all blocks and wait in the line. Not during a step, which writes to them: the load is concluded again
         when the step ends."""
-        if holding.num_steps:
+        if request.num_steps:
             load.shorten(ready)
-            if holding.state is State.LOADING:
-                self.moves.request(holding, State.DRAINING)
+            if request.state is State.LOADING:
+                self.moves.request(request, State.DRAINING)
             return
-        num_units = holding.num_units
-        self.request_leases.let_go(holding)
-        self.moves.request(holding, State.REQUEUED)
-        self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
+        num_units = request.num_units
+        self.request_leases.let_go(request)
+        self.moves.request(request, State.REQUEUED)
+        self.admission.wait_for_allocation(Waiter(request, num_units, load.wake))
 
-    def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
-        """End the loads of `holdings`; returns the callbacks to call after the line is served."""
+    def conclude_all(self, requests: Iterable[LedgerRequest]) -> list[Callable[[], object]]:
+        """End the loads of `requests`; returns the callbacks to call after the line is served."""
         wakes: list[Callable[[], object]] = []
-        for holding in holdings:
-            load = holding.load
+        for request in requests:
+            load = request.load
             assert load is not None
-            self._conclude(holding, load)
-            if holding.state is State.RUNNING:
+            self._conclude(request, load)
+            if request.state is State.RUNNING:
                 wakes.append(load.wake)
         return wakes
 
-    def abandon(self, holding: Holding) -> list[Job]:
+    def abandon(self, request: LedgerRequest) -> list[Job]:
         """Stop waiting for the load, and discard its queued jobs that no other request waits for. Returns the jobs
         settled by that."""
         settled: list[Job] = []
-        if holding.load is not None:
-            for job in sorted(holding.load.jobs, key=lambda job: -job.job_id):
-                if self.jobs.unclaim(job, holding):
+        if request.load is not None:
+            for job in sorted(request.load.jobs, key=lambda job: -job.job_id):
+                if self.jobs.unclaim(job, request):
                     settled += self.jobs.discard(job)
-            holding.load.jobs.clear()
+            request.load.jobs.clear()
         return settled
 
-    def settled(self, jobs: list[Job]) -> list[Holding]:
-        """Tell the loads that wait for `jobs` that these are settled. Returns the holdings whose load is over, by
+    def settled(self, jobs: list[Job]) -> list[LedgerRequest]:
+        """Tell the loads that wait for `jobs` that these are settled. Returns the requests whose load is over, by
         ticket."""
-        over: set[Holding] = set()
+        over: set[LedgerRequest] = set()
         for job in jobs:
-            for holding in job.claims:
-                assert isinstance(holding, Holding)
-                if holding.overlap is not None:
-                    compare_job(self.moves, holding, job, self.cache.layout.bands[job.band])
-                if holding.load is not None:
-                    holding.load.jobs.discard(job)
-                    if not holding.load.jobs:
-                        over.add(holding)
+            for request in job.claims:
+                assert isinstance(request, LedgerRequest)
+                if request.overlap is not None:
+                    compare_job(self.moves, request, job, self.cache.layout.bands[job.band])
+                if request.load is not None:
+                    request.load.jobs.discard(job)
+                    if not request.load.jobs:
+                        over.add(request)
             job.end_claims()
         return sorted(over, key=_ticket) if len(over) > 1 else list(over)
 
 
-def _ticket(holding: Holding) -> int:
-    return holding.ticket
+def _ticket(request: LedgerRequest) -> int:
+    return request.ticket
 
 
-def has_holes(holding: Holding) -> bool:
+def has_holes(request: LedgerRequest) -> bool:
     """Whether the window tables have holes: null entries that the request needs filled if nothing is loaded."""
-    return any(table.num_null(max(holding.published, table.start), holding.num_units) for table in holding.tables[1:])
+    return any(table.num_null(max(request.published, table.start), request.num_units) for table in request.tables[1:])
 
 
-def require_no_holes(holding: Holding, call: str) -> None:
+def require_no_holes(request: LedgerRequest, call: str) -> None:
     """Refuse `call` while window tables have holes, since the host hit was neither loaded nor declined."""
-    if holding.state is State.ALLOCATED and has_holes(holding):
-        raise WrongState(f"{call}: load the host hit of {holding} first, or decline it: load(max_tokens=0)")
+    if request.state is State.ALLOCATED and has_holes(request):
+        raise WrongState(f"{call}: load the host hit of {request} first, or decline it: load(max_tokens=0)")

@@ -82,7 +82,7 @@ class TransferPlan:
     in the cell, in prefix order from 0; a load may leave out the front or the end of a cell."""
 
     @property
-    def hop(self) -> tuple[Tier, Tier]:
+    def link(self) -> tuple[Tier, Tier]:
         return self.source, self.destination
 
     @property

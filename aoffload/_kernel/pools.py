@@ -29,7 +29,7 @@ import numpy as np
 from .eviction import EvictionOrder
 from .protocols import BlockWatcher, DevicePool
 from .records import Part
-from .requests import Holding
+from .requests import LedgerRequest
 from .states import RequestState, Tier
 from .status import TierStatistics
 
@@ -255,7 +255,7 @@ class TierBlocks:
         """The job has read `block_ids` for the last time. Does nothing here."""
 
     @property
-    def room(self) -> int:
+    def num_available(self) -> int:
         """Blocks that can be taken: free and evictable ones."""
         return self.pool.num_free + self.num_cached
 
@@ -415,11 +415,11 @@ class LastUses:
         self.num_ended += 1
         return self.num_ended
 
-    def gave_up(self, holding: Holding, block_ids: array[int]) -> None:
-        """Note the last step of `holding` for blocks of its tables that it gives up. They may contain null blocks."""
-        if not self.are_covered or not (holding.last_step or holding.state in _COMPUTING):
-            return  # `holding` has computed nothing, so the blocks keep their numbers
-        number, of_block = holding.last_step or self.num_ended + 1, self._of_block
+    def gave_up(self, request: LedgerRequest, block_ids: array[int]) -> None:
+        """Note the last step of `request` for blocks of its tables that it gives up. They may contain null blocks."""
+        if not self.are_covered or not (request.last_step or request.state in _COMPUTING):
+            return  # `request` has computed nothing, so the blocks keep their numbers
+        number, of_block = request.last_step or self.num_ended + 1, self._of_block
         if len(block_ids) < MANY:
             for block_id in block_ids:
                 if of_block[block_id] < number:

@@ -57,7 +57,7 @@ class Part:
     the run's start. A part without blocks has first == stop == the run's start."""
 
     __slots__ = (
-        "band", "blocks", "first", "incoming", "last_use", "newer", "num_references", "older", "ring", "run",
+        "band", "blocks", "first", "incoming", "last_use", "newer", "num_references", "older", "rank", "run",
         "stop", "tier", "tombstones", "width",
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ class Part:
         """Unfindable blocks that references still protect; freed with the last reference."""
         self.last_use = 0
         """When the last use of the part ended: a number that the eviction order counts up, no time. 0 while in use."""
-        self.ring = 0
+        self.rank = 0
         """In an eviction order that learns: its class, plus the number of classes for each hint that spares it."""
         self.older: Part | None = None
         self.newer: Part | None = None
@@ -120,7 +120,7 @@ class Part:
         """Split at unit `at` and keep the rest. Returns the front as a part of `head`, which begins at unit `start`;
         `num_references` and `incoming` are those of the front."""
         front = Part(self.tier, self.band, self.width, head, start, start, num_references, incoming)
-        front.last_use, front.ring = self.last_use, self.ring
+        front.last_use, front.rank = self.last_use, self.rank
         if self.tombstones:
             front.tombstones, self.tombstones = divided(self.tombstones, self.width, at)
         if self.first < at:
@@ -372,7 +372,7 @@ class Job:
 
 
 class Claimant:
-    """The part of a `Holding` that jobs know: a request or a cache transfer whose load waits for them."""
+    """The part of a `LedgerRequest` that jobs know: a request or a cache transfer whose load waits for them."""
 
     __slots__ = ("load",)
 
@@ -387,7 +387,7 @@ class Claimant:
 
 
 class Load:
-    """The load of one `Holding`, up to unit `stop`. Loads of several holdings may share jobs."""
+    """The load of one `LedgerRequest`, up to unit `stop`. Loads of several requests may share jobs."""
 
     __slots__ = ("jobs", "stop", "units_per_job", "wake")
 

@@ -1,6 +1,6 @@
 """Owners: everything that one request or one cache transfer owns, in one place.
 
-A request is a `Holding`: one call gives back everything it owns. It has a `Waiter` while it waits for room, and a
+A request is a `LedgerRequest`: one call gives back everything it owns. It has a `Waiter` while it waits for room, and a
 `LoadOverlap` once a step has begun before its load is over.
 
 What keeps blocks beside a request: pins, prefetches, fetches, demotions and steps, and what each owns.
@@ -23,7 +23,7 @@ __all__ = [
     "CacheTransfer",
     "Demotion",
     "Fetch",
-    "Holding",
+    "LedgerRequest",
     "LoadOverlap",
     "Pin",
     "Prefetch",
@@ -51,7 +51,7 @@ class Fetched:
         self.num_host_blocks = num_host_blocks
 
 
-class Holding(Claimant):
+class LedgerRequest(Claimant):
     __slots__ = (
         "computing", "engine_tokens", "epoch", "evictions_before", "fetched", "has_committed",
         "hit_alignment", "hit_limit", "hit_stop", "last_step", "leases", "ledger", "match", "nulled",
@@ -88,7 +88,7 @@ class Holding(Claimant):
         self.reason = ""
         """Why it was aborted, or will be: it was cancelled, and its task has not left it yet."""
         self.match: PrefixMatch = NO_MATCH
-        self.origins: dict[Holding, int] = {}
+        self.origins: dict[LedgerRequest, int] = {}
         """The requests it descends from by forks, each with its number of computed tokens at that fork."""
         self.engine_tokens = 0
         """Leading tokens in the engine's own prefix cache (engine-owned blocks). The host match begins behind them."""
@@ -133,7 +133,7 @@ class Holding(Claimant):
         """When it entered its state, where the ledger has a clock."""
 
     def __repr__(self) -> str:
-        return f"<Holding {self.request_id!r} {self.state.name} {self.num_blocks} blocks>"
+        return f"<LedgerRequest {self.request_id!r} {self.state.name} {self.num_blocks} blocks>"
 
     def __str__(self) -> str:
         return f"request {self.request_id}"
@@ -284,7 +284,7 @@ class Holding(Claimant):
         """It gives up its leases, and may have read KV of other requests for units before `stop`."""
         self.read_before = max(self.read_before, stop)
 
-    def forked_from(self, parent: Holding, shared: int, match: PrefixMatch) -> None:
+    def forked_from(self, parent: LedgerRequest, shared: int, match: PrefixMatch) -> None:
         self.matched(shared, shared, match)
         self.num_computed_tokens = parent.num_computed_tokens
         self.origins = {origin: stop for origin, stop in parent.origins.items() if not origin.is_over}
@@ -332,9 +332,9 @@ class Holding(Claimant):
         return sum(table.num_held for table in self.tables)
 
 
-def claimants(job: Job) -> list[Holding]:
-    """The holdings whose loads wait for `job`."""
-    return [claim for claim in job.claims if isinstance(claim, Holding)]
+def claimants(job: Job) -> list[LedgerRequest]:
+    """The requests whose loads wait for `job`."""
+    return [claim for claim in job.claims if isinstance(claim, LedgerRequest)]
 
 
 def nobody() -> None:
@@ -354,17 +354,17 @@ def call_all(wakes: Iterator[Callable[[], object]]) -> None:
 class Waiter:
     """One wait of one request for room. When it is over, exactly one of `granted` and `error` is set."""
 
-    __slots__ = ("changes_seen", "error", "granted", "holding", "joined_s", "num_missing", "num_units", "wake")
+    __slots__ = ("changes_seen", "error", "granted", "joined_s", "num_missing", "num_units", "request", "wake")
 
-    def __init__(self, holding: Holding, num_units: int, wake: Callable[[], object] = nobody) -> None:
-        self.holding = holding
+    def __init__(self, request: LedgerRequest, num_units: int, wake: Callable[[], object] = nobody) -> None:
+        self.request = request
         self.num_units = num_units
         """Units of the whole table, not only those to add."""
         self.wake = wake
         self.granted: array[int] | None = None
         self.error: OutOfBlocks | None = None
         self.num_missing = 0
-        """Blocks that it lacked when `serve_line` last examined it."""
+        """Blocks that it lacked when `serve_queue` last examined it."""
         self.changes_seen = -1
         """`TierBlocks.num_changes` of the device at that time; -1: examine it in any case."""
         self.joined_s: float | None = None
@@ -372,7 +372,7 @@ class Waiter:
 
     def __repr__(self) -> str:
         over = "granted" if self.granted is not None else "failed" if self.error else "waiting"
-        return f"<Waiter {self.holding.request_id!r} {self.num_units} units {over}>"
+        return f"<Waiter {self.request.request_id!r} {self.num_units} units {over}>"
 
     @property
     def is_over(self) -> bool:
@@ -408,7 +408,7 @@ class Waiter:
 
 @dataclass(slots=True, eq=False, repr=False)
 class LoadOverlap:
-    holding: Holding
+    request: LedgerRequest
     stop: int
     """The step assumes that the load succeeds up to this unit."""
     num_tokens: int
@@ -418,7 +418,7 @@ class LoadOverlap:
     state: OverlapState = OverlapState.NEW
 
     def __str__(self) -> str:
-        return f"load overlap of {self.holding}"
+        return f"load overlap of {self.request}"
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -454,7 +454,7 @@ class Pin:
 
 @dataclass(slots=True, eq=False, repr=False)
 class CacheTransfer:
-    holding: Holding
+    request: LedgerRequest
     wake: Callable[[], object]
     """Called once it is over."""
     state: CacheTransferState = CacheTransferState.NEW
@@ -462,10 +462,10 @@ class CacheTransfer:
     """To be launched. Even without any, it may wait for jobs of other requests."""
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.holding.request_id} {self.state.name}>"
+        return f"<{type(self).__name__} {self.request.request_id} {self.state.name}>"
 
     def __str__(self) -> str:
-        return self.holding.request_id
+        return self.request.request_id
 
     @property
     def is_over(self) -> bool:
@@ -488,7 +488,7 @@ class Demotion(CacheTransfer):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Fetch(CacheTransfer):
-    request: Holding | None = None
+    for_request: LedgerRequest | None = None
     """Who waits for it; None for one that was begun ahead."""
     num_blocks: int = 0
     """Host blocks that it has taken: they count in the share of all fetches while it is under way."""
@@ -498,17 +498,17 @@ class Fetch(CacheTransfer):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Step:
-    """A forward over the blocks of `holdings`, which it holds until it ends, also of requests that are over."""
+    """A forward over the blocks of `requests`, which it holds until it ends, also of requests that are over."""
 
     step_id: int
-    holdings: tuple[Holding, ...]
+    requests: tuple[LedgerRequest, ...]
     begun_s: float = 0.0
     """Where the ledger has a clock."""
 
     def __repr__(self) -> str:
-        return f"<Step {self.step_id} {' '.join(holding.request_id for holding in self.holdings)}>"
+        return f"<Step {self.step_id} {' '.join(request.request_id for request in self.requests)}>"
 
     @property
     def num_blocks(self) -> int:
         """Device blocks that it holds; those that requests share count for each of them."""
-        return sum(holding.num_held for holding in dict.fromkeys(self.holdings))
+        return sum(request.num_held for request in dict.fromkeys(self.requests))

@@ -1,4 +1,4 @@
-"""Hops: the tiers, in which directions blocks are copied between them, and how a copy ends.
+"""Links: the tiers, in which directions blocks are copied between them, and how a copy ends.
 
 The states of requests, jobs, pins, cache transfers and load overlaps, as tables. `Moves` moves them.
 
@@ -80,7 +80,7 @@ CACHE_TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
 
 class Direction(enum.Enum):
-    """Of a hop, which is a source and a destination of copies: up the tiers, or down."""
+    """Of a link, which is a source and a destination of copies: up the tiers, or down."""
 
     LOAD = "load"
     STORE = "store"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
-from .requests import Holding
+from .requests import LedgerRequest
 from .states import RequestState, Tier
 
 __all__ = [
@@ -294,6 +294,6 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
 class Fork:
     """A forked request, and what the engine has to copy before it or its parent goes on."""
 
-    holding: Holding
+    request: LedgerRequest
     copies: tuple[tuple[int, int], ...]
     """(source, destination) device blocks: those that are not full, and others that could not be shared."""

@@ -21,15 +21,15 @@ from .cache import PrefixCache
 from .events import Moves
 from .leases import RequestLeases
 from .plans import Extension
-from .requests import Holding, Waiter, call_all, nobody
+from .requests import LedgerRequest, Waiter, call_all, nobody
 from .states import RequestState as State
 from .states import Tier, require
 
-__all__ = ["Admission", "Line", "is_waiting"]
+__all__ = ["Admission", "WaitQueue", "is_waiting"]
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class WaitQueue:
     """The waiters: extensions in order of arrival, allocations by ticket."""
 
     extending: list[Waiter] = field(default_factory=list)
@@ -55,12 +55,12 @@ class Line:
 
 
 def _ticket(waiter: Waiter) -> int:
-    return waiter.holding.ticket
+    return waiter.request.ticket
 
 
-def is_waiting(holding: Holding, call: str) -> WrongState:
-    """The refusal of `call` while `holding` waits for room."""
-    return WrongState(f"{call}: {holding} is waiting for room already")
+def is_waiting(request: LedgerRequest, call: str) -> WrongState:
+    """The refusal of `call` while `request` waits for room."""
+    return WrongState(f"{call}: {request} is waiting for room already")
 
 
 _wake_of = attrgetter("wake")
@@ -77,120 +77,122 @@ class Admission:
     """Whether a job, a step or a request outside the line holds device blocks, which it will release some day."""
     yield_pin: Callable[[], bool] = lambda: False
     """Ends a pin that keeps device blocks. False: there is none. Called only if no other owner can make room."""
-    line: Line = field(default_factory=Line)
+    queue: WaitQueue = field(default_factory=WaitQueue)
     _promised: int = 0
     """An upper bound of `num_least` for all waiters. If the capacity falls below it, some may no longer fit."""
 
     # -- what a request asks for ----------------------------------------------------------------------------------
 
-    def allocate_nowait(self, holding: Holding, num_tokens: object = None) -> None:
+    def allocate_nowait(self, request: LedgerRequest, num_tokens: object = None) -> None:
         """Take blocks for `num_tokens` (None: the prompt), all or nothing; `OutOfBlocks` changes nothing."""
-        num_units = self._units_to_allocate(holding, num_tokens)
-        blocks = self._take_nowait(holding, num_units, behind=bool(self.line.allocating or self.line.extending))
-        self._allocated(holding, num_units, blocks)
+        num_units = self._units_to_allocate(request, num_tokens)
+        blocks = self._take_nowait(request, num_units, behind=bool(self.queue.allocating or self.queue.extending))
+        self._allocated(request, num_units, blocks)
 
     def queue_allocation(
-        self, holding: Holding, num_tokens: object = None, wake: Callable[[], object] = nobody
+        self, request: LedgerRequest, num_tokens: object = None, wake: Callable[[], object] = nobody
     ) -> Waiter:
         """Join the line. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it."""
-        num_units = self._units_to_allocate(holding, num_tokens)
-        self._check_fits(holding, num_units)
-        waiter = Waiter(holding, num_units, wake)
+        num_units = self._units_to_allocate(request, num_tokens)
+        self._check_fits(request, num_units)
+        waiter = Waiter(request, num_units, wake)
         self.wait_for_allocation(waiter)
         return waiter
 
-    def _units_to_allocate(self, holding: Holding, num_tokens: object) -> int:
-        require(holding, "allocate", State.PINNED)
-        if holding.waiter is not None:
-            raise is_waiting(holding, "allocate")
-        wanted = holding.sequence.num_tokens if num_tokens is None else check_int("num_tokens", num_tokens, 1)
-        return max(self.cache.layout.num_units(wanted), holding.published)
+    def _units_to_allocate(self, request: LedgerRequest, num_tokens: object) -> int:
+        require(request, "allocate", State.PINNED)
+        if request.waiter is not None:
+            raise is_waiting(request, "allocate")
+        wanted = request.sequence.num_tokens if num_tokens is None else check_int("num_tokens", num_tokens, 1)
+        return max(self.cache.layout.num_units(wanted), request.published)
 
-    def extend_nowait(self, holding: Holding, num_tokens: object) -> Extension:
+    def extend_nowait(self, request: LedgerRequest, num_tokens: object) -> Extension:
         """Extend the block table to `num_tokens` in all; `OutOfBlocks` changes nothing."""
-        num_units = self._units_to_extend(holding, num_tokens)
-        before = holding.num_units
+        num_units = self._units_to_extend(request, num_tokens)
+        before = request.num_units
         try:
-            blocks = self._take_nowait(holding, num_units, behind=bool(self.line.extending))
+            blocks = self._take_nowait(request, num_units, behind=bool(self.queue.extending))
         except OutOfBlocks as error:
-            self.moves.told.extension_refused(holding, error.num_needed, error.num_available)
+            self.moves.told.extension_refused(request, error.num_needed, error.num_available)
             raise
-        self.request_leases.lengthen_tables(holding, num_units, blocks)
-        return self.extension(holding, before)
+        self.request_leases.lengthen_tables(request, num_units, blocks)
+        return self.extension(request, before)
 
-    def queue_extension(self, holding: Holding, num_tokens: object, wake: Callable[[], object] = nobody) -> Waiter:
+    def queue_extension(
+        self, request: LedgerRequest, num_tokens: object, wake: Callable[[], object] = nobody
+    ) -> Waiter:
         """Join the line for more room, ahead of all allocations."""
-        num_units = self._units_to_extend(holding, num_tokens)
-        self._check_fits(holding, num_units)
-        waiter = Waiter(holding, num_units, wake)
+        num_units = self._units_to_extend(request, num_tokens)
+        self._check_fits(request, num_units)
+        waiter = Waiter(request, num_units, wake)
         self._wait_for_extension(waiter)
         return waiter
 
-    def _units_to_extend(self, holding: Holding, num_tokens: object) -> int:
-        require(holding, "extend", State.ALLOCATED, State.RUNNING)
-        if holding.waiter is not None:
-            raise is_waiting(holding, "extend")
+    def _units_to_extend(self, request: LedgerRequest, num_tokens: object) -> int:
+        require(request, "extend", State.ALLOCATED, State.RUNNING)
+        if request.waiter is not None:
+            raise is_waiting(request, "extend")
         return self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1))
 
     def accept(self, waiter: Waiter) -> Extension:
         """Take what `waiter` was granted, or raise what it failed with."""
-        holding = waiter.holding
-        if holding.waiter is not waiter or not waiter.is_over:
+        request = waiter.request
+        if request.waiter is not waiter or not waiter.is_over:
             raise WrongState(f"accept: {waiter} has nothing to accept")
-        holding.waiter = None
+        request.waiter = None
         if waiter.granted is None:
-            if holding.state is State.PINNED:
-                self.request_leases.match_again(holding)
-            elif holding.state is State.REQUEUED:
-                self.moves.request(holding, State.STRANDED)
+            if request.state is State.PINNED:
+                self.request_leases.match_again(request)
+            elif request.state is State.REQUEUED:
+                self.moves.request(request, State.STRANDED)
             raise waiter.error  # type: ignore[misc]
-        before = holding.num_units
-        if holding.may_match_again:
-            self._allocated(holding, waiter.num_units, waiter.granted)
+        before = request.num_units
+        if request.may_match_again:
+            self._allocated(request, waiter.num_units, waiter.granted)
         else:
-            self.request_leases.lengthen_tables(holding, waiter.num_units, waiter.granted)
-        return self.extension(holding, before)
+            self.request_leases.lengthen_tables(request, waiter.num_units, waiter.granted)
+        return self.extension(request, before)
 
     def withdraw(self, waiter: Waiter) -> None:
         """Stop waiting: give back an unused grant. The caller serves the line."""
-        holding = waiter.holding
-        if holding.waiter is not waiter:
+        request = waiter.request
+        if request.waiter is not waiter:
             return
-        if holding.state is State.REQUEUED:
-            raise WrongState(f"withdraw: {holding} has let go of everything and waits to begin again: release it")
+        if request.state is State.REQUEUED:
+            raise WrongState(f"withdraw: {request} has let go of everything and waits to begin again: release it")
         self.leave(waiter)
-        if holding.state is State.PINNED:
-            self.request_leases.match_again(holding)
+        if request.state is State.PINNED:
+            self.request_leases.match_again(request)
 
-    def match_again(self, holdings: Iterable[Holding]) -> None:
-        """Match again those of `holdings` that have no block tables yet: cached blocks were withdrawn. A request in the
+    def match_again(self, requests: Iterable[LedgerRequest]) -> None:
+        """Match again those of `requests` that have no block tables yet: cached blocks were withdrawn. A request in the
         line is matched when the line is served; a grant not accepted yet goes back.
 
         All of them release their leases before one is matched. Tombstones are freed once their part has no reference,
         and a new lease would be one."""
-        unread = [holding for holding in holdings if holding.may_match_again]
-        for holding in unread:
-            self._forget_match(holding)
-            self.request_leases.end_fetched(holding)
-        for holding in unread:
-            waiter = holding.waiter
-            if waiter is None and holding.state is State.PINNED:
-                self.request_leases.pin(holding)
+        unread = [request for request in requests if request.may_match_again]
+        for request in unread:
+            self._forget_match(request)
+            self.request_leases.end_fetched(request)
+        for request in unread:
+            waiter = request.waiter
+            if waiter is None and request.state is State.PINNED:
+                self.request_leases.pin(request)
             elif waiter is not None and waiter.granted is not None:  # granted for a longer hit: too few blocks now
                 self.cache.give(Tier.DEVICE, waiter.take_back())
                 self.wait_for_allocation(waiter)
 
-    def _allocated(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
-        self.request_leases.start_tables(holding, num_units, blocks)
-        holding.computed(holding.published * self.cache.layout.unit_tokens)
-        self.moves.request(holding, State.ALLOCATED)
+    def _allocated(self, request: LedgerRequest, num_units: int, blocks: array[int]) -> None:
+        self.request_leases.start_tables(request, num_units, blocks)
+        request.computed(request.published * self.cache.layout.unit_tokens)
+        self.moves.request(request, State.ALLOCATED)
 
-    def extension(self, holding: Holding, before: int) -> Extension:
+    def extension(self, request: LedgerRequest, before: int) -> Extension:
         """The ids added from unit `before` on, and the positions that windows have left since the last `Extension`."""
         layout = self.cache.layout
-        added = layout.by_group([table.at(before, holding.num_units) for table in holding.tables])
+        added = layout.by_group([table.at(before, request.num_units) for table in request.tables])
         nulled: list[list[int]] = [[] for _ in layout.groups]
-        for band, start, stop in holding.take_nulled():
+        for band, start, stop in request.take_nulled():
             for group, positions in layout.positions(band, start, stop):
                 nulled[group].extend(positions)
         return Extension(added, nulled)
@@ -198,27 +200,27 @@ class Admission:
     # -- room -----------------------------------------------------------------------------------------------------
 
     @property
-    def room(self) -> int:
-        return self.cache.tiers[Tier.DEVICE].room
+    def num_available(self) -> int:
+        return self.cache.tiers[Tier.DEVICE].num_available
 
     @property
     def capacity(self) -> int:
         return self.cache.tiers[Tier.DEVICE].capacity
 
-    def num_missing(self, holding: Holding, num_units: int) -> int:
+    def num_missing(self, request: LedgerRequest, num_units: int) -> int:
         """Blocks that tables of `num_units` units still need."""
-        if holding.tables:
-            return max(0, num_units - holding.num_units) * self.cache.layout.width
-        return self.request_leases.num_fresh(holding.published, holding.hit_stop, num_units)
+        if request.tables:
+            return max(0, num_units - request.num_units) * self.cache.layout.width
+        return self.request_leases.num_fresh(request.published, request.hit_stop, num_units)
 
-    def num_needed(self, holding: Holding, num_units: int) -> int:
+    def num_needed(self, request: LedgerRequest, num_units: int) -> int:
         """Blocks that tables of `num_units` units need in all: those of the device hit count, but none that lie before
         the window of their band."""
-        if holding.tables:
-            gone = sum(table.start * table.width for table in holding.tables)
+        if request.tables:
+            gone = sum(table.start * table.width for table in request.tables)
             return num_units * self.cache.layout.width - gone
-        fresh = self.request_leases.num_fresh(holding.published, holding.hit_stop, num_units)
-        return fresh + self.request_leases.num_kept(holding)
+        fresh = self.request_leases.num_fresh(request.published, request.hit_stop, num_units)
+        return fresh + self.request_leases.num_kept(request)
 
     def check_could_fit(self, num_tokens: object) -> None:
         """Raise `OutOfBlocks` if no match could make `num_tokens` fit: their full attention alone is too much."""
@@ -226,80 +228,82 @@ class Admission:
         if needed > self.capacity:
             raise OutOfBlocks(needed, self.capacity, retryable=False)
 
-    def _check_fits(self, holding: Holding, num_units: int) -> None:
+    def _check_fits(self, request: LedgerRequest, num_units: int) -> None:
         """Raise `OutOfBlocks` if the request, with its present match, could not fit even alone."""
-        needed = self.num_needed(holding, num_units)
+        needed = self.num_needed(request, num_units)
         if needed > self.capacity:
             raise OutOfBlocks(needed, self.capacity, retryable=False)
 
-    def _take_nowait(self, holding: Holding, num_units: int, *, behind: bool) -> array[int]:
+    def _take_nowait(self, request: LedgerRequest, num_units: int, *, behind: bool) -> array[int]:
         """Take blocks for tables of `num_units`, or raise `OutOfBlocks`. `behind`: waiters in the line go first."""
-        missing = self.num_missing(holding, num_units)
-        if behind or missing > self.cache.tiers[Tier.DEVICE].room:
-            self._check_fits(holding, num_units)
-            if behind or not self._has_room(holding, num_units):
-                raise OutOfBlocks(self.num_missing(holding, num_units), 0 if behind else self.room, retryable=True)
-            missing = self.num_missing(holding, num_units)
+        missing = self.num_missing(request, num_units)
+        if behind or missing > self.cache.tiers[Tier.DEVICE].num_available:
+            self._check_fits(request, num_units)
+            if behind or not self._has_room(request, num_units):
+                raise OutOfBlocks(
+                    self.num_missing(request, num_units), 0 if behind else self.num_available, retryable=True
+                )
+            missing = self.num_missing(request, num_units)
         return self.cache.take(Tier.DEVICE, missing)
 
-    def _has_room(self, holding: Holding, num_units: int) -> bool:
+    def _has_room(self, request: LedgerRequest, num_units: int) -> bool:
         """Whether there is room for tables of `num_units`. If only the request's own pins behind its device hit are in
         the way, it is matched again without them: no request waits for its own pins. Without room, nothing changes."""
-        if self.num_missing(holding, num_units) <= self.room:
+        if self.num_missing(request, num_units) <= self.num_available:
             return True
-        if holding.reserve is None or not holding.may_match_again:
+        if request.reserve is None or not request.may_match_again:
             return False
-        missing, gained = self.request_leases.without_islands(holding, num_units)
-        if missing > self.room + gained:
+        missing, gained = self.request_leases.without_islands(request, num_units)
+        if missing > self.num_available + gained:
             return False
-        self.request_leases.match_again(holding, islands=False)
-        return self.num_missing(holding, num_units) <= self.room
+        self.request_leases.match_again(request, islands=False)
+        return self.num_missing(request, num_units) <= self.num_available
 
     # -- the line -------------------------------------------------------------------------------------------------
 
     def wait_for_allocation(self, waiter: Waiter) -> None:
         """Put `waiter` into the line of allocations, whose head alone keeps its pins. If quarantine has made the pool
         too small for `waiter`, it fails when the line is served next, whatever its place."""
-        before = self.line.allocating[0] if self.line.allocating else waiter
+        before = self.queue.allocating[0] if self.queue.allocating else waiter
         self._promised = max(self._promised, self.capacity, self.num_least(waiter))
-        waiter.holding.waiter = waiter
+        waiter.request.waiter = waiter
         self._joins(waiter)
-        self.line.join_allocating(waiter)
-        head = self.line.allocating[0]
+        self.queue.join_allocating(waiter)
+        head = self.queue.allocating[0]
         if head is not before:
-            self._forget_match(before.holding)
+            self._forget_match(before.request)
         if head is not waiter:
-            self._forget_match(waiter.holding)
+            self._forget_match(waiter.request)
 
     def _wait_for_extension(self, waiter: Waiter) -> None:
         self._promised = max(self._promised, self.capacity)
-        waiter.holding.waiter = waiter
+        waiter.request.waiter = waiter
         self._joins(waiter)
-        self.line.join_extending(waiter)
+        self.queue.join_extending(waiter)
 
     def _joins(self, waiter: Waiter) -> None:
         if self.moves.clock is not None:
             waiter.joined(self.moves.clock())
 
-    def _forget_match(self, holding: Holding) -> None:
+    def _forget_match(self, request: LedgerRequest) -> None:
         """Release the pins of a request in the line; it is matched again when the line is served next."""
-        self.request_leases.forget_match(holding)
-        if holding.waiter is not None:
-            holding.waiter.changes_seen = -1
+        self.request_leases.forget_match(request)
+        if request.waiter is not None:
+            request.waiter.changes_seen = -1
 
     def leave(self, waiter: Waiter) -> None:
         """Give back an unused grant, or give up the place in the line."""
-        waiter.holding.waiter = None
+        waiter.request.waiter = None
         if waiter.granted is not None:
             self.cache.give(Tier.DEVICE, waiter.give_back())
         else:
-            self.line.leave(waiter)
+            self.queue.leave(waiter)
 
-    def serve_line(self, wakes: Iterable[Callable[[], object]] = ()) -> None:
+    def serve_queue(self, wakes: Iterable[Callable[[], object]] = ()) -> None:
         """Grant what can be granted, in order, then call what wakes the waiters, and `wakes`. The last thing in every
         ledger call that may change room or the line."""
         over: list[Waiter] = []
-        if self.line.allocating or self.line.extending:
+        if self.queue.allocating or self.queue.extending:
             self._serve(over)
         rest = chain(map(_wake_of, over), wakes)
         try:
@@ -314,11 +318,11 @@ class Admission:
         if self.capacity < self._promised:
             self._fail_who_cannot_fit(over)
         self._promised = self.capacity
-        while self.line.extending:
-            if not self._serve_extension(self.line.extending[0], over):
+        while self.queue.extending:
+            if not self._serve_extension(self.queue.extending[0], over):
                 break
-        while self.line.allocating and not self.line.extending:
-            first = self.line.allocating[0]
+        while self.queue.allocating and not self.queue.extending:
+            first = self.queue.allocating[0]
             if not self._serve_allocation(first, over) and not self._serve_alone(first, over):
                 return
 
@@ -332,21 +336,21 @@ class Admission:
             return False
         pool = self.cache.tiers[Tier.DEVICE].pool
         before = pool.num_free
-        self._forget_match(first.holding)
+        self._forget_match(first.request)
         if pool.num_free == before and not self.yield_pin():
-            self.line.allocating.pop(0)
-            first.fail(OutOfBlocks(self.num_needed(first.holding, first.num_units), self.capacity, retryable=False))
+            self.queue.allocating.pop(0)
+            first.fail(OutOfBlocks(self.num_needed(first.request, first.num_units), self.capacity, retryable=False))
             over.append(first)
         return True
 
     def _serve_extension(self, waiter: Waiter, over: list[Waiter]) -> bool:
         """Grant the head of the extensions, or make progress for it. True: serve the head again, which may be another
         one now. False: the head waits."""
-        missing = self.num_missing(waiter.holding, waiter.num_units)
-        if missing > self.room and self.line.allocating:
-            self._forget_match(self.line.allocating[0].holding)  # an allocation must not block an extension
-        if missing <= self.room:
-            self.line.extending.pop(0)
+        missing = self.num_missing(waiter.request, waiter.num_units)
+        if missing > self.num_available and self.queue.allocating:
+            self._forget_match(self.queue.allocating[0].request)  # an allocation must not block an extension
+        if missing <= self.num_available:
+            self.queue.extending.pop(0)
             waiter.grant(self.cache.take(Tier.DEVICE, missing))
             over.append(waiter)
             return True
@@ -355,40 +359,42 @@ class Admission:
         if self.yield_pin():
             return True  # try again: there may be room
         # Only waiters hold room, so no more will come. The one that came last has the least to lose.
-        youngest = self.line.extending.pop()
-        youngest.fail(OutOfBlocks(self.num_missing(youngest.holding, youngest.num_units), self.room, retryable=True))
+        youngest = self.queue.extending.pop()
+        youngest.fail(
+            OutOfBlocks(self.num_missing(youngest.request, youngest.num_units), self.num_available, retryable=True)
+        )
         over.append(youngest)
         return youngest is waiter
 
     def _serve_allocation(self, waiter: Waiter, over: list[Waiter]) -> bool:
         """Grant the head of the allocations, or fail it if it can never fit. False: it waits."""
-        holding, device = waiter.holding, self.cache.tiers[Tier.DEVICE]
-        if waiter.changes_seen == device.num_changes and waiter.num_missing > device.room:
+        request, device = waiter.request, self.cache.tiers[Tier.DEVICE]
+        if waiter.changes_seen == device.num_changes and waiter.num_missing > device.num_available:
             return False  # its match would be the same
-        self.request_leases.refresh_match(holding)  # in the step that grants
-        if self._has_room(holding, waiter.num_units):
-            self.line.allocating.pop(0)
-            waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(holding, waiter.num_units)))
+        self.request_leases.refresh_match(request)  # in the step that grants
+        if self._has_room(request, waiter.num_units):
+            self.queue.allocating.pop(0)
+            waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(request, waiter.num_units)))
             over.append(waiter)
             return True
-        if (needed := self.num_needed(holding, waiter.num_units)) > self.capacity:  # it fitted only with a longer hit
-            self.line.allocating.pop(0)
+        if (needed := self.num_needed(request, waiter.num_units)) > self.capacity:  # it fitted only with a longer hit
+            self.queue.allocating.pop(0)
             waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))
             over.append(waiter)
             return True
         if not self.cache.layout.windows:  # with windows, host blocks and the request's own pins matter, too
-            waiter.num_missing, waiter.changes_seen = self.num_missing(holding, waiter.num_units), device.num_changes
+            waiter.num_missing, waiter.changes_seen = self.num_missing(request, waiter.num_units), device.num_changes
         return False
 
     def num_least(self, waiter: Waiter) -> int:
         """The fewest blocks that the request of `waiter` needs, whatever its hit."""
-        if waiter.holding.tables:
-            return self.num_needed(waiter.holding, waiter.num_units)
+        if waiter.request.tables:
+            return self.num_needed(waiter.request, waiter.num_units)
         return waiter.num_units * self.cache.layout.full.width
 
     def _fail_who_cannot_fit(self, over: list[Waiter]) -> None:
         """Quarantine took room: fail every waiter that can no longer fit, whatever its place in the line."""
-        for queue in (self.line.extending, self.line.allocating):
+        for queue in (self.queue.extending, self.queue.allocating):
             for waiter in tuple(queue):
                 needed = self.num_least(waiter)
                 if needed > self.capacity:

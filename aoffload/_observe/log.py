@@ -20,7 +20,7 @@ from .._arguments import check_has, check_type
 from .._kernel.ledger import Ledger
 from .._kernel.plans import PrefixMatch
 from .._kernel.records import Job
-from .._kernel.requests import CacheTransfer, Demotion, Fetch, Holding, LoadOverlap, Pin, Prefetch, Step
+from .._kernel.requests import CacheTransfer, Demotion, Fetch, LedgerRequest, LoadOverlap, Pin, Prefetch, Step
 from .._kernel.states import CacheTransferState, JobState, Outcome, OverlapState, PinState, RequestState, Tier
 from .._kernel.status import HintEnd, Holder, RequestStatus, TierEviction
 from .._transfer.breaker import Closed, StorageMove
@@ -110,43 +110,43 @@ class LedgerLog:
         self.num_lost_events = 0
         """Events lost because the logger raised."""
 
-    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
+    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
         # `harmless` written out: requests and jobs have the most events, and these are mostly filtered.
         try:
-            if self._is_heard(_REQUEST_LEVELS[holding.state]):
-                self._tell_of_request(holding, old, reason)
+            if self._is_heard(_REQUEST_LEVELS[record.state]):
+                self._tell_of_request(record, old, reason)
         except BaseException:  # noqa: BLE001 - see `harmless`
             self.num_lost_events += 1
 
-    def _tell_of_request(self, holding: Holding, old: RequestState, reason: str) -> None:
-        state, log = holding.state, self.logger
-        event, name = _REQUEST_EVENTS[state], holding.request_id
+    def _tell_of_request(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
+        state, log = record.state, self.logger
+        event, name = _REQUEST_EVENTS[state], record.request_id
         if state is RequestState.MATCHED:
-            found = holding.match
+            found = record.match
             log.debug(
                 event,
                 request_id=name,
-                num_tokens=holding.sequence.num_tokens,
+                num_tokens=record.sequence.num_tokens,
                 num_device_tokens=found.num_device_tokens,
                 num_host_tokens=found.num_host_tokens,
                 answer=found.answer.value,
                 **_below_host(found),
             )
         elif state is RequestState.ALLOCATED:
-            found = holding.match  # a request that waited for room was matched again at the grant
+            found = record.match  # a request that waited for room was matched again at the grant
             log.debug(
                 event,
                 request_id=name,
-                num_blocks=holding.num_blocks,
+                num_blocks=record.num_blocks,
                 num_device_tokens=found.num_device_tokens,
                 num_host_tokens=found.num_host_tokens,
                 **_below_host(found),
             )
         elif state is RequestState.RUNNING:
-            ready, lost = holding.num_computed_tokens, holding.num_lost_tokens
+            ready, lost = record.num_computed_tokens, record.num_lost_tokens
             log.debug(event, request_id=name, num_ready_tokens=ready, num_lost_tokens=lost)
         elif state is RequestState.DONE:
-            log.info(event, request_id=name, num_computed_tokens=holding.num_computed_tokens)
+            log.info(event, request_id=name, num_computed_tokens=record.num_computed_tokens)
         elif state is RequestState.ABORTED:
             log.info(event, request_id=name, reason=reason, previous=old.value)
         else:
@@ -182,8 +182,8 @@ class LedgerLog:
             self.logger.debug(event, **about)
 
     @harmless
-    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-        request_id = "" if holding is None else holding.request_id
+    def store_skipped(self, record: LedgerRequest | None, num_blocks: int, reason: str) -> None:
+        request_id = "" if record is None else record.request_id
         self.logger.debug("store_skipped", request_id=request_id, num_blocks=num_blocks, reason=reason)
 
     @harmless
@@ -193,20 +193,20 @@ class LedgerLog:
 
     @harmless
     def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None:
-        name = transfer.holding.request_id
+        name = transfer.request.request_id
         if isinstance(transfer, Prefetch):
             event, num_tokens = _PREFETCH_EVENTS[transfer.state], transfer.num_tokens
             self.logger.debug(event, request_id=name, num_blocks=transfer.num_blocks, num_tokens=num_tokens)
         elif isinstance(transfer, Demotion):
             self.logger.debug(_DEMOTION_EVENTS[transfer.state], request_id=name, num_blocks=transfer.num_blocks)
         elif isinstance(transfer, Fetch):
-            waiter = {} if transfer.request is None else {"waiter": transfer.request.request_id}
+            waiter = {} if transfer.for_request is None else {"waiter": transfer.for_request.request_id}
             self.logger.debug(_FETCH_EVENTS[transfer.state], request_id=name, num_blocks=transfer.num_blocks, **waiter)
 
     @harmless
     def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None:
         log = self.logger.info if overlap.state is OverlapState.INVALID else self.logger.debug
-        log(_OVERLAP_EVENTS[overlap.state], request_id=overlap.holding.request_id, num_tokens=overlap.num_tokens)
+        log(_OVERLAP_EVENTS[overlap.state], request_id=overlap.request.request_id, num_tokens=overlap.num_tokens)
 
     @harmless
     def loads_paused(self, num_quarantined: int) -> None:
@@ -219,8 +219,8 @@ class LedgerLog:
     def step_begun(self, step: Step) -> None:
         try:
             if self._is_heard(_DEBUG):
-                ids = [holding.request_id for holding in step.holdings]
-                num_blocks = sum(holding.num_blocks for holding in step.holdings)
+                ids = [record.request_id for record in step.requests]
+                num_blocks = sum(record.num_blocks for record in step.requests)
                 self.logger.debug("step_begun", step_id=step.step_id, request_ids=ids, num_blocks=num_blocks)
         except BaseException:  # noqa: BLE001 - see `harmless`
             self.num_lost_events += 1
@@ -228,15 +228,15 @@ class LedgerLog:
     def step_ended(self, step: Step) -> None:
         try:
             if self._is_heard(_DEBUG):
-                over = [holding.request_id for holding in step.holdings if holding.is_over]
+                over = [record.request_id for record in step.requests if record.is_over]
                 self.logger.debug("step_ended", step_id=step.step_id, over=over)
         except BaseException:  # noqa: BLE001 - see `harmless`
             self.num_lost_events += 1
 
     @harmless
-    def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None:
+    def extension_refused(self, record: LedgerRequest, num_needed: int, num_available: int) -> None:
         room = {"num_needed": num_needed, "num_available": num_available}
-        self.logger.debug("extension_refused", request_id=holding.request_id, **room)
+        self.logger.debug("extension_refused", request_id=record.request_id, **room)
 
     @harmless
     def eviction_switched(self, tier: TierEviction) -> None:
@@ -285,13 +285,13 @@ class LedgerLog:
 
     @harmless
     def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
-        hop = {"source": source.name.lower(), "destination": destination.name.lower()}
-        self.logger.error("transport_stalled", **hop, num_jobs=num_jobs)
+        link = {"source": source.name.lower(), "destination": destination.name.lower()}
+        self.logger.error("transport_stalled", **link, num_jobs=num_jobs)
 
     @harmless
     def transport_recovered(self, source: Tier, destination: Tier) -> None:
-        hop = {"source": source.name.lower(), "destination": destination.name.lower()}
-        self.logger.warning("transport_recovered", **hop)
+        link = {"source": source.name.lower(), "destination": destination.name.lower()}
+        self.logger.warning("transport_recovered", **link)
 
     @harmless
     def transport_failed(self, error: BaseException) -> None:
@@ -330,8 +330,8 @@ class Telemetry(LedgerLog):
     """The log of a runtime: its ledger's events and its own."""
 
     @harmless
-    def request_cancelled(self, holding: Holding, reason: str) -> None:
-        self.logger.info("request_cancelled", request_id=holding.request_id, reason=reason)
+    def request_cancelled(self, record: LedgerRequest, reason: str) -> None:
+        self.logger.info("request_cancelled", request_id=record.request_id, reason=reason)
 
     @harmless
     def host_memory_page_locked(self, progress: PinProgress) -> None:

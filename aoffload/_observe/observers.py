@@ -9,7 +9,7 @@ from .._arguments import check_has
 from .._kernel.plans import Completion
 from .._kernel.protocols import OBSERVES, NullObserver, Observer
 from .._kernel.records import Job
-from .._kernel.requests import CacheTransfer, Holding, LoadOverlap, Pin, Step
+from .._kernel.requests import CacheTransfer, LedgerRequest, LoadOverlap, Pin, Step
 from .._kernel.states import CacheTransferState, JobState, OverlapState, PinState, RequestState, Tier
 from .._kernel.status import HintEnd, Holder, RequestStatus, TierEviction
 from .._transfer.copy_queue import OBSERVES as COPIES_TELL
@@ -37,10 +37,10 @@ class RuntimeObserver(NullObserver):
                 problem = f"{cls.__name__}.{old} is not called any more: it is {new} now"
                 warnings.warn(problem, DeprecationWarning, stacklevel=2)
 
-    def request_cancelled(self, holding: Holding, reason: str) -> None:
+    def request_cancelled(self, record: LedgerRequest, reason: str) -> None:
         """Its block is being cancelled; `request_moved` follows once its task has left it."""
 
-    def waited_for_room(self, holding: Holding, seconds: float) -> None:
+    def waited_for_room(self, record: LedgerRequest, seconds: float) -> None:
         """A wait for room is over, however it ended."""
 
     def slow_wait(self, status: RequestStatus) -> None:
@@ -81,14 +81,14 @@ class Observers:
 
     # -- told by the ledger ---------------------------------------------------------------------------------------
 
-    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
-        self._tell("request_moved", holding, old, reason)
+    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
+        self._tell("request_moved", record, old, reason)
 
     def job_moved(self, job: Job, old: JobState, reason: str) -> None:
         self._tell("job_moved", job, old, reason)
 
-    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-        self._tell("store_skipped", holding, num_blocks, reason)
+    def store_skipped(self, record: LedgerRequest | None, num_blocks: int, reason: str) -> None:
+        self._tell("store_skipped", record, num_blocks, reason)
 
     def pin_moved(self, pin: Pin, old: PinState) -> None:
         self._tell("pin_moved", pin, old)
@@ -111,8 +111,8 @@ class Observers:
     def step_ended(self, step: Step) -> None:
         self._tell("step_ended", step)
 
-    def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None:
-        self._tell("extension_refused", holding, num_needed, num_available)
+    def extension_refused(self, record: LedgerRequest, num_needed: int, num_available: int) -> None:
+        self._tell("extension_refused", record, num_needed, num_available)
 
     def eviction_switched(self, tier: TierEviction) -> None:
         self._tell("eviction_switched", tier)
@@ -125,11 +125,11 @@ class Observers:
 
     # -- told by what waits and what copies -----------------------------------------------------------------------
 
-    def request_cancelled(self, holding: Holding, reason: str) -> None:
-        self._tell("request_cancelled", holding, reason)
+    def request_cancelled(self, record: LedgerRequest, reason: str) -> None:
+        self._tell("request_cancelled", record, reason)
 
-    def waited_for_room(self, holding: Holding, seconds: float) -> None:
-        self._tell("waited_for_room", holding, seconds)
+    def waited_for_room(self, record: LedgerRequest, seconds: float) -> None:
+        self._tell("waited_for_room", record, seconds)
 
     def slow_wait(self, status: RequestStatus) -> None:
         self._tell("slow_wait", status)

@@ -2,10 +2,10 @@
 
 A fetch may take as long as computing its tokens would; after that the request computes what has not arrived.
 
-Loading or computing, by what both cost now: what the copy queue knows of the hops, and the engine of computing.
+Loading or computing, by what both cost now: what the copy queue knows of the links, and the engine of computing.
 
-limit(holding)           how much of its hit a request loads: `plan_load(max_tokens=)`
-bound(holding)           the same where an engine owns the device blocks, which is told by the match
+limit(record)           how much of its hit a request loads: `plan_load(max_tokens=)`
+bound(record)           the same where an engine owns the device blocks, which is told by the match
 computed, forget         tokens that are queued no longer
 report_queue, report_compute   what an engine knows better
 """
@@ -19,11 +19,11 @@ import attrs
 from .._arguments import check_int, check_type, number_of, shown
 from .._extensions.load_choice import CostChoice, LoadChoice, LoadOffer, chosen_stop, load_choice_of
 from .._kernel.ledger import Ledger
-from .._kernel.requests import Holding
+from .._kernel.requests import LedgerRequest
 from .._kernel.states import BELOW, RequestState, Tier
 from .._kernel.status import Declined
 from .._transfer.copy_queue import CopyQueue
-from .._transfer.link import Hop
+from .._transfer.link import Link
 from .._transfer.rates import TransferRate
 from ..errors import InvalidArgument
 
@@ -132,7 +132,7 @@ class LoadCosts:
     """Times that a part of a hit was computed instead."""
     _choice: LoadChoice | None = attrs.field(init=False)
     """None: whatever can be loaded is."""
-    _hop: Hop = attrs.field(init=False)
+    _hop: Link = attrs.field(init=False)
     _rate: TransferRate = attrs.field(init=False)
     _clock: Callable[[], float] = attrs.field(init=False)
     _block_bytes: int = attrs.field(init=False)
@@ -154,32 +154,32 @@ class LoadCosts:
         check_type("ledger", self.ledger, Ledger)
         check_type("copies", self.copies, CopyQueue)
         self._choice = load_choice_of(self.ledger.config.load_choice)
-        self._hop = self.copies.hop(BELOW, Tier.DEVICE)
+        self._hop = self.copies.link(BELOW, Tier.DEVICE)
         self._rate = self._hop.rate or TransferRate()
         self._clock, self._block_bytes = self.copies.clock, self.copies.block_bytes
         self._unit_tokens, self._told = self.ledger.layout.unit_tokens, self.ledger.situation.declined
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
-    def limit(self, holding: Holding, max_tokens: int | None = None, left_s: float | None = None) -> int | None:
-        """The `max_tokens` for the load of `holding`; `left_s`: seconds until its deadline."""
-        choice, unit, request_id = self._choice, self._unit_tokens, holding.request_id
+    def limit(self, record: LedgerRequest, max_tokens: int | None = None, left_s: float | None = None) -> int | None:
+        """The `max_tokens` for the load of `record`; `left_s`: seconds until its deadline."""
+        choice, unit, request_id = self._choice, self._unit_tokens, record.request_id
         if choice is None or (self.speed.tokens_per_s is None and type(choice) is CostChoice):
             return max_tokens  # it would load all, having nothing to compare with
-        found = self.ledger.loadable(holding, max_tokens)
+        found = self.ledger.loadable(record, max_tokens)
         if found is None:
-            if holding.state in _BEFORE_LOAD:
-                num_ready = max(holding.published * unit, holding.engine_tokens)
-                self._asks(request_id, holding.sequence.num_tokens - num_ready)
+            if record.state in _BEFORE_LOAD:
+                num_ready = max(record.published * unit, record.engine_tokens)
+                self._asks(request_id, record.sequence.num_tokens - num_ready)
             return max_tokens
-        hop, rate, num_units = self._hop, self._rate, found.stop - found.start
-        rest_tokens = holding.sequence.num_tokens - found.stop * unit
+        link, rate, num_units = self._hop, self._rate, found.stop - found.start
+        rest_tokens = record.sequence.num_tokens - found.stop * unit
         others = self._sum_queued - self._queued.get(request_id, 0)
         now = self._clock()
         offer = LoadOffer(
             num_units, found.num_blocks * self._block_bytes, unit, rest_tokens,
             self.speed.tokens_per_s, self._reported + others,
-            rate.bytes_per_s(hop.num_bytes, now), hop.queued_bytes + hop.num_bytes, rate.latency_s,
+            rate.bytes_per_s(link.num_bytes, now), link.queued_bytes + link.num_bytes, rate.latency_s,
             max(0.0, now - rate.ended_s), left_s,
         )  # fmt: skip
         num_declined = num_units - chosen_stop(choice, offer, num_units)
@@ -195,12 +195,12 @@ class LoadCosts:
         self.declined(request_id, told.num_tokens, told.load_s, told.compute_s)
         return (found.stop - num_declined) * unit
 
-    def bound(self, holding: Holding, left_s: float | None = None) -> None:
-        """Match `holding` again with what it is to load, where an engine owns the device blocks."""
-        if holding.state is RequestState.PINNED:
-            from_token = self.limit(holding, None, left_s)
+    def bound(self, record: LedgerRequest, left_s: float | None = None) -> None:
+        """Match `record` again with what it is to load, where an engine owns the device blocks."""
+        if record.state is RequestState.PINNED:
+            from_token = self.limit(record, None, left_s)
             if from_token is not None:
-                self.ledger.decline(holding, from_token)
+                self.ledger.decline(record, from_token)
 
     # -- what is to be computed -----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import anyio
 
 from .._arguments import shown
 from .._kernel.records import Load
-from .._kernel.requests import Holding, Waiter
+from .._kernel.requests import LedgerRequest, Waiter
 from .._kernel.states import RequestState
 from .._transfer.fences import LoadedRegion, RegionFences
 from ..errors import InvalidArgument, WrongState
@@ -45,14 +45,14 @@ class AwaitedLoad:
         self._into = into
         """Block tables, where an engine owns the device blocks."""
 
-    def _start(self, holding: Holding) -> None:
+    def _start(self, record: LedgerRequest) -> None:
         session = self._request._session
-        max_tokens = session.load_limit(holding, self._max_tokens, self._request._left_s())
+        max_tokens = session.load_limit(record, self._max_tokens, self._request._left_s())
         plans = session.ledger.plan_load(
-            holding, max_tokens, self._request._wake, max_job_bytes=self._max_job_bytes, into=self._into
+            record, max_tokens, self._request._wake, max_job_bytes=self._max_job_bytes, into=self._into
         )
         self._into = None  # it is named once
-        self._watch(holding)
+        self._watch(record)
         session.submit_transfers(plans)
 
     @property
@@ -60,36 +60,36 @@ class AwaitedLoad:
         """Maximum bytes per job; None: as configured."""
         return None
 
-    def _watch(self, holding: Holding) -> None:
+    def _watch(self, record: LedgerRequest) -> None:
         """Called once the jobs are planned, before the jobs of this request are launched."""
 
     def _give_up(self) -> None:
         """Called when the load exceeds `load_timeout_s`, before the request abandons it."""
 
-    async def _until_over(self, holding: Holding) -> int:
+    async def _until_over(self, record: LedgerRequest) -> int:
         request, session = self._request, self._request._session
-        while holding.is_loading or session.ledger.lost_to_reset(holding):
-            if holding.state is RequestState.RUNNING:  # a reset came between the end of the load and this task's turn
-                self._start(holding)
+        while record.is_loading or session.ledger.lost_to_reset(record):
+            if record.state is RequestState.RUNNING:  # a reset came between the end of the load and this task's turn
+                self._start(record)
                 continue
-            if holding.waiter is not None and holding.waiter.is_over:
-                session.ledger.accept(holding.waiter)
-                self._start(holding)
+            if record.waiter is not None and record.waiter.is_over:
+                session.ledger.accept(record.waiter)
+                self._start(record)
                 continue
-            if holding.state is not RequestState.LOADING:  # a step or a grant ends the wait
-                await wait_for_room(request, holding.waiter)
+            if record.state is not RequestState.LOADING:  # a step or a grant ends the wait
+                await wait_for_room(request, record.waiter)
                 continue
             is_late = await wait_until_woken(request, session.config.load_timeout_s)
-            if is_late and holding.state is RequestState.LOADING:
+            if is_late and record.state is RequestState.LOADING:
                 self._max_tokens = 0  # if it has to queue for room now, its next plan loads nothing
                 self._give_up()
-                session.ledger.abandon_load(holding)
-        if holding.state is RequestState.STRANDED:  # it was told that it can never fit, perhaps in another task
-            raise WrongState(f"load: {holding} had to let go of its blocks: leave it")
-        if holding.state is not RequestState.RUNNING:
+                session.ledger.abandon_load(record)
+        if record.state is RequestState.STRANDED:  # it was told that it can never fit, perhaps in another task
+            raise WrongState(f"load: {record} had to let go of its blocks: leave it")
+        if record.state is not RequestState.RUNNING:
             request._live()  # raises if the request is over or the runtime closed
             return 0  # preempted by another task: no blocks
-        return holding.num_computed_tokens
+        return record.num_computed_tokens
 
 
 class PendingLoad(AwaitedLoad):
@@ -124,18 +124,18 @@ class PendingLoad(AwaitedLoad):
 
     @property
     def is_over(self) -> bool:
-        holding = self._request._holding
-        return holding is None or not holding.is_loading
+        record = self._request._record
+        return record is None or not record.is_loading
 
     async def wait(self) -> int:
         """Wait until the load is over, however it ends. Returns how many tokens are ready; 0 if it was preempted.
 
         Not in the task that holds a step of the request: a failed load may have to release blocks that the step holds.
         """
-        holding = self._live()
-        num_ready = await self._until_over(holding)
-        if holding.overlap is not None and holding.state is RequestState.RUNNING:
-            found = self._request._session.ledger.begin_again(holding)
+        record = self._live()
+        num_ready = await self._until_over(record)
+        if record.overlap is not None and record.state is RequestState.RUNNING:
+            found = self._request._session.ledger.begin_again(record)
             if found is not None and self._first_invalid_token is None:
                 self._first_invalid_token = found  # kept here: the next step resets it in the ledger
         self._is_told = True
@@ -147,10 +147,10 @@ class PendingLoad(AwaitedLoad):
     def can_start(self) -> bool:
         """Whether a step may name this load: all of it is under way, or it is over and the request is RUNNING. False
         behind a reset, until `wait` has returned."""
-        holding = self._live()
-        if self._is_of_before(holding) or self._is_lost(holding):
+        record = self._live()
+        if self._is_of_before(record) or self._is_lost(record):
             return False
-        return holding.state is RequestState.RUNNING or self._request._session.ledger.can_start_early(holding)
+        return record.state is RequestState.RUNNING or self._request._session.ledger.can_start_early(record)
 
     @property
     def num_expected_tokens(self) -> int:
@@ -183,45 +183,45 @@ class PendingLoad(AwaitedLoad):
         started on it. None: no token, or the load is not over. Reading this does not replace `wait`: a commit is
         refused until `wait` has returned."""
         self._request._session.check_may_look()
-        holding = self._request._holding
-        if self._first_invalid_token is None and holding is not None and not self._is_of_before(holding):
-            return self._request._session.ledger.first_invalid_token(holding)
+        record = self._request._record
+        if self._first_invalid_token is None and record is not None and not self._is_of_before(record):
+            return self._request._session.ledger.first_invalid_token(record)
         return self._first_invalid_token
 
     @property
     def _num_regions(self) -> int | None:
         return self._request._session.worker.regions.num_regions
 
-    def _live(self) -> Holding:
+    def _live(self) -> LedgerRequest:
         return self._request._live()
 
-    def _arriving(self, session: Session) -> Holding:
-        """The holding, for a step of `session`. `WrongState` if another load of the request is under way."""
+    def _arriving(self, session: Session) -> LedgerRequest:
+        """The record, for a step of `session`. `WrongState` if another load of the request is under way."""
         if self._request._session is not session:
             raise InvalidArgument("requests", f"holds what is no request of this runtime: {shown(self._request)}")
-        holding = self._live()
-        if self._is_of_before(holding):
+        record = self._live()
+        if self._is_of_before(record):
             raise WrongState(f"step: {self!r} is over, and another load is under way: take what began that one")
-        if self._is_lost(holding):
+        if self._is_lost(record):
             raise WrongState(f"step: {self!r} has lost to a reset what it brought: await `wait` first")
-        return holding
+        return record
 
-    def _is_lost(self, holding: Holding) -> bool:
-        return not self._is_told and self._request._session.ledger.lost_to_reset(holding)
+    def _is_lost(self, record: LedgerRequest) -> bool:
+        return not self._is_told and self._request._session.ledger.lost_to_reset(record)
 
-    def _is_of_before(self, holding: Holding) -> bool:
-        return holding.load is not None and holding.load is not self._load
+    def _is_of_before(self, record: LedgerRequest) -> bool:
+        return record.load is not None and record.load is not self._load
 
     @property
     def _max_job_bytes(self) -> int:
         """A region is complete only with the last job, so one job takes the whole load if it may be in flight."""
         return self._request._session.config.bytes_in_flight
 
-    def _watch(self, holding: Holding) -> None:
+    def _watch(self, record: LedgerRequest) -> None:
         """Watches all jobs of the load, including those that other requests have started."""
         fences_of = self._request._session.worker.regions.fences_of
-        self._load = holding.load
-        jobs = () if holding.load is None else sorted(holding.load.jobs, key=lambda job: job.job_id)
+        self._load = record.load
+        jobs = () if record.load is None else sorted(record.load.jobs, key=lambda job: job.job_id)
         self._jobs = tuple(fences_of(job.job_id, job.parked).fork() for job in jobs)
 
     def _give_up(self) -> None:

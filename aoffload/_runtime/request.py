@@ -24,7 +24,7 @@ import anyio
 from .._arguments import check_text
 from .._kernel.plans import NO_MATCH, Extension, Preemption, PrefixMatch
 from .._kernel.prefix import LongList, Prefix, TokenIds
-from .._kernel.requests import Holding, Waiter
+from .._kernel.requests import LedgerRequest, Waiter
 from .._kernel.states import RequestState, require
 from .._tiers.fetch.loop import fetch
 from .._transfer.fences import Fence
@@ -105,7 +105,7 @@ class Request:
         self._options = options
         self._prefix: Prefix
         """The prompt, once it is entered."""
-        self._holding: Holding | None = None
+        self._record: LedgerRequest | None = None
         self._deadline = math.inf
         self._scope: anyio.CancelScope | None = None
         """Around the entered block; None in an async generator."""
@@ -127,10 +127,10 @@ class Request:
         bound_s = self._options.deadline_s
         deadline = None if bound_s is None else anyio.current_time() + bound_s
         prefix = self._prompt if isinstance(self._prompt, Prefix) else await _read(self._prompt)
-        if self._holding is not None:
+        if self._record is not None:
             raise WrongState(f"request {self.request_id} was entered before: open another one")
         self._prefix = prefix
-        self._holding = self._session.admit(self, prefix, self._options)
+        self._record = self._session.admit(self, prefix, self._options)
         self._task_id = id(self._session.running_task())
         if deadline is not None and deadline < math.inf:
             self._deadline = deadline
@@ -182,9 +182,9 @@ class Request:
             self._scope.deadline = math.inf
 
     def __del__(self) -> None:
-        holding = self._holding
-        if holding is not None and not holding.is_over:
-            self._session.abandon(holding, self._scope)  # first: a warning may be an error
+        record = self._record
+        if record is not None and not record.is_over:
+            self._session.abandon(record, self._scope)  # first: a warning may be an error
             warnings.warn(
                 f"{self!r} was abandoned: leave its async with block", ResourceWarning, stacklevel=2, source=self
             )
@@ -205,8 +205,8 @@ class Request:
         return None if self._deadline == math.inf else max(0.0, self._deadline - self._session.now())
 
     def _close(self, reason: str) -> None:
-        if self._holding is not None and not self._holding.is_over:
-            self._session.release(self._holding, reason)
+        if self._record is not None and not self._record.is_over:
+            self._session.release(self._record, reason)
 
     def cancel(self, reason: str = "cancelled") -> None:
         """Cancel the request's block. The request is over, and the cancellation swallowed, once the block has unwound:
@@ -219,20 +219,20 @@ class Request:
         self._session.call_in_loop(partial(self._cancel, reason))
 
     def _cancel(self, reason: str) -> None:
-        if self._holding is not None and self._holding.is_over:
+        if self._record is not None and self._record.is_over:
             return
         is_first = not self._cancel_reason
         self._cancel_reason = self._cancel_reason or reason
         if self._scope is not None:
             if is_first:
                 self._cancel_scope(self._scope)
-        elif self._holding is not None:
+        elif self._record is not None:
             self._close(self._cancel_reason)
             self._wake()
 
     def _cancel_scope(self, scope: anyio.CancelScope) -> None:
-        assert self._holding is not None
-        self._session.cancelled(self._holding, self._cancel_reason)
+        assert self._record is not None
+        self._session.cancelled(self._record, self._cancel_reason)
         scope.cancel()
 
     def _wake(self) -> None:
@@ -247,57 +247,57 @@ class Request:
         finally:
             self._waiting.discard(event)
 
-    def _entered(self) -> Holding:
+    def _entered(self) -> LedgerRequest:
         self._session.check_usable()
-        if self._holding is None:
+        if self._record is None:
             raise WrongState(f"request {self.request_id} was not entered: use `async with`")
-        return self._holding
+        return self._record
 
-    def _with_blocks(self) -> Holding:
-        """Its holding, for a call that reads the block tables."""
-        holding = self._live()
+    def _with_blocks(self) -> LedgerRequest:
+        """Its record, for a call that reads the block tables."""
+        record = self._live()
         if not self._session.ledger.is_engine_owned:  # the ledger itself refuses the call, in every state
-            require(holding, "block_ids", *WITH_TABLES)
-        return holding
+            require(record, "block_ids", *WITH_TABLES)
+        return record
 
-    def _live(self) -> Holding:
-        holding = self._entered()
-        if holding.is_over:
-            if holding.reason == "runtime_closed":
-                raise RuntimeClosed(f"the runtime was closed under {holding}")
+    def _live(self) -> LedgerRequest:
+        record = self._entered()
+        if record.is_over:
+            if record.reason == "runtime_closed":
+                raise RuntimeClosed(f"the runtime was closed under {record}")
             if self._scope is None and self._cancel_reason:
-                self._aborted = RequestAborted(self.request_id, holding.reason)
+                self._aborted = RequestAborted(self.request_id, record.reason)
                 raise self._aborted
-            raise WrongState(f"{holding} is {holding.state.name}: it has given up its blocks")
-        return holding
+            raise WrongState(f"{record} is {record.state.name}: it has given up its blocks")
+        return record
 
     # -- properties -----------------------------------------------------------------------------------------------
 
     @property
     def request_id(self) -> str:
-        if self._holding is not None:
-            return self._holding.request_id
+        if self._record is not None:
+            return self._record.request_id
         return self._options.request_id or "(not entered)"
 
     @property
     def state(self) -> RequestState:
-        return RequestState.QUEUED if self._holding is None else self._holding.state
+        return RequestState.QUEUED if self._record is None else self._record.state
 
     @property
     def reason(self) -> str:
         """Why it was aborted; empty otherwise."""
-        holding = self._holding
-        return holding.reason if holding is not None and holding.state is RequestState.ABORTED else ""
+        record = self._record
+        return record.reason if record is not None and record.state is RequestState.ABORTED else ""
 
     @property
     def match(self) -> PrefixMatch:
         """The hit of the last matching: on entering, and again if the request had to wait for room."""
-        return NO_MATCH if self._holding is None else self._holding.match
+        return NO_MATCH if self._record is None else self._record.match
 
     @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV is on the device: by a hit, a load or a commit. After the block: the last count."""
-        return 0 if self._holding is None else self._holding.num_computed_tokens
+        return 0 if self._record is None else self._record.num_computed_tokens
 
     @property
     def log(self) -> Any:
@@ -307,23 +307,23 @@ class Request:
     @property
     def num_lost_tokens(self) -> int:
         """Tokens that its load failed to bring."""
-        return 0 if self._holding is None else self._holding.num_lost_tokens
+        return 0 if self._record is None else self._record.num_lost_tokens
 
     @property
     def retry_max_hit_tokens(self) -> int | None:
         """The `max_hit_tokens` for a next request of the same prompt: where a load that fell short ended, so that the
         same copy is not tried for ever. None: no load fell short."""
-        return None if self._holding is None else self._holding.retry_max_hit_tokens
+        return None if self._record is None else self._record.retry_max_hit_tokens
 
     def match_again_nowait(self, *, num_device_tokens: int) -> PrefixMatch:
         """Match again before the load: the engine's own prefix cache has the first `num_device_tokens` tokens now. With
         the same number the pins stay, with another they move."""
-        holding = self._live()
+        record = self._live()
         # Not `self._wake`: the ledger would keep an abandoned request alive for as long as it is PENDING.
-        wake = holding.when_idle
-        self._session.ledger.match_again(holding, num_device_tokens=num_device_tokens, wake=wake)
-        self._session.bound(holding, self._left_s())
-        return holding.match
+        wake = record.when_idle
+        self._session.ledger.match_again(record, num_device_tokens=num_device_tokens, wake=wake)
+        self._session.bound(record, self._left_s())
+        return record.match
 
     async def match_again(self, *, num_device_tokens: int) -> PrefixMatch:
         """As `match_again_nowait`. If the answer is PENDING, waits until asking again may give another one, and at most
@@ -365,9 +365,9 @@ class Request:
         Copies hold the blocks until they are over, whatever becomes of the request. `is_last`: the last offer of the
         request, so what a later prompt needs of windows is stored too.
         """
-        holding, session = self._live(), self._session
+        record, session = self._live(), self._session
         fence = session.fence_after(after)
-        session.offer_behind(fence, holding, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        session.offer_behind(fence, record, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
 
     @property
     def block_ids(self) -> list[list[int]]:
@@ -383,17 +383,17 @@ class Request:
         To allocate only the first part of a prompt, allocate whole blocks. A part that ends inside a block causes a
         warning, because it is most often a mistake, and the rest of that block costs nothing.
         """
-        holding = self._live()
-        self._warn_of_part(holding, num_tokens)
-        self._session.ledger.allocate_nowait(holding, num_tokens)
+        record = self._live()
+        self._warn_of_part(record, num_tokens)
+        self._session.ledger.allocate_nowait(record, num_tokens)
 
-    def _warn_of_part(self, holding: Holding, num_tokens: int | None) -> None:
-        num_known = holding.sequence.num_tokens
+    def _warn_of_part(self, record: LedgerRequest, num_tokens: int | None) -> None:
+        num_known = record.sequence.num_tokens
         if type(num_tokens) is not int or not 0 < num_tokens < num_known:
             return
         if num_tokens % self._session.ledger.layout.unit_tokens:
             problem = (
-                f"{num_tokens} tokens in total are fewer than the {num_known} of {holding}, and end inside of a block"
+                f"{num_tokens} tokens in total are fewer than the {num_known} of {record}, and end inside of a block"
             )
             warnings.warn(f"allocate: {problem}", UserWarning, stacklevel=3)
 
@@ -411,21 +411,21 @@ class Request:
         """As `allocate_nowait`, but waits for room, and fetches before that what only the disk has; `OutOfBlocks` only
         if it can never fit."""
         await anyio.lowlevel.checkpoint_if_cancelled()
-        holding = self._live()
-        self._warn_of_part(holding, num_tokens)
-        await self._allocate(holding, num_tokens)
+        record = self._live()
+        self._warn_of_part(record, num_tokens)
+        await self._allocate(record, num_tokens)
 
-    async def _allocate(self, holding: Holding, num_tokens: int | None) -> None:
+    async def _allocate(self, record: LedgerRequest, num_tokens: int | None) -> None:
         ledger = self._session.ledger
-        if not ledger.is_engine_owned and (holding.match.num_disk_tokens or self._session.remote is not None):
-            await fetch(self, holding, self._prefix)
+        if not ledger.is_engine_owned and (record.match.num_disk_tokens or self._session.remote is not None):
+            await fetch(self, record, self._prefix)
         try:
-            ledger.allocate_nowait(holding, num_tokens)
+            ledger.allocate_nowait(record, num_tokens)
             return
         except OutOfBlocks as error:
             if not error.retryable:
                 raise
-        await self._wait_in_line(ledger.queue_allocation(holding, num_tokens, self._wake))
+        await self._wait_in_line(ledger.queue_allocation(record, num_tokens, self._wake))
 
     def extend_nowait(self, num_tokens: int) -> Extension:
         """Allocate blocks for `num_tokens` tokens in total. Returns what was added to the block tables.
@@ -438,13 +438,13 @@ class Request:
     async def extend(self, num_tokens: int) -> Extension:
         """As `extend_nowait`, but waits. A retryable `OutOfBlocks`: only waiters hold blocks, so abort one of them."""
         await anyio.lowlevel.checkpoint_if_cancelled()
-        holding = self._live()
+        record = self._live()
         try:
-            return self._session.ledger.extend_nowait(holding, num_tokens)
+            return self._session.ledger.extend_nowait(record, num_tokens)
         except OutOfBlocks as error:
             if not error.retryable:
                 raise
-        return await self._wait_in_line(self._session.ledger.queue_extension(holding, num_tokens, self._wake))
+        return await self._wait_in_line(self._session.ledger.queue_extension(record, num_tokens, self._wake))
 
     async def _wait_in_line(self, waiter: Waiter) -> Extension:
         session = self._session
@@ -456,7 +456,7 @@ class Request:
             return self._session.ledger.accept(waiter)
         finally:  # leave the line, or give an unused grant back, however the wait ends
             self._session.ledger.withdraw(waiter)
-            session.observers.waited_for_room(waiter.holding, session.env.now() - began_s)
+            session.observers.waited_for_room(waiter.request, session.env.now() - began_s)
 
     # -- preemption -----------------------------------------------------------------------------------------------
 
@@ -474,12 +474,12 @@ class Request:
 
         A request that needs these blocks must be waiting in `extend` by then; otherwise, a `resume` takes them back."""
         await anyio.lowlevel.checkpoint_if_cancelled()
-        holding = self._entered()
-        while holding.num_steps and not holding.is_over:
+        record = self._entered()
+        while record.num_steps and not record.is_over:
             await self._wait(anyio.Event())
-        if holding.reason == "runtime_closed":
+        if record.reason == "runtime_closed":
             self._live()  # raises
-        if not self._session.ledger.is_engine_owned and not holding.may_be_preempted:
+        if not self._session.ledger.is_engine_owned and not record.may_be_preempted:
             return Preemption(0, 0, ())  # no error: the caller cannot know what another task has done
         found = self.preempt_nowait()
         await self._session.worker.wait_over(max(found.job_ids, default=0))
@@ -516,14 +516,14 @@ class Request:
         than were matched, compute the others into other blocks: copies may still write to those of `into`.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        holding, load = self._live(), AwaitedLoad(self, max_tokens, into)
-        load._start(holding)
-        if holding.sequence.has_much_to_hash(holding.hit_stop):
+        record, load = self._live(), AwaitedLoad(self, max_tokens, into)
+        load._start(record)
+        if record.sequence.has_much_to_hash(record.hit_stop):
             await self._session.env.run_in_thread(
-                partial(holding.sequence.hash_ahead, holding.hit_stop), self._session.hashing
+                partial(record.sequence.hash_ahead, record.hit_stop), self._session.hashing
             )
             self._live()
-        return await load._until_over(holding)
+        return await load._until_over(record)
 
     # -- computing ------------------------------------------------------------------------------------------------
 
@@ -532,8 +532,8 @@ class Request:
 
         `after` is the fence behind the compute that wrote it; None: behind all work on the current stream so far.
         """
-        holding, session = self._live(), self._session
-        session.commit_behind(session.fence_after(after), holding, num_computed_tokens, new_token_ids)
+        record, session = self._live(), self._session
+        session.commit_behind(session.fence_after(after), record, num_computed_tokens, new_token_ids)
 
     def invalidate(self, from_token: int) -> None:
         """Invalidate what a failed forward committed from `from_token` on. Aborts requests that may have read it."""

@@ -26,7 +26,7 @@ from .._extensions.store_policies import StoreScope
 from .._kernel.ledger import Ledger
 from .._kernel.plans import TransferPlan
 from .._kernel.prefix import Prefix, TokenIds
-from .._kernel.requests import Holding
+from .._kernel.requests import LedgerRequest
 from .._kernel.states import RequestState
 from .._observe.log import Telemetry
 from .._observe.observers import Observers
@@ -68,7 +68,7 @@ class Entered(Protocol):
     """A request, as the session and its loads see it."""
 
     _session: Session
-    _holding: Holding | None
+    _record: LedgerRequest | None
 
     @property
     def state(self) -> RequestState: ...
@@ -77,12 +77,12 @@ class Entered(Protocol):
         """Seconds until its deadline; None: it has none."""
         ...
 
-    def _live(self) -> Holding:
-        """Its holding. Raises if the request is over or the runtime is closed."""
+    def _live(self) -> LedgerRequest:
+        """Its record. Raises if the request is over or the runtime is closed."""
         ...
 
-    def _with_blocks(self) -> Holding:
-        """Its holding. As `_live`, and raises also if the request has no blocks."""
+    def _with_blocks(self) -> LedgerRequest:
+        """Its record. As `_live`, and raises also if the request has no blocks."""
         ...
 
     def _close(self, reason: str) -> None:
@@ -255,9 +255,9 @@ class Session:
         found = {name: reference() for name, reference in self._entered.items()}
         return {name: request for name, request in found.items() if request is not None}
 
-    def admit(self, request: Entered, prefix: Prefix, options: RequestOptions) -> Holding:
+    def admit(self, request: Entered, prefix: Prefix, options: RequestOptions) -> LedgerRequest:
         self.check_usable()
-        holding = self.ledger.admit(
+        record = self.ledger.admit(
             prefix,
             request_id=options.request_id,
             max_hit_tokens=options.max_hit_tokens,
@@ -267,42 +267,42 @@ class Session:
             max_store_tokens=options.max_store_tokens,
             num_device_tokens=options.num_device_tokens,
         )
-        self.bound(holding, options.deadline_s)
-        self._entered[holding.request_id] = reference = ref(request)
-        holding.when_idle = partial(_wake, reference)
-        return holding
+        self.bound(record, options.deadline_s)
+        self._entered[record.request_id] = reference = ref(request)
+        record.when_idle = partial(_wake, reference)
+        return record
 
-    def bound(self, holding: Holding, left_s: float | None) -> None:
-        """Called where `holding` was matched. An engine that owns the device blocks is told what is to be loaded."""
+    def bound(self, record: LedgerRequest, left_s: float | None) -> None:
+        """Called where `record` was matched. An engine that owns the device blocks is told what is to be loaded."""
         if self.costs is not None and self.ledger.is_engine_owned:
-            self.costs.bound(holding, left_s)
+            self.costs.bound(record, left_s)
 
-    def load_limit(self, holding: Holding, max_tokens: int | None, left_s: float | None) -> int | None:
+    def load_limit(self, record: LedgerRequest, max_tokens: int | None, left_s: float | None) -> int | None:
         """The `max_tokens` for a load that was asked for with `max_tokens`. An engine was told before."""
         if self.costs is None or self.ledger.is_engine_owned:
             return max_tokens
-        return self.costs.limit(holding, max_tokens, left_s)
+        return self.costs.limit(record, max_tokens, left_s)
 
-    def release(self, holding: Holding, reason: str) -> None:
+    def release(self, record: LedgerRequest, reason: str) -> None:
         """End a request; its stores wait for the fence of its last commit."""
-        self._entered.pop(holding.request_id, None)
+        self._entered.pop(record.request_id, None)
         if self.speed is not None:
-            self.speed.forget(holding.request_id)
+            self.speed.forget(record.request_id)
         if self.costs is not None:
-            self.costs.forget(holding.request_id)
-        fence = self._fences.pop(holding.request_id, None)
-        self.worker.submit(self.ledger.release(holding, reason), fence)
+            self.costs.forget(record.request_id)
+        fence = self._fences.pop(record.request_id, None)
+        self.worker.submit(self.ledger.release(record, reason), fence)
         if self.is_open:  # no write-back into a cache that closes
             self._write_back()
 
-    def abandon(self, holding: Holding, scope: anyio.CancelScope | None) -> None:
+    def abandon(self, record: LedgerRequest, scope: anyio.CancelScope | None) -> None:
         """End a request that was never left. Called by its finaliser, see `call_later`."""
 
         def let_go() -> None:
             if scope is not None:
                 scope.deadline = math.inf  # it stays around a task that no longer serves this request
-            if not holding.is_over:
-                self.release(holding, "abandoned")
+            if not record.is_over:
+                self.release(record, "abandoned")
 
         self.call_later(let_go)
 
@@ -315,18 +315,18 @@ class Session:
         request._cancel(reason)
         return True
 
-    def cancelled(self, holding: Holding, reason: str) -> None:
+    def cancelled(self, record: LedgerRequest, reason: str) -> None:
         """Its block is being cancelled. It holds what it has until its task has left the block."""
-        holding.ends_for(reason)
-        self.observers.request_cancelled(holding, reason)
+        record.ends_for(reason)
+        self.observers.request_cancelled(record, reason)
 
     def close_requests(self) -> None:
         """End all requests, pins, prefetches and demotions."""
         for request in self.requests.values():
             request._close("runtime_closed")
             request._wake()
-        for holding in tuple(self.ledger.holdings.values()):  # abandoned, and not released yet
-            self.release(holding, "abandoned")
+        for record in tuple(self.ledger.live_requests.values()):  # abandoned, and not released yet
+            self.release(record, "abandoned")
         self.ledger.drop_pins()
         self.ledger.cancel_cache_transfers()
 
@@ -367,16 +367,16 @@ class Session:
             return None
 
     def commit_behind(
-        self, fence: Fence | None, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds
+        self, fence: Fence | None, record: LedgerRequest, num_computed_tokens: int, new_token_ids: TokenIds
     ) -> None:
         """Publish what was computed; store it once `fence` has passed, or not at all without a fence."""
-        before = holding.num_computed_tokens
-        plans = self.ledger.commit(holding, num_computed_tokens, new_token_ids)
+        before = record.num_computed_tokens
+        plans = self.ledger.commit(record, num_computed_tokens, new_token_ids)
         if self.speed is not None and fence is not None and _has_passed(fence):
-            self.speed.computed(holding.request_id, holding.num_computed_tokens - before, self.now())
+            self.speed.computed(record.request_id, record.num_computed_tokens - before, self.now())
         if self.costs is not None:
-            self.costs.computed(holding.request_id, holding.num_computed_tokens - before)
-        self._fences[holding.request_id] = fence
+            self.costs.computed(record.request_id, record.num_computed_tokens - before)
+        self._fences[record.request_id] = fence
         if plans:
             self._store_behind(fence, plans)
         self._write_back()
@@ -397,7 +397,7 @@ class Session:
     def offer_behind(
         self,
         fence: Fence | None,
-        holding: Holding,
+        record: LedgerRequest,
         num_computed_tokens: int,
         block_ids: Sequence[Sequence[int]],
         new_token_ids: TokenIds,
@@ -405,10 +405,10 @@ class Session:
         is_last: bool,
     ) -> None:
         """Store from an engine's blocks once `fence` has passed, or not at all without a fence."""
-        before = holding.num_computed_tokens
-        plans = self.ledger.offer(holding, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        before = record.num_computed_tokens
+        plans = self.ledger.offer(record, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
         if self.costs is not None:
-            self.costs.computed(holding.request_id, holding.num_computed_tokens - before)
+            self.costs.computed(record.request_id, record.num_computed_tokens - before)
         self._store_behind(fence, plans)
 
     def offer_deferred(self, after: Fence | None) -> None:
@@ -423,9 +423,9 @@ class Session:
         else:
             self.worker.submit(plans, fence)
 
-    def invalidate(self, holding: Holding, from_token: int) -> None:
+    def invalidate(self, record: LedgerRequest, from_token: int) -> None:
         """Invalidate what was committed from `from_token` on, and abort requests that may have read it."""
-        for tainted in self.ledger.invalidate(holding, from_token):
+        for tainted in self.ledger.invalidate(record, from_token):
             self.cancel(tainted.request_id, "prefix_invalidated")
         if self.disk is not None:
             self.disk.take_back()

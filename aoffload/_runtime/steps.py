@@ -15,7 +15,7 @@ import attrs
 
 from .._arguments import as_tuple, check_callable, check_type, shown
 from .._kernel.prefix import TokenIds
-from .._kernel.requests import Holding
+from .._kernel.requests import LedgerRequest
 from .._kernel.states import Computing, RequestState
 from .._transfer.fences import Fence
 from ..errors import InvalidArgument, WrongState
@@ -42,8 +42,8 @@ class Computed:
 def hold(session: Session, requests: Iterable[Request | PendingLoad]) -> AbstractContextManager[None]:
     """A context manager that holds the blocks of `requests` during a forward."""
     session.check_usable()
-    held: list[Holding] = []
-    arriving: list[Holding] = []
+    held: list[LedgerRequest] = []
+    arriving: list[LedgerRequest] = []
     for one in as_tuple("requests", requests, "Request or PendingLoad"):
         if isinstance(one, PendingLoad):
             arriving.append(one._arriving(session))
@@ -51,7 +51,7 @@ def hold(session: Session, requests: Iterable[Request | PendingLoad]) -> Abstrac
             held.append(_own(session, "requests", one)._live())
     session.worker.step_begins()
     if session.speed is not None:
-        session.speed.begins([holding.request_id for holding in (*held, *arriving)], session.now())
+        session.speed.begins([record.request_id for record in (*held, *arriving)], session.now())
     return _held(session, held, arriving)
 
 
@@ -96,7 +96,7 @@ def _end(held: AbstractContextManager[None]) -> None:
 
 
 @contextmanager
-def _held(session: Session, held: Iterable[Holding], arriving: Iterable[Holding]) -> Iterator[None]:
+def _held(session: Session, held: Iterable[LedgerRequest], arriving: Iterable[LedgerRequest]) -> Iterator[None]:
     with session.ledger.step(held, arriving):
         try:
             yield
@@ -167,25 +167,25 @@ def commit_step(session: Session, computed: Iterable[Computed], after: Fence | N
     each = [check_type("computed", one, Computed) for one in as_tuple("computed", computed, "Computed")]
     gone = tuple(one.request for one in each if _is_gone(_own(session, "computed", one.request)))
     there = [(one.request._live(), one) for one in each if one.request not in gone]
-    seen: set[Holding] = set()
-    for holding, one in there:
-        if holding in seen:
-            raise InvalidArgument("computed", f"names {holding} twice")
-        seen.add(holding)
+    seen: set[LedgerRequest] = set()
+    for record, one in there:
+        if record in seen:
+            raise InvalidArgument("computed", f"names {record} twice")
+        seen.add(record)
         try:
-            session.ledger.check_commit(holding, one.num_computed_tokens, one.new_token_ids)
+            session.ledger.check_commit(record, one.num_computed_tokens, one.new_token_ids)
         except InvalidArgument as error:  # the error has to say which of the requests is meant
-            raise type(error)(error.argument, f"{error.problem} ({holding})") from error
+            raise type(error)(error.argument, f"{error.problem} ({record})") from error
     fence = session.fence_after(after)
-    for holding, one in there:
-        session.commit_behind(fence, holding, one.num_computed_tokens, one.new_token_ids)
+    for record, one in there:
+        session.commit_behind(fence, record, one.num_computed_tokens, one.new_token_ids)
     return gone
 
 
 def _is_gone(request: Request) -> bool:
     """Whether what was computed for it has nowhere to go: it is over, or has given up the blocks of its step."""
-    holding = request._holding
-    is_lost = holding is not None and holding.computing is Computing.LOST_BLOCKS
+    record = request._record
+    is_lost = record is not None and record.computing is Computing.LOST_BLOCKS
     return is_lost or request.state in GONE
 
 

@@ -61,7 +61,7 @@ class SlowWatch:
 
     def look_at_wait(self, waiter: Waiter) -> None:
         """Its time is over, or there is no alarm any more. Either way it is looked at once."""
-        self._said = {one for one in self._said if one.holding.waiter is one and not one.is_over} | {waiter}
+        self._said = {one for one in self._said if one.request.waiter is one and not one.is_over} | {waiter}
         waited_s, slow_s = self.now() - (waiter.joined_s or 0.0), self.config.slow_wait_s or math.inf
         if not waiter.is_over and waited_s >= slow_s - ROUNDING_S:
             self.observers.slow_wait(self.ledger.situation.wait_for_room(waiter, [*self._holders()]))

@@ -28,7 +28,7 @@ from .._kernel.requests import nobody
 from .._kernel.states import JobState, Outcome, Tier
 from ..errors import DeviceGone, TransferRefused
 from .fences import Fence, RegionWatch
-from .link import Hop, hop_of
+from .link import Link, link_of
 from .transport import CopiesAtOnce, GivesUp, KnowsItsLink
 
 __all__ = ["CopyObserver", "CopyQueue", "Launches", "NullCopyObserver", "OBSERVES"]
@@ -42,10 +42,10 @@ class CopyObserver(Protocol):
     """Receives events that concern no single job. It must not call the queue. Its exceptions are dropped."""
 
     def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
-        """`num_jobs` copies of this hop took too long: the hop launches nothing until they are over."""
+        """`num_jobs` copies of this link took too long: the link launches nothing until they are over."""
 
     def transport_recovered(self, source: Tier, destination: Tier) -> None:
-        """They are: the hop launches again."""
+        """They are: the link launches again."""
 
     def worker_failed(self, error: BaseException) -> None:
         """The ledger raised what it never should."""
@@ -80,13 +80,13 @@ class RecordsFences(Protocol):
 class CopyQueue:
     """Launches the jobs that `ledger` plans on `transport`, and settles their completions in the ledger.
 
-    At most `Hop.max_jobs` jobs that run and `Hop.max_bytes` bytes of each hop are in flight (see `hop_of`); a job above
-    the bound goes alone. `in_steps`: an engine calls `advance` once a step, so nothing is launched between two steps.
-    Then the default bound is at least the bytes that a step computes, and grows until the link is busy from one step to
-    the next. Set `in_steps` to False if `wake` makes your loop call `advance` whenever a copy has ended.
+    At most `Link.max_jobs` jobs that run and `Link.max_bytes` bytes of each link are in flight (see `link_of`); a job
+    above the bound goes alone. `in_steps`: an engine calls `advance` once a step, so nothing is launched between two
+    steps. Then the default bound is at least the bytes that a step computes, and grows until the link is busy from one
+    step to the next. Set `in_steps` to False if `wake` makes your loop call `advance` whenever a copy has ended.
 
     A job has `transfer_timeout_s` (a store: `store_timeout_s`) from its launch, or from the end of the job before it if
-    that is later. Without a completion by then it is given up: its destination is quarantined, and its hop launches
+    that is later. Without a completion by then it is given up: its destination is quarantined, and its link launches
     nothing more until the job is proven to be over, which an UNPROVEN report does not do. A stalled transport thus
     makes misses, not queues. If the ledger itself fails, or the device is lost, the cache turns itself off: nothing is
     launched any more, and requests see only misses.
@@ -110,7 +110,7 @@ class CopyQueue:
     off_reason: str = attrs.field(init=False, default="")
     """Why the cache has turned itself off; empty while it is on."""
     regions: RegionWatch = attrs.field(init=False)
-    _hops: dict[tuple[Tier, Tier], Hop] = attrs.field(init=False, factory=dict)
+    _links: dict[tuple[Tier, Tier], Link] = attrs.field(init=False, factory=dict)
     """Loads first: the order in which they are launched."""
     _inbox: deque[Completion] = attrs.field(init=False, factory=deque)
     _step_bytes: int = attrs.field(init=False, default=0)
@@ -136,7 +136,7 @@ class CopyQueue:
 
     def __repr__(self) -> str:
         state = "on" if self.is_accepting else "off"
-        num_queued = sum(len(hop.queue) for hop in self._hops.values())
+        num_queued = sum(len(link.queue) for link in self._links.values())
         return f"<CopyQueue {state}, {num_queued} queued, {self.num_in_flight} in flight>"
 
     # -- launching ------------------------------------------------------------------------------------------------
@@ -148,27 +148,27 @@ class CopyQueue:
         self._refuse_in_report("submit")
         computed_bytes = 0
         for plan in plans:
-            hop = self.hop(plan.source, plan.destination)
-            if not self.is_accepting or hop.overdue:
+            link = self.link(plan.source, plan.destination)
+            if not self.is_accepting or link.overdue:
                 self.refuse([plan])
                 continue
-            hop.queue.append((plan, after))
+            link.queue.append((plan, after))
             num_bytes = len(plan.source_ids) * self.block_bytes
-            hop.queued_bytes += num_bytes
+            link.queued_bytes += num_bytes
             if plan.source is Tier.DEVICE:
                 computed_bytes += num_bytes
         self._step_bytes = max(self._step_bytes, computed_bytes)
         self._dispatch()
 
-    def hop(self, source: Tier, destination: Tier) -> Hop:
+    def link(self, source: Tier, destination: Tier) -> Link:
         """Its copies from one tier to another: the same object for as long as it lives."""
-        found = self._hops.get((source, destination))
+        found = self._links.get((source, destination))
         if found is None:
             link = self.transport.link_bytes_per_s if isinstance(self.transport, KnowsItsLink) else 0.0
-            found = hop_of(source, destination, self.config, link, in_steps=self.in_steps)
-            hops = [*self._hops.values(), found]
-            hops.sort(key=lambda hop: (hop.destination > hop.source, hop.destination, hop.source))
-            self._hops = {(hop.source, hop.destination): hop for hop in hops}
+            found = link_of(source, destination, self.config, link, in_steps=self.in_steps)
+            links = [*self._links.values(), found]
+            links.sort(key=lambda link: (link.destination > link.source, link.destination, link.source))
+            self._links = {(link.source, link.destination): link for link in links}
         return found
 
     def refuse(self, plans: Iterable[TransferPlan]) -> None:
@@ -182,32 +182,32 @@ class CopyQueue:
         self.regions.end(plan.job_id, "never started")
 
     def _dispatch(self) -> None:
-        for hop in self._hops.values():
-            while hop.queue:
-                plan, after = hop.queue[0]
+        for link in self._links.values():
+            while link.queue:
+                plan, after = link.queue[0]
                 num_bytes = len(plan.source_ids) * self.block_bytes
-                if not self._may_launch(hop, num_bytes):
+                if not self._may_launch(link, num_bytes):
                     break
-                hop.queue.popleft()
-                hop.queued_bytes -= num_bytes
+                link.queue.popleft()
+                link.queued_bytes -= num_bytes
                 if self.tell(self.ledger.launch, plan.job_id):
-                    self._launch(hop, plan, after, num_bytes)
+                    self._launch(link, plan, after, num_bytes)
                 else:
                     self.regions.end(plan.job_id, "nobody waits for it any more")
 
-    def _may_launch(self, hop: Hop, num_bytes: int) -> bool:
-        num_jobs = len(hop.in_flight) - len(hop.reported)
-        most = max(hop.max_bytes, self._step_bytes) if hop.follows else hop.max_bytes
-        fits = hop.num_bytes + num_bytes <= most and num_jobs < hop.max_jobs
-        return fits or not hop.in_flight  # a job above the bound runs alone
+    def _may_launch(self, link: Link, num_bytes: int) -> bool:
+        num_jobs = len(link.in_flight) - len(link.reported)
+        most = max(link.max_bytes, self._step_bytes) if link.follows else link.max_bytes
+        fits = link.num_bytes + num_bytes <= most and num_jobs < link.max_jobs
+        return fits or not link.in_flight  # a job above the bound runs alone
 
-    def _launch(self, hop: Hop, plan: TransferPlan, after: Fence | None, num_bytes: int) -> None:
-        hop.begin(plan.job_id, num_bytes, self.clock())
+    def _launch(self, link: Link, plan: TransferPlan, after: Fence | None, num_bytes: int) -> None:
+        link.begin(plan.job_id, num_bytes, self.clock())
         try:
             self.regions.launch(plan.job_id)
             self.transport.launch(plan, after)
             if self._inbox and self._inbox[-1].job_id == plan.job_id:  # copied at once
-                hop.reported.add(plan.job_id)
+                link.reported.add(plan.job_id)
         except TransferRefused as error:
             self.deliver(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
             if isinstance(error, DeviceGone):
@@ -253,22 +253,22 @@ class CopyQueue:
             if completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN):
                 self._ask_device()
         self._begin_turn()
-        for hop in self._hops.values():
-            hop.step_ended()
+        for link in self._links.values():
+            link.step_ended()
         self._dispatch()
         self.ended()
 
     def _note_end(self, completion: Completion) -> None:
-        for hop in self._hops.values():
-            if completion.job_id in hop.in_flight:
-                hop.end(completion, self.clock())
-            # An UNPROVEN report is no end: the copy may still be moving bytes, and a copy that follows it on this hop
-            # could not be told apart from it. Without a late proof, the hop stays stopped. A fence that has raised is
+        for link in self._links.values():
+            if completion.job_id in link.in_flight:
+                link.end(completion, self.clock())
+            # An UNPROVEN report is no end: the copy may still be moving bytes, and a copy that follows it on this link
+            # could not be told apart from it. Without a late proof, the link stays stopped. A fence that has raised is
             # asked no second time: what it would say then is of the device's state after an error, and no proof.
-            if completion.job_id in hop.overdue and completion.outcome is not Outcome.UNPROVEN:
-                hop.overdue.discard(completion.job_id)
-                if not hop.overdue:
-                    self.observer.transport_recovered(hop.source, hop.destination)
+            if completion.job_id in link.overdue and completion.outcome is not Outcome.UNPROVEN:
+                link.overdue.discard(completion.job_id)
+                if not link.overdue:
+                    self.observer.transport_recovered(link.source, link.destination)
 
     def tell(self, function: Callable[..., Any], *args: object) -> Any:
         """Call into the ledger. A bug there turns the cache off, but must not end the caller: a loop, or a request."""
@@ -285,21 +285,21 @@ class CopyQueue:
     def next_deadline(self) -> float:
         """When a copy in flight is late or a pin lapses, on `clock`; infinity if neither. `advance` is due then."""
         due = self.ledger.next_lapse
-        for hop in self._hops.values():
-            if hop.in_flight:
-                due = min(due, hop.next_deadline)
+        for link in self._links.values():
+            if link.in_flight:
+                due = min(due, link.next_deadline)
         return due
 
     def give_up_late(self) -> None:
         """Give up the copies whose time is over, and let pins lapse."""
         self._refuse_in_report("give_up_late")
         now = self.clock()
-        for hop in tuple(self._hops.values()):
-            if hop.next_deadline <= now:
-                late = [job_id for job_id, job in hop.in_flight.items() if job.deadline <= now]
-                if hop.late_outcome is Outcome.UNPROVEN:
-                    self.observer.transport_stalled(hop.source, hop.destination, len(late))
-                self._give_up(hop, late, "no end within transfer_timeout_s")
+        for link in tuple(self._links.values()):
+            if link.next_deadline <= now:
+                late = [job_id for job_id, job in link.in_flight.items() if job.deadline <= now]
+                if link.late_outcome is Outcome.UNPROVEN:
+                    self.observer.transport_stalled(link.source, link.destination, len(late))
+                self._give_up(link, late, "no end within transfer_timeout_s")
         if self.ledger.next_lapse <= now:
             self.tell(self.ledger.lapse, now)
 
@@ -307,29 +307,29 @@ class CopyQueue:
         """Stop waiting for these launched jobs, as if their time were over."""
         self._refuse_in_report("give_up")
         wanted = set(job_ids)
-        for hop in tuple(self._hops.values()):
-            if mine := [job_id for job_id in hop.in_flight if job_id in wanted]:
-                self._give_up(hop, mine, error)
+        for link in tuple(self._links.values()):
+            if mine := [job_id for job_id in link.in_flight if job_id in wanted]:
+                self._give_up(link, mine, error)
 
     def take_back(self, job_ids: Iterable[int]) -> None:
         """What these launched jobs read turns out to be wrong: nobody is to find it. They report when they are over."""
         for job_id in job_ids:
             self._tell_given_up(job_id)
 
-    def _give_up(self, hop: Hop, job_ids: Iterable[int], error: str) -> None:
+    def _give_up(self, link: Link, job_ids: Iterable[int], error: str) -> None:
         """Stop waiting for launched jobs. Their destinations are quarantined until a late completion ends the doubt,
-        and the hop launches nothing before. Of a remote store, they have failed, and others go on."""
+        and the link launches nothing before. Of a remote store, they have failed, and others go on."""
         late = tuple(job_ids)
-        hop.give_up(late)
+        link.give_up(late)
         for job_id in late:
-            if not hop.may_settle(job_id):
+            if not link.may_settle(job_id):
                 continue  # whoever was woken has had it settled meanwhile
             self._tell_given_up(job_id)
-            given_up = Completion(job_id, hop.late_outcome, error=error)
+            given_up = Completion(job_id, link.late_outcome, error=error)
             self.tell(self.ledger.settle, given_up)
             self.regions.settle(given_up)
-        if hop.late_outcome is Outcome.UNPROVEN:
-            self._discard_queued(hop)
+        if link.late_outcome is Outcome.UNPROVEN:
+            self._discard_queued(link)
         self._dispatch()
         self.ended()
 
@@ -363,12 +363,12 @@ class CopyQueue:
     def discard_queued(self) -> None:
         """Drop jobs that were never launched; requests that wait for them compute instead."""
         self._refuse_in_report("discard_queued")
-        for hop in tuple(self._hops.values()):
-            self._discard_queued(hop)
+        for link in tuple(self._links.values()):
+            self._discard_queued(link)
         self.ended()
 
-    def _discard_queued(self, hop: Hop) -> None:
-        self.refuse(hop.take_queued())
+    def _discard_queued(self, link: Link) -> None:
+        self.refuse(link.take_queued())
 
     def stop(self, error: str) -> None:
         """Launch nothing any more; what is still in flight is quarantined."""
@@ -376,49 +376,49 @@ class CopyQueue:
         self.is_accepting = False
         self.discard_queued()
         self.settle_delivered()  # jobs without a completion are quarantined
-        self.give_up([job_id for hop in self._hops.values() for job_id in hop.in_flight], error)
+        self.give_up([job_id for link in self._links.values() for job_id in link.in_flight], error)
 
     # -- what is left ---------------------------------------------------------------------------------------------
 
     @property
     def num_in_flight(self) -> int:
         """Launched jobs that have neither ended nor been given up."""
-        return sum(len(hop.in_flight) for hop in self._hops.values())
+        return sum(len(link.in_flight) for link in self._links.values())
 
     @property
     def num_bytes_in_flight(self) -> int:
-        return sum(hop.num_bytes for hop in self._hops.values())
+        return sum(link.num_bytes for link in self._links.values())
 
     def num_under_way(self, source: Tier, destination: Tier) -> int:
-        """Jobs of this hop that are queued or in flight."""
-        hop = self.hop(source, destination)
-        return len(hop.queue) + len(hop.in_flight)
+        """Jobs of this link that are queued or in flight."""
+        link = self.link(source, destination)
+        return len(link.queue) + len(link.in_flight)
 
     def room_bytes(self, source: Tier, destination: Tier) -> int:
-        """Bytes of this hop that can be under way at once, besides what is queued or in flight; 0 where it stalls."""
-        hop = self.hop(source, destination)
-        is_stalled = hop.overdue or not self.is_accepting
-        return 0 if is_stalled else max(0, hop.max_bytes - hop.num_bytes - hop.queued_bytes)
+        """Bytes of this link that can be under way at once, besides what is queued or in flight; 0 where it stalls."""
+        link = self.link(source, destination)
+        is_stalled = link.overdue or not self.is_accepting
+        return 0 if is_stalled else max(0, link.max_bytes - link.num_bytes - link.queued_bytes)
 
     def seconds(self, source: Tier, destination: Tier, num_blocks: int) -> float:
         """How long a copy of so much would take that is submitted now. 0 where nothing was measured: the first copy is
         the measurement."""
-        return self.hop(source, destination).arrives_s(num_blocks * self.block_bytes, self.clock())
+        return self.link(source, destination).arrives_s(num_blocks * self.block_bytes, self.clock())
 
     def is_stalled(self, source: Tier, destination: Tier) -> bool:
-        """Whether jobs of this hop are refused, because some were given up and are not over."""
-        return bool(self.hop(source, destination).overdue)
+        """Whether jobs of this link are refused, because some were given up and are not over."""
+        return bool(self.link(source, destination).overdue)
 
     @property
     def overdue(self) -> frozenset[int]:
         """Launched jobs that were given up and have not reported since."""
-        return frozenset(job_id for hop in self._hops.values() for job_id in hop.overdue)
+        return frozenset(job_id for link in self._links.values() for job_id in link.overdue)
 
     @property
     def oldest_job(self) -> float:
         """The first job that is queued or in flight; infinity if there is none."""
-        return min((hop.oldest_job for hop in self._hops.values()), default=math.inf)
+        return min((link.oldest_job for link in self._links.values()), default=math.inf)
 
     def in_flight_up_to(self, job_id: int) -> tuple[int, ...]:
         """The launched jobs up to `job_id` that have neither ended nor been given up."""
-        return tuple(sorted(number for hop in self._hops.values() for number in hop.in_flight if number <= job_id))
+        return tuple(sorted(number for link in self._links.values() for number in link.in_flight if number <= job_id))

@@ -1,4 +1,4 @@
-"""A hop: the copies from one tier to another that are queued or in flight, for the copy queue."""
+"""A link: the copies from one tier to another that are queued or in flight, for the copy queue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._kernel.states import Outcome, Tier
 from .fences import Fence
 from .rates import TransferRate
 
-__all__ = ["DISK_BYTES", "Hop", "InFlight", "JOBS_IN_FLIGHT", "REMOTE_BYTES", "hop_of"]
+__all__ = ["DISK_BYTES", "Link", "InFlight", "JOBS_IN_FLIGHT", "REMOTE_BYTES", "link_of"]
 
 
 JOBS_IN_FLIGHT = 4
@@ -25,7 +25,7 @@ LINK_S = 0.02
 """Time for which a GPU's link stays busy with the copies in flight, so that it is not idle while the event loop
 stalls."""
 DISK_BYTES = 64 * 2**20
-"""In flight of a hop from or to the disk, at most: what a disk that hangs can keep."""
+"""In flight of a link from or to the disk, at most: what a disk that hangs can keep."""
 
 REMOTE_BYTES = 64 * 2**20
 """The same from or to a remote store."""
@@ -43,9 +43,9 @@ class InFlight:
 
 
 @attrs.define(eq=False)
-class Hop:
-    """The copies from one tier to another. Bounds and time-outs are counted for each hop: one that hangs stops only its
-    own copies, and a load never waits for the room of stores."""
+class Link:
+    """The copies from one tier to another. Bounds and time-outs are counted for each link: one that hangs stops only
+    its own copies, and a load never waits for the bounds of stores."""
 
     source: Tier
     destination: Tier
@@ -169,21 +169,21 @@ class Hop:
         return max(next(iter(self.in_flight.values())).deadline, self.first_since + self.timeout_s)
 
 
-def hop_of(
+def link_of(
     source: Tier, destination: Tier, config: OffloadConfig, link_bytes_per_s: float = 0.0, *, in_steps: bool = False
-) -> Hop:
-    """A hop with the bounds that `config` sets for it. It is measured where loading competes with computing: from tiers
-    below the host, and from the host if it is not always loaded from. `link_bytes_per_s`: the speed of the device's
-    link; 0: not known. `in_steps`: jobs are launched once a step of an engine, not whenever a job ends."""
+) -> Link:
+    """A link with the bounds that `config` sets for it. It is measured where loading competes with computing: from
+    tiers below the host, and from the host if it is not always loaded from. `link_bytes_per_s`: the speed of the
+    device's link; 0: not known. `in_steps`: jobs are launched once a step of an engine, not whenever a job ends."""
     is_load, max_bytes, remote = destination < source, config.bytes_in_flight, config.remote
     max_jobs = config.max_jobs_in_flight or JOBS_IN_FLIGHT
     if Tier.REMOTE in (source, destination) and remote is not None:
         call_s = remote.load_timeout_s if is_load else remote.store_timeout_s
         bounds = REMOTE_PATIENCE * call_s, min(max_bytes, REMOTE_BYTES), max_jobs
-        return Hop(source, destination, *bounds, rate=TransferRate())
+        return Link(source, destination, *bounds, rate=TransferRate())
     timeout_s = config.transfer_timeout_s if is_load else config.store_bound_s
     if Tier.DISK in (source, destination):
-        return Hop(source, destination, timeout_s, min(max_bytes, DISK_BYTES), max_jobs, rate=TransferRate())
+        return Link(source, destination, timeout_s, min(max_bytes, DISK_BYTES), max_jobs, rate=TransferRate())
     if config.max_bytes_in_flight is None:
         max_bytes = max(max_bytes, int(LINK_S * link_bytes_per_s))
     if config.max_jobs_in_flight is None and in_steps:
@@ -192,4 +192,6 @@ def hop_of(
         max_jobs = max(max_jobs, max_bytes // parse_bytes("max_job_bytes", config.max_job_bytes))
     is_choice = is_load and config.load_choice != "always"
     follows = in_steps and config.max_bytes_in_flight is None
-    return Hop(source, destination, timeout_s, max_bytes, max_jobs, follows, rate=TransferRate() if is_choice else None)
+    return Link(
+        source, destination, timeout_s, max_bytes, max_jobs, follows, rate=TransferRate() if is_choice else None
+    )

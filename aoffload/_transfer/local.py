@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from .._tiers.remote.local import LocalRemote
 
 _HOPS = {(BELOW, Tier.DEVICE): Direction.LOAD, (Tier.DEVICE, BELOW): Direction.STORE}
-"""The hops that copy backends serve, in the order in which their lanes begin."""
-_LOWER_HOPS = frozenset(hop for tier in (Tier.DISK, Tier.REMOTE) for hop in ((tier, Tier.HOST), (Tier.HOST, tier)))
-"""The hops of tiers that this transport may have below host memory."""
+"""The links that copy backends serve, in the order in which their lanes begin."""
+_LOWER_HOPS = frozenset(link for tier in (Tier.DISK, Tier.REMOTE) for link in ((tier, Tier.HOST), (Tier.HOST, tier)))
+"""The links of tiers that this transport may have below host memory."""
 _IDLE_S = 10.0
 """How long idle threads may take to end."""
 
 
 class LocalTransport:
-    """Copies between `kv_caches` (see `regions_of`) and host memory, on one thread per hop; with `disk` and `remote`,
+    """Copies between `kv_caches` (see `regions_of`) and host memory, on one thread per link; with `disk` and `remote`,
     also between host memory and that disk or store, on threads of their own.
 
     `backend` makes a `CopyBackend` from the regions; by default `CpuBackend` or `CudaBackend`, by the device of the
@@ -65,7 +65,7 @@ class LocalTransport:
         self._watcher = self.backend if isinstance(self.backend, WatchesRegions) else None
         self.regions = regions
         self._lanes: dict[tuple[Tier, Tier], CopyLane] = {}
-        """By hop."""
+        """By link."""
         self._num_blocks: dict[Tier, int] = {}
         self._turns = Turns()
         self._at_once = AtOnce()
@@ -138,8 +138,8 @@ class LocalTransport:
             self._turns.end()
             deliver(completion)
 
-        for hop, direction in _HOPS.items():
-            self._lanes[hop] = CopyLane(direction, self.backend, checksums, over, env, self._loss)
+        for link, direction in _HOPS.items():
+            self._lanes[link] = CopyLane(direction, self.backend, checksums, over, env, self._loss)
         if isinstance(self.backend, HasHostRows):
             if self._disk is not None:
                 self._disk.open(self.backend.host_rows, checksums, over, env)
@@ -169,11 +169,11 @@ class LocalTransport:
             raise TransferRefused("the transport is not open")
         self._loss.check()
         self._check(plan)
-        lower = self._below_host(plan.hop)
+        lower = self._below_host(plan.link)
         fences = () if lower is not None else self._fences(plan.direction, after)
         num_bytes = plan.num_blocks * self.block_bytes
         is_small = lower is None and self._at_once.allows(num_bytes)
-        if is_small and self._lanes[plan.hop].copy_now(plan, fences, self._deliver):
+        if is_small and self._lanes[plan.link].copy_now(plan, fences, self._deliver):
             self._at_once.copied(num_bytes)
             return
         self._turns.begin()
@@ -181,7 +181,7 @@ class LocalTransport:
             if lower is not None:
                 lower.launch(plan)  # no compute touches host memory: there is no fence to wait for
             else:
-                self._lanes[plan.hop].launch(plan, fences)
+                self._lanes[plan.link].launch(plan, fences)
         except TransferRefused:
             self._turns.end()
             raise
@@ -221,7 +221,7 @@ class LocalTransport:
         return all(ended)
 
     def statistics(self) -> TransferStatistics:
-        loads, stores = (self._counts(hop) for hop in _HOPS)
+        loads, stores = (self._counts(link) for link in _HOPS)
         return TransferStatistics(
             num_loads=loads.num_jobs,
             num_stores=stores.num_jobs,
@@ -238,8 +238,8 @@ class LocalTransport:
     def __repr__(self) -> str:
         return f"<LocalTransport {type(self.backend).__name__} blocks={self.num_device_blocks}>"
 
-    def _counts(self, hop: tuple[Tier, Tier]) -> LaneCounts:
-        lane = self._lanes.get(hop)
+    def _counts(self, link: tuple[Tier, Tier]) -> LaneCounts:
+        lane = self._lanes.get(link)
         return lane.counts if lane is not None else LaneCounts()
 
     def _fences(self, direction: Direction, after: Fence | None) -> tuple[Fence, ...]:
@@ -253,14 +253,14 @@ class LocalTransport:
             return (*given, self.record_fence())
         return given
 
-    def _below_host(self, hop: tuple[Tier, Tier]) -> LocalDisk | LocalRemote | None:
-        """The tier of this hop that lies below host memory, if there is one and it is open."""
-        if Tier.DISK in hop:
+    def _below_host(self, link: tuple[Tier, Tier]) -> LocalDisk | LocalRemote | None:
+        """The tier of this link that lies below host memory, if there is one and it is open."""
+        if Tier.DISK in link:
             return self._disk if Tier.DISK in self._num_blocks else None
-        return self._remote if Tier.REMOTE in hop and Tier.REMOTE in self._num_blocks else None
+        return self._remote if Tier.REMOTE in link and Tier.REMOTE in self._num_blocks else None
 
     def _check(self, plan: TransferPlan) -> None:
-        if plan.hop not in _HOPS and (plan.hop not in _LOWER_HOPS or self._below_host(plan.hop) is None):
+        if plan.link not in _HOPS and (plan.link not in _LOWER_HOPS or self._below_host(plan.link) is None):
             raise TransferRefused(f"no way from {plan.source!r} to {plan.destination!r} here")
         if len(plan.source_ids) != len(plan.destination_ids):
             lengths = f"{len(plan.source_ids)} source_ids, {len(plan.destination_ids)} destination_ids"

@@ -1,4 +1,4 @@
-"""How fast a hop has been of late, over the time in which anything of it was in flight."""
+"""How fast a link has been of late, over the time in which anything of it was in flight."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ KEEP = 0.8
 QUICKEST_FADES = 1.02
 """How much longer the quickest job seems to have taken, at each end of a job."""
 FRESH_S = 10.0
-"""What nothing has confirmed for so long is old: the next job says how fast the hop has become."""
+"""What nothing has confirmed for so long is old: the next job says how fast the link has become."""
 
 
 @attrs.define(eq=False)
 class TransferRate:
-    """Latency and bytes a second of one hop, all its jobs together. Times are seconds on one clock.
+    """Latency and bytes a second of one link, all its jobs together. Times are seconds on one clock.
 
     Both are those of the line through the quickest job of late and the average one: a small job takes little but its
     latency, and where all jobs are equal, latency is part of their rate.

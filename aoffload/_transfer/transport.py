@@ -229,7 +229,7 @@ class TransportDisk(Protocol):
 
 @runtime_checkable
 class HasDisk(Protocol):
-    """A transport that may have a disk tier: hops between host memory and slots."""
+    """A transport that may have a disk tier: links between host memory and slots."""
 
     @property
     def disk(self) -> TransportDisk | None: ...
@@ -282,7 +282,7 @@ class TransportRemote(Protocol):
 
 @runtime_checkable
 class HasRemote(Protocol):
-    """A transport that may have a remote tier: hops between host memory and cells of an object store."""
+    """A transport that may have a remote tier: links between host memory and cells of an object store."""
 
     @property
     def remote(self) -> TransportRemote | None: ...

@@ -125,7 +125,7 @@ one only with `engine_blocks`: the request was told to ask again."""
 _DIRECTIONS = tuple(direction.value for direction in Direction)
 _TIERS = tuple(tier.name.lower() for tier in CACHE_TIERS)
 _HOPS = tuple(row.tier.name.lower() for row in TIERS if row.above is not None)
-"""The lower tier of each hop: loads come from it, stores go to it."""
+"""The lower tier of each link: loads come from it, stores go to it."""
 LOWER = tuple(row.tier.name.lower() for row in TIERS if row.above not in (None, Tier.DEVICE))
 """Tiers below host memory."""
 _OUTCOMES = tuple(outcome.value for outcome in Outcome)

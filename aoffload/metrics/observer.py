@@ -8,7 +8,16 @@ from aoffload import RequestState, RuntimeObserver, Tier
 from aoffload._kernel.records import Job
 from aoffload._kernel.states import TIERS
 from aoffload.env import Env
-from aoffload.ledger import CacheTransfer, CacheTransferState, Completion, Fetch, HintEnd, Holding, JobState, Outcome
+from aoffload.ledger import (
+    CacheTransfer,
+    CacheTransferState,
+    Completion,
+    Fetch,
+    HintEnd,
+    JobState,
+    LedgerRequest,
+    Outcome,
+)
 
 from .families import LABEL_VALUES, reason_of
 from .histogram import SECONDS, THROUGHPUT, Histogram
@@ -16,7 +25,7 @@ from .histogram import SECONDS, THROUGHPUT, Histogram
 __all__ = ["Metrics"]
 
 _S = RequestState
-Hop = tuple[str, Tier]
+Link = tuple[str, Tier]
 """The direction, and the lower tier: loads come from it, stores go to it."""
 _SKIPPED = LABEL_VALUES["aoffload_skipped_store_blocks_total", "reason"]
 _OVER = (_S.DONE, _S.ABORTED)
@@ -45,15 +54,15 @@ class Metrics(RuntimeObserver):
         """Those that are over, by outcome."""
         self.state_seconds = {state: Histogram(SECONDS) for state in stays}
         self.room_wait = Histogram(SECONDS)
-        hops = [hop for row in TIERS if row.above is not None for hop in (("load", row.tier), ("store", row.tier))]
-        self.copy_seconds = {hop: Histogram(SECONDS) for hop in hops}
-        self.throughput = {hop: Histogram(THROUGHPUT) for hop in hops}
-        self.fence_latency = {hop: Histogram(SECONDS) for hop in hops}
+        links = [link for row in TIERS if row.above is not None for link in (("load", row.tier), ("store", row.tier))]
+        self.copy_seconds = {link: Histogram(SECONDS) for link in links}
+        self.throughput = {link: Histogram(THROUGHPUT) for link in links}
+        self.fence_latency = {link: Histogram(SECONDS) for link in links}
         self.is_cache_off = False
         """Whether a `CopyQueue` has turned the cache off."""
-        self._since: dict[Holding, float] = {}
+        self._since: dict[LedgerRequest, float] = {}
         """When each live request entered its state."""
-        self._ready: dict[Holding, int] = {}
+        self._ready: dict[LedgerRequest, int] = {}
         """Tokens that were ready when it began to run."""
         self._reports: deque[tuple[int, float]] = deque()
         """Job and time of each report, as the copy threads append them."""
@@ -61,69 +70,69 @@ class Metrics(RuntimeObserver):
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
-        now, state = self.now(), holding.state
-        since = self._since.get(holding)
+    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
+        now, state = self.now(), record.state
+        since = self._since.get(record)
         if old is _S.QUEUED:
             self.num_admitted += 1
         if since is not None and old.value in self.state_seconds:
             self.state_seconds[old.value].add(now - since)
         if old is _S.RUNNING:
-            self._count_computed(holding)
+            self._count_computed(record)
         if state in _OVER:
-            self._since.pop(holding, None)
+            self._since.pop(record, None)
             self.finished["done" if state is _S.DONE else "aborted", reason_of(reason) if reason else ""] += 1
             return
-        self._since[holding] = now
+        self._since[record] = now
         if state is _S.RUNNING:
-            self._count_ready(holding)
+            self._count_ready(record)
         elif state is _S.PREEMPTED:
             self.num_preempted += 1
 
-    def _count_ready(self, holding: Holding) -> None:
+    def _count_ready(self, record: LedgerRequest) -> None:
         """Count what it need not compute: hits that are ready after the load. Other ready tokens are a fork's copy."""
-        ready, match = holding.num_computed_tokens, holding.match
-        on_device = min(ready, max(match.num_device_tokens, holding.engine_tokens))  # an engine's hit needs no unit
+        ready, match = record.num_computed_tokens, record.match
+        on_device = min(ready, max(match.num_device_tokens, record.engine_tokens))  # an engine's hit needs no unit
         self.tokens["device_hit"] += on_device
         self.tokens["host_hit"] += min(ready - on_device, match.num_host_tokens)
-        self._ready[holding] = ready
+        self._ready[record] = ready
 
-    def _count_computed(self, holding: Holding) -> None:
-        ready = self._ready.pop(holding, holding.num_computed_tokens)
-        self.tokens["computed"] += max(0, holding.num_computed_tokens - ready)  # a fork may be taken back further
+    def _count_computed(self, record: LedgerRequest) -> None:
+        ready = self._ready.pop(record, record.num_computed_tokens)
+        self.tokens["computed"] += max(0, record.num_computed_tokens - ready)  # a fork may be taken back further
 
-    def waited_for_room(self, holding: Holding, seconds: float) -> None:
+    def waited_for_room(self, record: LedgerRequest, seconds: float) -> None:
         self.room_wait.add(seconds)
 
     # -- transfers ------------------------------------------------------------------------------------------------
 
     def job_moved(self, job: Job, old: JobState, reason: str) -> None:
-        hop, completion = (job.plan.direction.value, max(job.plan.hop)), job.completion
+        link, completion = (job.plan.direction.value, max(job.plan.link)), job.completion
         if job.state is JobState.DISCARDED:
-            self.jobs[*_named(hop), "discarded"] += 1
+            self.jobs[*_named(link), "discarded"] += 1
         elif completion is not None:
-            self._count_completion(hop, completion)
-            self._count_latency(hop, completion.job_id)
+            self._count_completion(link, completion)
+            self._count_latency(link, completion.job_id)
 
-    def _count_completion(self, hop: Hop, completion: Completion) -> None:
-        key = (*_named(hop), completion.outcome.value)
+    def _count_completion(self, link: Link, completion: Completion) -> None:
+        key = (*_named(link), completion.outcome.value)
         self.jobs[key] += 1
         self.copied_bytes[key] += completion.num_bytes
         if completion.outcome is Outcome.LANDED and completion.duration_s > 0:
-            self.copy_seconds[hop].add(completion.duration_s)
-            self.throughput[hop].add(completion.num_bytes / completion.duration_s)
+            self.copy_seconds[link].add(completion.duration_s)
+            self.throughput[link].add(completion.num_bytes / completion.duration_s)
 
     def completion_delivered(self, completion: Completion) -> None:
         """In the copy thread."""
         self._reports.append((completion.job_id, self.now()))
 
-    def _count_latency(self, hop: Hop, job_id: int) -> None:
+    def _count_latency(self, link: Link, job_id: int) -> None:
         while self._reports:
             reported_id, at = self._reports.popleft()
             self._reported.setdefault(reported_id, at)
         reported_s = self._reported.pop(job_id, None)
         if reported_s is not None:
-            self.fence_latency[hop].add(self.now() - reported_s)
+            self.fence_latency[link].add(self.now() - reported_s)
         while len(self._reported) > MAX_REPORTS:
             del self._reported[next(iter(self._reported))]
 
@@ -137,9 +146,9 @@ class Metrics(RuntimeObserver):
     def hint_ended(self, hint_id: int, category: str, end: HintEnd) -> None:
         self.hints[end.value] += 1
 
-    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
+    def store_skipped(self, record: LedgerRequest | None, num_blocks: int, reason: str) -> None:
         self.skipped_blocks[reason if reason in _SKIPPED else "other"] += num_blocks
 
 
-def _named(hop: Hop) -> tuple[str, str]:
-    return hop[0], hop[1].name.lower()
+def _named(link: Link) -> tuple[str, str]:
+    return link[0], link[1].name.lower()

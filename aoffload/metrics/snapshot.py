@@ -109,7 +109,7 @@ def _counted(metrics: Metrics, ledger: Ledger) -> Iterator[tuple[str, Iterable[S
 
 def _standing(ledger: Ledger, found: LedgerStatistics) -> Iterator[tuple[str, Iterable[Sample]]]:
     """The present state of the ledger, and what its observers have lost."""
-    live = Counter(holding.state.value for holding in ledger.holdings.values())
+    live = Counter(record.state.value for record in ledger.live_requests.values())
     yield "aoffload_requests", _each("aoffload_requests", "state", live)
     yield "aoffload_requests_waiting", _one(found.num_waiting)
     yield "aoffload_blocks", [sample for tier in ledger.cache.tiers for sample in _occupancy(tier, tier.statistics())]

@@ -20,7 +20,7 @@ from typing import Any, Self, TextIO
 import attrs
 
 from .._arguments import check_int, check_type
-from .._kernel.requests import Holding
+from .._kernel.requests import LedgerRequest
 from .._kernel.states import RequestState
 from .._kernel.tokens import TokenSequence
 from .._observe.observers import RuntimeObserver
@@ -82,7 +82,7 @@ class Recorder(RuntimeObserver):
         self.num_dropped = 0
         """Requests that came while the thread was too far behind."""
         self.failure: Exception | None = None
-        self._arrived: dict[Holding, float] = {}
+        self._arrived: dict[LedgerRequest, float] = {}
         self._began_s = self._env.now()
         self._batch: list[_Asked] = []
         self._batch_tokens = 0
@@ -119,22 +119,22 @@ class Recorder(RuntimeObserver):
 
     # -- the ledger's thread --------------------------------------------------------------------------------------
 
-    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
+    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
         if old is RequestState.QUEUED:
-            self._arrived[holding] = self._env.now()
-        elif holding.state in _OVER:
-            at_s = self._arrived.pop(holding, None)
-            if at_s is not None and holding.has_committed and not holding.origins:
-                self._add(at_s, holding)
+            self._arrived[record] = self._env.now()
+        elif record.state in _OVER:
+            at_s = self._arrived.pop(record, None)
+            if at_s is not None and record.has_committed and not record.origins:
+                self._add(at_s, record)
 
-    def _add(self, at_s: float, holding: Holding) -> None:
-        num_tokens = holding.sequence.num_tokens
+    def _add(self, at_s: float, record: LedgerRequest) -> None:
+        num_tokens = record.sequence.num_tokens
         behind = self._num_given_tokens + self._batch_tokens - self._num_written_tokens
         if self._is_closed or self.failure is not None or (behind and behind + num_tokens > MAX_WAITING_TOKENS):
             self.num_dropped += 1
             return
         self.num_recorded += 1
-        self._batch.append(_Asked(at_s, holding.sequence, holding.num_computed_tokens))
+        self._batch.append(_Asked(at_s, record.sequence, record.num_computed_tokens))
         self._batch_tokens += num_tokens + REQUEST_TOKENS
         if len(self._batch) >= REQUESTS_PER_BATCH or self._batch_tokens >= TOKENS_PER_BATCH:
             self._hand_over()

@@ -18,7 +18,7 @@ from .._config.groups import KVCacheGroup
 from .._kernel.ledger import Ledger
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.prefix import Prefix, Root
-from .._kernel.requests import Holding
+from .._kernel.requests import LedgerRequest
 from .._kernel.states import Outcome
 from .distances import Counts
 from .trace import Blocks, Trace, TracedRequest
@@ -50,11 +50,11 @@ def replay(trace: Trace, num_device: int, num_host: int, *, store: Any = "eager"
             continue
         tokens = _tokens(trace, request)
         num_prompt_tokens = request.num_prompt_blocks * BLOCK_SIZE + 1
-        holding = ledger.admit(Prefix.of(ROOT, tokens[:num_prompt_tokens]))
-        ledger.allocate_nowait(holding)
-        found.device[number] = holding.match.num_device_tokens // BLOCK_SIZE
-        found.host[number] = holding.match.num_host_tokens // BLOCK_SIZE
-        found.num_stored += _serve(ledger, holding, tokens)
+        record = ledger.admit(Prefix.of(ROOT, tokens[:num_prompt_tokens]))
+        ledger.allocate_nowait(record)
+        found.device[number] = record.match.num_device_tokens // BLOCK_SIZE
+        found.host[number] = record.match.num_host_tokens // BLOCK_SIZE
+        found.num_stored += _serve(ledger, record, tokens)
     return found
 
 
@@ -64,18 +64,18 @@ def _tokens(trace: Trace, request: TracedRequest) -> Blocks:
     return np.append(np.repeat(request.blocks, BLOCK_SIZE), np.int32(trace.num_blocks))
 
 
-def _serve(ledger: Ledger, holding: Holding, tokens: Blocks) -> int:
+def _serve(ledger: Ledger, record: LedgerRequest, tokens: Blocks) -> int:
     """Load and compute it, the prompt at once and its answer block by block, and release it. Returns the blocks
     stored."""
-    land(ledger, ledger.plan_load(holding))
-    computed = holding.sequence.num_tokens
-    num_stored = land(ledger, chain(ledger.commit(holding, computed), ledger.plan_write_back()))
+    land(ledger, ledger.plan_load(record))
+    computed = record.sequence.num_tokens
+    num_stored = land(ledger, chain(ledger.commit(record, computed), ledger.plan_write_back()))
     while computed < len(tokens):
         before, computed = computed, computed + BLOCK_SIZE
-        ledger.extend_nowait(holding, computed)
-        plans = ledger.commit(holding, computed, tokens[before:computed])
+        ledger.extend_nowait(record, computed)
+        plans = ledger.commit(record, computed, tokens[before:computed])
         num_stored += land(ledger, chain(plans, ledger.plan_write_back()))
-    return num_stored + land(ledger, chain(ledger.release(holding), ledger.plan_write_back()))
+    return num_stored + land(ledger, chain(ledger.release(record), ledger.plan_write_back()))
 
 
 def land(ledger: Ledger, plans: Iterable[TransferPlan]) -> int:

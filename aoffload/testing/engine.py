@@ -217,8 +217,8 @@ class TagEngine:
 
 def _is_doomed(request: Request) -> bool:
     """Whether what `request` reads was invalidated, and it is being cancelled, for that or for an earlier reason."""
-    holding = request._holding
-    return bool(request._cancel_reason) and holding is not None and holding.epoch is NoEpoch.INVALIDATED
+    record = request._record
+    return bool(request._cancel_reason) and record is not None and record.epoch is NoEpoch.INVALIDATED
 
 
 def first_read(kind: AttentionKind, token: int) -> int:

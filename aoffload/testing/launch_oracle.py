@@ -21,7 +21,7 @@ class LaunchOracle:
 
     runtime: OffloadRuntime
     faults: Faults
-    _hops: dict[int, tuple[Tier, Tier]] = attrs.field(factory=dict)
+    _links: dict[int, tuple[Tier, Tier]] = attrs.field(factory=dict)
     """Source and destination of every job launched so far."""
 
     def check(self, transport: SimulatedTransport, plan: TransferPlan) -> None:
@@ -31,17 +31,17 @@ class LaunchOracle:
         stores_last = plan.direction is Direction.STORE and transport.disk is not None
         if not self.runtime._session.is_open and not (stores_last and self.runtime.worker.is_accepting):
             raise Violation("launched while closing", repr(self.runtime))
-        hop = (plan.source, plan.destination)
-        late = [job_id for job_id in self.runtime.worker.copies.overdue if self._hops.get(job_id) == hop]
+        link = (plan.source, plan.destination)
+        late = [job_id for job_id in self.runtime.worker.copies.overdue if self._links.get(job_id) == link]
         if late:
             raise Violation("launched behind a stall", f"{plan} behind jobs {sorted(late)}")
-        self._hops[plan.job_id] = hop
+        self._links[plan.job_id] = link
         self._check_order(plan)
         if not self.faults.fired and not self._fits(transport, plan):
             raise Violation("too much in flight", f"{plan} beside {list(transport.in_flight)}")
 
     def _fits(self, transport: SimulatedTransport, plan: TransferPlan) -> bool:
-        """Whether the bounds of its hop allow this launch."""
+        """Whether the bounds of its link allow this launch."""
         config = self.runtime.config
         on_disk = () if transport.disk is None else transport.disk.under_way.values()
         under_way = [copy.plan for copy in (*transport.in_flight.values(), *on_disk)]
@@ -54,7 +54,7 @@ class LaunchOracle:
     def _has_room(self, plan: TransferPlan) -> bool:
         """Whether it could be launched. A copy that has ended fills its bound until it is settled."""
         copies = self.runtime.worker.copies
-        return copies._may_launch(copies.hop(plan.source, plan.destination), plan.num_blocks * copies.block_bytes)
+        return copies._may_launch(copies.link(plan.source, plan.destination), plan.num_blocks * copies.block_bytes)
 
     def _check_order(self, plan: TransferPlan) -> None:
         unsettled = self.runtime.ledger.jobs.unsettled

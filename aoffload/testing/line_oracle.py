@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from .._kernel.index import Hit, find_hit
-from .._kernel.requests import Holding, Waiter
+from .._kernel.requests import LedgerRequest, Waiter
 from .._kernel.states import Tier
 from .._runtime.runtime import OffloadRuntime
 from .violations import Violation
@@ -20,8 +20,8 @@ class LineOracle:
     runtime: OffloadRuntime
 
     def check(self) -> None:
-        line = self.runtime.ledger.admission.line
-        tickets = [waiter.holding.ticket for waiter in line.allocating]
+        line = self.runtime.ledger.admission.queue
+        tickets = [waiter.request.ticket for waiter in line.allocating]
         if tickets != sorted(tickets):
             raise Violation("out of turn", f"the line is {line.allocating}")
         admission = self.runtime.ledger.admission
@@ -35,19 +35,19 @@ class LineOracle:
 
     def _check_extension(self, first: Waiter) -> None:
         admission = self.runtime.ledger.admission
-        if admission.num_missing(first.holding, first.num_units) <= admission.room:
+        if admission.num_missing(first.request, first.num_units) <= admission.num_available:
             raise Violation("a wait without a need", f"{first} waits and there is room")
         if not admission.others_hold_room():
             raise Violation("a wait without a need", f"{first} waits, and only waiters hold room")
-        if pinning := [waiter for waiter in admission.line.allocating if waiter.holding.leases]:
+        if pinning := [waiter for waiter in admission.queue.allocating if waiter.request.leases]:
             raise Violation("a wait without a need", f"{first} waits for what {pinning[0]} pins, which has nothing yet")
 
     def _check_allocation(self, first: Waiter) -> None:
         admission = self.runtime.ledger.admission
-        missing = max(0, first.num_units - self._device_hit(first.holding)) * self._width
-        if admission.num_missing(first.holding, first.num_units) <= admission.room:
+        missing = max(0, first.num_units - self._device_hit(first.request)) * self._width
+        if admission.num_missing(first.request, first.num_units) <= admission.num_available:
             raise Violation("a wait without a need", f"{first} waits and there is room")
-        if missing <= admission.room - self._evictable_of(first.holding):
+        if missing <= admission.num_available - self._evictable_of(first.request):
             raise Violation("a wait without a need", f"{first} waits; matched again it would fit")
         if not admission.others_hold_room():
             raise Violation("a wait without a need", f"{first} waits, and only waiters and pins hold room")
@@ -56,19 +56,19 @@ class LineOracle:
     def _width(self) -> int:
         return self.runtime.ledger.layout.width
 
-    def _hit(self, holding: Holding) -> Hit:
-        """What `holding` would match now."""
+    def _hit(self, record: LedgerRequest) -> Hit:
+        """What `record` would match now."""
         cache = self.runtime.ledger.cache
-        if holding.epoch != cache.epoch:
+        if record.epoch != cache.epoch:
             return Hit(0, 0, ())
-        limit = min((holding.sequence.num_tokens - 1) // cache.layout.unit_tokens, holding.hit_limit)
-        return find_hit(cache.index, holding.sequence, cache.layout, limit, holding.hit_alignment)
+        limit = min((record.sequence.num_tokens - 1) // cache.layout.unit_tokens, record.hit_limit)
+        return find_hit(cache.index, record.sequence, cache.layout, limit, record.hit_alignment)
 
-    def _device_hit(self, holding: Holding) -> int:
-        return self._hit(holding).device_stop
+    def _device_hit(self, record: LedgerRequest) -> int:
+        return self._hit(record).device_stop
 
-    def _evictable_of(self, holding: Holding) -> int:
+    def _evictable_of(self, record: LedgerRequest) -> int:
         """Evictable blocks of its own hit: pinning the hit takes them out of the room."""
-        hit = self._hit(holding)
+        hit = self._hit(record)
         unpinned = [run for run in hit.path if not run.parts[Tier.DEVICE].num_references]
         return sum(max(0, min(run.stop, hit.device_stop) - run.start) for run in unpinned) * self._width

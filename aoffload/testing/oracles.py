@@ -15,7 +15,7 @@ import attrs
 from .._kernel.index import stretches
 from .._kernel.plans import Completion
 from .._kernel.records import Job, Run
-from .._kernel.requests import Holding, Waiter
+from .._kernel.requests import LedgerRequest, Waiter
 from .._kernel.states import HIT_TIERS, Direction, JobState, Outcome, RequestState, Tier
 from .._runtime.runtime import OffloadRuntime
 from ..errors import IntegrityError, OutOfBlocks
@@ -101,7 +101,7 @@ class Oracles:
             if name in WAKING and callable(args[-1]):
                 args = (*args[:-1], self.waits.watched(args[0], args[-1]))
             before = self.runtime.ledger.statistics() if name in REFUSING else None
-            line = self.runtime.ledger.admission.line
+            line = self.runtime.ledger.admission.queue
             extending, allocating = tuple(line.extending), tuple(line.allocating)
             try:
                 found = self._call(call, name, args, kwargs)
@@ -138,36 +138,36 @@ class Oracles:
     def _check_refusal(self, name: str, error: OutOfBlocks) -> None:
         """A call is refused room that is there only if others are in line before it."""
         admission = self.runtime.ledger.admission
-        is_behind = admission.line.extending or (name == "allocate_nowait" and admission.line.allocating)
-        if name.endswith("_nowait") and not is_behind and error.num_needed <= admission.room:
+        is_behind = admission.queue.extending or (name == "allocate_nowait" and admission.queue.allocating)
+        if name.endswith("_nowait") and not is_behind and error.num_needed <= admission.num_available:
             raise Violation(
-                "a wait without a need", f"{name} was refused {error.num_needed} of {admission.room} blocks"
+                "a wait without a need", f"{name} was refused {error.num_needed} of {admission.num_available} blocks"
             )
 
-    def _check_match(self, holding: Holding) -> None:
+    def _check_match(self, record: LedgerRequest) -> None:
         """What is matched is cached now: of every band, the units that computing reads next, in the matched tiers."""
         for tiers, tier, stop in (
-            ((Tier.DEVICE,), Tier.DEVICE, holding.published),
-            (HIT_TIERS, Tier.HOST, holding.hit_stop),
+            ((Tier.DEVICE,), Tier.DEVICE, record.published),
+            (HIT_TIERS, Tier.HOST, record.hit_stop),
         ):
-            if stop and tier in holding.leases:
-                self._check_held(holding, holding.leases[tier].run, tiers, stop)
+            if stop and tier in record.leases:
+                self._check_held(record, record.leases[tier].run, tiers, stop)
 
-    def _check_held(self, holding: Holding, run: Run, tiers: tuple[Tier, ...], stop: int) -> None:
+    def _check_held(self, record: LedgerRequest, run: Run, tiers: tuple[Tier, ...], stop: int) -> None:
         for band in self.runtime.ledger.layout.bands:
-            needed = max(band.first_needed(stop * band.unit_tokens), holding.engine_tokens // band.unit_tokens)
+            needed = max(band.first_needed(stop * band.unit_tokens), record.engine_tokens // band.unit_tokens)
             for over, first, last in stretches(run, needed, stop) if band.width else ():
                 parts = [over.part(tier, band.number) for tier in tiers]
                 if any(len(part.blocks) != (part.stop - part.first) * part.width for part in parts):
-                    raise Violation("a match of nothing", f"{holding} matched {stop} units, and {over} is there")
+                    raise Violation("a match of nothing", f"{record} matched {stop} units, and {over} is there")
                 held = {unit for part in parts for unit in range(part.first, part.stop)}
                 if not held.issuperset(range(first, last)):
-                    raise Violation("a match of nothing", f"{holding} matched {stop} units, and {over} is there")
+                    raise Violation("a match of nothing", f"{record} matched {stop} units, and {over} is there")
 
     def _check_turns(self, name: str, extending: tuple[Waiter, ...], allocating: tuple[Waiter, ...]) -> None:
         """Extensions are granted before allocations, each in their order; no newcomer passes the line; the youngest
         extension gives way."""
-        line = self.runtime.ledger.admission.line
+        line = self.runtime.ledger.admission.queue
         if name == "allocate_nowait" and (extending or allocating):
             raise Violation("out of turn", "room was taken past a line")
         waits_on = [waiter for waiter in extending if waiter in line.extending]
@@ -274,17 +274,15 @@ class Oracles:
 
     def _check_pins(self) -> None:
         """A preempted request has no device lease, a running one no host lease, and a matched one has its leases."""
-        for holding in self.runtime.ledger.holdings.values():
-            if holding.state is RequestState.PREEMPTED and Tier.DEVICE in holding.leases:
-                raise Violation("a leak", f"{holding} still pins device blocks")
-            if holding.state is RequestState.RUNNING and (Tier.HOST in holding.leases or holding.reserve is not None):
-                raise Violation("a leak", f"{holding} still pins what was to be loaded")
-            waits = holding.waiter is not None
-            matched = (
-                holding.match.num_tokens > holding.engine_tokens and holding.epoch == self.runtime.ledger.cache.epoch
-            )
-            if holding.state is RequestState.PINNED and matched and not waits and not holding.leases:
-                raise Violation("a match without a pin", repr(holding))
+        for record in self.runtime.ledger.live_requests.values():
+            if record.state is RequestState.PREEMPTED and Tier.DEVICE in record.leases:
+                raise Violation("a leak", f"{record} still pins device blocks")
+            if record.state is RequestState.RUNNING and (Tier.HOST in record.leases or record.reserve is not None):
+                raise Violation("a leak", f"{record} still pins what was to be loaded")
+            waits = record.waiter is not None
+            matched = record.match.num_tokens > record.engine_tokens and record.epoch == self.runtime.ledger.cache.epoch
+            if record.state is RequestState.PINNED and matched and not waits and not record.leases:
+                raise Violation("a match without a pin", repr(record))
 
     def _check_timeouts(self) -> None:
         if self.num_timeouts and not (self.faults.may_time_out or self.is_hasty):

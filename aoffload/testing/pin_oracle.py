@@ -12,7 +12,7 @@ import attrs
 from .._kernel.index import Hit, find_hit, held_stop
 from .._kernel.prefix import Prefix
 from .._kernel.records import Part
-from .._kernel.requests import Demotion, Holding, Pin, Prefetch, claimants
+from .._kernel.requests import Demotion, LedgerRequest, Pin, Prefetch, claimants
 from .._kernel.states import CacheTransferState, Direction, JobState, PinState, Tier
 from .._kernel.tokens import TokenSequence
 from .._runtime.runtime import OffloadRuntime
@@ -92,11 +92,11 @@ class PinOracle:
         if admission.others_hold_room():
             raise Violation("a pin ended for nothing", "somebody else will let go of room")
         parts = {pin: set(_parts(pin, Tier.DEVICE)) for pin in self._held()}
-        room = admission.room
+        room = admission.num_available
         found: bool = call()
         for pin in parts:
             shared = any(parts[pin] & parts[other] for other in self._held())
-            if pin.state is PinState.YIELDED and admission.room == room and not shared:
+            if pin.state is PinState.YIELDED and admission.num_available == room and not shared:
                 raise Violation("a pin ended for nothing", f"{pin} kept no room from anybody")
         return found
 
@@ -105,7 +105,7 @@ class PinOracle:
 
     def _pump(self, call: Call, *args: Any, **options: Any) -> Any:
         """No extension fails while ending some pin would free room."""
-        extending = tuple(self.runtime.ledger.admission.line.extending)
+        extending = tuple(self.runtime.ledger.admission.queue.extending)
         result = call(*args, **options)
         for waiter in extending:
             if waiter.error is not None and waiter.error.retryable and (pin := self._in_the_way()):
@@ -127,7 +127,7 @@ class PinOracle:
 
     def _prefetch(self, call: Call, *args: Any) -> Prefetch:
         ledger = self.runtime.ledger
-        has_line = not ledger.admission.line.is_empty
+        has_line = not ledger.admission.queue.is_empty
         prefetch: Prefetch = call(*args)
         if has_line and prefetch.num_blocks:
             raise Violation("out of turn", f"{prefetch} took {prefetch.num_blocks} blocks past a line")
@@ -149,7 +149,7 @@ class PinOracle:
         transfers = [
             one for one in self.runtime.ledger._cache_transfers.under_way.values() if isinstance(one, Demotion)
         ]
-        before = [self._there(transfer.holding.sequence) for transfer in transfers]
+        before = [self._there(transfer.request.sequence) for transfer in transfers]
         result = call(*args)
         for transfer, stop in zip(transfers, before, strict=True):
             self._check_nothing_is_lost(transfer, stop)
@@ -162,7 +162,7 @@ class PinOracle:
         return find_hit(ledger.cache.index, sequence, ledger.layout, limit).stop
 
     def _check_nothing_is_lost(self, transfer: Demotion, before: int) -> None:
-        now = self._there(transfer.holding.sequence)
+        now = self._there(transfer.request.sequence)
         if transfer.num_blocks and transfer.is_over and now < before and not self.faults.fired:
             raise Violation("a demotion that loses", f"{transfer}: {now} units hit, {before} did before")
 
@@ -175,13 +175,13 @@ class PinOracle:
                 raise Violation("a leak", f"{transfer!r} is over and still under way")
         for job in self.runtime.ledger.jobs.unsettled.values():
             if job.plan.direction is Direction.LOAD and job.state is JobState.QUEUED:
-                for holding in claimants(job):
-                    self._check_claim(holding)
+                for record in claimants(job):
+                    self._check_claim(record)
 
-    def _check_claim(self, holding: Holding) -> None:
+    def _check_claim(self, record: LedgerRequest) -> None:
         ledger = self.runtime.ledger
-        if holding.request_id not in ledger.holdings and holding not in ledger._cache_transfers.under_way:
-            raise Violation("a load for nobody", f"{holding} is over, and its load is queued")
+        if record.request_id not in ledger.live_requests and record not in ledger._cache_transfers.under_way:
+            raise Violation("a load for nobody", f"{record} is over, and its load is queued")
 
     def _check_pins(self) -> None:
         is_calm = not (self.faults.fired or self.engine.num_invalidations)

@@ -53,7 +53,7 @@ class StoreCall:
 class SimulatedStore:
     """An `ObjectStore` in memory, spread over `num_nodes` nodes.
 
-    The store calls `fault` before every call to learn which fault to simulate. It calls `wait`, without holding a lock,
+    The store calls `fault` before every call to learn which fault to simulate. It calls `wait`, without record a lock,
     for a call that waits. It passes each delayed write to `later`; by default, `arrive` applies delayed writes. With
     `keeps_first`, a second put of a key changes nothing and raises nothing. `capacity` is a number of objects; above
     it, the oldest object is evicted.

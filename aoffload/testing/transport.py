@@ -152,8 +152,8 @@ class SimulatedTransport:
         )  # fmt: skip
 
     def _below_host(self, plan: TransferPlan) -> TagDisk | TagRemote | None:
-        hop = (plan.source, plan.destination)
-        return self.disk if Tier.DISK in hop else self.remote if Tier.REMOTE in hop else None
+        link = (plan.source, plan.destination)
+        return self.disk if Tier.DISK in link else self.remote if Tier.REMOTE in link else None
 
     def _lower_over(self, completion: Completion) -> None:
         self.proven.add(completion.job_id)

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from .._kernel.requests import Fetch, Holding
+from .._kernel.requests import Fetch, LedgerRequest
 from .._kernel.states import RequestState
 from .._runtime.request import Request
 from .._runtime.runtime import OffloadRuntime
@@ -32,34 +32,34 @@ class Waits:
     now: Callable[[], float]
     broken: list[Violation] = attrs.field(factory=list)
     """Violations found inside a call whose caller may swallow them."""
-    is_brought: Callable[[Holding], bool] = lambda holding: True
+    is_brought: Callable[[LedgerRequest], bool] = lambda record: True
     """Whether another request brings the next block of one that was told PENDING."""
     _since: dict[int, tuple[Any, float]] = attrs.field(factory=dict)
     """The events that tasks wait for, by address, and since when. They are kept so that no other takes the address."""
     _loading: set[int] = attrs.field(factory=set)
-    """Tickets of holdings that have begun a load."""
+    """Tickets of records that have begun a load."""
 
-    def watched(self, holding: Holding, wake: Callable[[], object]) -> Callable[[], object]:
-        """`wake`, with a check that the wait of `holding` is over."""
+    def watched(self, record: LedgerRequest, wake: Callable[[], object]) -> Callable[[], object]:
+        """`wake`, with a check that the wait of `record` is over."""
 
         def checked() -> object:
-            waiter = holding.waiter
-            is_over = holding.state in (RequestState.RUNNING, RequestState.PREEMPTED)
+            waiter = record.waiter
+            is_over = record.state in (RequestState.RUNNING, RequestState.PREEMPTED)
             if not is_over and (waiter is None or not waiter.is_over):
-                self.broken.append(Violation("woken for nothing", f"{holding} is woken, and its wait is not over"))
+                self.broken.append(Violation("woken for nothing", f"{record} is woken, and its wait is not over"))
             return wake()
 
         return checked
 
-    def load_begun(self, holding: Holding) -> None:
+    def load_begun(self, record: LedgerRequest) -> None:
         """A request does not retry a lost load: two that retry would make room for each other for ever."""
-        if holding.ticket in self._loading:
-            raise Violation("loaded twice", f"{holding} has begun its second load")
-        self._loading.add(holding.ticket)
+        if record.ticket in self._loading:
+            raise Violation("loaded twice", f"{record} has begun its second load")
+        self._loading.add(record.ticket)
 
-    def has_resumed(self, holding: Holding) -> None:
+    def has_resumed(self, record: LedgerRequest) -> None:
         """A resumed request may load once more."""
-        self._loading.discard(holding.ticket)
+        self._loading.discard(record.ticket)
 
     # -- when nothing is ready ------------------------------------------------------------------------------------
 
@@ -77,49 +77,49 @@ class Waits:
         self._check_copies(until)
 
     def _check_wait(self, request: Request, began_s: float, until: float) -> None:
-        holding = request._holding
-        assert holding is not None
-        if holding.match.is_pending:
-            self._check_pending(holding, until - began_s)
+        record = request._record
+        assert record is not None
+        if record.match.is_pending:
+            self._check_pending(record, until - began_s)
             return
-        in_line = holding.waiter is not None and not holding.waiter.is_over
-        if holding.load is None and not in_line and not holding.num_steps:
-            if self._check_fetch(holding, until - began_s) or self._check_question(holding, until - began_s):
+        in_line = record.waiter is not None and not record.waiter.is_over
+        if record.load is None and not in_line and not record.num_steps:
+            if self._check_fetch(record, until - began_s) or self._check_question(record, until - began_s):
                 return
-            raise Violation("nobody was woken", f"a task of {holding} sleeps on what is over")
+            raise Violation("nobody was woken", f"a task of {record} sleeps on what is over")
         waits_s, bound_s = until - began_s, self.runtime.config.load_timeout_s
-        if holding.load is not None and waits_s > bound_s + MARGIN_S:
-            raise Violation("a wait past its bound", f"{holding} waits for its load for {waits_s:.1f} s")
+        if record.load is not None and waits_s > bound_s + MARGIN_S:
+            raise Violation("a wait past its bound", f"{record} waits for its load for {waits_s:.1f} s")
 
-    def _check_fetch(self, holding: Holding, waits_s: float) -> bool:
+    def _check_fetch(self, record: LedgerRequest, waits_s: float) -> bool:
         """Whether it waits for a fetch, of its own prompt and no longer than for a while."""
-        tokens = holding.sequence._prompt
+        tokens = record.sequence._prompt
         fetches = [one for one in self.runtime.ledger._cache_transfers.under_way.values() if isinstance(one, Fetch)]
-        if not any(tokens.startswith(one.holding.sequence._prompt) for one in fetches):
+        if not any(tokens.startswith(one.request.sequence._prompt) for one in fetches):
             return False
         if waits_s > self.runtime.config.fetch_bound_s + MARGIN_S:
-            raise Violation("a wait past its bound", f"{holding} waits for its fetch for {waits_s:.1f} s")
+            raise Violation("a wait past its bound", f"{record} waits for its fetch for {waits_s:.1f} s")
         return True
 
-    def _check_question(self, holding: Holding, waits_s: float) -> bool:
+    def _check_question(self, record: LedgerRequest, waits_s: float) -> bool:
         """Whether it waits for a question to a remote store about its own prompt, and no longer than that may take."""
         transport = self.runtime.transport
         remote = transport.remote if isinstance(transport, SimulatedTransport) else None
         if remote is None:
             return False
-        ledger, sequence = self.runtime.ledger, holding.sequence
+        ledger, sequence = self.runtime.ledger, record.sequence
         cells = cells_before(sequence, sequence.num_tokens // ledger.layout.unit_tokens, ledger.cell_units)
         if not any(labels and labels[0] in cells for labels in remote.asked):
             return False
         if waits_s > remote.tier.ask_timeout_s + LATE_S + MARGIN_S:
-            raise Violation("a wait past its bound", f"{holding} waits for an answer for {waits_s:.3f} s")
+            raise Violation("a wait past its bound", f"{record} waits for an answer for {waits_s:.3f} s")
         return True
 
-    def _check_pending(self, holding: Holding, waits_s: float) -> None:
-        if not self.is_brought(holding):
-            raise Violation("a wait without a need", f"{holding} was told to ask again, and waits for nobody")
+    def _check_pending(self, record: LedgerRequest, waits_s: float) -> None:
+        if not self.is_brought(record):
+            raise Violation("a wait without a need", f"{record} was told to ask again, and waits for nobody")
         if waits_s > self.runtime.config.pending_timeout_s + MARGIN_S:
-            raise Violation("a wait past its bound", f"{holding} waits for another's load for {waits_s:.1f} s")
+            raise Violation("a wait past its bound", f"{record} waits for another's load for {waits_s:.1f} s")
 
     def _check_copies(self, until: float) -> None:
         worker = self.runtime.worker

@@ -11,8 +11,8 @@ import attrs
 from .._kernel.plans import Answer
 from .._kernel.states import REQUEST_MOVES, CacheTransferState, JobState, Outcome, PinState, RequestState, Tier
 from .events import Event, Kind
-from .hops import HOPS, HopRow, hop_of
 from .lanes import Lanes
+from .links import HOPS, HopRow, link_of
 from .listener import Listener
 from .occupancy import Usage, UsageBook
 from .runtimes import RuntimeLife
@@ -59,7 +59,7 @@ class TimelineBook:
     num_early: int = 0
     """Timelines whose beginning the log does not have."""
     lanes: Lanes = attrs.field(factory=Lanes)
-    job_lanes: dict[HopRow, Lanes] = attrs.field(factory=lambda: {hop: Lanes() for hop in HOPS})
+    job_lanes: dict[HopRow, Lanes] = attrs.field(factory=lambda: {link: Lanes() for link in HOPS})
     # Ordered: giving up the first of a plain dict again and again searches longer and longer for it.
     _timelines: OrderedDict[TimelineKey, Timeline] = attrs.field(factory=OrderedDict)
     _jobs: OrderedDict[JobKey, JobTimeline] = attrs.field(factory=OrderedDict)
@@ -251,15 +251,15 @@ class TimelineBook:
         self.listener.timeline_over(timeline)
 
     def _launch(self, key: JobKey, event: Event, runtime: RuntimeLife) -> None:
-        hop = hop_of(event)
+        link = link_of(event)
         num_blocks, owner = event.count("num_blocks"), event.text("request_id")
         if key in self._jobs:
             self._give_up_job(key)
         self._make_room(self._jobs, self._give_up_job)
         found = (self._timelines.get((runtime.number, kind, owner)) for kind in _OWNERS)
         number = next((timeline.number for timeline in found if timeline is not None), 0) if owner else 0
-        lane, at_s = self.job_lanes[hop].take(), runtime.last_s
-        job = JobTimeline(key[1], hop, num_blocks, plain(owner), number, runtime, lane, at_s, at_s)
+        lane, at_s = self.job_lanes[link].take(), runtime.last_s
+        job = JobTimeline(key[1], link, num_blocks, plain(owner), number, runtime, lane, at_s, at_s)
         self._jobs[key] = job
         self._report(runtime, self._usages.job_launched(job))
 
@@ -269,7 +269,7 @@ class TimelineBook:
 
     def _end_job(self, key: JobKey) -> None:
         job = self._jobs.pop(key)
-        self.job_lanes[job.hop].give(job.lane)
+        self.job_lanes[job.link].give(job.lane)
         self._report(job.runtime, self._usages.job_ended(job))
         self.listener.job_over(job)
 

@@ -9,7 +9,7 @@ import attrs
 from .._kernel.states import TIERS, RequestState, Tier
 from .columns import NumberColumn, TextColumn, Vocabulary
 from .events import Event, Kind
-from .hops import HOPS, HopRow, name_of, pool_field
+from .links import HOPS, HopRow, name_of, pool_field
 from .listener import Listener
 from .occupancy import MEASURES, TABLES, Usage, filled, filling
 from .runtimes import RuntimeLife
@@ -51,7 +51,7 @@ class Drawing(Listener):
     _moves: dict[str, NumberColumn] = attrs.field(factory=lambda: _columns(state="H", at_s="d"))
     _jobs: dict[str, NumberColumn] = attrs.field(
         factory=lambda: _columns(
-            job_id="d", hop="B", runtime="H", lane="I", outcome="H", error="H", timeline="I", num_blocks="I",
+            job_id="d", link="B", runtime="H", lane="I", outcome="H", error="H", timeline="I", num_blocks="I",
             num_bytes="d", launched_s="d", ended_s="d", copy_s="d",
         )
     )  # fmt: skip
@@ -91,7 +91,7 @@ class Drawing(Listener):
         self._owners.append("" if job.owner_number else job.owner)
         values = {
             "job_id": job.job_id,
-            "hop": HOPS.index(job.hop),
+            "link": HOPS.index(job.link),
             "runtime": job.runtime.number,
             "lane": job.lane,
             "outcome": self._words.number(job.outcome),
@@ -130,7 +130,7 @@ class Drawing(Listener):
         """The data in the page's format. Nothing can be added after that."""
         return {
             "kinds": [kind.value for kind in KINDS],
-            "hops": [_hop(hop) for hop in HOPS],
+            "links": [_hop(link) for link in HOPS],
             "tiers": [_tier(row.tier) for row in TIERS],
             "timelines": {"name": self._names.finish(), **_finish(self._timelines)},
             "moves": _finish(self._moves),
@@ -142,8 +142,8 @@ class Drawing(Listener):
         }
 
 
-def _hop(hop: HopRow) -> dict[str, str]:
-    return {"name": hop.name, "tier": name_of(hop.tier), "direction": hop.direction.value}
+def _hop(link: HopRow) -> dict[str, str]:
+    return {"name": link.name, "tier": name_of(link.tier), "direction": link.direction.value}
 
 
 def _tier(tier: Tier) -> dict[str, str]:

@@ -8,7 +8,7 @@ import attrs
 
 from .durations import Durations
 from .events import Event, Kind
-from .hops import HOPS, HopRow
+from .links import HOPS, HopRow
 from .listener import Listener
 from .runtimes import RuntimeLife
 from .sentences import ruling, storage
@@ -23,7 +23,7 @@ NUM_OPEN = 10
 
 @attrs.define(eq=False)
 class JobFigures:
-    """All jobs of one hop."""
+    """All jobs of one link."""
 
     outcomes: Tally = attrs.field(factory=Tally)
     num_blocks: int = 0
@@ -75,7 +75,7 @@ class Figures(Listener):
     skipped_stores: Tally = attrs.field(factory=Tally)
     skipped_blocks: Tally = attrs.field(factory=Tally)
     alarms: Tally = attrs.field(factory=Tally)
-    jobs: dict[HopRow, JobFigures] = attrs.field(factory=lambda: {hop: JobFigures() for hop in HOPS})
+    jobs: dict[HopRow, JobFigures] = attrs.field(factory=lambda: {link: JobFigures() for link in HOPS})
     _slowest: list[tuple[float, int, Timeline]] = attrs.field(factory=list)
     _open: list[tuple[float, int, Timeline]] = attrs.field(factory=list)
 
@@ -102,9 +102,9 @@ class Figures(Listener):
     def job_over(self, job: JobTimeline) -> None:
         if not self.is_wanted(job.runtime):
             return
-        self.jobs[job.hop].add(job)
+        self.jobs[job.link].add(job)
         if job.outcome == "failed":
-            self.alarms.add(f"{job.hop.name} failed: {job.error or 'no error given'}")
+            self.alarms.add(f"{job.link.name} failed: {job.error or 'no error given'}")
 
     def refused(self, event: Event, runtime: RuntimeLife) -> None:
         event.count("num_needed")

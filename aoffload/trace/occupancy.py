@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import attrs
 
 from .._kernel.states import TIERS, Tier
-from .hops import name_of
+from .links import name_of
 from .runtimes import RuntimeLife
 from .timelines import JobTimeline
 
@@ -59,10 +59,10 @@ class UsageBook:
         return self._add(runtime, {TABLES: num_blocks})
 
     def job_launched(self, job: JobTimeline) -> Usage:
-        return self._add(job.runtime, {filling(job.hop.destination): job.num_blocks})
+        return self._add(job.runtime, {filling(job.link.destination): job.num_blocks})
 
     def job_ended(self, job: JobTimeline) -> Usage:
-        there = job.hop.destination
+        there = job.link.destination
         usage = self._add(job.runtime, {filling(there): -job.num_blocks})
         return self.landed(job.runtime, there, job.num_blocks) if job.outcome == "completed" else usage
 

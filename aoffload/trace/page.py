@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from .._kernel.states import TIERS
 from .drawing import MAX_DRAWN, Drawing
-from .hops import pool_field
+from .links import pool_field
 from .occupancy import DERIVED
 from .output import whole_file
 from .scan import Scan
@@ -64,7 +64,7 @@ def _data(scan: Scan, drawing: Drawing) -> dict[str, Any]:
         "last_s": scan.last_s,
         "num_lanes": scan.book.lanes.num_lanes,
         "num_step_lanes": scan.book.step_lanes.num_lanes,
-        "num_job_lanes": {hop.name: lanes.num_lanes for hop, lanes in scan.book.job_lanes.items()},
+        "num_job_lanes": {link.name: lanes.num_lanes for link, lanes in scan.book.job_lanes.items()},
         "remarks": remarks,
         "derived": DERIVED,
         "runtimes": [

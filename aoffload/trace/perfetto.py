@@ -13,7 +13,7 @@ import attrs
 
 from .._kernel.states import TIERS
 from .events import Event, Kind
-from .hops import HOPS, name_of
+from .links import HOPS, name_of
 from .listener import Listener
 from .occupancy import DERIVED, MEASURES, Usage
 from .output import whole_file
@@ -25,7 +25,7 @@ from .wording import counted
 __all__ = ["PerfettoTrace", "write_perfetto"]
 
 _STEP_THREADS = 500_000
-_JOB_THREADS = {hop: number * 1_000_000 for number, hop in enumerate(HOPS, 1)}
+_JOB_THREADS = {link: number * 1_000_000 for number, link in enumerate(HOPS, 1)}
 """First thread number for the lanes of jobs; those of requests begin at 1."""
 
 
@@ -81,12 +81,12 @@ class PerfettoTrace(Listener):
             self._write({**mark, "ts": _micros(timeline.stop_s), **at})
 
     def job_over(self, job: JobTimeline) -> None:
-        thread = _JOB_THREADS[job.hop] + job.lane
-        self._introduce(job.runtime, thread, job.hop.name)
+        thread = _JOB_THREADS[job.link] + job.lane
+        self._introduce(job.runtime, thread, job.link.name)
         about: dict[str, Any] = {"outcome": job.outcome, "num_blocks": job.num_blocks, "num_bytes": job.num_bytes}
         about |= {"copy_s": job.copy_s, "request_id": job.owner, **({"error": job.error} if job.error else {})}
         at = {"pid": job.runtime.number, "tid": thread}
-        self._slice(f"{job.hop.name}, {job.job_id}", "job", job.launched_s, job.ended_s, at, about)
+        self._slice(f"{job.link.name}, {job.job_id}", "job", job.launched_s, job.ended_s, at, about)
 
     def usage_changed(self, runtime: RuntimeLife, at_s: float, usage: Usage) -> None:
         old = self._usages.get(runtime.number, _NOTHING)

@@ -9,7 +9,7 @@ import attrs
 
 from .._kernel.states import TIERS, Tier
 from .events import Event
-from .hops import in_words, pool_field
+from .links import in_words, pool_field
 from .wording import counted, plain
 
 __all__ = ["RuntimeLife", "Runtimes"]

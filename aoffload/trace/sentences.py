@@ -8,7 +8,7 @@ from .._kernel.plans import Answer
 from .._kernel.states import Outcome
 from .._transfer.breaker import at_node
 from .events import Event
-from .hops import hop_of
+from .links import link_of
 from .wording import counted, duration, plain, size
 
 __all__ = ["note_of", "ruling", "sentence", "storage"]
@@ -105,7 +105,7 @@ def _cancelled(event: Event) -> str:
 
 
 def _job(event: Event) -> str:
-    return f"job {event.count('job_id')}, {hop_of(event).of(counted(event.count('num_blocks'), 'block'))}"
+    return f"job {event.count('job_id')}, {link_of(event).of(counted(event.count('num_blocks'), 'block'))}"
 
 
 def _launched(event: Event) -> str:

@@ -155,7 +155,7 @@ def _percentiles(found: Durations) -> list[str]:
 
 def _jobs(figures: Figures) -> list[str]:
     rows = [["jobs", "done", "failed", "dropped", "blocks", "bytes", "rate", "copy p50", "p99", "settled p50", "p99"]]
-    for hop, found in figures.jobs.items():
+    for link, found in figures.jobs.items():
         if not found.outcomes.total:
             continue
         num_dropped = sum(found.outcomes.count(name) for name in ("discarded", Outcome.REFUSED.value))
@@ -163,7 +163,7 @@ def _jobs(figures: Figures) -> list[str]:
         seconds = found.copies.total_s
         rate = f"{size(found.num_bytes / seconds)}/s" if seconds else "-"
         times = [duration(times.percentile(at)) for times in (found.copies, found.spans) for at in (50, 99)]
-        rows.append([f"  {hop.name}", *outcomes, f"{found.num_blocks:,}", size(found.num_bytes), rate, *times])
+        rows.append([f"  {link.name}", *outcomes, f"{found.num_blocks:,}", size(found.num_bytes), rate, *times])
     return text_table(rows) if len(rows) > 1 else []
 
 

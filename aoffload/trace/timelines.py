@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import attrs
 
 from .events import Kind
-from .hops import HopRow
+from .links import HopRow
 from .runtimes import RuntimeLife
 
 __all__ = ["FACTS", "FETCHING", "UNFINISHED", "Interval", "JobTimeline", "Timeline"]
@@ -111,7 +111,7 @@ class Timeline:
 @attrs.define(eq=False)
 class JobTimeline:
     job_id: int
-    hop: HopRow
+    link: HopRow
     num_blocks: int
     owner: str
     """The id of the request, prefetch or demotion that began it; empty for stores of a lazy policy."""

@@ -51,11 +51,11 @@ def prepare_ledger(num_blocks: int, disk: str | None) -> None:
             ledger.settle(Completion(plan.job_id, Outcome.LANDED))
 
     def cycle(prompt: Any) -> None:
-        holding = ledger.admit(Prefix.of(ROOT, prompt))
-        ledger.allocate_nowait(holding)
-        land(ledger.plan_load(holding))
-        land(ledger.commit(holding, len(prompt)))
-        land(ledger.release(holding))
+        request = ledger.admit(Prefix.of(ROOT, prompt))
+        ledger.allocate_nowait(request)
+        land(ledger.plan_load(request))
+        land(ledger.commit(request, len(prompt)))
+        land(ledger.release(request))
         if disk is not None and ledger.disk_stores_are_due:  # as a runtime asks
             land(ledger.plan_disk_stores(1024, is_idle=True))
 

@@ -94,9 +94,9 @@ async def bad_input(sim: Simulation) -> None:
                     await request.allocate(10_000)
                 await request.allocate()
                 _refused(WrongState, request.allocate_nowait)
-                holding = engine.runtime.ledger.holdings[request.request_id]
-                leases = list(holding.leases.values())
-            _refused(WrongState, lambda: engine.runtime.ledger.release(holding))
+                record = engine.runtime.ledger.live_requests[request.request_id]
+                leases = list(record.leases.values())
+            _refused(WrongState, lambda: engine.runtime.ledger.release(record))
             for lease in leases:
                 _refused(LeaseError, lambda lease=lease: engine.runtime.ledger.cache.release(lease))
             for job in tuple(engine.runtime.ledger.jobs.unsettled.values()):

@@ -87,17 +87,17 @@ def _offers_us() -> list[float]:
     found = []
     for seed in range(NUM_OFFERS):
         tokens = np.random.default_rng(seed).integers(0, 50_000, OFFERED * BLOCK_SIZE + 1)
-        holding = ledger.admit(Prefix.of(root, tokens), num_device_tokens=0)
-        ledger.plan_load(holding, into=[table])
+        record = ledger.admit(Prefix.of(root, tokens), num_device_tokens=0)
+        ledger.plan_load(record, into=[table])
         began_ns = time.thread_time_ns()
-        plans = ledger.offer(holding, OFFERED * BLOCK_SIZE, [table])
+        plans = ledger.offer(record, OFFERED * BLOCK_SIZE, [table])
         found.append((time.thread_time_ns() - began_ns) / 1e3)
         if sum(plan.num_blocks for plan in plans) != OFFERED:
             raise RuntimeError(f"{sum(plan.num_blocks for plan in plans)} blocks were planned of {OFFERED}")
         for plan in plans:
             ledger.launch(plan.job_id)
             ledger.settle(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
-        ledger.release(holding)
+        ledger.release(record)
     return found
 
 

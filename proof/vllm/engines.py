@@ -194,7 +194,7 @@ class Engine:
 
 
 def _problems(connector: Any) -> Iterator[str]:
-    """What our connector must not be at rest: off, because of an error that it has hidden from the scheduler; holding
+    """What our connector must not be at rest: off, because of an error that it has hidden from the scheduler; record
     pins; or at odds with itself. Others have none of that."""
     if not hasattr(connector, "ledger"):
         return

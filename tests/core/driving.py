@@ -10,7 +10,7 @@ from aoffload._config.groups import KVCacheGroup
 from aoffload._kernel.ledger import Ledger
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.prefix import Prefix, Root
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Direction, Outcome, Tier
 
 ROOT = Root("test")
@@ -35,27 +35,29 @@ class Driven:
 
     # -- one call after the other ---------------------------------------------------------------------------------
 
-    def admit(self, tokens: list[int], **options: Any) -> Holding:
+    def admit(self, tokens: list[int], **options: Any) -> LedgerRequest:
         prefix = self.prefix(tokens, options.pop("root", ROOT), options.pop("key_spans", ()))
-        holding = self.ledger.admit(prefix, **options)
+        request = self.ledger.admit(prefix, **options)
         self.ledger.check_integrity()
-        return holding
+        return request
 
-    def allocated(self, tokens: list[int], **options: Any) -> Holding:
-        holding = self.admit(tokens, **options)
-        self.ledger.allocate_nowait(holding)
+    def allocated(self, tokens: list[int], **options: Any) -> LedgerRequest:
+        request = self.admit(tokens, **options)
+        self.ledger.allocate_nowait(request)
         self.ledger.check_integrity()
-        return holding
+        return request
 
-    def running(self, tokens: list[int], **options: Any) -> Holding:
+    def running(self, tokens: list[int], **options: Any) -> LedgerRequest:
         """Admitted, allocated, and loaded if there was something to load."""
-        holding = self.allocated(tokens, **options)
-        self.land(self.ledger.plan_load(holding))
-        return holding
+        request = self.allocated(tokens, **options)
+        self.land(self.ledger.plan_load(request))
+        return request
 
-    def commit(self, holding: Holding, num_tokens: int | None = None, new: Iterable[int] = ()) -> list[TransferPlan]:
-        count = holding.sequence.num_tokens if num_tokens is None else num_tokens
-        plans = list(self.ledger.commit(holding, count, list(new)))
+    def commit(
+        self, request: LedgerRequest, num_tokens: int | None = None, new: Iterable[int] = ()
+    ) -> list[TransferPlan]:
+        count = request.sequence.num_tokens if num_tokens is None else num_tokens
+        plans = list(self.ledger.commit(request, count, list(new)))
         self.ledger.check_integrity()
         return plans
 
@@ -72,28 +74,28 @@ class Driven:
         for plan in self.launch(plans):
             self.end(plan)
 
-    def release(self, holding: Holding, reason: str = "closed_early") -> list[TransferPlan]:
-        plans = list(self.ledger.release(holding, reason))
+    def release(self, request: LedgerRequest, reason: str = "closed_early") -> list[TransferPlan]:
+        plans = list(self.ledger.release(request, reason))
         self.ledger.check_integrity()
         return plans
 
     # -- whole lives ----------------------------------------------------------------------------------------------
 
-    def serve(self, tokens: list[int], **options: Any) -> Holding:
+    def serve(self, tokens: list[int], **options: Any) -> LedgerRequest:
         """A whole life: computed, stored, gone."""
-        holding = self.running(tokens, **options)
-        stores = self.commit(holding)
-        self.land([*stores, *self.release(holding)])
-        return holding
+        request = self.running(tokens, **options)
+        stores = self.commit(request)
+        self.land([*stores, *self.release(request)])
+        return request
 
     def evict_device(self) -> None:
         """Everything unpinned leaves the device."""
-        holding = self.admit([9_999_999], max_hit_tokens=0)
+        request = self.admit([9_999_999], max_hit_tokens=0)
         room = self.ledger.statistics().device.num_free + self.ledger.statistics().device.num_cached
         unit = self.ledger.layout.unit_tokens
         if room >= self.ledger.layout.width:
-            self.ledger.allocate_nowait(holding, room // self.ledger.layout.width * unit)
-        self.release(holding, "filler")
+            self.ledger.allocate_nowait(request, room // self.ledger.layout.width * unit)
+        self.release(request, "filler")
 
     def on_host_only(self, tokens: list[int], **options: Any) -> None:
         self.serve(tokens, **options)
@@ -113,7 +115,7 @@ class Driven:
         """Everything a refusal must not change."""
         tiers = [(tier.statistics(), [part.run.key for part in tier.order]) for tier in self.ledger.cache.tiers]
         runs = {key: repr(run) for key, run in self.ledger.cache.index.runs.items()}
-        line = self.ledger.admission.line
+        line = self.ledger.admission.queue
         return tiers, runs, list(line.extending), list(line.allocating), set(self.ledger.jobs.unsettled)
 
 

@@ -11,7 +11,7 @@ from driving import BLOCK, ROOT, prompt
 
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, RequestState, Tier
 from aoffload._kernel.protocols import NullObserver
-from aoffload.ledger import Completion, Direction, Holding, JobState, Outcome, Prefix, TransferPlan
+from aoffload.ledger import Completion, Direction, JobState, LedgerRequest, Outcome, Prefix, TransferPlan
 
 __all__ = ["BLOCK", "Counted", "EngineDriven", "Finding", "Seen", "destinations", "loaded", "prompt", "sources"]
 
@@ -111,30 +111,32 @@ class EngineDriven:
 
     # -- one call after the other ---------------------------------------------------------------------------------
 
-    def admit(self, tokens: Sequence[int], num_device_tokens: int = 0, **options: Any) -> Holding:
+    def admit(self, tokens: Sequence[int], num_device_tokens: int = 0, **options: Any) -> LedgerRequest:
         prefix = Prefix.of(options.pop("root", ROOT), tokens)
-        holding = self.ledger.admit(prefix, num_device_tokens=num_device_tokens, **options)
+        request = self.ledger.admit(prefix, num_device_tokens=num_device_tokens, **options)
         self.check()
-        return holding
+        return request
 
-    def ask(self, holding: Holding, num_device_tokens: int = 0, **options: Any) -> tuple[int, int, str]:
+    def ask(self, request: LedgerRequest, num_device_tokens: int = 0, **options: Any) -> tuple[int, int, str]:
         """Match again; tokens of the engine's and of the host, and the answer."""
-        match = self.ledger.match_again(holding, num_device_tokens=num_device_tokens, **options)
+        match = self.ledger.match_again(request, num_device_tokens=num_device_tokens, **options)
         self.check()
         return match.num_device_tokens, match.num_host_tokens, match.answer.value
 
-    def load(self, holding: Holding, into: Any = None, **options: Any) -> list[TransferPlan]:
-        plans = list(self.ledger.plan_load(holding, into=into, **options))
+    def load(self, request: LedgerRequest, into: Any = None, **options: Any) -> list[TransferPlan]:
+        plans = list(self.ledger.plan_load(request, into=into, **options))
         self.check()
         return plans
 
-    def offer(self, holding: Holding, num_tokens: int, ids: Any, new: Iterable[int] = (), **options: Any) -> list[Any]:
-        plans = list(self.ledger.offer(holding, num_tokens, ids, list(new), **options))
+    def offer(
+        self, request: LedgerRequest, num_tokens: int, ids: Any, new: Iterable[int] = (), **options: Any
+    ) -> list[Any]:
+        plans = list(self.ledger.offer(request, num_tokens, ids, list(new), **options))
         self.check()
         return plans
 
-    def invalidate(self, holding: Holding, from_token: int) -> list[Holding]:
-        told = self.ledger.invalidate(holding, from_token)
+    def invalidate(self, request: LedgerRequest, from_token: int) -> list[LedgerRequest]:
+        told = self.ledger.invalidate(request, from_token)
         self.check()
         return list(told)
 
@@ -161,8 +163,8 @@ class EngineDriven:
                 self.ledger.launch(plan.job_id)
                 self.end(plan)
 
-    def release(self, holding: Holding, reason: str = "closed_early") -> None:
-        assert self.ledger.release(holding, reason) == (), "what is left to store is offered before"
+    def release(self, request: LedgerRequest, reason: str = "closed_early") -> None:
+        assert self.ledger.release(request, reason) == (), "what is left to store is offered before"
         self.check()
 
     def reset(self, tier: Tier | None = None) -> None:
@@ -171,7 +173,7 @@ class EngineDriven:
 
     # -- whole lives ----------------------------------------------------------------------------------------------
 
-    def computed(self, tokens: Sequence[int], **options: Any) -> tuple[Holding, list[list[int]]]:
+    def computed(self, tokens: Sequence[int], **options: Any) -> tuple[LedgerRequest, list[list[int]]]:
         """Admitted without a hit, and its prompt computed in fresh blocks."""
         tables = self.fresh(len(tokens))
         self.compute(tokens, tables)
@@ -179,22 +181,24 @@ class EngineDriven:
 
     def serve(self, tokens: Sequence[int], **options: Any) -> list[list[int]]:
         """A whole life: computed, stored, gone. The blocks that it had."""
-        holding, tables = self.computed(tokens, **options)
-        self.land(self.offer(holding, len(tokens), tables, is_last=True))
-        self.release(holding)
+        request, tables = self.computed(tokens, **options)
+        self.land(self.offer(request, len(tokens), tables, is_last=True))
+        self.release(request)
         return tables
 
-    def loading(self, tokens: Sequence[int], num_device_tokens: int = 0, **options: Any) -> tuple[Holding, list[Any]]:
-        """Admitted, with a load into fresh blocks that was launched; `tables` of the holding are kept."""
+    def loading(
+        self, tokens: Sequence[int], num_device_tokens: int = 0, **options: Any
+    ) -> tuple[LedgerRequest, list[Any]]:
+        """Admitted, with a load into fresh blocks that was launched; `tables` of the request are kept."""
         wake: Callable[[], object] = options.pop("wake", lambda: None)
-        holding = self.admit(tokens, num_device_tokens, **options)
-        return holding, self.launch(self.load(holding, self.fresh(len(tokens)), wake=wake))
+        request = self.admit(tokens, num_device_tokens, **options)
+        return request, self.launch(self.load(request, self.fresh(len(tokens)), wake=wake))
 
-    def pending(self, tokens: Sequence[int], woken: list[str], name: str = "asker") -> Holding:
+    def pending(self, tokens: Sequence[int], woken: list[str], name: str = "asker") -> LedgerRequest:
         """Told to ask again; its name is `woken` then."""
-        holding = self.admit(tokens, wake=lambda: woken.append(name), request_id=name)
-        assert (holding.match.answer.value, holding.state) == ("pending", RequestState.MATCHED)
-        return holding
+        request = self.admit(tokens, wake=lambda: woken.append(name), request_id=name)
+        assert (request.match.answer.value, request.state) == ("pending", RequestState.MATCHED)
+        return request
 
     # -- looking --------------------------------------------------------------------------------------------------
 
@@ -216,7 +220,7 @@ class EngineDriven:
         touched: list[int] = []
         for job in self.ledger.jobs.unsettled.values():
             assert job.state in (JobState.QUEUED, JobState.LAUNCHED)
-            if Tier.DEVICE not in job.plan.hop:
+            if Tier.DEVICE not in job.plan.link:
                 continue
             is_store = job.plan.direction is Direction.STORE
             touched += job.plan.source_ids if is_store else job.plan.destination_ids
@@ -244,10 +248,10 @@ def destinations(plans: Any) -> list[list[int]]:
 
 def loaded(driven: EngineDriven, tokens: list[int], num_device_tokens: int = 0) -> int:
     """How many tokens a new request has when its load has landed; that it reads the right bytes is looked at."""
-    holding = driven.admit(tokens, num_device_tokens)
+    request = driven.admit(tokens, num_device_tokens)
     tables = driven.fresh(len(tokens))
-    driven.land(driven.load(holding, tables))
-    ready = holding.num_computed_tokens
+    driven.land(driven.load(request, tables))
+    ready = request.num_computed_tokens
     assert not driven.wrong(tokens, tables, num_device_tokens, ready)
-    driven.release(holding, "looked")
+    driven.release(request, "looked")
     return ready

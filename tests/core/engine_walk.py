@@ -18,7 +18,7 @@ from walk import UNIT, groups_of
 
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState, SelectiveStore, Tier
 from aoffload._kernel.prefix import TOKEN_BYTES
-from aoffload.ledger import Completion, Direction, Holding, Outcome, Prefix, Root, TransferPlan
+from aoffload.ledger import Completion, Direction, LedgerRequest, Outcome, Prefix, Root, TransferPlan
 
 __all__ = ["EngineWalk", "walks"]
 
@@ -92,7 +92,7 @@ class Client:
         self.tokens = tokens
         """All that it will ever be; the prompt, and what it samples."""
         self.num_prompt = num_prompt
-        self.holding: Holding
+        self.record: LedgerRequest
         self.hits: list[list[int]] = []
         """Blocks of the engine's own cache, group by group, with null blocks before the window."""
         self.tables: list[list[int]] = []
@@ -179,13 +179,13 @@ class EngineWalk:
         tokens = [*stem[:cut], *(self.random.randrange(3) for _ in range(length - cut))]
         client = Client(tokens + [self.random.randrange(3) for _ in range(12)], length)
         num_hit = self.hit_in_the_engine(client)
-        client.holding = self.ledger.admit(
-            Prefix.of(ROOT, tokens), num_device_tokens=num_hit, wake=lambda: self.woken.add(client.holding.request_id),
+        client.record = self.ledger.admit(
+            Prefix.of(ROOT, tokens), num_device_tokens=num_hit, wake=lambda: self.woken.add(client.record.request_id),
             store=self.random.choices(["all", "prompt", "none"], [8, 1, 1])[0],
         )  # fmt: skip
         self.clients.append(client)
         self.counts["engine hit"] += num_hit > 0
-        self.counts[client.holding.match.answer.value] += 1
+        self.counts[client.record.match.answer.value] += 1
 
     def ask(self) -> None:
         """The engine tries again to schedule a request that has no blocks yet."""
@@ -194,9 +194,9 @@ class EngineWalk:
             return
         self.let_go(client)
         num_hit = self.hit_in_the_engine(client)
-        name = client.holding.request_id
-        before = client.holding.match
-        match = self.ledger.match_again(client.holding, num_device_tokens=num_hit, wake=lambda: self.woken.add(name))
+        name = client.record.request_id
+        before = client.record.match
+        match = self.ledger.match_again(client.record, num_device_tokens=num_hit, wake=lambda: self.woken.add(name))
         self.counts["pending ended"] += before.is_pending and not match.is_pending
         self.woken.discard(name)
 
@@ -205,8 +205,8 @@ class EngineWalk:
         client = self.one_of(S.PINNED)
         if client is None:
             return
-        holding, tables = client.holding, []
-        stop = holding.match.num_tokens
+        request, tables = client.record, []
+        stop = request.match.num_tokens
         most = self.random.choice([None, None, None, self.random.randint(0, 40)])
         for group, hits in zip(self.groups, client.hits, strict=True):
             wanted = -(-client.num_prompt // group.block_size)
@@ -227,8 +227,8 @@ class EngineWalk:
                 return
             tables.append([*hits, *[0] * nulls, *fresh])
         client.tables, client.hits = tables, []
-        self.add(self.ledger.plan_load(holding, most, into=tables))
-        self.counts["loading"] += holding.state is S.LOADING
+        self.add(self.ledger.plan_load(request, most, into=tables))
+        self.counts["loading"] += request.state is S.LOADING
 
     def compute(self) -> None:
         """A forward over some tokens more, and its offer."""
@@ -245,7 +245,7 @@ class EngineWalk:
         if self.clients:
             client = self.random.choice(self.clients)
             if client.failed_from is None:
-                self.counts["left while loading"] += client.holding.state is S.LOADING
+                self.counts["left while loading"] += client.record.state is S.LOADING
                 self.end(client)
 
     def transfer(self) -> None:
@@ -281,7 +281,7 @@ class EngineWalk:
         if is_load and outcome is Outcome.UNPROVEN:
             # Its engine would compute into blocks that the copy may still write to.
             name = self.ledger.jobs.quarantined[plan.job_id].request_id
-            for client in [client for client in self.clients if client.holding.request_id == name]:
+            for client in [client for client in self.clients if client.record.request_id == name]:
                 self.end(client, "load unproven")
 
     def prove_late(self) -> None:
@@ -300,7 +300,7 @@ class EngineWalk:
         client = self.one_of(S.RUNNING)
         if client is None:
             return
-        before = client.holding.num_computed_tokens
+        before = client.record.num_computed_tokens
         if before + 1 >= len(client.tokens) or not self.compute_to(client, is_failing=True):
             return
         client.failed_from = before
@@ -314,14 +314,14 @@ class EngineWalk:
         for group, table in zip(self.groups, client.tables, strict=True):
             for block_id in table[start // group.block_size :]:
                 self.pool.forget(block_id)
-        told = self.ledger.invalidate(client.holding, start)
+        told = self.ledger.invalidate(client.record, start)
         self.counts["told"] += len(told)
-        for other in [one for one in self.clients if one.holding in told]:
+        for other in [one for one in self.clients if one.record in told]:
             for table in other.tables:
                 for block_id in table:
                     if self.memory[Tier.DEVICE].get(block_id) in (WRONG, TORN):
                         self.pool.forget(block_id)
-            if other.holding.state is S.RUNNING and other.num_offered:
+            if other.record.state is S.RUNNING and other.num_offered:
                 self.counts["told too late"] += 1
                 before = len(self.ledger.jobs.unsettled)
                 self.offer(other, is_last=True)
@@ -365,7 +365,7 @@ class EngineWalk:
     # -- what they are made of ------------------------------------------------------------------------------------
 
     def one_of(self, *states: RequestState) -> Client | None:
-        found = [client for client in self.clients if client.holding.state in states]
+        found = [client for client in self.clients if client.record.state in states]
         return self.random.choice(found) if found else None
 
     def add(self, plans: Sequence[TransferPlan]) -> None:
@@ -396,7 +396,7 @@ class EngineWalk:
 
     def find(self, request_id: str, group: int, start: int, stop: int) -> list[int]:
         """What the engine's own cache has of blocks that a table names no more."""
-        client = next(client for client in self.clients if client.holding.request_id == request_id)
+        client = next(client for client in self.clients if client.record.request_id == request_id)
         found = [self.pool.cached.get(self.tag(client.tokens, group, at), 0) for at in range(start, stop)]
         self.counts["found"] += len(list(filter(None, found)))
         return found
@@ -408,14 +408,14 @@ class EngineWalk:
             tables.clear()
 
     def end(self, client: Client, reason: str = "closed_early") -> None:
-        if client.holding.state is S.RUNNING and reason == "closed_early" and client.num_offered:
+        if client.record.state is S.RUNNING and reason == "closed_early" and client.num_offered:
             self.offer(client, is_last=True)
         self.clients.remove(client)
         self.let_go(client)  # the engine reuses them at once, but for those that are held
-        assert self.ledger.release(client.holding, reason) == ()
+        assert self.ledger.release(client.record, reason) == ()
 
     def reads_right(self, client: Client) -> bool:
-        stop = client.holding.num_computed_tokens
+        stop = client.record.num_computed_tokens
         for number, (group, table) in enumerate(zip(self.groups, client.tables, strict=True)):
             for index in group.attention.required_blocks(stop, group.block_size):
                 if self.memory[Tier.DEVICE].get(table[index], TORN) != self.tag(client.tokens, number, index):
@@ -424,8 +424,8 @@ class EngineWalk:
 
     def compute_to(self, client: Client, *, is_failing: bool) -> bool:
         """Let a forward go on by some tokens; whether there was room for it."""
-        holding = client.holding
-        before = holding.num_computed_tokens
+        request = client.record
+        before = request.num_computed_tokens
         stop = min(before + self.random.randint(1, 14), len(client.tokens) - 1)
         if stop <= before:
             return False
@@ -456,10 +456,10 @@ class EngineWalk:
 
     def drop_what_was_not_brought(self, client: Client) -> None:
         """Before the window at the end of the hit nothing was loaded: what stands in the table there is nobody's KV."""
-        ready = client.holding.num_computed_tokens
+        ready = client.record.num_computed_tokens
         for group, table in zip(self.groups, client.tables, strict=True):
             first = group.attention.required_blocks(ready, group.block_size).start
-            for index in range(client.holding.engine_tokens // group.block_size, first):
+            for index in range(client.record.engine_tokens // group.block_size, first):
                 if table[index]:
                     self.pool.leave(table[index])
                     table[index] = 0
@@ -469,15 +469,15 @@ class EngineWalk:
         return any(other.failed_from is not None for other in self.clients)
 
     def offer(self, client: Client, *, is_last: bool = False) -> None:
-        holding, stop = client.holding, client.num_offered
+        request, stop = client.record, client.num_offered
         for group, table in zip(self.groups, client.tables, strict=True):
             for index in range(group.attention.required_blocks(stop, group.block_size).start):
                 if index < len(table) and table[index] and self.random.random() < 0.5:
                     self.pool.leave(table[index])
                     table[index] = 0  # it has left the window
-        new = client.tokens[holding.sequence.num_tokens : stop + 1]
+        new = client.tokens[request.sequence.num_tokens : stop + 1]
         before = len(self.ledger.jobs.unsettled)
-        self.add(self.ledger.offer(holding, stop, client.tables, new, is_last=is_last))
+        self.add(self.ledger.offer(request, stop, client.tables, new, is_last=is_last))
         self.counts["stored"] += len(self.ledger.jobs.unsettled) - before
 
     # -- laws -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from aoffload._kernel.cache import PrefixCache
 from aoffload._kernel.ledger import Ledger
 from aoffload._kernel.plans import Completion
 from aoffload._kernel.prefix import KeySpan, Prefix, Root
-from aoffload._kernel.requests import Holding, Waiter
+from aoffload._kernel.requests import LedgerRequest, Waiter
 from aoffload._kernel.states import Outcome, RequestState, is_compiled
 from aoffload.errors import OutOfBlocks
 
@@ -37,7 +37,7 @@ class Client:
     root: Root
     tokens: list[int]
     spans: tuple[KeySpan, ...]
-    holding: Holding
+    record: LedgerRequest
     request: Request
     waiter: Waiter | None = None
     waiting: Waiting | None = None
@@ -45,7 +45,7 @@ class Client:
 
     @property
     def state(self) -> RequestState:
-        return self.holding.state
+        return self.record.state
 
 
 @attrs.define(eq=False, slots=False)
@@ -81,16 +81,16 @@ class Lockstep:
     ) -> Client:
         prefix = Prefix.of(root, tokens, spans)
         found = self.ledger.lookup(prefix)
-        holding = self.ledger.admit(prefix, max_hit_tokens=max_hit_tokens, hit_alignment=alignment * self.unit)
+        record = self.ledger.admit(prefix, max_hit_tokens=max_hit_tokens, hit_alignment=alignment * self.unit)
         hit_limit = 1 << 30 if max_hit_tokens is None else max_hit_tokens // self.unit
-        client = Client(root, list(tokens), spans, holding, Request([], len(tokens), hit_limit, alignment))
+        client = Client(root, list(tokens), spans, record, Request([], len(tokens), hit_limit, alignment))
         extend_keys(client.request.keys, root, client.tokens, spans, self.unit)
         client.request.evicted_before = self.naive.tiers[HOST].num_evicted
         self.naive.pin(client.request)
         self.clients.append(client)
         self._same_match(client)
         if max_hit_tokens is None and alignment == 1:
-            assert found == holding.match, "a look-up says something else than the match"
+            assert found == record.match, "a look-up says something else than the match"
         self.check()
         return client
 
@@ -102,8 +102,8 @@ class Lockstep:
             self._refused(client, num_tokens, retryable=False)
         elif waits:
             queue = self.ledger.queue_allocation if client.state is RequestState.PINNED else self.ledger.queue_extension
-            client.waiter = queue(client.holding, num_tokens, lambda: None)
-            client.waiting = self.line.join(client.holding.ticket, request, units)
+            client.waiter = queue(client.record, num_tokens, lambda: None)
+            client.waiting = self.line.join(client.record.ticket, request, units)
             self.seen["waits"] += client.waiting.state == "waiting"
         elif self.line.extending or (self.line.allocating and not request.units):
             self._refused(client, num_tokens, retryable=True)
@@ -115,9 +115,9 @@ class Lockstep:
 
     def _nowait(self, client: Client, num_tokens: int) -> None:
         if client.state is RequestState.PINNED:
-            self.ledger.allocate_nowait(client.holding, num_tokens)
+            self.ledger.allocate_nowait(client.record, num_tokens)
         else:
-            self.ledger.extend_nowait(client.holding, num_tokens)
+            self.ledger.extend_nowait(client.record, num_tokens)
 
     def _refused(self, client: Client, num_tokens: int, *, retryable: bool) -> None:
         with pytest.raises(OutOfBlocks) as refusal:
@@ -154,7 +154,7 @@ class Lockstep:
 
     def load(self, client: Client, max_tokens: int | None) -> None:
         num_jobs, again = len(self.naive.jobs), client.state is RequestState.LOADING
-        self.ledger.plan_load(client.holding, max_tokens)
+        self.ledger.plan_load(client.record, max_tokens)
         if again:
             return self.check()
         self.naive.load(client.request, 1 << 30 if max_tokens is None else max_tokens // self.unit)
@@ -179,18 +179,18 @@ class Lockstep:
         self.check()
 
     def commit(self, client: Client, num_computed_tokens: int, new: list[int]) -> None:
-        self.ledger.commit(client.holding, num_computed_tokens, new)
+        self.ledger.commit(client.record, num_computed_tokens, new)
         client.tokens += new
         extend_keys(client.request.keys, client.root, client.tokens, client.spans, self.unit)
         client.request.num_tokens = len(client.tokens)
         self.seen["decoded"] += len(new)
         self.naive.commit(client.request, num_computed_tokens)
         self.line.pump()
-        self.seen["duplicates"] += any(table.duplicates for table in client.holding.tables)
+        self.seen["duplicates"] += any(table.duplicates for table in client.record.tables)
         self.check()
 
     def enter_step(self, client: Client) -> None:
-        client.step = self.ledger.step([client.holding])
+        client.step = self.ledger.step([client.record])
         client.step.__enter__()
 
     def end_step(self, client: Client) -> None:
@@ -204,9 +204,9 @@ class Lockstep:
         self.check()
 
     def release(self, client: Client, reason: str) -> None:
-        done = client.state is RequestState.RUNNING and client.holding.has_committed and reason == "closed_early"
+        done = client.state is RequestState.RUNNING and client.record.has_committed and reason == "closed_early"
         self.seen[f"left {client.state.name}"] += 1
-        self.ledger.release(client.holding, reason)
+        self.ledger.release(client.record, reason)
         self.clients.remove(client)
         if done:
             self.naive.store(client.request, client.request.published)
@@ -221,16 +221,16 @@ class Lockstep:
         self.check()
 
     def _conclude(self) -> None:
-        for client in sorted(self.clients, key=lambda client: client.holding.ticket):
+        for client in sorted(self.clients, key=lambda client: client.record.ticket):
             if client.request.load_stop:
                 self.naive.conclude(client.request)
 
     # -- comparing ------------------------------------------------------------------------------------------------
 
     def _same_match(self, client: Client) -> None:
-        match, request = client.holding.match, client.request
+        match, request = client.record.match, client.request
         mine = (request.device_hit * self.unit, (request.hit - request.device_hit) * self.unit)
-        assert (match.num_device_tokens, match.num_host_tokens) == mine, client.holding
+        assert (match.num_device_tokens, match.num_host_tokens) == mine, client.record
         self.seen["device hits"] += match.num_device_tokens > 0
         self.seen["host hits"] += match.num_host_tokens > 0
 
@@ -249,14 +249,14 @@ class Lockstep:
             self._same_state(client)
 
     def _same_state(self, client: Client) -> None:
-        holding, request = client.holding, client.request
+        record, request = client.record, client.request
         if client.waiter is not None and client.waiting is not None:
             over = "granted" if client.waiter.granted is not None else "failed" if client.waiter.error else "waiting"
             assert over == client.waiting.state, client.waiter
-        assert (holding.state is RequestState.LOADING) == bool(request.load_stop), holding
-        if holding.state is not RequestState.LOADING:  # what is adopted is entered when the load is over
-            assert holding.published == request.published, holding
-        assert len(holding.private_blocks()) + _granted(client) == request.private, holding
+        assert (record.state is RequestState.LOADING) == bool(request.load_stop), record
+        if record.state is not RequestState.LOADING:  # what is adopted is entered when the load is over
+            assert record.published == request.published, record
+        assert len(record.private_blocks()) + _granted(client) == request.private, record
 
 
 def _granted(client: Client) -> int:

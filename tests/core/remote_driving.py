@@ -70,7 +70,7 @@ class Remote(Driven):
     ) -> list[TransferPlan]:
         plans = list(self.ledger.plan_remote_stores(max_blocks, is_wanted or self.is_wanted))
         self.ledger.check_integrity()
-        assert {plan.hop for plan in plans} <= {STORE}
+        assert {plan.link for plan in plans} <= {STORE}
         return plans
 
     def ask_for(self, *prompts: list[int], times: int = 2, **options: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from driving import Driven
 
 from aoffload import Tier
-from aoffload.ledger import Holding, Outcome, TransferPlan
+from aoffload.ledger import LedgerRequest, Outcome, TransferPlan
 
 __all__ = ["Tagged"]
 
@@ -32,38 +32,38 @@ class Tagged(Driven):
                 self.memory[plan.destination][destination_id] = tag
         super().end(plan, outcome, num_landed, corrupt)
 
-    def serve(self, tokens: list[int], **options: Any) -> Holding:
-        holding = self.running(tokens, **options)
-        self.compute(holding, len(tokens))
-        self.land(self.release(holding))
-        return holding
+    def serve(self, tokens: list[int], **options: Any) -> LedgerRequest:
+        request = self.running(tokens, **options)
+        self.compute(request, len(tokens))
+        self.land(self.release(request))
+        return request
 
-    def compute(self, holding: Holding, num_tokens: int, *, failed: bool = False) -> None:
+    def compute(self, request: LedgerRequest, num_tokens: int, *, failed: bool = False) -> None:
         """A forward up to `num_tokens` in a step of its own, its commit, and the stores that come of it."""
-        with self.ledger.step([holding]):
-            self._forward(holding, num_tokens, is_wrong=failed or not self.reads_right(holding))
-        self.land(self.commit(holding, num_tokens))
+        with self.ledger.step([request]):
+            self._forward(request, num_tokens, is_wrong=failed or not self.reads_right(request))
+        self.land(self.commit(request, num_tokens))
 
-    def _forward(self, holding: Holding, num_tokens: int, *, is_wrong: bool) -> None:
-        units = range(*(n // self.ledger.layout.unit_tokens for n in (holding.num_computed_tokens, num_tokens)))
-        for group, table in enumerate(self.ledger.block_ids(holding)):
+    def _forward(self, request: LedgerRequest, num_tokens: int, *, is_wrong: bool) -> None:
+        units = range(*(n // self.ledger.layout.unit_tokens for n in (request.num_computed_tokens, num_tokens)))
+        for group, table in enumerate(self.ledger.block_ids(request)):
             for unit in units:
-                self.memory[Tier.DEVICE][table[unit]] = WRONG if is_wrong else self._right(holding, group, unit)
+                self.memory[Tier.DEVICE][table[unit]] = WRONG if is_wrong else self._right(request, group, unit)
 
-    def reads_right(self, holding: Holding) -> bool:
-        """Whether all that attention reads before where `holding` has come to is the KV of exactly its tokens."""
-        return all(found == right for found, right in self._reads(holding))
+    def reads_right(self, request: LedgerRequest) -> bool:
+        """Whether all that attention reads before where `request` has come to is the KV of exactly its tokens."""
+        return all(found == right for found, right in self._reads(request))
 
-    def _reads(self, holding: Holding) -> Iterator[tuple[Tag, Tag]]:
-        tables, size = self.ledger.block_ids(holding), self.ledger.layout.unit_tokens
+    def _reads(self, request: LedgerRequest) -> Iterator[tuple[Tag, Tag]]:
+        tables, size = self.ledger.block_ids(request), self.ledger.layout.unit_tokens
         for number, group in enumerate(self.ledger.layout.groups):
-            for unit in group.attention.required_blocks(holding.num_computed_tokens, size):
+            for unit in group.attention.required_blocks(request.num_computed_tokens, size):
                 found = self.memory[Tier.DEVICE].get(tables[number][unit], NEVER_WRITTEN)
-                yield found, self._right(holding, number, unit)
+                yield found, self._right(request, number, unit)
 
     @staticmethod
-    def _right(holding: Holding, group: int, unit: int) -> Tag:
-        return group, bytes(holding.sequence.stretch(0, unit + 1))
+    def _right(request: LedgerRequest, group: int, unit: int) -> Tag:
+        return group, bytes(request.sequence.stretch(0, unit + 1))
 
     def assert_at_rest(self) -> None:
         """Nobody holds anything, and every block is free or cached."""

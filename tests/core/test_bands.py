@@ -19,13 +19,13 @@ A = prompt(1, 25)
 def test_what_has_left_a_window_is_room_for_others() -> None:
     """A commit makes positions before the window null; `extend` says which, once; their blocks can be had."""
     driven = Driven(12, groups=BOTH)
-    holding = driven.running(A[:20])
-    driven.commit(holding, 20)
-    assert driven.ledger.block_ids(holding)[1][:3] == [0, 0, 0]
-    assert all(driven.ledger.block_ids(holding)[1][3:]) and all(driven.ledger.block_ids(holding)[0])
-    extension = driven.ledger.extend_nowait(holding, 24)
+    request = driven.running(A[:20])
+    driven.commit(request, 20)
+    assert driven.ledger.block_ids(request)[1][:3] == [0, 0, 0]
+    assert all(driven.ledger.block_ids(request)[1][3:]) and all(driven.ledger.block_ids(request)[0])
+    extension = driven.ledger.extend_nowait(request, 24)
     assert extension.nulled == [[], [0, 1, 2]] and [len(added) for added in extension.added] == [1, 1]
-    assert driven.ledger.extend_nowait(holding, 24).nulled == [[], []]
+    assert driven.ledger.extend_nowait(request, 24).nulled == [[], []]
     driven.ledger.check_integrity()
 
 
@@ -36,22 +36,22 @@ def test_a_prompt_larger_than_the_pool_fits_slice_by_slice() -> None:
         driven.ledger.allocate_nowait(driven.admit(prompt(2, 400)))
     assert not refusal.value.retryable
     tokens = prompt(1, 400)
-    holding = driven.admit(tokens)
-    driven.ledger.allocate_nowait(holding, 8)
+    request = driven.admit(tokens)
+    driven.ledger.allocate_nowait(request, 8)
     for stop in range(8, 401, 8):
-        driven.ledger.extend_nowait(holding, stop)
-        driven.commit(holding, stop)
-    assert holding.num_computed_tokens == 400
+        driven.ledger.extend_nowait(request, stop)
+        driven.commit(request, stop)
+    assert request.num_computed_tokens == 400
 
 
 def test_blocks_stay_while_a_step_reads_them() -> None:
     """A commit in the middle of a step gives nothing back before the step has ended."""
     driven = Driven(12, groups=BOTH)
-    holding = driven.running(A[:20])
-    with driven.ledger.step([holding]):
-        driven.commit(holding, 20)
-        assert all(driven.ledger.block_ids(holding)[1])
-    assert driven.ledger.block_ids(holding)[1][:3] == [0, 0, 0]
+    request = driven.running(A[:20])
+    with driven.ledger.step([request]):
+        driven.commit(request, 20)
+        assert all(driven.ledger.block_ids(request)[1])
+    assert driven.ledger.block_ids(request)[1][:3] == [0, 0, 0]
     driven.ledger.check_integrity()
 
 
@@ -60,43 +60,43 @@ def test_a_hit_brings_back_only_the_window() -> None:
     has no block of its own."""
     driven = Driven(16, 16, groups=BOTH)
     driven.on_host_only(A)
-    holding = driven.admit(A)
-    assert holding.match.num_host_tokens == 24
-    driven.ledger.allocate_nowait(holding)
-    assert driven.ledger.block_ids(holding)[1][:4] == [0] * 4
-    plans = driven.ledger.plan_load(holding)
+    request = driven.admit(A)
+    assert request.match.num_host_tokens == 24
+    driven.ledger.allocate_nowait(request)
+    assert driven.ledger.block_ids(request)[1][:4] == [0] * 4
+    plans = driven.ledger.plan_load(request)
     assert sorted(plan.num_blocks for plan in plans) == [2, 6]
     driven.land(plans)
-    assert holding.num_computed_tokens == 24 and driven.ledger.block_ids(holding)[1][:4] == [0] * 4
-    assert 0 not in driven.ledger.block_ids(holding)[1][4:]
+    assert request.num_computed_tokens == 24 and driven.ledger.block_ids(request)[1][:4] == [0] * 4
+    assert 0 not in driven.ledger.block_ids(request)[1][4:]
 
 
 def test_a_host_hit_is_loaded_or_declined_before_anything_is_computed() -> None:
     """Where the place of a host hit is null, nothing is computed into it: the call is refused and says what to do."""
     driven = Driven(16, 16, groups=BOTH)
     driven.on_host_only(A)
-    holding = driven.admit(A)
-    driven.ledger.allocate_nowait(holding)
-    for call in (lambda: driven.ledger.commit(holding, 4), lambda: driven.ledger.step([holding]).__enter__()):
+    request = driven.admit(A)
+    driven.ledger.allocate_nowait(request)
+    for call in (lambda: driven.ledger.commit(request, 4), lambda: driven.ledger.step([request]).__enter__()):
         with pytest.raises(WrongState, match=r"load\(max_tokens=0\)"):
             call()
-    assert driven.ledger.plan_load(holding, 0) == ()
-    assert holding.state is RequestState.RUNNING and 0 not in driven.ledger.block_ids(holding)[1]
-    driven.commit(holding, 25)
+    assert driven.ledger.plan_load(request, 0) == ()
+    assert request.state is RequestState.RUNNING and 0 not in driven.ledger.block_ids(request)[1]
+    driven.commit(request, 25)
 
 
 def test_a_failed_load_is_computed_in_blocks_of_its_own() -> None:
     """When a window does not come, the request has blocks for everything that it computes instead."""
     driven = Driven(16, 16, groups=BOTH)
     driven.on_host_only(A)
-    holding = driven.admit(A)
-    driven.ledger.allocate_nowait(holding)
-    plans = driven.launch(driven.ledger.plan_load(holding))
+    request = driven.admit(A)
+    driven.ledger.allocate_nowait(request)
+    plans = driven.launch(driven.ledger.plan_load(request))
     for plan in plans:
         driven.ledger.settle(Completion(plan.job_id, Outcome.FAILED if plan.num_blocks == 2 else Outcome.LANDED, 0))
-    assert holding.state is RequestState.RUNNING and holding.num_computed_tokens == 0
-    assert 0 not in driven.ledger.block_ids(holding)[0] + driven.ledger.block_ids(holding)[1]
-    driven.commit(holding, 25)
+    assert request.state is RequestState.RUNNING and request.num_computed_tokens == 0
+    assert 0 not in driven.ledger.block_ids(request)[0] + driven.ledger.block_ids(request)[1]
+    driven.commit(request, 25)
 
 
 def test_a_refusal_keeps_what_the_load_would_adopt() -> None:
@@ -105,13 +105,13 @@ def test_a_refusal_keeps_what_the_load_would_adopt() -> None:
     driven.on_host_only(A)
     driven.release(driven.running(A))  # on the device, too; then its window goes, which was let go of first
     driven.release(driven.allocated(prompt(7, 20)), "filler")
-    holding = driven.admit(A)
-    assert holding.reserve is not None and holding.match.num_host_tokens > 0
+    request = driven.admit(A)
+    assert request.reserve is not None and request.match.num_host_tokens > 0
     driven.allocated(prompt(8, 16))
-    before, match = driven.ledger.statistics(), holding.match
+    before, match = driven.ledger.statistics(), request.match
     with pytest.raises(OutOfBlocks):
-        driven.ledger.allocate_nowait(holding)
-    assert holding.reserve is not None and holding.match == match and driven.ledger.statistics() == before
+        driven.ledger.allocate_nowait(request)
+    assert request.reserve is not None and request.match == match and driven.ledger.statistics() == before
 
 
 def test_what_a_load_would_adopt_stays() -> None:
@@ -121,12 +121,12 @@ def test_what_a_load_would_adopt_stays() -> None:
     driven.release(driven.allocated(prompt(7, 25)), "filler")  # the window goes, which was let go of first
     for run in driven.ledger.cache.index.runs.values():
         driven.ledger.cache.withdraw_part(run.part(Tier.HOST, 0))
-    holding = driven.admit(A)
-    assert (holding.match.num_device_tokens, holding.match.num_host_tokens) == (0, 24)
+    request = driven.admit(A)
+    assert (request.match.num_device_tokens, request.match.num_host_tokens) == (0, 24)
     driven.evict_device()
-    driven.ledger.allocate_nowait(holding)
-    driven.land(driven.ledger.plan_load(holding))
-    assert holding.num_computed_tokens == 24
+    driven.ledger.allocate_nowait(request)
+    driven.land(driven.ledger.plan_load(request))
+    assert request.num_computed_tokens == 24
 
 
 def test_of_a_window_its_end_is_stored() -> None:
@@ -136,9 +136,9 @@ def test_of_a_window_its_end_is_stored() -> None:
     run = next(iter(driven.ledger.cache.index.runs.values()))
     part = run.part(Tier.HOST, 1)
     assert part.first > 0, "the window was stored, and what lies before it was not"
-    holding = driven.running(A)
+    request = driven.running(A)
     driven.ledger.check_integrity()
-    assert holding.num_computed_tokens == 24
+    assert request.num_computed_tokens == 24
 
 
 @pytest.mark.parametrize("chunk", [4, 8, 12, 16])
@@ -154,10 +154,10 @@ def test_going_back_behind_the_window_ends_a_request() -> None:
     """What attention would read before the place that `invalidate` goes back to has left the window: the request is
     among those that have to be aborted, and what it had published is found no more."""
     driven = Driven(16, groups=BOTH)
-    holding = driven.running(A)
-    driven.commit(holding, 24)
-    assert driven.ledger.invalidate(holding, 12) == (holding,)
-    driven.release(holding, "prefix_invalidated")
+    request = driven.running(A)
+    driven.commit(request, 24)
+    assert driven.ledger.invalidate(request, 12) == (request,)
+    driven.release(request, "prefix_invalidated")
     assert driven.hit(A)[0] <= 12
     again = driven.running(A)
     driven.commit(again, 24)

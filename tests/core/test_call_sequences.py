@@ -10,7 +10,7 @@ from driving import ROOT, prompt
 from tagged import Tagged
 
 from aoffload import FullAttention, KVCacheGroup, OutOfBlocks, RequestState, SlidingWindow, Tier
-from aoffload.ledger import Holding, Outcome, PinState, Prefix, TransferPlan
+from aoffload.ledger import LedgerRequest, Outcome, PinState, Prefix, TransferPlan
 from aoffload.testing.programs.fingerprint import changes, fingerprint
 
 FULL = KVCacheGroup("full", FullAttention(), 1)
@@ -21,7 +21,7 @@ A = prompt(1, 9)
 # -- room asked for before the load is planned ------------------------------------------------------------------------
 
 
-def allocated_beside_its_twin() -> tuple[Tagged, Holding, Holding]:
+def allocated_beside_its_twin() -> tuple[Tagged, LedgerRequest, LedgerRequest]:
     """A request whose host hit is not loaded yet. Another has computed the same meanwhile, and holds the room."""
     driven = Tagged(40, groups=[FULL, WINDOW])
     driven.on_host_only(A)
@@ -46,8 +46,8 @@ def test_an_extension_refused_before_the_load_changes_nothing() -> None:
     driven.land(driven.ledger.plan_load(request))
     assert (request.num_computed_tokens, driven.reads_right(request)) == (8, True)
     driven.compute(request, 9)
-    for holding in (request, twin):
-        driven.land(driven.release(holding))
+    for record in (request, twin):
+        driven.land(driven.release(record))
     driven.assert_at_rest()
 
 
@@ -82,15 +82,15 @@ def test_a_fork_is_told_of_a_failed_forward_whatever_it_has_done_since(is_preemp
     driven.ledger.allocate_nowait(parent, 8)
     driven.ledger.plan_load(parent)
     driven.land(driven.commit(parent, 4, [99]))
-    fork = driven.ledger.fork(parent, "fork", num_tokens=8).holding
+    fork = driven.ledger.fork(parent, "fork", num_tokens=8).request
     if has_committed:
         driven.land(driven.commit(fork, 5, [7]))
     if is_preempted:
         driven.land(driven.ledger.preempt_nowait(fork).plans)
     assert driven.ledger.invalidate(parent, 0) == (fork,)
     driven.ledger.check_integrity()
-    for holding in (fork, parent):
-        driven.land(driven.release(holding))
+    for record in (fork, parent):
+        driven.land(driven.release(record))
     assert driven.hit([*A[:4], 99, 7]) == (0, 0)
     driven.assert_at_rest()
 
@@ -105,10 +105,10 @@ def test_a_step_holds_what_it_reads_although_that_was_taken_back_and_everybody_h
     with driven.ledger.step([reader]):
         read = set(driven.ledger.block_ids(reader)[0][:4])
         assert driven.ledger.invalidate(author, 0) == (reader,)
-        for holding in (author, reader):
-            driven.release(holding, "prefix_invalidated")
+        for record in (author, reader):
+            driven.release(record, "prefix_invalidated")
         neighbour = driven.admit(prompt(2, 1))
-        driven.ledger.allocate_nowait(neighbour, driven.ledger.admission.room)
+        driven.ledger.allocate_nowait(neighbour, driven.ledger.admission.num_available)
         driven.ledger.check_integrity()
         assert read.isdisjoint(driven.ledger.block_ids(neighbour)[0])
     driven.ledger.extend_nowait(neighbour, 12)
@@ -119,7 +119,7 @@ def test_a_step_holds_what_it_reads_although_that_was_taken_back_and_everybody_h
 # -- granted, and not accepted yet ------------------------------------------------------------------------------------
 
 
-def granted_after_a_lost_load() -> tuple[Tagged, Holding, Holding, TransferPlan]:
+def granted_after_a_lost_load() -> tuple[Tagged, LedgerRequest, LedgerRequest, TransferPlan]:
     """A load is lost, and its request waits for room to compute; in between another has computed the first tokens."""
     driven = Tagged(20, groups=[FULL])
     driven.on_host_only(A[:7])
@@ -192,7 +192,7 @@ def test_a_pin_yields_whatever_the_first_in_line_has_matched(pressure: int) -> N
 
 
 @contextmanager
-def early_step_beside_a_twin(driven: Tagged) -> Iterator[Holding]:
+def early_step_beside_a_twin(driven: Tagged) -> Iterator[LedgerRequest]:
     """A forward that has begun on its load, while another request computes the first tokens, and no room is left."""
     driven.on_host_only(A[:6])
     request = driven.allocated(A[:6])
@@ -201,10 +201,10 @@ def early_step_beside_a_twin(driven: Tagged) -> Iterator[Holding]:
         twin = driven.running(A[:6], reads_cache=False)
         driven.compute(twin, 2)
         squeezing = driven.admit([5])
-        driven.ledger.allocate_nowait(squeezing, driven.ledger.admission.room)
+        driven.ledger.allocate_nowait(squeezing, driven.ledger.admission.num_available)
         yield request
-    for holding in (twin, squeezing):
-        driven.land(driven.release(holding))
+    for record in (twin, squeezing):
+        driven.land(driven.release(record))
 
 
 def test_a_load_that_is_given_up_under_a_forward_breaks_no_law() -> None:

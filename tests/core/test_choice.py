@@ -45,7 +45,7 @@ def test_what_is_queued_to_be_computed_makes_computing_dear() -> None:
 
 
 def test_what_is_queued_to_be_copied_makes_loading_dear() -> None:
-    """What waits for the hop is before these bytes, and those behind wait for them."""
+    """What waits for the link is before these bytes, and those behind wait for them."""
     assert stop(0.6, wait_s=0.3) == 0
     assert stop(0.4, wait_s=0.1) == NUM_UNITS
     assert stop(1.5, wait_s=3.0, queued=5000) == NUM_UNITS
@@ -53,7 +53,7 @@ def test_what_is_queued_to_be_copied_makes_loading_dear() -> None:
 
 
 def test_what_is_not_known() -> None:
-    """Without a speed of computing everything is loaded. A hop that nothing has measured is measured by one load."""
+    """Without a speed of computing everything is loaded. A link that nothing has measured is measured by one load."""
     assert stop(1e9, speed=None) == NUM_UNITS
     assert stop(1.0, bytes_per_s=None) == NUM_UNITS
     assert stop(1.0, bytes_per_s=None, queued_bytes=1) == 0
@@ -128,13 +128,13 @@ def test_what_is_declined_is_computed() -> None:
     the load have no more."""
     driven = EngineDriven()
     driven.serve(A)
-    holding = driven.admit(A)
-    found = driven.ledger.loadable(holding)
+    request = driven.admit(A)
+    found = driven.ledger.loadable(request)
     assert found is not None and (found.start, found.stop, found.num_blocks) == (0, 3, 3)
-    assert driven.ledger.decline(holding, 9).num_host_tokens == 8
+    assert driven.ledger.decline(request, 9).num_host_tokens == 8
     assert driven.ledger.statistics().host.num_pinned == 2
-    assert driven.ledger.match_again(holding, num_device_tokens=0).num_tokens == 8
-    assert driven.ledger.decline(holding, 0).num_tokens == 0
-    assert driven.ledger.statistics().host.num_pinned == 0 and driven.ledger.loadable(holding) is None
-    assert driven.ledger.match_again(holding, num_device_tokens=4).num_host_tokens == 0
+    assert driven.ledger.match_again(request, num_device_tokens=0).num_tokens == 8
+    assert driven.ledger.decline(request, 0).num_tokens == 0
+    assert driven.ledger.statistics().host.num_pinned == 0 and driven.ledger.loadable(request) is None
+    assert driven.ledger.match_again(request, num_device_tokens=4).num_host_tokens == 0
     assert driven.ledger.cache.tiers[Tier.HOST].statistics().num_cached == 3

@@ -7,7 +7,7 @@ from disk_driving import Disk
 from driving import BLOCK, prompt
 
 from aoffload import KVCacheGroup, RequestState, SlidingWindow
-from aoffload._kernel.requests import Holding, Waiter
+from aoffload._kernel.requests import LedgerRequest, Waiter
 from aoffload._kernel.states import CacheTransferState, Outcome, Tier
 from aoffload.errors import InvalidArgument, WrongState
 
@@ -20,8 +20,8 @@ def test_what_the_disk_has_is_said_but_is_no_hit() -> None:
     disk.on_disk_only(TOKENS)
     match = disk.ledger.lookup(disk.prefix(TOKENS))
     assert (match.num_tokens, match.num_disk_tokens) == (0, 8 * BLOCK)
-    holding = disk.admit(TOKENS)
-    assert (holding.match.num_tokens, holding.match.num_disk_tokens) == (0, 8 * BLOCK)
+    request = disk.admit(TOKENS)
+    assert (request.match.num_tokens, request.match.num_disk_tokens) == (0, 8 * BLOCK)
     assert disk.admit(TOKENS, max_hit_tokens=3 * BLOCK).match.num_disk_tokens == 3 * BLOCK
     assert disk.admit(TOKENS, hit_alignment=3 * BLOCK).match.num_disk_tokens == 6 * BLOCK
     assert disk.admit(prompt(2, 8)).match.num_disk_tokens == 0
@@ -31,31 +31,31 @@ def test_a_fetch_brings_it_into_the_host() -> None:
     """Jobs in prefix order; then a request that waited for it matches and pins what is there, in one step."""
     disk = Disk(max_job_bytes="3B")
     disk.on_disk_only(TOKENS)
-    holding = disk.admit(TOKENS)
+    request = disk.admit(TOKENS)
     fetch = disk.ledger.fetch(disk.prefix(TOKENS))
-    assert [(plan.hop, plan.num_blocks) for plan in fetch.plans] == [((Tier.DISK, Tier.HOST), n) for n in (3, 3, 2)]
+    assert [(plan.link, plan.num_blocks) for plan in fetch.plans] == [((Tier.DISK, Tier.HOST), n) for n in (3, 3, 2)]
     assert (fetch.state, fetch.num_blocks, all(plan.labels == () for plan in fetch.plans)) == (
         CacheTransferState.MOVING, 8, True,
     )  # fmt: skip
     disk.land(fetch.plans)
     assert (fetch.state, fetch.num_tokens) == (CacheTransferState.DONE, 8 * BLOCK)
-    assert holding.match.num_tokens == 0, "it is not matched behind its back"
-    match = disk.ledger.match_fetched(holding)
+    assert request.match.num_tokens == 0, "it is not matched behind its back"
+    match = disk.ledger.match_fetched(request)
     assert (match.num_host_tokens, match.num_disk_tokens) == (8 * BLOCK, 0)
     assert disk.num_pinned()[1] == 8
-    disk.ledger.allocate_nowait(holding)
-    disk.land(disk.ledger.plan_load(holding))
-    assert (holding.state, holding.num_computed_tokens) == (RequestState.RUNNING, 8 * BLOCK)
+    disk.ledger.allocate_nowait(request)
+    disk.land(disk.ledger.plan_load(request))
+    assert (request.state, request.num_computed_tokens) == (RequestState.RUNNING, 8 * BLOCK)
 
 
 def test_whoever_is_woken_may_match_at_once() -> None:
     """`wake` is called when the fetch is over, and may call `match_fetched`: nothing is evicted in between."""
     disk = Disk()
     disk.on_disk_only(TOKENS)
-    holding = disk.admit(TOKENS)
-    fetch = disk.ledger.fetch(disk.prefix(TOKENS), lambda: disk.ledger.match_fetched(holding))
+    request = disk.admit(TOKENS)
+    fetch = disk.ledger.fetch(disk.prefix(TOKENS), lambda: disk.ledger.match_fetched(request))
     disk.land(fetch.plans)
-    assert holding.match.num_host_tokens == 8 * BLOCK
+    assert request.match.num_host_tokens == 8 * BLOCK
     assert disk.num_pinned()[1] == 8
 
 
@@ -67,8 +67,8 @@ def test_there_may_be_nothing_to_fetch() -> None:
     assert disk.fetched(TOKENS) == 8 * BLOCK
     again = disk.ledger.fetch(disk.prefix(TOKENS))
     assert (again.plans, again.num_tokens, again.is_over) == ((), 8 * BLOCK, True)
-    holding = disk.running(TOKENS)
-    disk.commit(holding)
+    request = disk.running(TOKENS)
+    disk.commit(request)
     disk.ledger.reset(Tier.HOST)
     assert disk.ledger.fetch(disk.prefix(TOKENS)).plans == (), "the device has it"
 
@@ -103,11 +103,11 @@ def test_a_store_under_way_into_the_host_is_waited_for() -> None:
     """What comes from the device at the same time counts, and is not copied from the disk, too."""
     disk = Disk()
     disk.on_disk_only(TOKENS[: 5 * BLOCK + 1])
-    holding = disk.running(TOKENS)
-    stores = disk.commit(holding)
+    request = disk.running(TOKENS)
+    stores = disk.commit(request)
     fetch = disk.ledger.fetch(disk.prefix(TOKENS))
     assert (fetch.plans, fetch.is_over) == ((), True), "the device has it"
-    disk.land([*stores, *disk.release(holding)])
+    disk.land([*stores, *disk.release(request)])
 
 
 def test_a_cancelled_fetch_leaves_others_alone() -> None:
@@ -151,9 +151,9 @@ def test_a_fetch_takes_what_room_there_is() -> None:
     disk = Disk(num_device=32, num_host=8)
     disk.on_disk_only(TOKENS)
     disk.on_host_only(prompt(2, 5 * BLOCK))
-    holding = disk.admit([*prompt(2, 5 * BLOCK), 7])
+    request = disk.admit([*prompt(2, 5 * BLOCK), 7])
     assert disk.fetched(TOKENS) == 3 * BLOCK
-    disk.release(holding)
+    disk.release(request)
     assert disk.fetched(TOKENS) == 8 * BLOCK
 
 
@@ -219,29 +219,29 @@ def test_a_request_in_line_is_not_matched_by_a_fetch() -> None:
     waits = disk.admit(TOKENS)
     waiter = disk.ledger.queue_allocation(waits)
     disk.fetched(TOKENS)
-    for holding in (waits, running):
+    for request in (waits, running):
         before = disk.picture()
         with pytest.raises(WrongState, match="match_fetched"):
-            disk.ledger.match_fetched(holding)
+            disk.ledger.match_fetched(request)
         assert disk.picture() == before
     disk.release(running, "cancelled")
     disk.ledger.accept(waiter)
     assert waits.match.num_host_tokens == 8 * BLOCK
 
 
-def in_line_behind(disk: Disk, head: Holding, tokens: list[int]) -> Waiter:
+def in_line_behind(disk: Disk, head: LedgerRequest, tokens: list[int]) -> Waiter:
     """A request that has fetched, and waits for room behind `head`."""
     found = disk.admit(tokens)
-    fetch = disk.ledger.fetch(disk.prefix(tokens), lambda: disk.ledger.match_fetched(found), request=found)
+    fetch = disk.ledger.fetch(disk.prefix(tokens), lambda: disk.ledger.match_fetched(found), for_request=found)
     disk.land(fetch.plans)
     assert found.match.num_host_tokens == 8 * BLOCK
     waiter = disk.ledger.queue_allocation(found)
-    assert disk.ledger.admission.line.allocating[0].holding is head and not found.leases
+    assert disk.ledger.admission.queue.allocating[0].record is head and not found.leases
     disk.ledger.check_integrity()
     return waiter
 
 
-def line_of(disk: Disk) -> tuple[Holding, Holding]:
+def line_of(disk: Disk) -> tuple[LedgerRequest, LedgerRequest]:
     """A request that has all the room, and the head of the line for it. Neither is cached anywhere."""
     running = disk.running(prompt(2, 8 * BLOCK), store="none")
     head = disk.admit(prompt(3, 8 * BLOCK), store="none")
@@ -268,10 +268,10 @@ def test_what_was_fetched_stays_while_its_request_waits_for_room(windows: bool) 
     disk.release(head, "cancelled")
     disk.release(running, "cancelled")
     disk.ledger.accept(waiter)
-    assert waiter.holding.match.num_host_tokens == 8 * BLOCK and waiter.holding.fetched is None
-    disk.land(disk.ledger.plan_load(waiter.holding))
-    assert waiter.holding.num_computed_tokens == 8 * BLOCK
-    disk.release(waiter.holding, "cancelled")
+    assert waiter.request.match.num_host_tokens == 8 * BLOCK and waiter.request.fetched is None
+    disk.land(disk.ledger.plan_load(waiter.request))
+    assert waiter.request.num_computed_tokens == 8 * BLOCK
+    disk.release(waiter.request, "cancelled")
     assert disk.ledger.statistics().host.num_pinned == 0
 
 
@@ -284,13 +284,13 @@ def test_requests_in_line_keep_no_more_than_the_share_of_all_fetches() -> None:
     waiters = [in_line_behind(disk, head, each) for each in (TOKENS, OTHERS[0])]
     assert disk.ledger.statistics().host.num_pinned == 8
     disk.fetched(OTHERS[1])
-    for holding in (head, running):
-        disk.release(holding, "cancelled")
+    for request in (head, running):
+        disk.release(request, "cancelled")
     disk.ledger.accept(waiters[0])
-    assert waiters[0].holding.match.num_host_tokens == 8 * BLOCK
-    disk.release(waiters[0].holding, "cancelled")
+    assert waiters[0].record.match.num_host_tokens == 8 * BLOCK
+    disk.release(waiters[0].record, "cancelled")
     disk.ledger.accept(waiters[1])
-    assert waiters[1].holding.match.num_host_tokens < 8 * BLOCK
+    assert waiters[1].record.match.num_host_tokens < 8 * BLOCK
 
 
 @pytest.mark.parametrize("how", ["release", "reset", "host", "invalidate"])
@@ -301,15 +301,15 @@ def test_what_was_fetched_is_let_go_with_its_request_or_its_cache(how: str) -> N
     running, head = line_of(disk)
     waiter = in_line_behind(disk, head, TOKENS)
     if how == "release":
-        disk.release(waiter.holding, "cancelled")
+        disk.release(waiter.request, "cancelled")
     elif how == "invalidate":
         disk.ledger.invalidate(running, 0)
-        disk.release(waiter.holding, "cancelled")
+        disk.release(waiter.request, "cancelled")
     else:
         disk.ledger.reset(Tier.HOST if how == "host" else None)
         assert disk.ledger.statistics().host.num_cached == 0
         disk.ledger.check_integrity()
-        disk.release(waiter.holding, "cancelled")
+        disk.release(waiter.request, "cancelled")
     found = disk.ledger.statistics().host
     assert (found.num_pinned, disk.ledger._request_leases.num_fetched) == (0, 0)
 

@@ -29,7 +29,7 @@ def test_what_the_host_is_about_to_evict_goes_down_first() -> None:
     disk.on_host_only(prompt(1, 9 * BLOCK))
     disk.on_host_only(prompt(2, 6 * BLOCK))
     (plan,) = disk.write_behind()
-    assert (plan.hop, plan.num_blocks) == ((Tier.HOST, Tier.DISK), 9), "the prefix of the oldest blocks, from its head"
+    assert (plan.link, plan.num_blocks) == ((Tier.HOST, Tier.DISK), 9), "the prefix of the oldest blocks, from its head"
     assert disk.write_behind() == [], "it is under way"
     disk.land([plan])
     assert disk.write_behind() == [], "and then it is there"
@@ -222,10 +222,10 @@ def test_what_lies_behind_a_corrupt_block_is_not_stored() -> None:
     """It could not be published there, so it would be written again and again."""
     disk, tokens = Disk(20), [*prompt(1, 16 * BLOCK), 7]
     disk.on_host_only(tokens)
-    holding = disk.allocated(tokens)
-    for plan in disk.launch(disk.ledger.plan_load(holding)):
+    request = disk.allocated(tokens)
+    for plan in disk.launch(disk.ledger.plan_load(request)):
         disk.end(plan, Outcome.CORRUPT, 3, [3])
-    disk.release(holding, "failed")
+    disk.release(request, "failed")
     plans = disk.write_behind()
     assert sum(plan.num_blocks for plan in plans) <= 3
     disk.land(plans)
@@ -269,14 +269,14 @@ def test_windows_go_down_with_their_prefix(flush: bool) -> None:
 def test_what_a_failed_forward_has_left_there_is_told(when: str) -> None:
     """A restart would find it by its label. Slots of what is right are not named, and none is named twice."""
     disk, tokens = Disk(), prompt(1, 6 * BLOCK)
-    holding = disk.running(tokens)
-    disk.land(disk.commit(holding))
+    request = disk.running(tokens)
+    disk.land(disk.commit(request))
     (plan,) = disk.ledger.plan_disk_flush(HUGE)
     if when != "queued":
         disk.launch([plan])
     if when == "landed":
         disk.end(plan)
-    disk.ledger.invalidate(holding, 4 * BLOCK)
+    disk.ledger.invalidate(request, 4 * BLOCK)
     disk.ledger.check_integrity()
     if when == "launched":
         assert not disk.ledger.take_forgotten_slots(), "it may still be written"
@@ -295,8 +295,8 @@ def test_slots_that_were_freed_may_hold_what_is_taken_back(way: str) -> None:
     """A slot keeps its record until something is stored in its place: if a forward has failed, nobody knows which of
     those that were freed have something of it. A reset leaves none that a restart finds."""
     disk, tokens = Disk(num_slots=6), prompt(1, 6 * BLOCK)
-    holding = disk.running(tokens)
-    disk.land(disk.commit(holding))
+    request = disk.running(tokens)
+    disk.land(disk.commit(request))
     (plan,) = disk.ledger.plan_disk_flush(HUGE)
     disk.launch([plan])
     if way == "given up":
@@ -313,7 +313,7 @@ def test_slots_that_were_freed_may_hold_what_is_taken_back(way: str) -> None:
         (failed,) = disk.ledger.plan_disk_stores(HUGE) or disk.ledger.plan_disk_flush(HUGE)
         disk.ledger.discard(failed.job_id)  # two slots are evicted for it in vain
     freed = set(disk.ledger.cache.tiers[Tier.DISK].pool.free_ids())
-    disk.ledger.invalidate(holding, 0)
+    disk.ledger.invalidate(request, 0)
     forgotten = set(disk.ledger.take_forgotten_slots())
     assert forgotten >= freed if way != "reset" else not forgotten
     assert forgotten >= set(plan.destination_ids) or way == "reset"

@@ -12,7 +12,7 @@ from driving import BLOCK, Driven, prompt
 
 from aoffload._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._kernel.plans import TransferPlan
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Outcome, OverlapState, RequestState, Tier
 from aoffload.errors import CommitError, InvalidArgument, WrongState
 
@@ -26,12 +26,12 @@ def on_host(num_device: int = 16, tokens: list[int] = A, **config: Any) -> Drive
     return driven
 
 
-def start(driven: Driven, tokens: list[int] = A, **options: Any) -> tuple[Holding, list[TransferPlan]]:
-    holding = driven.allocated(tokens, **options)
-    return holding, driven.launch(driven.ledger.plan_load(holding))
+def start(driven: Driven, tokens: list[int] = A, **options: Any) -> tuple[LedgerRequest, list[TransferPlan]]:
+    request = driven.allocated(tokens, **options)
+    return request, driven.launch(driven.ledger.plan_load(request))
 
 
-def begin(driven: Driven, *arriving: Holding) -> AbstractContextManager[None]:
+def begin(driven: Driven, *arriving: LedgerRequest) -> AbstractContextManager[None]:
     step = driven.ledger.step([], arriving)
     step.__enter__()
     driven.ledger.check_integrity()
@@ -49,55 +49,55 @@ def end(driven: Driven, step: AbstractContextManager[None]) -> None:
 def test_what_an_early_step_reads_is_what_the_load_brings() -> None:
     """The table that it is given is the one that the request has afterwards, and its work can be committed then."""
     driven = on_host()
-    holding, plans = start(driven)
-    step = begin(driven, holding)
-    assert driven.ledger.num_expected_tokens(holding) == 16
-    expected = driven.ledger.expected_block_ids(holding)
-    assert 0 not in expected[0] and 0 in driven.ledger.block_ids(holding)[0]
+    request, plans = start(driven)
+    step = begin(driven, request)
+    assert driven.ledger.num_expected_tokens(request) == 16
+    expected = driven.ledger.expected_block_ids(request)
+    assert 0 not in expected[0] and 0 in driven.ledger.block_ids(request)[0]
     driven.end(plans[0])
-    assert driven.ledger.block_ids(holding) == expected == driven.ledger.expected_block_ids(holding)
+    assert driven.ledger.block_ids(request) == expected == driven.ledger.expected_block_ids(request)
     end(driven, step)
-    assert driven.ledger.begin_again(holding) is None
-    driven.commit(holding)
-    assert holding.num_computed_tokens == 17
+    assert driven.ledger.begin_again(request) is None
+    driven.commit(request)
+    assert request.num_computed_tokens == 17
 
 
 def test_nothing_can_be_committed_before_the_load_is_over() -> None:
     """However ready the forward is: what it has read is proven when the load is settled."""
     driven = on_host()
-    holding, plans = start(driven)
-    end(driven, begin(driven, holding))
+    request, plans = start(driven)
+    end(driven, begin(driven, request))
     with pytest.raises(WrongState, match=r"commit: .* is LOADING"):
-        driven.ledger.commit(holding, 17)
+        driven.ledger.commit(request, 17)
     driven.end(plans[0])
-    driven.commit(holding)
+    driven.commit(request)
 
 
 def test_a_request_as_such_takes_no_step_while_it_loads() -> None:
     """Only who says that it starts on what is coming is given the table of what is coming."""
     driven = on_host()
-    holding, _ = start(driven)
+    request, _ = start(driven)
     with pytest.raises(WrongState, match=r"step: .* is LOADING"):
-        begin_ordinary(driven, holding)
+        begin_ordinary(driven, request)
     with pytest.raises(WrongState, match="no step of"):
-        driven.ledger.expected_block_ids(holding)
-    assert holding.num_steps == 0 and holding.overlap is None
+        driven.ledger.expected_block_ids(request)
+    assert request.num_steps == 0 and request.overlap is None
 
 
-def begin_ordinary(driven: Driven, holding: Holding) -> None:
-    with driven.ledger.step([holding]):
+def begin_ordinary(driven: Driven, request: LedgerRequest) -> None:
+    with driven.ledger.step([request]):
         pass
 
 
 def test_a_load_that_is_over_makes_it_an_ordinary_step() -> None:
     """An engine need not look whether the load was faster."""
     driven = on_host()
-    holding, plans = start(driven)
+    request, plans = start(driven)
     driven.end(plans[0])
-    step = begin(driven, holding)
-    assert driven.ledger.expected_block_ids(holding) == driven.ledger.block_ids(holding)
-    assert driven.ledger.num_expected_tokens(holding) == 16
-    driven.commit(holding)
+    step = begin(driven, request)
+    assert driven.ledger.expected_block_ids(request) == driven.ledger.block_ids(request)
+    assert driven.ledger.num_expected_tokens(request) == 16
+    driven.commit(request)
     end(driven, step)
 
 
@@ -144,73 +144,73 @@ def test_a_shared_job_of_another_branch_brings_only_what_both_have() -> None:
 def test_work_on_a_load_that_fell_short_can_not_be_committed(outcome: Outcome) -> None:
     """The first invalid token is named; it counts again what a step computes that begins after that was heard."""
     driven = on_host()
-    holding, plans = start(driven)
-    step = begin(driven, holding)
+    request, plans = start(driven)
+    step = begin(driven, request)
     corrupt = (2,) if outcome is Outcome.CORRUPT else ()
     num_landed = 0 if outcome is Outcome.UNPROVEN else 2
     driven.end(plans[0], outcome, num_landed, corrupt)
     end(driven, step)
     ready = num_landed * BLOCK
-    assert holding.state is RequestState.RUNNING and holding.num_computed_tokens == ready
+    assert request.state is RequestState.RUNNING and request.num_computed_tokens == ready
     for told in (False, True):
         with pytest.raises(CommitError, match=rf"fell short .* from token {ready} on") as refusal:
-            driven.ledger.commit(holding, 17)
+            driven.ledger.commit(request, 17)
         assert refusal.value.argument == "num_computed_tokens"
         if not told:
-            assert driven.ledger.begin_again(holding) == ready
-    with driven.ledger.step([holding]):
+            assert driven.ledger.begin_again(request) == ready
+    with driven.ledger.step([request]):
         pass
-    assert driven.ledger.begin_again(holding) is None
-    driven.land([*driven.commit(holding), *driven.release(holding)])
+    assert driven.ledger.begin_again(request) is None
+    driven.land([*driven.commit(request), *driven.release(request)])
     assert driven.num_pinned() == (0, 0)
 
 
 def test_a_load_that_is_waited_for_no_longer_refutes() -> None:
     """What has landed counts; what is still under way was read too early, however it ends."""
     driven = on_host(max_job_bytes=2)
-    holding, plans = start(driven)
+    request, plans = start(driven)
     assert len(plans) == 2
-    step = begin(driven, holding)
+    step = begin(driven, request)
     driven.end(plans[0])
-    driven.ledger.abandon_load(holding)
+    driven.ledger.abandon_load(request)
     end(driven, step)
-    assert holding.state is RequestState.RUNNING and holding.num_computed_tokens == 8
+    assert request.state is RequestState.RUNNING and request.num_computed_tokens == 8
     with pytest.raises(CommitError, match="from token 8 on"):
-        driven.ledger.commit(holding, 17)
+        driven.ledger.commit(request, 17)
     driven.end(plans[1])
-    assert driven.ledger.begin_again(holding) == 8
+    assert driven.ledger.begin_again(request) == 8
 
 
 def test_steps_that_go_on_without_having_heard_are_refused_as_well() -> None:
     """Slice after slice, each on what the one before has computed: all of them are wrong."""
     driven = on_host(tokens=[*A, *prompt(3, 16)])
-    holding, plans = start(driven, [*A, *prompt(3, 16)])
-    first = begin(driven, holding)
+    request, plans = start(driven, [*A, *prompt(3, 16)])
+    first = begin(driven, request)
     driven.end(plans[0], Outcome.FAILED, 1)
     end(driven, first)
-    end(driven, begin(driven, holding))
-    begin_ordinary(driven, holding)
+    end(driven, begin(driven, request))
+    begin_ordinary(driven, request)
     with pytest.raises(CommitError, match="from token 4 on"):
-        driven.ledger.commit(holding, 32)
+        driven.ledger.commit(request, 32)
 
 
 def test_a_copy_of_somebody_else_that_stays_refutes() -> None:
     """Another request computes the same while it is loaded: its blocks stay, and those that the step reads are free, so
     what it has read may be anybody's bytes."""
     driven = on_host()
-    holding, plans = start(driven)
-    step = begin(driven, holding)
-    taken = driven.ledger.expected_block_ids(holding)[0][:4]
+    request, plans = start(driven)
+    step = begin(driven, request)
+    taken = driven.ledger.expected_block_ids(request)[0][:4]
     other = driven.running(A, reads_cache=False)
     driven.commit(other)
     driven.end(plans[0])
-    assert driven.ledger.block_ids(holding)[0][:4] == driven.ledger.block_ids(other)[0][:4] != taken
+    assert driven.ledger.block_ids(request)[0][:4] == driven.ledger.block_ids(other)[0][:4] != taken
     writer = driven.allocated(prompt(5, 28))
     assert set(taken) & set(writer.table), "or this shows nothing"
     end(driven, step)
     with pytest.raises(CommitError, match="from token 16 on"):
-        driven.ledger.commit(holding, 17)
-    assert driven.ledger.begin_again(holding) == 16
+        driven.ledger.commit(request, 17)
+    assert driven.ledger.begin_again(request) == 16
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.FAILED])
@@ -218,20 +218,20 @@ def test_a_block_that_comes_back_to_its_place_refutes(outcome: Outcome) -> None:
     """One of two jobs brings nothing; another request is given its blocks, computes the same tokens in them, and has
     them cached where the load was to bring them. The table is as it was taken for, but what was read was not there."""
     driven = on_host()
-    holding = driven.allocated(A)
-    of_both = driven.launch(driven.ledger.plan_load(holding, max_job_bytes=2))
-    step = begin(driven, holding)
-    expected = driven.ledger.expected_block_ids(holding)
+    request = driven.allocated(A)
+    of_both = driven.launch(driven.ledger.plan_load(request, max_job_bytes=2))
+    step = begin(driven, request)
+    expected = driven.ledger.expected_block_ids(request)
     driven.end(of_both[0], outcome, 0, (0,) if outcome is Outcome.CORRUPT else ())
-    assert driven.ledger.expected_block_ids(holding) == expected, "it is asked for in the middle of a step"
+    assert driven.ledger.expected_block_ids(request) == expected, "it is asked for in the middle of a step"
     other = driven.allocated(A[:8], reads_cache=False)
     driven.commit(other)
     driven.end(of_both[1])
-    assert driven.ledger.block_ids(holding) == expected, "or this shows nothing"
+    assert driven.ledger.block_ids(request) == expected, "or this shows nothing"
     end(driven, step)
     with pytest.raises(CommitError, match="from token 16 on"):
-        driven.ledger.commit(holding, 17)
-    assert driven.ledger.begin_again(holding) == 16
+        driven.ledger.commit(request, 17)
+    assert driven.ledger.begin_again(request) == 16
 
 
 @pytest.mark.parametrize("tier", [None, Tier.DEVICE, Tier.HOST])
@@ -239,68 +239,68 @@ def test_a_reset_before_the_step_leaves_nothing_to_start_on(tier: Tier | None) -
     """What the job brings is entered nowhere any more: a table with holes is nothing to compute on, and must not be
     found to have come true when the load has brought nothing."""
     driven = on_host()
-    holding, plans = start(driven)
+    request, plans = start(driven)
     driven.ledger.reset(tier)
-    began = driven.ledger.can_start_early(holding)
+    began = driven.ledger.can_start_early(request)
     if began:
-        with driven.ledger.step([], [holding]):
-            assert 0 not in driven.ledger.expected_block_ids(holding)[0]
+        with driven.ledger.step([], [request]):
+            assert 0 not in driven.ledger.expected_block_ids(request)[0]
     else:
         with pytest.raises(WrongState, match="not under way"):
-            begin(driven, holding)
+            begin(driven, request)
     driven.end(plans[0])
-    fell_short = began and holding.num_computed_tokens < 16
-    assert driven.ledger.begin_again(holding) == (0 if fell_short else None)
+    fell_short = began and request.num_computed_tokens < 16
+    assert driven.ledger.begin_again(request) == (0 if fell_short else None)
 
 
 def test_a_forward_keeps_what_it_writes_when_there_is_no_room_to_go_on() -> None:
     """A load whose destinations are in doubt leaves no room: its request has to let go of everything, but not of what
     the forward of its step still writes to."""
     driven = on_host(10)
-    holding, plans = start(driven)
+    request, plans = start(driven)
     crowd = driven.running(prompt(2, 20))
-    step = begin(driven, holding)
-    written = driven.ledger.expected_block_ids(holding)[0][4:]
+    step = begin(driven, request)
+    written = driven.ledger.expected_block_ids(request)[0][4:]
     driven.end(plans[0], Outcome.UNPROVEN)
-    assert holding.state is RequestState.DRAINING and holding.load is not None
-    assert not driven.ledger.can_start_early(holding), "a second step would compute into null blocks"
+    assert request.state is RequestState.DRAINING and request.load is not None
+    assert not driven.ledger.can_start_early(request), "a second step would compute into null blocks"
     with pytest.raises(WrongState, match="DRAINING"):
-        begin(driven, holding)
-    assert set(written) <= set(holding.private_blocks())
+        begin(driven, request)
+    assert set(written) <= set(request.private_blocks())
     end(driven, step)
-    assert holding.waiter is not None and not holding.tables, "it waits in the line, with nothing in its hands"
+    assert request.waiter is not None and not request.tables, "it waits in the line, with nothing in its hands"
     driven.release(crowd)
-    assert holding.waiter.granted
+    assert request.waiter.granted
 
 
 def test_room_that_came_meanwhile_ends_the_wait_with_the_step() -> None:
     """It goes on where it is, if somebody left before its forward was through."""
     woken: list[str] = []
     driven = on_host(10)
-    holding = driven.allocated(A)
-    plans = driven.launch(driven.ledger.plan_load(holding, None, lambda: woken.append("holding")))
+    request = driven.allocated(A)
+    plans = driven.launch(driven.ledger.plan_load(request, None, lambda: woken.append("request")))
     crowd = driven.running(prompt(2, 20))
-    step = begin(driven, holding)
+    step = begin(driven, request)
     driven.end(plans[0], Outcome.UNPROVEN)
     driven.release(crowd)
-    assert holding.state is RequestState.DRAINING and not woken
+    assert request.state is RequestState.DRAINING and not woken
     end(driven, step)
-    assert holding.state is RequestState.RUNNING and woken == ["holding"]
-    assert driven.ledger.begin_again(holding) == 0
-    assert 0 not in driven.ledger.block_ids(holding)[0]
+    assert request.state is RequestState.RUNNING and woken == ["request"]
+    assert driven.ledger.begin_again(request) == 0
+    assert 0 not in driven.ledger.block_ids(request)[0]
 
 
 def test_who_has_lost_its_load_starts_on_nothing_before_it_has_heard() -> None:
     """The next load is another one: its engine still has the blocks of the first in its hands."""
     driven = on_host(8)
-    holding, plans = start(driven)
+    request, plans = start(driven)
     crowd = driven.running(prompt(2, 12))
-    step = begin(driven, holding)
+    step = begin(driven, request)
     driven.end(plans[0], Outcome.UNPROVEN)
     end(driven, step)
-    assert not driven.ledger.can_start_early(holding)
+    assert not driven.ledger.can_start_early(request)
     with pytest.raises(WrongState, match=r"step: .* is REQUEUED"):
-        begin(driven, holding)
+        begin(driven, request)
     driven.release(crowd)
 
 
@@ -308,9 +308,9 @@ def test_who_has_lost_its_load_starts_on_nothing_before_it_has_heard() -> None:
 def test_leaving_in_the_middle_gives_everything_back_with_the_step(reason: str) -> None:
     """Its blocks go when its forward is through, and the copy when it lands."""
     driven = on_host(8)
-    holding, plans = start(driven)
-    step = begin(driven, holding)
-    driven.release(holding, reason)
+    request, plans = start(driven)
+    step = begin(driven, request)
+    driven.release(request, reason)
     assert driven.num_pinned()[0] == 5
     end(driven, step)
     driven.end(plans[0])
@@ -320,38 +320,38 @@ def test_leaving_in_the_middle_gives_everything_back_with_the_step(reason: str) 
 def test_preempted_and_resumed_it_may_start_early_again() -> None:
     """A refuted start belongs to its load: after the engine has heard, the next load is as good as any."""
     driven = on_host()
-    holding, plans = start(driven)
-    end(driven, begin(driven, holding))
+    request, plans = start(driven)
+    end(driven, begin(driven, request))
     driven.end(plans[0], Outcome.FAILED, 2)
-    assert driven.ledger.begin_again(holding) == 8
-    driven.ledger.preempt_nowait(holding)
+    assert driven.ledger.begin_again(request) == 8
+    driven.ledger.preempt_nowait(request)
     driven.evict_device()
-    driven.ledger.resume(holding)
-    driven.ledger.allocate_nowait(holding)
-    (plan,) = driven.launch(driven.ledger.plan_load(holding))
-    step = begin(driven, holding)
-    expected = driven.ledger.expected_block_ids(holding)
+    driven.ledger.resume(request)
+    driven.ledger.allocate_nowait(request)
+    (plan,) = driven.launch(driven.ledger.plan_load(request))
+    step = begin(driven, request)
+    expected = driven.ledger.expected_block_ids(request)
     driven.end(plan)
-    assert driven.ledger.block_ids(holding) == expected
+    assert driven.ledger.block_ids(request) == expected
     end(driven, step)
-    driven.commit(holding)
+    driven.commit(request)
 
 
 def test_who_was_preempted_needs_not_hear_of_what_it_has_lost_anyway() -> None:
     """Resumed by an engine that knows of no early start, it computes in a step of its own, and that counts; what it
     had computed before still does not."""
     driven = on_host()
-    holding, plans = start(driven)
-    end(driven, begin(driven, holding))
+    request, plans = start(driven)
+    end(driven, begin(driven, request))
     driven.end(plans[0], Outcome.FAILED, 2)
-    driven.land(driven.ledger.preempt_nowait(holding).plans)
-    driven.ledger.resume(holding)
-    driven.ledger.allocate_nowait(holding)
-    driven.land(driven.ledger.plan_load(holding))
+    driven.land(driven.ledger.preempt_nowait(request).plans)
+    driven.ledger.resume(request)
+    driven.ledger.allocate_nowait(request)
+    driven.land(driven.ledger.plan_load(request))
     with pytest.raises(CommitError, match="in a new step"):
-        driven.ledger.commit(holding, 17)
-    begin_ordinary(driven, holding)
-    driven.commit(holding)
+        driven.ledger.commit(request, 17)
+    begin_ordinary(driven, request)
+    driven.commit(request)
 
 
 def test_every_turn_of_an_early_start_is_told() -> None:
@@ -367,11 +367,11 @@ def test_every_turn_of_an_early_start_is_told() -> None:
 
     driven = on_host(observer=Witness())
     for outcome in (Outcome.LANDED, Outcome.FAILED):
-        holding, plans = start(driven)
-        end(driven, begin(driven, holding))
+        request, plans = start(driven)
+        end(driven, begin(driven, request))
         driven.end(plans[0], outcome)
-        driven.ledger.begin_again(holding)
-        driven.release(holding)
+        driven.ledger.begin_again(request)
+        driven.release(request)
         driven.evict_device()
     assert told == ["NEW>SPECULATIVE 16", "SPECULATIVE>CONFIRMED 16", "NEW>SPECULATIVE 16", "SPECULATIVE>INVALID 16",
                     "INVALID>ACKNOWLEDGED 16"]  # fmt: skip
@@ -402,21 +402,21 @@ def num_early_starts(rng: random.Random) -> int:
     for tokens in rng.sample(prompts, rng.randint(0, 2)):  # some of it is on the device again
         driven.land(driven.release(driven.running(tokens[: rng.randint(9, len(tokens))])))
     under_way = [start(driven, tokens) for tokens in rng.choices(prompts, k=3)]
-    early = [holding for holding, _ in under_way if driven.ledger.can_start_early(holding)]
+    early = [request for request, _ in under_way if driven.ledger.can_start_early(request)]
     step = begin(driven, *early)
-    expected = [driven.ledger.expected_block_ids(holding) for holding in early]
-    stops = [driven.ledger.num_expected_tokens(holding) for holding in early]
+    expected = [driven.ledger.expected_block_ids(request) for request in early]
+    stops = [driven.ledger.num_expected_tokens(request) for request in early]
     plans = [plan for _, plans in under_way for plan in plans]
     rng.shuffle(plans)
     for plan in plans:
         driven.end(plan)
-    for holding, tables, stop in zip(early, expected, stops, strict=True):
-        assert holding.overlap is None and holding.num_computed_tokens == stop
-        assert driven.ledger.block_ids(holding) == tables
+    for request, tables, stop in zip(early, expected, stops, strict=True):
+        assert request.overlap is None and request.num_computed_tokens == stop
+        assert driven.ledger.block_ids(request) == tables
     end(driven, step)
-    for holding, _ in under_way:
-        driven.commit(holding)
-        driven.release(holding)
+    for request, _ in under_way:
+        driven.commit(request)
+        driven.release(request)
     return len(early)
 
 
@@ -427,13 +427,13 @@ def test_a_load_that_takes_less_than_its_windows_were_made_for_is_waited_for() -
     driven = Driven(64, 64, groups=groups)
     driven.on_host_only(tokens[:17])
     driven.on_host_only(tokens)
-    holding = driven.allocated(tokens)
-    assert holding.match.num_host_tokens == 32
-    driven.launch(driven.ledger.plan_load(holding, 16))
-    assert holding.state is RequestState.LOADING and driven.ledger.num_expected_tokens(holding) == 16
-    assert not driven.ledger.can_start_early(holding)
+    request = driven.allocated(tokens)
+    assert request.match.num_host_tokens == 32
+    driven.launch(driven.ledger.plan_load(request, 16))
+    assert request.state is RequestState.LOADING and driven.ledger.num_expected_tokens(request) == 16
+    assert not driven.ledger.can_start_early(request)
     with pytest.raises(WrongState, match="not under way"):
-        begin(driven, holding)
+        begin(driven, request)
 
 
 def test_windows_are_moved_on_where_a_load_falls_short_under_a_step() -> None:
@@ -442,23 +442,23 @@ def test_windows_are_moved_on_where_a_load_falls_short_under_a_step() -> None:
     kinds = (SlidingWindow(17), ChunkedLocal(8), SlidingWindow(5))
     groups = [KVCacheGroup(f"g{number}", attention=kind, block_size=BLOCK) for number, kind in enumerate(kinds)]
     driven = on_host(56, groups=groups)
-    holding = driven.allocated(A)
+    request = driven.allocated(A)
     room = driven.ledger.statistics().device.num_free + driven.ledger.statistics().device.num_cached
     driven.allocated(prompt(2, (room // len(groups) - 1) * BLOCK), max_hit_tokens=0)
-    landed, failed = driven.launch(driven.ledger.plan_load(holding))
-    step = begin(driven, holding)
+    landed, failed = driven.launch(driven.ledger.plan_load(request))
+    step = begin(driven, request)
     driven.end(landed)
     driven.end(failed, Outcome.FAILED)
-    assert holding.state is RequestState.DRAINING
+    assert request.state is RequestState.DRAINING
     end(driven, step)
-    assert holding.state is RequestState.REQUEUED
+    assert request.state is RequestState.REQUEUED
 
 
 def test_what_is_no_holding_of_this_ledger_is_refused() -> None:
     """By name, like everywhere."""
     driven, other = on_host(), on_host()
-    holding, _ = start(other)
-    with pytest.raises(InvalidArgument, match="holding"):
-        begin(driven, holding)
-    with pytest.raises(InvalidArgument, match="holding"):
-        driven.ledger.begin_again(holding)
+    request, _ = start(other)
+    with pytest.raises(InvalidArgument, match="request"):
+        begin(driven, request)
+    with pytest.raises(InvalidArgument, match="request"):
+        driven.ledger.begin_again(request)

@@ -33,10 +33,10 @@ class Caching(EngineDriven):
         return self.ledger.deferred_requests
 
     def begin(self, tokens: Any, request_id: str, **options: Any) -> tuple[Any, list[list[int]]]:
-        holding, tables = self.computed(tokens, request_id=request_id, **options)
+        request, tables = self.computed(tokens, request_id=request_id, **options)
         for group, table in enumerate(tables):
             self.engine.known |= {(request_id, group, at): block_id for at, block_id in enumerate(table)}
-        return holding, tables
+        return request, tables
 
     def forget(self, request_id: str, at: int) -> None:
         for key in [key for key in self.engine.known if key[0] == request_id and key[2] == at]:
@@ -63,9 +63,9 @@ def test_what_was_deferred_is_stored_after_its_request_has_ended() -> None:
     driven = Caching()
     plans = []
     for tokens, name in ((A, "a"), (B, "b")):
-        holding, tables = driven.begin(tokens, name)
-        plans += driven.offer(holding, 17, tables, is_last=True)
-        driven.release(holding)
+        request, tables = driven.begin(tokens, name)
+        plans += driven.offer(request, 17, tables, is_last=True)
+        driven.release(request)
     assert [plan.num_blocks for plan in plans] == [2] and driven.deferred == ("a", "b")
     assert driven.step() == [], "no room yet"
     driven.land(plans)
@@ -81,9 +81,9 @@ def test_a_block_that_the_engine_has_reused_is_given_up() -> None:
     """Only what `find` proves is stored. What comes after a gap could never hit, so it is given up as well, and the
     observer is told of all that is lost."""
     driven = Caching()
-    holding, tables = driven.begin(A, "a")
-    plans = driven.offer(holding, 17, tables)
-    driven.release(holding)
+    request, tables = driven.begin(A, "a")
+    plans = driven.offer(request, 17, tables)
+    driven.release(request)
     driven.forget("a", 2)
     driven.land(plans)
     assert driven.step() == [] and driven.deferred == ()
@@ -94,19 +94,19 @@ def test_an_engine_that_cannot_find_blocks_is_told_at_once() -> None:
     """Nothing is deferred there: its tables are the only proof, and the next offer of the request brings them."""
     seen = Seen()
     driven = EngineDriven(observer=seen, max_bytes_in_flight=2)
-    holding, tables = driven.computed(A)
-    driven.land(driven.offer(holding, 17, tables))
+    request, tables = driven.computed(A)
+    driven.land(driven.offer(request, 17, tables))
     assert driven.ledger.deferred_requests == () and seen.skipped == [(2, "in_flight")]
-    driven.land(driven.offer(holding, 17, tables))
+    driven.land(driven.offer(request, 17, tables))
     assert loaded(driven, A) == 16
 
 
 def test_an_own_offer_takes_up_what_was_deferred() -> None:
     driven = Caching()
-    holding, tables = driven.begin(A, "a")
-    driven.land(driven.offer(holding, 17, tables))
+    request, tables = driven.begin(A, "a")
+    driven.land(driven.offer(request, 17, tables))
     assert driven.deferred == ("a",)
-    driven.land(driven.offer(holding, 17, tables))
+    driven.land(driven.offer(request, 17, tables))
     assert driven.deferred == () and driven.step() == []
 
 
@@ -127,9 +127,9 @@ def test_nothing_computed_from_wrong_kv_is_stored_later(is_over: bool) -> None:
 
 def test_after_a_reset_nothing_old_is_stored() -> None:
     driven = Caching()
-    holding, tables = driven.begin(A, "a")
-    plans = driven.offer(holding, 17, tables)
-    driven.release(holding)
+    request, tables = driven.begin(A, "a")
+    plans = driven.offer(request, 17, tables)
+    driven.release(request)
     driven.reset()
     driven.land(plans)
     assert driven.step() == [] and driven.hit(A) == 0 and driven.deferred == ()
@@ -138,9 +138,9 @@ def test_after_a_reset_nothing_old_is_stored() -> None:
 def test_a_new_request_with_the_same_id_is_not_the_old_one() -> None:
     """`find` is asked by request id, so what an earlier request of that id deferred is forgotten."""
     driven = Caching()
-    holding, tables = driven.begin(A, "a")
-    plans = driven.offer(holding, 17, tables)
-    driven.release(holding)
+    request, tables = driven.begin(A, "a")
+    plans = driven.offer(request, 17, tables)
+    driven.release(request)
     driven.begin(B, "a")
     driven.land(plans)
     assert driven.step() == [] and driven.hit(A) == 8
@@ -151,9 +151,9 @@ def test_a_block_that_a_copy_may_still_write_to_is_not_read() -> None:
     given up rather than stored."""
     driven = Caching()
     driven.serve(B[:9])
-    holding, tables = driven.begin(A, "a")
-    plans = driven.offer(holding, 17, tables)
-    driven.release(holding)
+    request, tables = driven.begin(A, "a")
+    plans = driven.offer(request, 17, tables)
+    driven.release(request)
     loading, _ = driven.loading(B[:9])
     driven.engine.known["a", 0, 2] = int(driven.ledger.jobs.ids_being_written(Tier.DEVICE)[0][0])
     driven.land(plans)
@@ -163,9 +163,9 @@ def test_a_block_that_a_copy_may_still_write_to_is_not_read() -> None:
 def test_windows_are_stored_once_all_of_a_window_fits() -> None:
     groups = [KVCacheGroup("full", block_size=BLOCK), KVCacheGroup("window", SlidingWindow(9), BLOCK)]
     driven = Caching(groups=groups, num_host=32, max_bytes_in_flight=4)
-    holding, tables = driven.begin(A, "a")
-    plans = driven.offer(holding, 17, tables, is_last=True)
-    driven.release(holding)
+    request, tables = driven.begin(A, "a")
+    plans = driven.offer(request, 17, tables, is_last=True)
+    driven.release(request)
     assert driven.deferred == ("a",)
     driven.land(plans)
     driven.land_all()
@@ -177,9 +177,9 @@ def test_the_number_of_requests_with_deferred_blocks_is_bounded() -> None:
     driven = Caching(num_host=512)
     plans = []
     for number in range(MOST_DEFERRED + 2):
-        holding, tables = driven.begin(prompt(number, 9), f"r{number}")
-        plans += driven.offer(holding, 9, tables)
-        driven.release(holding)
+        request, tables = driven.begin(prompt(number, 9), f"r{number}")
+        plans += driven.offer(request, 9, tables)
+        driven.release(request)
     assert len(driven.deferred) == MOST_DEFERRED
     assert driven.deferred[0] == "r2" and driven.seen.skipped == [(2, "in_flight")]
 
@@ -224,9 +224,9 @@ def test_a_ledger_with_blocks_of_its_own_defers_nothing() -> None:
 
 def test_a_store_that_fails_does_not_come_back_by_itself() -> None:
     driven = Caching()
-    holding, tables = driven.begin(A, "a")
-    (plan,) = driven.offer(holding, 17, tables)
-    driven.release(holding)
+    request, tables = driven.begin(A, "a")
+    (plan,) = driven.offer(request, 17, tables)
+    driven.release(request)
     driven.ledger.launch(plan.job_id)
     driven.end(plan, Outcome.FAILED, num_landed=0)
     driven.land_all()
@@ -241,8 +241,8 @@ def test_a_prompt_that_the_host_has_no_room_for_holds_nobody_up() -> None:
     plans = driven.offer(long, 41, tables)
     other, others = driven.begin(A[:9], "other")
     driven.offer(other, 9, others)
-    for holding in (long, other):
-        driven.release(holding)
+    for request in (long, other):
+        driven.release(request)
     assert driven.deferred == ("long", "other")
     driven.land(plans)
     driven.land_all()
@@ -254,9 +254,9 @@ def test_a_wrong_answer_of_find_loses_no_plan(wrong: Any) -> None:
     """It is about one request, of which nothing more is stored. What was planned before it comes with the next call."""
     driven = Caching(max_bytes_in_flight=6)
     for tokens, name in ((C, "a"), (A, "b"), (B, "c"), (prompt(4, 17), "d")):
-        holding, tables = driven.begin(tokens, name)
-        plans = driven.offer(holding, 17, tables)
-        driven.release(holding)
+        request, tables = driven.begin(tokens, name)
+        plans = driven.offer(request, 17, tables)
+        driven.release(request)
         if name == "a":
             first = plans
         elif name == "b":

@@ -8,7 +8,7 @@ from engine_driving import EngineDriven, Seen, destinations, loaded, prompt
 
 from aoffload import KVCacheGroup, OffloadConfig, RequestState, SlidingWindow
 from aoffload.errors import ConfigError
-from aoffload.ledger import Completion, Holding, Outcome, Prefix, TransferPlan
+from aoffload.ledger import Completion, LedgerRequest, Outcome, Prefix, TransferPlan
 
 A, B, C = (prompt(seed, 17) for seed in (1, 2, 3))
 S = RequestState
@@ -33,23 +33,23 @@ class Heard(Seen):
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.UNPROVEN])
 def test_an_engine_that_tries_again_comes_to_an_end(outcome: Outcome) -> None:
-    """A copy that never succeeds is not tried for ever: each next try, with what the holding before it says, asks for
+    """A copy that never succeeds is not tried for ever: each next try, with what the request before it says, asks for
     less, and the last one for nothing."""
     driven = EngineDriven(max_job_bytes=1, max_quarantined_share=1.0)
     driven.serve(A)
     limit: int | None = None
     tried = []
     for _ in range(10):
-        holding = driven.admit(A, max_hit_tokens=limit)
-        tried.append(holding.match.num_host_tokens)
+        request = driven.admit(A, max_hit_tokens=limit)
+        tried.append(request.match.num_host_tokens)
         if not tried[-1]:
             break
-        *fine, last = driven.launch(driven.load(holding, driven.fresh(17)))
+        *fine, last = driven.launch(driven.load(request, driven.fresh(17)))
         driven.land(fine)
         driven.end(last, outcome)
-        assert (holding.num_computed_tokens, holding.num_lost_tokens) == (tried[-1] - 4, 4)
-        limit = holding.retry_max_hit_tokens
-        driven.release(holding, "again")
+        assert (request.num_computed_tokens, request.num_lost_tokens) == (tried[-1] - 4, 4)
+        limit = request.retry_max_hit_tokens
+        driven.release(request, "again")
     assert tried == [16, 12, 8, 4, 0]
 
 
@@ -58,10 +58,10 @@ def test_who_has_lost_nothing_has_no_limit() -> None:
     driven = EngineDriven()
     driven.serve(A)
     for most in (None, 8, 0):
-        holding = driven.admit(A)
-        driven.land(driven.load(holding, driven.fresh(17), max_tokens=most))
-        assert (holding.num_lost_tokens, holding.retry_max_hit_tokens) == (0, None)
-        driven.release(holding, "preempted")
+        request = driven.admit(A)
+        driven.land(driven.load(request, driven.fresh(17), max_tokens=most))
+        assert (request.num_lost_tokens, request.retry_max_hit_tokens) == (0, None)
+        driven.release(request, "preempted")
 
 
 # -- giving up a load ---------------------------------------------------------------------------------------------
@@ -72,15 +72,15 @@ def test_giving_up_a_load_leaves_its_blocks_to_the_copies() -> None:
     request computes into others; a copy that was not launched gives its blocks back."""
     driven, woken = EngineDriven(max_job_bytes=1), list[str]()
     driven.serve(A)
-    holding, into = driven.admit(A), driven.fresh(17)
-    landed, launched, queued, last = driven.load(holding, into, wake=lambda: woken.append("it"))
+    request, into = driven.admit(A), driven.fresh(17)
+    landed, launched, queued, last = driven.load(request, into, wake=lambda: woken.append("it"))
     driven.launch([landed, launched])
     driven.end(landed)
     asker = driven.pending(A, woken)
-    driven.ledger.abandon_load(holding)
+    driven.ledger.abandon_load(request)
     driven.check()
-    assert (holding.state, holding.num_computed_tokens, holding.num_lost_tokens) == (S.RUNNING, 4, 12)
-    assert holding.retry_max_hit_tokens == 4 and woken == ["it", "asker"]
+    assert (request.state, request.num_computed_tokens, request.num_lost_tokens) == (S.RUNNING, 4, 12)
+    assert request.retry_max_hit_tokens == 4 and woken == ["it", "asker"]
     assert driven.held() == [into[0][1]] == list(launched.destination_ids)
     assert not driven.launch([queued, last])
     assert driven.ask(asker)[2] == "pending", "its first block has landed"
@@ -89,9 +89,9 @@ def test_giving_up_a_load_leaves_its_blocks_to_the_copies() -> None:
     assert not driven.wrong(A, tables, 0, 16)
     driven.end(launched)
     assert driven.held() == []
-    driven.land(driven.offer(holding, 17, tables))
+    driven.land(driven.offer(request, 17, tables))
     assert driven.ask(asker, 16) == (16, 0, "hit")
-    for one in (holding, asker):
+    for one in (request, asker):
         driven.release(one)
     driven.assert_at_rest()
     assert loaded(driven, A) == 16
@@ -101,24 +101,24 @@ def test_giving_up_a_load_over_a_window() -> None:
     """Of a window only the end was asked for: without all of it nothing of the load counts."""
     driven = EngineDriven(64, groups=[KVCacheGroup("full", block_size=4), KVCacheGroup("w", SlidingWindow(9), 4)])
     driven.serve(A)
-    holding, plans = driven.loading(A)
+    request, plans = driven.loading(A)
     driven.end(plans[0])
-    driven.ledger.abandon_load(holding)
-    assert (holding.num_computed_tokens, holding.retry_max_hit_tokens) == (0, 0)
+    driven.ledger.abandon_load(request)
+    assert (request.num_computed_tokens, request.retry_max_hit_tokens) == (0, 0)
     assert sorted(driven.held()) == sorted(block_id for ids in destinations(plans[1:]) for block_id in ids)
     driven.land(plans[1:])
-    driven.release(holding, "looked")
+    driven.release(request, "looked")
     driven.assert_at_rest()
 
 
 # -- how much quarantine may take ---------------------------------------------------------------------------------
 
 
-def lost(driven: EngineDriven, tokens: list[int]) -> tuple[Holding, TransferPlan]:
+def lost(driven: EngineDriven, tokens: list[int]) -> tuple[LedgerRequest, TransferPlan]:
     """A load of 16 tokens, 4 blocks, that nobody can prove over."""
-    holding, (plan,) = driven.loading(tokens)
+    request, (plan,) = driven.loading(tokens)
     driven.end(plan, Outcome.UNPROVEN)
-    return holding, plan
+    return request, plan
 
 
 def test_above_the_share_nothing_is_loaded() -> None:
@@ -148,12 +148,12 @@ def test_a_pinned_request_asks_again_while_nothing_is_loaded() -> None:
     driven = EngineDriven(64, max_quarantined_share=0.0)
     for tokens in (A, B):
         driven.serve(tokens)
-    holding = driven.admit(B, 4)
+    request = driven.admit(B, 4)
     _, plan = lost(driven, A)
-    assert driven.ask(holding, 4) == (4, 0, "hit") and driven.num_pinned() == 0
+    assert driven.ask(request, 4) == (4, 0, "hit") and driven.num_pinned() == 0
     driven.end(plan)
-    assert driven.ask(holding, 4) == (4, 0, "hit"), "what it was told stays true"
-    assert driven.ask(holding, 8) == (8, 8, "hit")
+    assert driven.ask(request, 4) == (4, 0, "hit"), "what it was told stays true"
+    assert driven.ask(request, 8) == (8, 8, "hit")
 
 
 def test_who_waits_for_a_load_that_brings_the_pause_is_woken() -> None:

@@ -44,16 +44,16 @@ def test_an_offer_stores_once_what_the_host_lacks() -> None:
     """Full blocks of the computed tokens, as they come; what is stored or on its way is not stored again, neither for
     the same request nor for another one that has computed it in blocks of its own."""
     driven = EngineDriven()
-    holding, (table,) = driven.computed(A)
-    first = driven.offer(holding, 9, [table])
+    request, (table,) = driven.computed(A)
+    first = driven.offer(request, 9, [table])
     assert sources(first) == [table[:2]] and first[0].direction is Direction.STORE
-    second = driven.offer(holding, 17, [table])
+    second = driven.offer(request, 17, [table])
     assert sources(second) == [table[2:4]]
-    assert driven.offer(holding, 17, [table]) == []
+    assert driven.offer(request, 17, [table]) == []
     other, theirs = driven.computed(A)
     assert driven.offer(other, 17, theirs) == []
     driven.land([*second, *first])
-    assert driven.offer(holding, 17, [table], is_last=True) == []
+    assert driven.offer(request, 17, [table], is_last=True) == []
     assert driven.hit(A) == loaded(driven, A) == 16
 
 
@@ -61,8 +61,8 @@ def test_what_is_left_of_a_long_run_does_not_keep_its_prompt_alive(monkeypatch: 
     """While a run has nearly all of its prompt, they share one memory. Cut, it has memory of its own."""
     monkeypatch.setattr("aoffload._kernel.tokens.LONG_BYTES", 1)
     driven = EngineDriven()
-    holding, (table,) = driven.computed(A)
-    driven.land(driven.offer(holding, 17, [table]))
+    request, (table,) = driven.computed(A)
+    driven.land(driven.offer(request, 17, [table]))
     cache, tokens = driven.ledger.cache, np.array(A[:16], np.int32).tobytes()
     (run,) = cache.index.runs.values()
     assert isinstance(run.tokens, memoryview) and run.tokens == tokens
@@ -75,37 +75,37 @@ def test_what_is_left_of_a_long_run_does_not_keep_its_prompt_alive(monkeypatch: 
 def test_generated_tokens_are_stored_as_they_are_computed() -> None:
     """`new_token_ids` are appended first; an offer counts from the first token on, and may say nothing new."""
     driven = EngineDriven()
-    holding, _ = driven.computed(A[:7])
+    request, _ = driven.computed(A[:7])
     (table,) = driven.fresh(20)
     tokens = [*A[:7], 70, 71, 72, 73, 74, 75]
     driven.compute(tokens, [table])
-    first = driven.offer(holding, 7, [table], [70])
+    first = driven.offer(request, 7, [table], [70])
     assert sources(first) == [table[:1]]
     driven.land(first)
-    assert driven.offer(holding, 7, [table]) == []
-    driven.land(driven.offer(holding, 12, [table], [71, 72, 73, 74, 75]))
-    assert (holding.num_computed_tokens, holding.sequence.num_tokens) == (12, 13)
+    assert driven.offer(request, 7, [table]) == []
+    driven.land(driven.offer(request, 12, [table], [71, 72, 73, 74, 75]))
+    assert (request.num_computed_tokens, request.sequence.num_tokens) == (12, 13)
     assert loaded(driven, tokens) == 12
-    driven.release(holding)
-    assert holding.state is S.DONE
+    driven.release(request)
+    assert request.state is S.DONE
 
 
 def test_what_was_not_proven_to_be_stored_is_offered_again() -> None:
     """Of a store that failed what lies behind what has landed, of one that nobody can prove everything."""
     driven = EngineDriven(8)
-    holding, (table,) = driven.computed(A)
-    (plan,) = driven.launch(driven.offer(holding, 17, [table]))
+    request, (table,) = driven.computed(A)
+    (plan,) = driven.launch(driven.offer(request, 17, [table]))
     driven.end(plan, Outcome.FAILED, 1)
-    (plan,) = driven.launch(driven.offer(holding, 17, [table]))
+    (plan,) = driven.launch(driven.offer(request, 17, [table]))
     assert sources([plan]) == [table[1:4]]
     driven.end(plan, Outcome.UNPROVEN)
     assert driven.held() == [] and driven.ledger.statistics().host.num_quarantined == 3
-    again = driven.offer(holding, 17, [table])
+    again = driven.offer(request, 17, [table])
     assert sources(again) == [table[1:4]]
     driven.land(again)
     assert loaded(driven, A) == 16
     driven.end(plan)
-    driven.release(holding)
+    driven.release(request)
     driven.assert_at_rest()
 
 
@@ -117,12 +117,12 @@ def test_a_full_host_takes_what_fits() -> None:
     driven.land(driven.offer(blocker, 17, theirs))
     pin = driven.ledger.pin(Prefix.of(Root("test"), B[:8]))
     keeper = driven.admit(B)
-    holding, (table,) = driven.computed(A)
-    assert sources(driven.offer(holding, 17, [table])) == [table[:2]]
+    request, (table,) = driven.computed(A)
+    assert sources(driven.offer(request, 17, [table])) == [table[:2]]
     assert seen.skipped == [(2, "host_full")]
     driven.release(keeper)
     driven.ledger.unpin(pin)
-    assert sources(driven.offer(holding, 17, [table])) == [table[2:4]]
+    assert sources(driven.offer(request, 17, [table])) == [table[2:4]]
 
 
 @pytest.mark.parametrize(
@@ -138,19 +138,19 @@ def test_a_full_host_takes_what_fits() -> None:
 def test_what_a_request_and_the_policy_allow(policy: str, options: dict[str, Any], stored: int) -> None:
     """The scope, the limit and the policy narrow what is stored, and the request goes on all the same."""
     driven = EngineDriven(store_policy=policy)
-    holding, _ = driven.computed(A, **options)
+    request, _ = driven.computed(A, **options)
     tables, tokens = driven.fresh(24), [*A, 70, 71, 72, 73]
     driven.compute(tokens, tables)
-    driven.land(driven.offer(holding, 17, tables))
-    driven.land(driven.offer(holding, 20, tables, tokens[17:], is_last=True))
-    assert driven.hit(tokens) == stored and holding.num_computed_tokens == 20
+    driven.land(driven.offer(request, 17, tables))
+    driven.land(driven.offer(request, 20, tables, tokens[17:], is_last=True))
+    assert driven.hit(tokens) == stored and request.num_computed_tokens == 20
 
 
 def test_where_there_is_no_host_nothing_is_stored() -> None:
     """An engine may run without host memory."""
     driven = EngineDriven(0)
-    holding, tables = driven.computed(A)
-    assert driven.offer(holding, 17, tables, is_last=True) == [] and holding.num_computed_tokens == 17
+    request, tables = driven.computed(A)
+    assert driven.offer(request, 17, tables, is_last=True) == [] and request.num_computed_tokens == 17
 
 
 def test_a_selective_policy_counts_who_asks() -> None:
@@ -160,11 +160,11 @@ def test_a_selective_policy_counts_who_asks() -> None:
     tables = driven.fresh(21)
     driven.compute(tokens, tables)
     for in_between, stored in ((0, 0), (16, 20)):
-        holding = driven.admit(A, reads_cache=False)
-        driven.land(driven.offer(holding, 17, tables))
+        request = driven.admit(A, reads_cache=False)
+        driven.land(driven.offer(request, 17, tables))
         assert driven.hit([*tokens, 1]) == in_between
-        driven.land(driven.offer(holding, 20, tables, tokens[17:], is_last=True))
-        driven.release(holding)
+        driven.land(driven.offer(request, 20, tables, tokens[17:], is_last=True))
+        driven.release(request)
         assert driven.hit([*tokens, 1]) == stored
 
 
@@ -189,9 +189,9 @@ def test_what_exceeds_the_bound_by_itself_is_stored_all_the_same() -> None:
     """A prompt larger than `max_bytes_in_flight` is stored piece by piece, the next one when the last one is over; a
     window, of which only the whole is of use, at once when nothing else is under way."""
     driven = EngineDriven(max_bytes_in_flight=1)
-    holding, tables = driven.computed(A)
+    request, tables = driven.computed(A)
     for stored in (4, 8, 12, 16):
-        driven.land(driven.offer(holding, 17, tables))
+        driven.land(driven.offer(request, 17, tables))
         assert driven.hit(A) == stored
     driven = EngineDriven(groups=[KVCacheGroup("window", SlidingWindow(9), BLOCK)], max_bytes_in_flight=1)
     driven.serve(A)
@@ -204,12 +204,12 @@ def test_blocks_before_the_window_of_a_load_are_nobody_s_bytes() -> None:
     driven = EngineDriven(groups=[KVCacheGroup("window", SlidingWindow(5), BLOCK)])
     tokens = prompt(1, 25)
     driven.serve(tokens)
-    holding, tables = driven.admit(tokens), driven.fresh(25)
-    driven.land(driven.load(holding, tables))
-    driven.compute(tokens, tables, holding.num_computed_tokens)
+    request, tables = driven.admit(tokens), driven.fresh(25)
+    driven.land(driven.load(request, tables))
+    driven.compute(tokens, tables, request.num_computed_tokens)
     written = {block_id for block_id in tables[0] if block_id in driven.memory[Tier.DEVICE]}
     driven.reset(Tier.HOST)
-    plans = driven.offer(holding, 25, tables, is_last=True)
+    plans = driven.offer(request, 25, tables, is_last=True)
     assert plans and written.issuperset(plan_id for ids in sources(plans) for plan_id in ids)
 
 
@@ -240,11 +240,11 @@ def test_loads_do_not_count_among_stores_in_flight() -> None:
 def test_the_spine_is_stored_up_to_the_first_null_block() -> None:
     """Nothing behind a gap is found, so nothing behind it is stored; a later offer that names the block goes on."""
     driven = EngineDriven()
-    holding, (table,) = driven.computed(A)
-    assert driven.offer(holding, 17, [[0, *table[1:]]]) == []
-    driven.land(driven.offer(holding, 17, [[*table[:2], 0, *table[3:]]]))
+    request, (table,) = driven.computed(A)
+    assert driven.offer(request, 17, [[0, *table[1:]]]) == []
+    driven.land(driven.offer(request, 17, [[*table[:2], 0, *table[3:]]]))
     assert driven.hit(A) == 8
-    late = driven.offer(holding, 17, [table])
+    late = driven.offer(request, 17, [table])
     assert sources(late) == [table[2:4]]
     driven.land(late)
     assert loaded(driven, A) == 16
@@ -253,12 +253,12 @@ def test_the_spine_is_stored_up_to_the_first_null_block() -> None:
 def test_of_a_window_null_blocks_are_skipped_one_by_one() -> None:
     """What lies before and behind one is stored; the window is found once it is whole."""
     driven = EngineDriven(32, groups=windowed(17))
-    holding, (full, window) = driven.computed(A)
-    plans = driven.offer(holding, 17, [full, [window[0], 0, *window[2:]]])
+    request, (full, window) = driven.computed(A)
+    plans = driven.offer(request, 17, [full, [window[0], 0, *window[2:]]])
     assert sources(plans) == [full[:4], window[:1], window[2:4]]
     driven.land(plans)
     assert loaded(driven, A) == 4  # the first block is window enough for it
-    late = driven.offer(holding, 17, [full, window])
+    late = driven.offer(request, 17, [full, window])
     assert sources(late) == [window[1:2]]
     driven.land(late)
     assert loaded(driven, A) == 16
@@ -267,12 +267,12 @@ def test_of_a_window_null_blocks_are_skipped_one_by_one() -> None:
 def test_null_blocks_of_which_nothing_is_wanted_are_not_looked_at() -> None:
     """What is stored already may have left the engine's table since: ids are read where something is stored."""
     driven = EngineDriven(32, groups=windowed(5))
-    holding, (full, window) = driven.computed(A[:9])
-    driven.land(driven.offer(holding, 9, [full, window]))
+    request, (full, window) = driven.computed(A[:9])
+    driven.land(driven.offer(request, 9, [full, window]))
     tokens = [*A[:9], *range(70, 77)]
     long, wide = driven.fresh(17)
     driven.compute(tokens, [long, wide])
-    plans = driven.offer(holding, 16, [[0, 0, *long[2:]], [0, 0, 0, *wide[3:]]], tokens[9:], is_last=True)
+    plans = driven.offer(request, 16, [[0, 0, *long[2:]], [0, 0, 0, *wide[3:]]], tokens[9:], is_last=True)
     assert sources(plans)[0] == long[2:4]
     driven.land(plans)
     assert driven.hit([*tokens, 1]) in (8, 16)
@@ -282,9 +282,9 @@ def test_blocks_that_the_engine_finds_take_the_place_of_null_ones() -> None:
     """`find` is asked where the table has null blocks; what the table names goes before what is found."""
     engine = Finding()
     driven = EngineDriven(engine=engine)
-    holding, (table,) = driven.computed(A, request_id="r")
+    request, (table,) = driven.computed(A, request_id="r")
     engine.known = {("r", 0, 1): table[1], ("r", 0, 3): 999}
-    plans = driven.offer(holding, 17, [[table[0], 0, table[2], table[3], 0]])
+    plans = driven.offer(request, 17, [[table[0], 0, table[2], table[3], 0]])
     assert sources(plans) == [table[:4]]
     assert {(name, group) for name, group, _, _ in engine.asked} == {("r", 0)}
     driven.land(plans)
@@ -295,9 +295,9 @@ def test_what_the_engine_does_not_find_stays_a_gap() -> None:
     """Of the spine what lies before the gap is stored, of a window what lies around it."""
     engine = Finding()
     driven = EngineDriven(32, engine=engine, groups=windowed(17))
-    holding, (full, window) = driven.computed(A, request_id="r")
+    request, (full, window) = driven.computed(A, request_id="r")
     engine.known = {("r", 0, 0): full[0], ("r", 1, 3): window[3]}
-    plans = driven.offer(holding, 17, [[0, full[1], 0, 0, 0], [0, window[1], 0, 0, 0]])
+    plans = driven.offer(request, 17, [[0, full[1], 0, 0, 0], [0, window[1], 0, 0, 0]])
     assert sources(plans) == [full[:2], window[1:2], window[3:4]]
     driven.land(plans)
 
@@ -329,15 +329,15 @@ def test_windows_alone(attention: Any) -> None:
     driven = EngineDriven(groups=[KVCacheGroup("window", attention, BLOCK)])
     tokens = prompt(3, 16)
     driven.serve(tokens)
-    holding = driven.admit(tokens)
+    request = driven.admit(tokens)
     start = attention.required_blocks(12, BLOCK).start
-    assert holding.match.num_host_tokens == 12
+    assert request.match.num_host_tokens == 12
     (table,) = driven.fresh(16)
     table[:start] = [0] * start
-    plans = driven.load(holding, [table])
+    plans = driven.load(request, [table])
     assert destinations(plans) == [table[start:3]]
     driven.land(plans)
-    assert not driven.wrong(tokens, [table], 0, 12) and holding.num_computed_tokens == 12
+    assert not driven.wrong(tokens, [table], 0, 12) and request.num_computed_tokens == 12
 
 
 # -- what is loaded -----------------------------------------------------------------------------------------------
@@ -347,8 +347,8 @@ def test_windows_alone(attention: Any) -> None:
 def test_ids_may_come_in_many_forms(make: Callable[[list[int]], Any]) -> None:
     """Lists, tuples, arrays and numpy arrays of whatever width."""
     driven = EngineDriven()
-    holding, (table,) = driven.computed(A)
-    stores = driven.offer(holding, 17, [make(table)])
+    request, (table,) = driven.computed(A)
+    stores = driven.offer(request, 17, [make(table)])
     assert sources(stores) == [table[:4]]
     driven.land(stores)
     reader = driven.admit(A)
@@ -359,26 +359,26 @@ def test_ids_may_be_ranges() -> None:
     """A range names blocks that lie together, and an array of arrays names groups."""
     driven = EngineDriven()
     driven.serve(A)
-    holding = driven.admit(A)
-    driven.land(driven.load(holding, [range(90, 95)]))
+    request = driven.admit(A)
+    driven.land(driven.load(request, [range(90, 95)]))
     assert not driven.wrong(A, [range(90, 95)], 0, 16)
-    assert sources(driven.offer(holding, 17, np.array([range(90, 95)]))) == []
+    assert sources(driven.offer(request, 17, np.array([range(90, 95)]))) == []
     driven.reset(Tier.HOST)
-    assert sources(driven.offer(holding, 17, np.array([range(90, 95)]))) == [[90, 91, 92, 93]]
+    assert sources(driven.offer(request, 17, np.array([range(90, 95)]))) == [[90, 91, 92, 93]]
 
 
 def test_a_load_writes_behind_what_the_engine_has() -> None:
     """Into exactly the blocks that are named for what is brought; what stands before and behind is not looked at."""
     driven = EngineDriven()
     driven.serve(A)
-    holding = driven.admit(A, 8)
-    assert (holding.match.num_device_tokens, holding.match.num_host_tokens) == (8, 8)
-    plans = driven.load(holding, [[0, 0, 40, 41, 0, 0]])
+    request = driven.admit(A, 8)
+    assert (request.match.num_device_tokens, request.match.num_host_tokens) == (8, 8)
+    plans = driven.load(request, [[0, 0, 40, 41, 0, 0]])
     assert destinations(plans) == [[40, 41]] and driven.held() == [40, 41]
-    assert holding.state is S.LOADING
+    assert request.state is S.LOADING
     driven.land(plans)
     assert not driven.wrong(A, [[0, 0, 40, 41, 0]], 8, 16)
-    assert (holding.state, holding.num_computed_tokens, holding.num_lost_tokens) == (S.RUNNING, 16, 0)
+    assert (request.state, request.num_computed_tokens, request.num_lost_tokens) == (S.RUNNING, 16, 0)
 
 
 @pytest.mark.parametrize(("num_device_tokens", "first"), [(0, 0), (3, 0), (4, 1), (7, 1), (15, 3), (16, 4)])
@@ -386,20 +386,20 @@ def test_what_the_engine_has_counts_by_whole_units(num_device_tokens: int, first
     """Half a block is brought again; where nothing is left to bring, the request computes on from its own tokens."""
     driven = EngineDriven()
     driven.serve(A)
-    holding = driven.admit(A, num_device_tokens)
-    assert holding.match.num_tokens == 16
-    plans = driven.load(holding, [range(40, 45)])
+    request = driven.admit(A, num_device_tokens)
+    assert request.match.num_tokens == 16
+    plans = driven.load(request, [range(40, 45)])
     assert destinations(plans) == ([[*range(40 + first, 44)]] if first < 4 else [])
     driven.land(plans)
-    assert holding.num_computed_tokens == 16
+    assert request.num_computed_tokens == 16
 
 
 def test_without_a_hit_there_is_nothing_to_name() -> None:
     """`into` may be left out; the request runs at once, from where the engine has come to."""
     driven = EngineDriven()
-    holding = driven.admit(A, 7)
-    assert driven.load(holding) == [] and (holding.state, holding.num_computed_tokens) == (S.RUNNING, 7)
-    assert not holding.num_lost_tokens
+    request = driven.admit(A, 7)
+    assert driven.load(request) == [] and (request.state, request.num_computed_tokens) == (S.RUNNING, 7)
+    assert not request.num_lost_tokens
 
 
 @pytest.mark.parametrize(("most", "ready"), [(0, 0), (3, 0), (4, 4), (11, 8), (16, 16), (99, 16)])
@@ -407,10 +407,10 @@ def test_less_may_be_loaded_than_was_matched(most: int, ready: int) -> None:
     """`max_tokens` rounds down to a unit."""
     driven = EngineDriven()
     driven.serve(A)
-    holding = driven.admit(A)
+    request = driven.admit(A)
     (table,) = driven.fresh(17)
-    driven.land(driven.load(holding, [table], max_tokens=most))
-    assert holding.num_computed_tokens == ready and not driven.wrong(A, [table], 0, ready)
+    driven.land(driven.load(request, [table], max_tokens=most))
+    assert request.num_computed_tokens == ready and not driven.wrong(A, [table], 0, ready)
 
 
 def test_the_last_token_is_computed() -> None:
@@ -427,25 +427,25 @@ def test_a_load_that_is_planned_again_has_the_last_wake() -> None:
     """Nothing is planned twice; who asks last is told."""
     driven, woken = EngineDriven(), list[str]()
     driven.serve(A)
-    holding = driven.admit(A)
-    plans = driven.load(holding, driven.fresh(17), wake=lambda: woken.append("first"))
-    assert driven.load(holding, None, wake=lambda: woken.append("second")) == []
+    request = driven.admit(A)
+    plans = driven.load(request, driven.fresh(17), wake=lambda: woken.append("first"))
+    assert driven.load(request, None, wake=lambda: woken.append("second")) == []
     driven.land(plans)
     assert woken == ["second"]
-    assert driven.load(holding, None) == [] and woken == ["second"]
+    assert driven.load(request, None) == [] and woken == ["second"]
     with pytest.raises(WrongState, match="named before"):
-        driven.load(holding, driven.fresh(17))  # nothing would be copied into these
+        driven.load(request, driven.fresh(17))  # nothing would be copied into these
 
 
 def test_an_offer_in_place_of_a_load_lets_the_hit_go() -> None:
     """Who computes what it could have loaded pins nothing any more."""
     driven = EngineDriven()
     driven.serve(A)
-    holding, tables = driven.admit(A), driven.fresh(17)
+    request, tables = driven.admit(A), driven.fresh(17)
     driven.compute(A, tables)
     assert driven.num_pinned() == 4
-    assert driven.offer(holding, 4, tables) == []
-    assert holding.state is S.RUNNING and driven.num_pinned() == 0
+    assert driven.offer(request, 4, tables) == []
+    assert request.state is S.RUNNING and driven.num_pinned() == 0
 
 
 # -- which blocks are held ----------------------------------------------------------------------------------------
@@ -456,11 +456,11 @@ def test_the_sources_of_a_store_are_held_from_the_plan_to_the_end(outcome: Outco
     """Queued or launched, and whatever becomes of the request; given back however the copy ends: nobody is harmed by a
     stray reader."""
     driven = EngineDriven(8)
-    holding, (table,) = driven.computed(A)
-    plans = driven.offer(holding, 17, [table])
+    request, (table,) = driven.computed(A)
+    plans = driven.offer(request, 17, [table])
     assert driven.held() == table[:4]
     driven.launch(plans)
-    driven.release(holding)
+    driven.release(request)
     assert driven.held() == table[:4]
     driven.end(plans[0], outcome, 2, (2,) if outcome is Outcome.CORRUPT else ())
     assert driven.held() == [] and sorted(driven.engine.given) == table[:4]
@@ -474,14 +474,14 @@ def test_the_destinations_of_a_load_are_held_until_the_copy_is_over(outcome: Out
     """From the plan to the end of the copy; then the request's own hold is what keeps them."""
     driven = EngineDriven()
     driven.serve(A)
-    holding = driven.admit(A)
-    plans = driven.load(holding, [[40, 41, 42, 43]])
+    request = driven.admit(A)
+    plans = driven.load(request, [[40, 41, 42, 43]])
     assert driven.held() == [40, 41, 42, 43]
     driven.launch(plans)
     assert driven.held() == [40, 41, 42, 43]
     driven.end(plans[0], outcome, 1, (1,) if outcome is Outcome.CORRUPT else ())
     assert driven.held() == []
-    driven.release(holding)
+    driven.release(request)
     driven.assert_at_rest()
 
 
@@ -490,10 +490,10 @@ def test_the_destinations_of_an_unproven_load_are_held_until_late_proof(late: Ou
     """A copy that may still be writing keeps its blocks, whatever else happens."""
     driven = EngineDriven()
     driven.serve(A)
-    holding, (plan,) = driven.loading(A)
+    request, (plan,) = driven.loading(A)
     blocks = list(plan.destination_ids)
     driven.end(plan, Outcome.UNPROVEN)
-    driven.release(holding)
+    driven.release(request)
     driven.reset()
     driven.end(plan, Outcome.UNPROVEN)
     statistics = driven.ledger.statistics().device
@@ -509,26 +509,26 @@ def test_a_job_that_is_given_up_gives_its_blocks_back(is_load: bool) -> None:
     driven = EngineDriven()
     if is_load:
         driven.serve(A)
-        holding = driven.admit(A)
-        (plan,) = driven.load(holding, driven.fresh(17))
+        request = driven.admit(A)
+        (plan,) = driven.load(request, driven.fresh(17))
     else:
-        holding, tables = driven.computed(A)
-        (plan,) = driven.offer(holding, 17, tables)
+        request, tables = driven.computed(A)
+        (plan,) = driven.offer(request, 17, tables)
     assert len(driven.held()) == 4
     driven.ledger.discard(plan.job_id)
     driven.check()
     assert driven.held() == [] and not driven.ledger.launch(plan.job_id)
-    assert (holding.state, holding.num_computed_tokens) == (S.RUNNING, 0 if is_load else 17)
-    assert (holding.num_lost_tokens > 0) is is_load
+    assert (request.state, request.num_computed_tokens) == (S.RUNNING, 0 if is_load else 17)
+    assert (request.num_lost_tokens > 0) is is_load
 
 
 def test_a_block_may_be_held_twice() -> None:
     """After a reset the same blocks are stored anew while the old copy still reads them."""
     driven = EngineDriven()
-    holding, (table,) = driven.computed(A)
-    (old,) = driven.launch(driven.offer(holding, 17, [table]))
+    request, (table,) = driven.computed(A)
+    (old,) = driven.launch(driven.offer(request, 17, [table]))
     driven.reset(Tier.HOST)
-    (new,) = driven.launch(driven.offer(holding, 17, [table]))
+    (new,) = driven.launch(driven.offer(request, 17, [table]))
     assert driven.held() == sorted(table[:4] * 2)
     driven.end(old)
     assert driven.held() == table[:4] and driven.hit(A) == 0
@@ -541,11 +541,11 @@ def test_a_request_may_leave_in_the_middle_of_a_copy() -> None:
     for it."""
     driven, woken = EngineDriven(), list[int]()
     driven.serve(A)
-    holding, (plan,) = driven.loading(A, wake=lambda: woken.append(1))
-    driven.release(holding, "preempted")
-    assert holding.state is S.ABORTED and driven.held() == list(plan.destination_ids)
+    request, (plan,) = driven.loading(A, wake=lambda: woken.append(1))
+    driven.release(request, "preempted")
+    assert request.state is S.ABORTED and driven.held() == list(plan.destination_ids)
     driven.end(plan)
-    assert driven.held() == [] and woken == [] and holding.state is S.ABORTED
+    assert driven.held() == [] and woken == [] and request.state is S.ABORTED
     assert loaded(driven, A) == 16
     driven.assert_at_rest()
 
@@ -554,10 +554,10 @@ def test_queued_loads_end_with_their_request() -> None:
     """What was not launched is not wanted any more: its blocks go back at once, the host's pins, too."""
     driven = EngineDriven(max_job_bytes=2)
     driven.serve(A)
-    holding = driven.admit(A)
-    first, second = driven.load(holding, driven.fresh(17))
+    request = driven.admit(A)
+    first, second = driven.load(request, driven.fresh(17))
     driven.launch([first])
-    driven.release(holding, "preempted")
+    driven.release(request, "preempted")
     assert driven.held() == list(first.destination_ids) and not driven.ledger.launch(second.job_id)
     driven.end(first)
     driven.assert_at_rest()
@@ -566,9 +566,9 @@ def test_queued_loads_end_with_their_request() -> None:
 def test_a_store_outlives_its_request() -> None:
     """What was offered before the request left is found by the next one."""
     driven = EngineDriven()
-    holding, tables = driven.computed(A)
-    plans = driven.offer(holding, 17, tables)
-    driven.release(holding, "preempted")
+    request, tables = driven.computed(A)
+    plans = driven.offer(request, 17, tables)
+    driven.release(request, "preempted")
     driven.land(plans)
     assert loaded(driven, A) == 16
 
@@ -593,24 +593,24 @@ def test_of_a_load_counts_what_is_proven_without_a_gap(ends: Any, ready: int, or
     lost a load, and its engine is told once, when all of it is over."""
     driven, woken = EngineDriven(max_job_bytes=2), list[int]()
     driven.serve(A)
-    holding, tables = driven.admit(A), driven.fresh(17)
-    plans = driven.launch(driven.load(holding, tables, wake=lambda: woken.append(1)))
+    request, tables = driven.admit(A), driven.fresh(17)
+    plans = driven.launch(driven.load(request, tables, wake=lambda: woken.append(1)))
     for plan, (outcome, num_landed) in [*zip(plans, ends, strict=True)][::order]:
-        assert woken == [] and holding.state is S.LOADING
+        assert woken == [] and request.state is S.LOADING
         driven.end(plan, outcome, num_landed, (num_landed,) if outcome is Outcome.CORRUPT else ())
-    assert woken == [1] and (holding.state, holding.num_computed_tokens) == (S.RUNNING, ready)
-    assert holding.num_lost_tokens and not driven.wrong(A, tables, 0, ready)
+    assert woken == [1] and (request.state, request.num_computed_tokens) == (S.RUNNING, ready)
+    assert request.num_lost_tokens and not driven.wrong(A, tables, 0, ready)
     driven.compute(A, tables, ready)
-    driven.land(driven.offer(holding, 17, tables))
+    driven.land(driven.offer(request, 17, tables))
 
 
 def test_a_lost_load_goes_back_to_what_the_engine_had() -> None:
     """Also to half a block."""
     driven = EngineDriven()
     driven.serve(A)
-    holding, (plan,) = driven.loading(A, 7)
+    request, (plan,) = driven.loading(A, 7)
     driven.end(plan, Outcome.FAILED, 0)
-    assert (holding.num_computed_tokens, holding.num_lost_tokens > 0) == (7, True)
+    assert (request.num_computed_tokens, request.num_lost_tokens > 0) == (7, True)
 
 
 @pytest.mark.parametrize(("in_window", "is_first"), [(False, False), (False, True), (True, False), (True, True)])
@@ -618,12 +618,12 @@ def test_with_a_window_a_load_comes_whole_or_not_at_all(in_window: bool, is_firs
     """Of the window only what lies before the end of the load was brought: further back there is none."""
     driven = EngineDriven(32, groups=windowed(5))
     driven.serve(A)
-    holding, plans = driven.loading(A, 4)
+    request, plans = driven.loading(A, 4)
     assert [len(plan.source_ids) for plan in plans] == [3, 1]
     failing = plans[in_window]
     driven.end(failing, Outcome.FAILED, 0 if is_first or in_window else 2)
     driven.end(plans[not in_window])
-    assert (holding.num_computed_tokens, holding.num_lost_tokens > 0) == (4, True)
+    assert (request.num_computed_tokens, request.num_lost_tokens > 0) == (4, True)
 
 
 def test_a_window_that_was_brought_from_the_start_on_may_end_early() -> None:
@@ -632,26 +632,26 @@ def test_a_window_that_was_brought_from_the_start_on_may_end_early() -> None:
     driven = EngineDriven(32, groups=groups)
     tokens = A[:13]
     driven.serve(tokens)
-    holding, tables = driven.admit(tokens), driven.fresh(13)
-    full, chunk = driven.launch(driven.load(holding, tables))
+    request, tables = driven.admit(tokens), driven.fresh(13)
+    full, chunk = driven.launch(driven.load(request, tables))
     assert (len(full.source_ids), len(chunk.source_ids)) == (3, 3)
     driven.end(full, Outcome.FAILED, 2)
     driven.end(chunk)
-    assert holding.num_computed_tokens == 8 and not driven.wrong(tokens, tables, 0, 8)
+    assert request.num_computed_tokens == 8 and not driven.wrong(tokens, tables, 0, 8)
 
 
 def test_a_corrupt_block_is_forgotten() -> None:
     """It is a miss for everybody from then on, and what lies before it a hit; an offer stores it anew."""
     driven = EngineDriven()
     driven.serve(A)
-    holding, tables = driven.admit(A), driven.fresh(17)
-    (plan,) = driven.launch(driven.load(holding, tables))
+    request, tables = driven.admit(A), driven.fresh(17)
+    (plan,) = driven.launch(driven.load(request, tables))
     driven.end(plan, Outcome.CORRUPT, 2, (2,))
-    assert holding.num_computed_tokens == 8 and not driven.wrong(A, tables, 0, 8)
-    assert driven.offer(holding, 8, tables) == []
+    assert request.num_computed_tokens == 8 and not driven.wrong(A, tables, 0, 8)
+    assert driven.offer(request, 8, tables) == []
     assert driven.hit(A) == loaded(driven, A) == 8
     driven.compute(A, tables, 8)
-    again = driven.offer(holding, 17, tables)
+    again = driven.offer(request, 17, tables)
     assert sources(again)[0][0] == tables[0][2]
     driven.land(again)
     assert loaded(driven, A) == 16

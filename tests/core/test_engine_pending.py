@@ -21,27 +21,27 @@ def test_asking_again_with_the_same_number_keeps_the_pins() -> None:
     """What an engine was told stays true while it makes room, also when more is stored meanwhile."""
     driven = EngineDriven(8)
     driven.serve(A[:9])
-    holding = driven.admit(A)
-    assert driven.ask(holding) == (0, 8, "hit") and driven.num_pinned() == 2
+    request = driven.admit(A)
+    assert driven.ask(request) == (0, 8, "hit") and driven.num_pinned() == 2
     driven.serve(A)
     driven.serve(B)
-    assert driven.ask(holding) == (0, 8, "hit") and holding.state is S.PINNED
-    driven.land(driven.load(holding, driven.fresh(17)))
-    assert holding.num_computed_tokens == 8
+    assert driven.ask(request) == (0, 8, "hit") and request.state is S.PINNED
+    driven.land(driven.load(request, driven.fresh(17)))
+    assert request.num_computed_tokens == 8
 
 
 def test_asking_again_with_another_number_moves_the_pins() -> None:
     """The engine's own cache has lost or gained blocks: what lies behind is asked for anew."""
     driven = EngineDriven()
     driven.serve(A)
-    holding = driven.admit(A, 8)
-    assert driven.ask(holding, 4) == (4, 12, "hit") and driven.num_pinned() == 4
-    assert driven.ask(holding, 16) == (16, 0, "hit") and driven.num_pinned() == 0
+    request = driven.admit(A, 8)
+    assert driven.ask(request, 4) == (4, 12, "hit") and driven.num_pinned() == 4
+    assert driven.ask(request, 16) == (16, 0, "hit") and driven.num_pinned() == 0
     driven.reset(Tier.HOST)
-    assert driven.ask(holding, 0) == (0, 0, "miss")
+    assert driven.ask(request, 0) == (0, 0, "miss")
     driven.serve(A)
-    assert driven.ask(holding, 5) == (4, 12, "hit") and driven.num_pinned() == 4
-    driven.release(holding)
+    assert driven.ask(request, 5) == (4, 12, "hit") and driven.num_pinned() == 4
+    driven.release(request)
     driven.assert_at_rest()
 
 
@@ -50,11 +50,11 @@ def test_asking_again_over_runs_that_were_cut_and_joined() -> None:
     driven = EngineDriven(32)
     for stop in (5, 9, 13, 17):
         driven.serve([*A[:stop], *B])
-    holding = driven.admit(A)
+    request = driven.admit(A)
     for num_device_tokens in (4, 12, 0, 16, 8, 0):
-        found = driven.ask(holding, num_device_tokens)
+        found = driven.ask(request, num_device_tokens)
         assert found == (num_device_tokens, 16 - num_device_tokens, "hit")
-    driven.release(holding)
+    driven.release(request)
     assert loaded(driven, A) == 16
 
 
@@ -68,7 +68,7 @@ def test_who_needs_what_another_one_brings_is_told_to_ask_again() -> None:
     driven.serve(A)
     bringer, tables = driven.admit(A), driven.fresh(17)
     assert driven.admit(A, request_id="too early").match.num_tokens == 16, "nothing is planned yet"
-    driven.release(driven.ledger.holdings["too early"])
+    driven.release(driven.ledger.live_requests["too early"])
     plans = driven.load(bringer, tables)
     asker = driven.pending(A, woken)
     assert asker.match.num_tokens == 0 and not asker.leases
@@ -159,7 +159,7 @@ def test_pending_ends_by_the_clock() -> None:
         assert driven.ask(asker, wake=lambda: woken.append("asker")) == (0, 0, "pending")
     driven.now = 103.0
     assert driven.ask(asker) == (0, 16, "hit")
-    driven.release(driven.ledger.holdings["request-1"])
+    driven.release(driven.ledger.live_requests["request-1"])
     assert woken == [], "it waits for nobody any more"
 
 

@@ -14,7 +14,7 @@ from test_illegal_calls import ENGINE_CALLS, enter, refused
 from aoffload import KVCacheGroup, LazyStore, Ledger, OffloadConfig, RequestState, SlidingWindow, Tier
 from aoffload._kernel.pools import FreeList
 from aoffload.errors import CommitError, ConfigError, InvalidArgument, WrongState
-from aoffload.ledger import Completion, Holding, Outcome, Prefix, Root
+from aoffload.ledger import Completion, LedgerRequest, Outcome, Prefix, Root
 
 A, B = prompt(1, 17), prompt(2, 17)
 S = RequestState
@@ -24,26 +24,26 @@ ROOT = Root("test")
 # -- whose device it is -------------------------------------------------------------------------------------------
 
 
-OWN_DEVICE: dict[str, tuple[str, Callable[[Ledger, Holding], object]]] = {
-    "allocate_nowait": ("allocate", lambda ledger, holding: ledger.allocate_nowait(holding)),
-    "queue_allocation": ("allocate", lambda ledger, holding: ledger.queue_allocation(holding)),
-    "extend_nowait": ("extend", lambda ledger, holding: ledger.extend_nowait(holding, 16)),
-    "queue_extension": ("extend", lambda ledger, holding: ledger.queue_extension(holding, 16)),
-    "num_shared_tokens": ("fork", lambda ledger, holding: ledger.num_shared_tokens(holding)),
-    "fork": ("fork", lambda ledger, holding: ledger.fork(holding)),
-    "commit": ("commit", lambda ledger, holding: ledger.commit(holding, 8)),
-    "check_commit": ("commit", lambda ledger, holding: ledger.check_commit(holding, 8)),
-    "step": ("step", lambda ledger, holding: enter(ledger.step([holding]))),
-    "can_start_early": ("can_start_early", lambda ledger, holding: ledger.can_start_early(holding)),
-    "num_expected_tokens": ("num_expected_tokens", lambda ledger, holding: ledger.num_expected_tokens(holding)),
-    "expected_block_ids": ("expected_block_ids", lambda ledger, holding: ledger.expected_block_ids(holding)),
-    "begin_again": ("begin_again", lambda ledger, holding: ledger.begin_again(holding)),
-    "first_invalid_token": ("first_invalid_token", lambda ledger, holding: ledger.first_invalid_token(holding)),
-    "preempt_nowait": ("preempt", lambda ledger, holding: ledger.preempt_nowait(holding)),
-    "resume": ("resume", lambda ledger, holding: ledger.resume(holding)),
+OWN_DEVICE: dict[str, tuple[str, Callable[[Ledger, LedgerRequest], object]]] = {
+    "allocate_nowait": ("allocate", lambda ledger, request: ledger.allocate_nowait(request)),
+    "queue_allocation": ("allocate", lambda ledger, request: ledger.queue_allocation(request)),
+    "extend_nowait": ("extend", lambda ledger, request: ledger.extend_nowait(request, 16)),
+    "queue_extension": ("extend", lambda ledger, request: ledger.queue_extension(request, 16)),
+    "num_shared_tokens": ("fork", lambda ledger, request: ledger.num_shared_tokens(request)),
+    "fork": ("fork", lambda ledger, request: ledger.fork(request)),
+    "commit": ("commit", lambda ledger, request: ledger.commit(request, 8)),
+    "check_commit": ("commit", lambda ledger, request: ledger.check_commit(request, 8)),
+    "step": ("step", lambda ledger, request: enter(ledger.step([request]))),
+    "can_start_early": ("can_start_early", lambda ledger, request: ledger.can_start_early(request)),
+    "num_expected_tokens": ("num_expected_tokens", lambda ledger, request: ledger.num_expected_tokens(request)),
+    "expected_block_ids": ("expected_block_ids", lambda ledger, request: ledger.expected_block_ids(request)),
+    "begin_again": ("begin_again", lambda ledger, request: ledger.begin_again(request)),
+    "first_invalid_token": ("first_invalid_token", lambda ledger, request: ledger.first_invalid_token(request)),
+    "preempt_nowait": ("preempt", lambda ledger, request: ledger.preempt_nowait(request)),
+    "resume": ("resume", lambda ledger, request: ledger.resume(request)),
     "prefetch": ("prefetch", lambda ledger, _: ledger.prefetch(Prefix.of(ROOT, A))),
     "demote": ("demote", lambda ledger, _: ledger.demote(Prefix.of(ROOT, A))),
-    "block_ids": ("block_ids", lambda ledger, holding: ledger.block_ids(holding)),
+    "block_ids": ("block_ids", lambda ledger, request: ledger.block_ids(request)),
 }
 """Calls about device blocks of our own: what each is called when it is refused, and how it is made."""
 EVERYWHERE = {
@@ -58,32 +58,32 @@ IDLE = {"accept", "withdraw", "cancel", "cancel_cache_transfers", "last_step", "
 """Calls about what is never made there."""
 
 
-def pinned(driven: EngineDriven) -> Holding:
+def pinned(driven: EngineDriven) -> LedgerRequest:
     driven.serve(A)
     return driven.admit(A)
 
 
-def pending(driven: EngineDriven) -> Holding:
+def pending(driven: EngineDriven) -> LedgerRequest:
     driven.serve(A)
     driven.loading(A)
     return driven.admit(A)
 
 
-def loading(driven: EngineDriven) -> Holding:
+def loading(driven: EngineDriven) -> LedgerRequest:
     driven.serve(A)
     return driven.loading(A)[0]
 
 
-def running(driven: EngineDriven) -> Holding:
-    holding, tables = driven.computed(A)
-    driven.offer(holding, 9, tables)
-    return holding
+def running(driven: EngineDriven) -> LedgerRequest:
+    request, tables = driven.computed(A)
+    driven.offer(request, 9, tables)
+    return request
 
 
-def over(driven: EngineDriven) -> Holding:
-    holding = running(driven)
-    driven.release(holding)
-    return holding
+def over(driven: EngineDriven) -> LedgerRequest:
+    request = running(driven)
+    driven.release(request)
+    return request
 
 
 SITUATIONS = {"PINNED": pinned, "MATCHED": pending, "LOADING": loading, "RUNNING": running, "DONE": over}
@@ -99,30 +99,30 @@ def test_every_call_is_somewhere() -> None:
 def test_calls_about_device_blocks_of_ours_are_refused(situation: str) -> None:
     """Whatever state the request is in: `WrongState` says which call, and that the blocks are an engine's."""
     driven = EngineDriven()
-    holding = SITUATIONS[situation](driven)
-    assert holding.state.name == situation
+    request = SITUATIONS[situation](driven)
+    assert request.state.name == situation
     for word, call in OWN_DEVICE.values():
-        with refused(driven.ledger, holding, error=WrongState, says=(f"{word}: ", "an engine has the device blocks")):
-            call(driven.ledger, holding)
-    with refused(driven.ledger, holding, error=WrongState, says=("reset", "an engine has the device blocks")):
+        with refused(driven.ledger, request, error=WrongState, says=(f"{word}: ", "an engine has the device blocks")):
+            call(driven.ledger, request)
+    with refused(driven.ledger, request, error=WrongState, says=("reset", "an engine has the device blocks")):
         driven.ledger.reset(Tier.DEVICE)
 
 
 def test_an_engines_calls_are_refused_where_the_blocks_are_ours() -> None:
     """And so is what it hands in."""
     driven = Driven(8)
-    holding = driven.admit(A)
-    with refused(driven.ledger, holding, error=WrongState, says=("offer: ", "device blocks itself")):
-        driven.ledger.offer(holding, 4, [[1]])
-    with refused(driven.ledger, holding, error=WrongState, says=("match_again: ", "device blocks itself")):
-        driven.ledger.match_again(holding, num_device_tokens=0)
-    with refused(driven.ledger, holding, error=WrongState, says=("pending_until: ", "device blocks itself")):
-        driven.ledger.pending_until(holding)
-    with refused(driven.ledger, holding, error=InvalidArgument, says=("num_device_tokens: ", "engine_blocks")):
+    request = driven.admit(A)
+    with refused(driven.ledger, request, error=WrongState, says=("offer: ", "device blocks itself")):
+        driven.ledger.offer(request, 4, [[1]])
+    with refused(driven.ledger, request, error=WrongState, says=("match_again: ", "device blocks itself")):
+        driven.ledger.match_again(request, num_device_tokens=0)
+    with refused(driven.ledger, request, error=WrongState, says=("pending_until: ", "device blocks itself")):
+        driven.ledger.pending_until(request)
+    with refused(driven.ledger, request, error=InvalidArgument, says=("num_device_tokens: ", "engine_blocks")):
         driven.ledger.admit(Prefix.of(ROOT, B), num_device_tokens=4)
-    driven.ledger.allocate_nowait(holding)
-    with refused(driven.ledger, holding, error=InvalidArgument, says=("into: ", "engine_blocks")):
-        driven.ledger.plan_load(holding, into=[[1, 2, 3, 4]])
+    driven.ledger.allocate_nowait(request)
+    with refused(driven.ledger, request, error=InvalidArgument, says=("into: ", "engine_blocks")):
+        driven.ledger.plan_load(request, into=[[1, 2, 3, 4]])
 
 
 @pytest.mark.parametrize(
@@ -139,32 +139,32 @@ def test_an_engines_calls_are_refused_where_the_blocks_are_ours() -> None:
 )
 def test_each_call_has_its_time(call: str, legal: str) -> None:
     """At any other `WrongState` says which call and which request, and changes nothing."""
-    calls: dict[str, Callable[[EngineDriven, Holding], object]] = {
-        "match_again": lambda driven, holding: driven.ask(holding, 4),
-        "decline": lambda driven, holding: driven.ledger.decline(holding, 4),
-        "load": lambda driven, holding: driven.load(holding, [range(80, 90)]),
-        "abandon_load": lambda driven, holding: driven.ledger.abandon_load(holding),
-        "offer": lambda driven, holding: driven.offer(holding, 16, [range(80, 90)]),
-        "invalidate": lambda driven, holding: driven.invalidate(holding, 8),
-        "release": lambda driven, holding: driven.ledger.release(holding),
+    calls: dict[str, Callable[[EngineDriven, LedgerRequest], object]] = {
+        "match_again": lambda driven, request: driven.ask(request, 4),
+        "decline": lambda driven, request: driven.ledger.decline(request, 4),
+        "load": lambda driven, request: driven.load(request, [range(80, 90)]),
+        "abandon_load": lambda driven, request: driven.ledger.abandon_load(request),
+        "offer": lambda driven, request: driven.offer(request, 16, [range(80, 90)]),
+        "invalidate": lambda driven, request: driven.invalidate(request, 8),
+        "release": lambda driven, request: driven.ledger.release(request),
     }
     for situation, build in SITUATIONS.items():
         driven = EngineDriven()
-        holding = build(driven)
+        request = build(driven)
         if situation in legal.split():
-            calls[call](driven, holding)
+            calls[call](driven, request)
         else:
-            with refused(driven.ledger, holding, error=WrongState, says=(f"{call}: ", str(holding))):
-                calls[call](driven, holding)
+            with refused(driven.ledger, request, error=WrongState, says=(f"{call}: ", str(request))):
+                calls[call](driven, request)
         driven.check()
 
 
 def test_requests_of_another_ledger_are_refused() -> None:
     """On both of an engine's calls."""
     driven, foreign = EngineDriven(), EngineDriven().admit(A)
-    with refused(driven.ledger, error=InvalidArgument, says=("holding: ",)):
+    with refused(driven.ledger, error=InvalidArgument, says=("request: ",)):
         driven.ledger.offer(foreign, 4, [[1]])
-    with refused(driven.ledger, error=InvalidArgument, says=("holding: ",)):
+    with refused(driven.ledger, error=InvalidArgument, says=("request: ",)):
         driven.ledger.match_again(foreign, num_device_tokens=0)
 
 
@@ -211,19 +211,19 @@ def test_wrong_numbers_are_refused_by_name() -> None:
     """At least one token is left to compute, nothing goes back, nothing is computed that is not known."""
     driven = EngineDriven()
     driven.serve(B)
-    holding = pinned(driven)
+    request = pinned(driven)
     own = running(driven)
     for wrong in (*NO_COUNT, 17, 2**70):
-        with refused(driven.ledger, holding, error=InvalidArgument, says=("num_device_tokens: ",)):
+        with refused(driven.ledger, request, error=InvalidArgument, says=("num_device_tokens: ",)):
             driven.ledger.admit(Prefix.of(ROOT, A), num_device_tokens=wrong)
-        with refused(driven.ledger, holding, error=InvalidArgument, says=("num_device_tokens: ",)):
-            driven.ledger.match_again(holding, num_device_tokens=wrong)
+        with refused(driven.ledger, request, error=InvalidArgument, says=("num_device_tokens: ",)):
+            driven.ledger.match_again(request, num_device_tokens=wrong)
     for wrong in NO_COUNT:
-        with refused(driven.ledger, holding, error=InvalidArgument, says=("from_token: ",)):
-            driven.ledger.decline(holding, wrong)
+        with refused(driven.ledger, request, error=InvalidArgument, says=("from_token: ",)):
+            driven.ledger.decline(request, wrong)
     for wrong in (*NO_COUNT[:-1], -1):
-        with refused(driven.ledger, holding, error=InvalidArgument, says=("max_tokens: ",)):
-            driven.ledger.plan_load(holding, wrong, into=[range(5)])
+        with refused(driven.ledger, request, error=InvalidArgument, says=("max_tokens: ",)):
+            driven.ledger.plan_load(request, wrong, into=[range(5)])
     for wrong in (*NO_COUNT, 8, 18, 2**70):
         with refused(driven.ledger, own, error=CommitError, says=("num_computed_tokens: ",)):
             driven.ledger.offer(own, wrong, [range(1, 20)])
@@ -235,16 +235,16 @@ def test_wrong_numbers_are_refused_by_name() -> None:
 def test_nothing_goes_back_behind_what_the_engine_has() -> None:
     """The first offer counts from what was said at the match."""
     driven = EngineDriven()
-    holding = driven.admit(A, 9)
-    with refused(driven.ledger, holding, error=CommitError, says=("num_computed_tokens: ", "9")):
-        driven.ledger.offer(holding, 8, [range(1, 6)])
-    driven.offer(holding, 9, [range(1, 6)])
+    request = driven.admit(A, 9)
+    with refused(driven.ledger, request, error=CommitError, says=("num_computed_tokens: ", "9")):
+        driven.ledger.offer(request, 8, [range(1, 6)])
+    driven.offer(request, 9, [range(1, 6)])
 
 
 def test_other_wrong_arguments_are_refused_by_name() -> None:
     """Tokens, wakes, flags."""
     driven = EngineDriven()
-    holding, own = pinned(driven), running(driven)
+    request, own = pinned(driven), running(driven)
     for tokens in ([-1], [2**31], [1.5], "12", [None], 7, None):
         with refused(driven.ledger, own, error=InvalidArgument, says=("new_token_ids",)):
             driven.ledger.offer(own, 9, [range(1, 9)], tokens)  # type: ignore[arg-type]
@@ -252,11 +252,11 @@ def test_other_wrong_arguments_are_refused_by_name() -> None:
         with refused(driven.ledger, own, error=InvalidArgument, says=("is_last: ",)):
             driven.ledger.offer(own, 9, [range(1, 9)], is_last=flag)  # type: ignore[arg-type]
     for wake in (None, 3, "wake"):
-        with refused(driven.ledger, holding, error=InvalidArgument, says=("wake: ",)):
-            driven.ledger.match_again(holding, num_device_tokens=0, wake=wake)  # type: ignore[arg-type]
-        with refused(driven.ledger, holding, error=InvalidArgument, says=("wake: ",)):
-            driven.ledger.plan_load(holding, wake=wake, into=[range(1, 6)])  # type: ignore[arg-type]
-        with refused(driven.ledger, holding, error=InvalidArgument, says=("wake: ",)):
+        with refused(driven.ledger, request, error=InvalidArgument, says=("wake: ",)):
+            driven.ledger.match_again(request, num_device_tokens=0, wake=wake)  # type: ignore[arg-type]
+        with refused(driven.ledger, request, error=InvalidArgument, says=("wake: ",)):
+            driven.ledger.plan_load(request, wake=wake, into=[range(1, 6)])  # type: ignore[arg-type]
+        with refused(driven.ledger, request, error=InvalidArgument, says=("wake: ",)):
             driven.ledger.admit(Prefix.of(ROOT, A), wake=wake)  # type: ignore[arg-type]
 
 
@@ -275,10 +275,10 @@ TABLES: dict[str, Any] = {
 def test_wrong_tables_are_refused_by_name(wrong: str) -> None:
     """By both calls, before anything is changed: the right ones are taken afterwards."""
     driven = EngineDriven()
-    holding = pinned(driven)
-    with refused(driven.ledger, holding, error=InvalidArgument, says=("into: ",)):
-        driven.ledger.plan_load(holding, into=TABLES[wrong])
-    assert len(driven.load(holding, [[4, 5, 6, 7]])) == 1
+    request = pinned(driven)
+    with refused(driven.ledger, request, error=InvalidArgument, says=("into: ",)):
+        driven.ledger.plan_load(request, into=TABLES[wrong])
+    assert len(driven.load(request, [[4, 5, 6, 7]])) == 1
     fresh = driven.admit(B)
     with refused(driven.ledger, fresh, error=InvalidArgument, says=("block_ids: ",)):
         driven.ledger.offer(fresh, 18, TABLES[wrong], [70, 71])
@@ -290,11 +290,11 @@ def test_tables_of_several_groups_have_lengths_of_their_own() -> None:
     groups = [KVCacheGroup("small", block_size=2), KVCacheGroup("large", block_size=8)]
     driven = EngineDriven(groups=groups)
     tokens = prompt(1, 17)
-    holding = driven.admit(tokens)
+    request = driven.admit(tokens)
     for wrong in ([range(1, 8), range(20, 22)], [range(1, 9), range(20, 21)], [range(1, 9)]):
-        with refused(driven.ledger, holding, error=InvalidArgument, says=("block_ids: ", "[8, 2]")):
-            driven.ledger.offer(holding, 17, wrong)
-    assert len(driven.offer(holding, 17, [range(1, 9), range(20, 22)])) == 1
+        with refused(driven.ledger, request, error=InvalidArgument, says=("block_ids: ", "[8, 2]")):
+            driven.ledger.offer(request, 17, wrong)
+    assert len(driven.offer(request, 17, [range(1, 9), range(20, 22)])) == 1
 
 
 def test_a_load_writes_nowhere_twice() -> None:
@@ -302,16 +302,16 @@ def test_a_load_writes_nowhere_twice() -> None:
     what it has no need to bring may be null."""
     driven = EngineDriven(64, groups=[KVCacheGroup("full", block_size=4), KVCacheGroup("w", SlidingWindow(5), 4)])
     driven.serve(A)
-    holding = driven.admit(A)
+    request = driven.admit(A)
     for tables, why in (
         ([[4, 5, 4, 7], [0, 0, 0, 9]], "twice"),
         ([[4, 5, 6, 7], [0, 0, 0, 6]], "twice"),
         ([[4, 5, 0, 7], [0, 0, 0, 9]], "null"),
         ([[4, 5, 6, 7], [1, 2, 3, 0]], "null"),
     ):
-        with refused(driven.ledger, holding, error=InvalidArgument, says=("into: ", why)):
-            driven.ledger.plan_load(holding, into=tables)
-    driven.load(holding, [[4, 5, 6, 7], [0, 0, 0, 9]])
+        with refused(driven.ledger, request, error=InvalidArgument, says=("into: ", why)):
+            driven.ledger.plan_load(request, into=tables)
+    driven.load(request, [[4, 5, 6, 7], [0, 0, 0, 9]])
     assert driven.held() == [4, 5, 6, 7, 9]
 
 
@@ -344,10 +344,10 @@ def test_a_find_that_answers_wrongly_is_refused(found: Any) -> None:
             return found  # type: ignore[no-any-return]
 
     driven = EngineDriven(engine=Wrong())
-    holding = driven.admit(A)
-    with refused(driven.ledger, holding, error=InvalidArgument, says=("block_ids: ",)):
-        driven.ledger.offer(holding, 18, [[4, 0, 6, 7]], [70])
-    assert driven.offer(holding, 18, [[4, 5, 6, 7]], [70])
+    request = driven.admit(A)
+    with refused(driven.ledger, request, error=InvalidArgument, says=("block_ids: ",)):
+        driven.ledger.offer(request, 18, [[4, 0, 6, 7]], [70])
+    assert driven.offer(request, 18, [[4, 5, 6, 7]], [70])
 
 
 def test_what_a_store_still_reads_is_not_loaded_into() -> None:
@@ -357,11 +357,11 @@ def test_what_a_store_still_reads_is_not_loaded_into() -> None:
     driven.serve(A)
     other, (table,) = driven.computed(B)
     (store,) = driven.offer(other, 16, [table])
-    holding, (fresh,) = driven.admit(A), driven.fresh(17)
-    with refused(driven.ledger, holding, error=InvalidArgument, says=("into: ", str(table[0]), "still reads")):
-        driven.ledger.plan_load(holding, into=[[table[0], *fresh[1:]]])
+    request, (fresh,) = driven.admit(A), driven.fresh(17)
+    with refused(driven.ledger, request, error=InvalidArgument, says=("into: ", str(table[0]), "still reads")):
+        driven.ledger.plan_load(request, into=[[table[0], *fresh[1:]]])
     driven.land([store])
-    driven.land(driven.load(holding, [[table[0], *fresh[1:]]]))
+    driven.land(driven.load(request, [[table[0], *fresh[1:]]]))
 
 
 def test_what_another_load_is_writing_is_not_stored() -> None:
@@ -382,14 +382,14 @@ def test_what_a_copy_may_still_write_to_is_not_stored() -> None:
     """After an unproven load the engine computes in other blocks; those of the load are refused until late proof."""
     driven = EngineDriven()
     driven.serve(A)
-    holding, (plan,) = driven.loading(A)
+    request, (plan,) = driven.loading(A)
     doubtful = list(plan.destination_ids)
     driven.end(plan, Outcome.UNPROVEN)
     driven.reset(Tier.HOST)
-    with refused(driven.ledger, holding, error=InvalidArgument, says=("block_ids: ", str(doubtful[0]))):
-        driven.ledger.offer(holding, 16, [doubtful])
+    with refused(driven.ledger, request, error=InvalidArgument, says=("block_ids: ", str(doubtful[0]))):
+        driven.ledger.offer(request, 16, [doubtful])
     tables = driven.fresh(17)
     driven.compute(A, tables)
-    driven.land(driven.offer(holding, 16, tables))
+    driven.land(driven.offer(request, 16, tables))
     driven.end(plan, Outcome.FAILED)
     assert driven.hit(A) == 16

@@ -18,7 +18,7 @@ A = prompt(1, 10)
 
 
 def table(driven: Driven, fork: Fork) -> list[int]:
-    return driven.ledger.block_ids(fork.holding)[0]
+    return driven.ledger.block_ids(fork.request)[0]
 
 
 def test_a_fork_shares_full_blocks_and_copies_the_tail() -> None:
@@ -30,13 +30,13 @@ def test_a_fork_shares_full_blocks_and_copies_the_tail() -> None:
     driven.ledger.check_integrity()
     ids, (mine,) = table(driven, fork), driven.ledger.block_ids(parent)
     assert ids[:2] == mine[:2] and fork.copies == ((mine[2], ids[2]),) and ids[2] not in mine
-    assert (fork.holding.request_id, fork.holding.state) == ("twin", RequestState.RUNNING)
-    assert fork.holding.num_computed_tokens == 10 and fork.holding.match.num_device_tokens == 8
+    assert (fork.request.request_id, fork.request.state) == ("twin", RequestState.RUNNING)
+    assert fork.request.num_computed_tokens == 10 and fork.request.match.num_device_tokens == 8
     driven.commit(parent, 12, [8])
-    driven.commit(fork.holding, 12, [9])
+    driven.commit(fork.request, 12, [9])
     assert driven.hit([*A, 7, 8, 0]) == driven.hit([*A, 7, 9, 0]) == (12, 0)
     driven.release(parent)
-    driven.release(fork.holding)
+    driven.release(fork.request)
     assert driven.num_pinned()[0] == 0 or driven.ledger.jobs.unsettled
 
 
@@ -50,7 +50,7 @@ def test_shared_blocks_outlive_the_parent() -> None:
     assert driven.num_pinned()[0] == 3
     driven.commit(driven.running(prompt(2, 20)))
     assert driven.hit([*A[:8], 0]) == (8, 0), "not evicted under it"
-    driven.release(fork.holding)
+    driven.release(fork.request)
 
 
 def test_a_fork_of_whole_blocks_copies_nothing() -> None:
@@ -72,7 +72,7 @@ def test_a_fork_without_room_changes_nothing() -> None:
         driven.ledger.fork(parent, num_tokens=16)
     with refused(driven.ledger, parent, error=OutOfBlocks, says=("never fit",)):
         driven.ledger.fork(parent, num_tokens=17)
-    other = driven.ledger.fork(parent).holding
+    other = driven.ledger.fork(parent).request
     driven.ledger.queue_extension(other, 16)
     with refused(driven.ledger, parent, error=OutOfBlocks, says=("retry",)):
         driven.ledger.fork(parent)
@@ -84,7 +84,7 @@ def test_a_fork_has_a_name_of_its_own() -> None:
     parent = driven.running(A, request_id="r")
     with refused(driven.ledger, parent, error=DuplicateRequest, says=("request_id",)):
         driven.ledger.fork(parent, "r")
-    assert driven.ledger.fork(parent).holding.request_id != driven.ledger.fork(parent).holding.request_id
+    assert driven.ledger.fork(parent).request.request_id != driven.ledger.fork(parent).request.request_id
 
 
 def test_windows_fork_as_well() -> None:
@@ -95,14 +95,14 @@ def test_windows_fork_as_well() -> None:
     driven.commit(parent)
     fork = driven.ledger.fork(parent)
     driven.ledger.check_integrity()
-    mine, ids = driven.ledger.block_ids(parent), driven.ledger.block_ids(fork.holding)
+    mine, ids = driven.ledger.block_ids(parent), driven.ledger.block_ids(fork.request)
     assert [own[:4] for own in ids[:2]] == [own[:4] for own in mine[:2]]
     assert ids[1][:3] == [0, 0, 0] and ids[2][:8] == [0] * 8
     copied = [(mine[0][4], ids[0][4]), (mine[1][4], ids[1][4]), (mine[2][8], ids[2][8])]
     assert list(fork.copies) == copied, "of the last group the second block of the unit is empty"
-    driven.commit(fork.holding, 20, [5, 6])
+    driven.commit(fork.request, 20, [5, 6])
     driven.release(parent)
-    driven.release(fork.holding)
+    driven.release(fork.request)
     assert driven.num_pinned() == (0, 0)
 
 
@@ -117,7 +117,7 @@ def test_after_a_reset_a_fork_copies_what_was_never_published() -> None:
     driven.ledger.check_integrity()
     (mine,), ids = driven.ledger.block_ids(parent), table(driven, fork)
     assert ids[0] == mine[0] and fork.copies == ((mine[1], ids[1]), (mine[2], ids[2]))
-    assert driven.commit(fork.holding, 10) == []
+    assert driven.commit(fork.request, 10) == []
 
 
 def test_who_has_copied_wrong_bytes_is_told() -> None:
@@ -126,10 +126,10 @@ def test_who_has_copied_wrong_bytes_is_told() -> None:
     driven = Driven(20)
     parent = driven.running(A)
     driven.commit(parent, 9)
-    early = driven.ledger.fork(parent).holding
+    early = driven.ledger.fork(parent).request
     driven.commit(parent, 10)
-    late = driven.ledger.fork(parent).holding
-    last = driven.ledger.fork(late).holding
+    late = driven.ledger.fork(parent).request
+    last = driven.ledger.fork(late).request
     driven.release(late)
     assert driven.ledger.invalidate(parent, 9) == (last,)
     with refused(driven.ledger, last, error=WrongState, says=("fork", "aborted")):
@@ -166,7 +166,7 @@ def test_a_fork_ends_as_soon_whatever_ended_before(num_published: int) -> None:
     driven.commit(parent, 10)
 
     def come_and_go(token: int) -> int:
-        fork = driven.ledger.fork(parent, num_tokens=12).holding
+        fork = driven.ledger.fork(parent, num_tokens=12).request
         driven.commit(fork, num_published, [token, token])
         return num_calls(lambda: driven.release(fork))
 

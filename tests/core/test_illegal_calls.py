@@ -17,40 +17,40 @@ from test_match_machine import WHICH, MatchMachine
 from aoffload._kernel.ledger import Ledger
 from aoffload._kernel.plans import Completion
 from aoffload._kernel.prefix import Prefix, Root
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import JobState, Outcome, RequestState
 from aoffload.errors import DuplicateRequest, IllegalTransition, InvalidArgument, OutOfBlocks, WrongState
 from aoffload.testing.programs.fingerprint import changes, fingerprint
 
 S = RequestState
 A = prompt(1, 9)
-Call = Callable[[Ledger, Holding], object]
+Call = Callable[[Ledger, LedgerRequest], object]
 
 CALLS: dict[str, tuple[str, Call]] = {
-    "allocate_nowait": ("allocate", lambda ledger, holding: ledger.allocate_nowait(holding)),
-    "queue_allocation": ("allocate", lambda ledger, holding: ledger.queue_allocation(holding)),
-    "match_fetched": ("match_fetched", lambda ledger, holding: ledger.match_fetched(holding)),
-    "extend_nowait": ("extend", lambda ledger, holding: ledger.extend_nowait(holding, 16)),
-    "queue_extension": ("extend", lambda ledger, holding: ledger.queue_extension(holding, 16)),
-    "plan_load": ("load", lambda ledger, holding: ledger.plan_load(holding)),
-    "abandon_load": ("abandon_load", lambda ledger, holding: ledger.abandon_load(holding)),
-    "commit": ("commit", lambda ledger, holding: ledger.commit(holding, holding.num_computed_tokens)),
-    "check_commit": ("commit", lambda ledger, holding: ledger.check_commit(holding, holding.num_computed_tokens)),
-    "invalidate": ("invalidate", lambda ledger, holding: ledger.invalidate(holding, holding.num_computed_tokens)),
-    "step": ("step", lambda ledger, holding: enter(ledger.step([holding]))),
-    "preempt_nowait": ("preempt", lambda ledger, holding: ledger.preempt_nowait(holding)),
-    "resume": ("resume", lambda ledger, holding: ledger.resume(holding)),
-    "release": ("release", lambda ledger, holding: ledger.release(holding)),
-    "block_ids": ("block_ids", lambda ledger, holding: ledger.block_ids(holding)),
-    "can_start_early": ("block_ids", lambda ledger, holding: ledger.can_start_early(holding)),
-    "num_expected_tokens": ("block_ids", lambda ledger, holding: ledger.num_expected_tokens(holding)),
-    "lost_to_reset": ("lost_to_reset", lambda ledger, holding: ledger.lost_to_reset(holding)),
-    "loadable": ("loadable", lambda ledger, holding: ledger.loadable(holding)),
-    "expected_block_ids": ("block_ids", lambda ledger, holding: ledger.expected_block_ids(holding)),
-    "first_invalid_token": ("block_ids", lambda ledger, holding: ledger.first_invalid_token(holding)),
-    "begin_again": ("begin_again", lambda ledger, holding: ledger.begin_again(holding)),
-    "num_shared_tokens": ("fork", lambda ledger, holding: ledger.num_shared_tokens(holding)),
-    "fork": ("fork", lambda ledger, holding: ledger.fork(holding)),
+    "allocate_nowait": ("allocate", lambda ledger, request: ledger.allocate_nowait(request)),
+    "queue_allocation": ("allocate", lambda ledger, request: ledger.queue_allocation(request)),
+    "match_fetched": ("match_fetched", lambda ledger, request: ledger.match_fetched(request)),
+    "extend_nowait": ("extend", lambda ledger, request: ledger.extend_nowait(request, 16)),
+    "queue_extension": ("extend", lambda ledger, request: ledger.queue_extension(request, 16)),
+    "plan_load": ("load", lambda ledger, request: ledger.plan_load(request)),
+    "abandon_load": ("abandon_load", lambda ledger, request: ledger.abandon_load(request)),
+    "commit": ("commit", lambda ledger, request: ledger.commit(request, request.num_computed_tokens)),
+    "check_commit": ("commit", lambda ledger, request: ledger.check_commit(request, request.num_computed_tokens)),
+    "invalidate": ("invalidate", lambda ledger, request: ledger.invalidate(request, request.num_computed_tokens)),
+    "step": ("step", lambda ledger, request: enter(ledger.step([request]))),
+    "preempt_nowait": ("preempt", lambda ledger, request: ledger.preempt_nowait(request)),
+    "resume": ("resume", lambda ledger, request: ledger.resume(request)),
+    "release": ("release", lambda ledger, request: ledger.release(request)),
+    "block_ids": ("block_ids", lambda ledger, request: ledger.block_ids(request)),
+    "can_start_early": ("block_ids", lambda ledger, request: ledger.can_start_early(request)),
+    "num_expected_tokens": ("block_ids", lambda ledger, request: ledger.num_expected_tokens(request)),
+    "lost_to_reset": ("lost_to_reset", lambda ledger, request: ledger.lost_to_reset(request)),
+    "loadable": ("loadable", lambda ledger, request: ledger.loadable(request)),
+    "expected_block_ids": ("block_ids", lambda ledger, request: ledger.expected_block_ids(request)),
+    "first_invalid_token": ("block_ids", lambda ledger, request: ledger.first_invalid_token(request)),
+    "begin_again": ("begin_again", lambda ledger, request: ledger.begin_again(request)),
+    "num_shared_tokens": ("fork", lambda ledger, request: ledger.num_shared_tokens(request)),
+    "fork": ("fork", lambda ledger, request: ledger.fork(request)),
 }
 """Every call about a request: what it calls itself when it is refused, and how it is made."""
 ENGINE_CALLS = {"match_again", "offer", "pending_until", "decline"}
@@ -93,12 +93,12 @@ LEGAL: dict[tuple[str, str], str] = {
 """What may be called when; everything else is refused."""
 
 
-def row_of(holding: Holding) -> tuple[str, str]:
-    if holding.waiter is not None:
-        return holding.state.name, "waiting"
-    if holding.num_steps:
-        return holding.state.name, "stepping"
-    return holding.state.name, ""
+def row_of(request: LedgerRequest) -> tuple[str, str]:
+    if request.waiter is not None:
+        return request.state.name, "waiting"
+    if request.num_steps:
+        return request.state.name, "stepping"
+    return request.state.name, ""
 
 
 def enter(step: Any) -> None:
@@ -109,134 +109,134 @@ def enter(step: Any) -> None:
 # -- how a request gets there: 8 device blocks of 4 tokens ---------------------------------------------------------
 
 
-def admitted(driven: Driven) -> Holding:
+def admitted(driven: Driven) -> LedgerRequest:
     driven.on_host_only(A)
     return driven.admit(A)
 
 
-def forced(state: RequestState) -> Callable[[Driven], Holding]:
+def forced(state: RequestState) -> Callable[[Driven], LedgerRequest]:
     """A state that no caller ever sees a request in: calls never end there."""
 
-    def build(driven: Driven) -> Holding:
-        holding = driven.admit(A)
-        holding.state = state
-        return holding
+    def build(driven: Driven) -> LedgerRequest:
+        request = driven.admit(A)
+        request.state = state
+        return request
 
     return build
 
 
-def crowded(driven: Driven, num_blocks: int) -> Holding:
+def crowded(driven: Driven, num_blocks: int) -> LedgerRequest:
     return driven.running(prompt(2, num_blocks * 4))
 
 
-def waiting(driven: Driven, *, is_granted: bool = False) -> Holding:
-    hog, holding = crowded(driven, 8), driven.admit(A)
-    driven.ledger.queue_allocation(holding)
+def waiting(driven: Driven, *, is_granted: bool = False) -> LedgerRequest:
+    hog, request = crowded(driven, 8), driven.admit(A)
+    driven.ledger.queue_allocation(request)
     if is_granted:
         driven.release(hog)
-    return holding
+    return request
 
 
-def waiting_in_vain(driven: Driven) -> Holding:
+def waiting_in_vain(driven: Driven) -> LedgerRequest:
     """Room is lost to quarantine: it will never fit."""
     loading = admitted(driven)
     driven.ledger.allocate_nowait(loading)
     plans = driven.launch(driven.ledger.plan_load(loading))
-    holding = driven.admit(prompt(3, 32))
-    driven.ledger.queue_allocation(holding)
+    request = driven.admit(prompt(3, 32))
+    driven.ledger.queue_allocation(request)
     driven.end(plans[0], Outcome.UNPROVEN)
-    assert holding.waiter is not None and holding.waiter.error is not None
-    return holding
+    assert request.waiter is not None and request.waiter.error is not None
+    return request
 
 
-def allocated(driven: Driven) -> Holding:
-    holding = admitted(driven)
-    driven.ledger.allocate_nowait(holding)
-    return holding
+def allocated(driven: Driven) -> LedgerRequest:
+    request = admitted(driven)
+    driven.ledger.allocate_nowait(request)
+    return request
 
 
-def loading(driven: Driven) -> Holding:
-    holding = allocated(driven)
-    driven.plans = driven.ledger.plan_load(holding)  # type: ignore[attr-defined]
-    return holding
+def loading(driven: Driven) -> LedgerRequest:
+    request = allocated(driven)
+    driven.plans = driven.ledger.plan_load(request)  # type: ignore[attr-defined]
+    return request
 
 
-def robbed(driven: Driven, *, is_granted: bool = False) -> Holding:
+def robbed(driven: Driven, *, is_granted: bool = False) -> LedgerRequest:
     """Its load went to quarantine, and there was no room for what is missing."""
-    holding = allocated(driven)
+    request = allocated(driven)
     hog = crowded(driven, 5)
-    driven.end(driven.launch(driven.ledger.plan_load(holding))[0], Outcome.UNPROVEN)
+    driven.end(driven.launch(driven.ledger.plan_load(request))[0], Outcome.UNPROVEN)
     if is_granted:
         driven.release(hog)
-    return holding
+    return request
 
 
-def draining(driven: Driven) -> Holding:
+def draining(driven: Driven) -> LedgerRequest:
     """A step has begun on its load, which went to quarantine, and there is no room for what is missing."""
-    holding = allocated(driven)
+    request = allocated(driven)
     crowded(driven, 5)
-    plans = driven.launch(driven.ledger.plan_load(holding))
-    driven.step = driven.ledger.step([], [holding])  # type: ignore[attr-defined]
+    plans = driven.launch(driven.ledger.plan_load(request))
+    driven.step = driven.ledger.step([], [request])  # type: ignore[attr-defined]
     driven.step.__enter__()  # type: ignore[attr-defined]
     driven.end(plans[0], Outcome.UNPROVEN)
-    return holding
+    return request
 
 
-def hopeless(driven: Driven) -> Holding:
-    holding = admitted(driven)
-    driven.ledger.allocate_nowait(holding, 28)
-    driven.end(driven.launch(driven.ledger.plan_load(holding))[0], Outcome.UNPROVEN)
-    assert holding.waiter is not None
+def hopeless(driven: Driven) -> LedgerRequest:
+    request = admitted(driven)
+    driven.ledger.allocate_nowait(request, 28)
+    driven.end(driven.launch(driven.ledger.plan_load(request))[0], Outcome.UNPROVEN)
+    assert request.waiter is not None
     with pytest.raises(OutOfBlocks):
-        driven.ledger.accept(holding.waiter)
-    return holding
+        driven.ledger.accept(request.waiter)
+    return request
 
 
-def running(driven: Driven) -> Holding:
-    holding = loading(driven)
+def running(driven: Driven) -> LedgerRequest:
+    request = loading(driven)
     driven.land(driven.plans)  # type: ignore[attr-defined]
-    driven.commit(holding)
-    return holding
+    driven.commit(request)
+    return request
 
 
-def preempted(driven: Driven) -> Holding:
-    holding = running(driven)
-    driven.ledger.preempt_nowait(holding)
-    return holding
+def preempted(driven: Driven) -> LedgerRequest:
+    request = running(driven)
+    driven.ledger.preempt_nowait(request)
+    return request
 
 
-def extending(start: Callable[[Driven], Holding]) -> Callable[[Driven], Holding]:
-    def build(driven: Driven) -> Holding:
-        holding = start(driven)
+def extending(start: Callable[[Driven], LedgerRequest]) -> Callable[[Driven], LedgerRequest]:
+    def build(driven: Driven) -> LedgerRequest:
+        request = start(driven)
         crowded(driven, 5)
-        driven.ledger.queue_extension(holding, 16)
-        return holding
+        driven.ledger.queue_extension(request, 16)
+        return request
 
     return build
 
 
-def stepping(start: Callable[[Driven], Holding], *reasons: str) -> Callable[[Driven], Holding]:
-    def build(driven: Driven) -> Holding:
-        holding = start(driven)
-        driven.step = driven.ledger.step([holding])  # type: ignore[attr-defined]
+def stepping(start: Callable[[Driven], LedgerRequest], *reasons: str) -> Callable[[Driven], LedgerRequest]:
+    def build(driven: Driven) -> LedgerRequest:
+        request = start(driven)
+        driven.step = driven.ledger.step([request])  # type: ignore[attr-defined]
         driven.step.__enter__()  # type: ignore[attr-defined]
         for reason in reasons:
-            driven.release(holding, reason)
-        return holding
+            driven.release(request, reason)
+        return request
 
     return build
 
 
-def over(start: Callable[[Driven], Holding], reason: str = "closed_early") -> Callable[[Driven], Holding]:
-    def build(driven: Driven) -> Holding:
-        holding = start(driven)
-        driven.release(holding, reason)
-        return holding
+def over(start: Callable[[Driven], LedgerRequest], reason: str = "closed_early") -> Callable[[Driven], LedgerRequest]:
+    def build(driven: Driven) -> LedgerRequest:
+        request = start(driven)
+        driven.release(request, reason)
+        return request
 
     return build
 
 
-SITUATIONS: dict[str, tuple[tuple[str, str], Callable[[Driven], Holding]]] = {
+SITUATIONS: dict[str, tuple[tuple[str, str], Callable[[Driven], LedgerRequest]]] = {
     "queued": (("QUEUED", ""), forced(S.QUEUED)),
     "matched": (("MATCHED", ""), forced(S.MATCHED)),
     "preempted": (("PREEMPTED", ""), preempted),
@@ -272,10 +272,10 @@ def refused(ledger: Ledger, *roots: object, error: type[Exception], says: tuple[
     assert not changes(before, fingerprint(ledger, *roots))
 
 
-def refuse(ledger: Ledger, holding: Holding, call: str) -> None:
+def refuse(ledger: Ledger, request: LedgerRequest, call: str) -> None:
     word, make = CALLS[call]
-    with refused(ledger, holding, error=WrongState, says=(f"{word}: ", str(holding))):
-        make(ledger, holding)
+    with refused(ledger, request, error=WrongState, says=(f"{word}: ", str(request))):
+        make(ledger, request)
 
 
 # -- the table ----------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_the_table_is_whole() -> None:
     calls = {name: getattr(Ledger, name) for name in dir(Ledger) if not name.startswith("_")}
     public = {name: value for name, value in calls.items() if callable(value)}
     assert set(public) == set(CALLS) | OTHER_CALLS | ENGINE_CALLS
-    about = {name for name, call in public.items() if list(inspect.signature(call).parameters)[1:2] == ["holding"]}
+    about = {name for name, call in public.items() if list(inspect.signature(call).parameters)[1:2] == ["request"]}
     assert about | {"step"} == set(CALLS) | ENGINE_CALLS
     assert {state for state, _ in LEGAL} == {state.name for state in RequestState}
     assert {row for row, _ in SITUATIONS.values()} == set(LEGAL)
@@ -301,13 +301,13 @@ def test_what_the_table_does_not_allow_is_refused(situation: str) -> None:
     row, build = SITUATIONS[situation]
     for call in CALLS:
         driven = Driven(8)
-        holding = build(driven)
-        assert row_of(holding) == row
+        request = build(driven)
+        assert row_of(request) == row
         driven.ledger.check_integrity()
         if call in LEGAL[row].split():
-            CALLS[call][1](driven.ledger, holding)
+            CALLS[call][1](driven.ledger, request)
         else:
-            refuse(driven.ledger, holding, call)
+            refuse(driven.ledger, request, call)
         driven.ledger.check_integrity()
 
 
@@ -350,7 +350,7 @@ BAD: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {
 BAD_TOKENS = [[-1], [2**31], [HUGE], [1.5], [True], ["7"], [None], "12", b"12", [[1]], 7, None, [1, [2]]]
 
 
-def with_argument(ledger: Ledger, holding: Holding, call: str, name: str, value: object) -> object:
+def with_argument(ledger: Ledger, request: LedgerRequest, call: str, name: str, value: object) -> object:
     if call == "admit":
         return ledger.admit(Prefix.of(Root("test"), A), **{name: value})  # type: ignore[arg-type]
     if "fetch" in call:
@@ -360,12 +360,12 @@ def with_argument(ledger: Ledger, holding: Holding, call: str, name: str, value:
     if call.startswith("plan_disk"):
         return getattr(ledger, call)(**{name: value})
     more = {"new_token_ids": [7]} if call in ("commit", "check_commit") else {}
-    return getattr(ledger, call)(holding, **{name: value}, **more)
+    return getattr(ledger, call)(request, **{name: value}, **more)
 
 
-def refuse_argument(ledger: Ledger, holding: Holding, call: str, name: str, value: object) -> None:
-    with refused(ledger, holding, error=(InvalidArgument, OutOfBlocks), says=(f"{name}: ",)):  # type: ignore[arg-type]
-        with_argument(ledger, holding, call, name, value)
+def refuse_argument(ledger: Ledger, request: LedgerRequest, call: str, name: str, value: object) -> None:
+    with refused(ledger, request, error=(InvalidArgument, OutOfBlocks), says=(f"{name}: ",)):  # type: ignore[arg-type]
+        with_argument(ledger, request, call, name, value)
 
 
 def test_every_number_that_a_call_takes_is_checked() -> None:
@@ -384,9 +384,9 @@ def test_a_bad_number_is_refused_by_name(call: str, name: str) -> None:
     """Negative, a bool, a float, text, beyond every pool: an error that names the argument, and nothing is changed."""
     situation, values = BAD[call, name]
     driven = Driven(8)
-    holding = SITUATIONS[situation][1](driven)
+    request = SITUATIONS[situation][1](driven)
     for value in values:
-        refuse_argument(driven.ledger, holding, call, name, value)
+        refuse_argument(driven.ledger, request, call, name, value)
 
 
 SMALLEST: dict[tuple[str, str], tuple[str, int]] = {
@@ -407,8 +407,8 @@ def test_the_smallest_number_is_taken(call: str, name: str) -> None:
     """Nobody has to ask for more than they need: one token, or none where none makes sense."""
     situation, value = SMALLEST[call, name]
     driven = Driven(8)
-    holding = SITUATIONS[situation][1](driven)
-    with_argument(driven.ledger, holding, call, name, value)
+    request = SITUATIONS[situation][1](driven)
+    with_argument(driven.ledger, request, call, name, value)
     driven.ledger.check_integrity()
 
 
@@ -416,9 +416,9 @@ def test_the_smallest_number_is_taken(call: str, name: str) -> None:
 def test_bad_tokens_are_refused_by_name(tokens: object) -> None:
     """What is no token id is appended to no sequence, however much of the commit was right."""
     driven = Driven(8)
-    holding = running(driven)
-    with refused(driven.ledger, holding, error=InvalidArgument, says=("new_token_ids: ",)):
-        driven.ledger.commit(holding, 9, tokens)
+    request = running(driven)
+    with refused(driven.ledger, request, error=InvalidArgument, says=("new_token_ids: ",)):
+        driven.ledger.commit(request, 9, tokens)
 
 
 @pytest.mark.parametrize("name", [5, b"r", True, 1.0, ("r",), ["r"]], ids=repr)
@@ -470,16 +470,16 @@ def test_a_bad_hint_is_refused_by_name(name: str, eviction: str) -> None:
 def test_a_waiter_is_accepted_once_and_in_time(end: str) -> None:
     """A grant is taken once, by who has it: not before it is there, not again, not after leaving."""
     driven = Driven(8)
-    holding = waiting(driven, is_granted=end == "accepted")
-    waiter = holding.waiter
+    request = waiting(driven, is_granted=end == "accepted")
+    waiter = request.waiter
     assert waiter is not None
     if end == "accepted":
         driven.ledger.accept(waiter)
     elif end == "withdrawn":
         driven.ledger.withdraw(waiter)
     elif end == "released":
-        driven.release(holding)
-    with refused(driven.ledger, holding, waiter, error=WrongState, says=("accept: ", repr(waiter))):
+        driven.release(request)
+    with refused(driven.ledger, request, waiter, error=WrongState, says=("accept: ", repr(waiter))):
         driven.ledger.accept(waiter)
     driven.ledger.check_integrity()
 
@@ -489,20 +489,20 @@ def test_withdrawing_what_is_over_changes_nothing(end: str) -> None:
     """Stopping to wait for what nobody waits for any more is no error: it may cross a grant. It gives nothing back
     a second time and takes nobody else's place."""
     driven = Driven(8)
-    holding = waiting(driven, is_granted=end == "accepted")
-    waiter = holding.waiter
+    request = waiting(driven, is_granted=end == "accepted")
+    waiter = request.waiter
     assert waiter is not None
     if end == "accepted":
         driven.ledger.accept(waiter)
     elif end == "released":
-        driven.release(holding)
+        driven.release(request)
     else:
         driven.ledger.withdraw(waiter)
     if end == "waits again":
-        driven.ledger.queue_allocation(holding)
-    before = fingerprint(driven.ledger, holding, waiter)
+        driven.ledger.queue_allocation(request)
+    before = fingerprint(driven.ledger, request, waiter)
     driven.ledger.withdraw(waiter)
-    assert not changes(before, fingerprint(driven.ledger, holding, waiter))
+    assert not changes(before, fingerprint(driven.ledger, request, waiter))
 
 
 @pytest.mark.parametrize("job_id", [0, 99, HUGE])
@@ -576,7 +576,7 @@ def test_another_ledgers_holdings_and_waiters() -> None:
     ]
     before = fingerprint(theirs.ledger)
     for call in calls:
-        with refused(ours.ledger, error=InvalidArgument, says=("holding",)):
+        with refused(ours.ledger, error=InvalidArgument, says=("request",)):
             call()
     assert not changes(before, fingerprint(theirs.ledger))
 
@@ -584,10 +584,10 @@ def test_another_ledgers_holdings_and_waiters() -> None:
 def test_who_waits_to_begin_again_cannot_only_stop_waiting() -> None:
     """A load that lost its room has nothing left but its place in the line: it is accepted, or released."""
     driven = Driven(8)
-    holding = robbed(driven)
-    assert holding.waiter is not None
+    request = robbed(driven)
+    assert request.waiter is not None
     with refused(driven.ledger, error=WrongState, says=("withdraw", "release it")):
-        driven.ledger.withdraw(holding.waiter)
+        driven.ledger.withdraw(request.waiter)
 
 
 def only_counted(driven: Driven, before: dict[str, object], num_late: int) -> None:
@@ -625,33 +625,33 @@ def test_a_job_moves_only_forwards() -> None:
 class IllegalMachine(MatchMachine):
     """Any legal calls, and in between one that is not: by the same tables."""
 
-    def some(self, which: int) -> Holding:
-        alive = [client.holding for client in self.clients]
+    def some(self, which: int) -> LedgerRequest:
+        alive = [client.record for client in self.clients]
         gone = [*self.gone[-3:], *self.ledger._closing]
         return [*alive, *gone][which % len([*alive, *gone])]
 
     @property
-    def gone(self) -> list[Holding]:
+    def gone(self) -> list[LedgerRequest]:
         return self.__dict__.setdefault("_gone", [])
 
     def end(self, client: Any, reason: str = "closed_early") -> None:
         super().end(client, reason)
-        self.gone.append(client.holding)
+        self.gone.append(client.record)
 
     @precondition(lambda self: self.clients or self.gone)
     @rule(which=WHICH, call=st.sampled_from(sorted(CALLS)))
     def call_at_the_wrong_time(self, which: int, call: str) -> None:
-        holding = self.some(which)
-        if call not in LEGAL[row_of(holding)].split():
-            refuse(self.ledger, holding, call)
+        request = self.some(which)
+        if call not in LEGAL[row_of(request)].split():
+            refuse(self.ledger, request, call)
 
     @precondition(lambda self: self.clients)
     @rule(which=WHICH, argument=st.sampled_from(sorted(BAD)), value=WHICH)
     def hand_in_nonsense(self, which: int, argument: tuple[str, str], value: int) -> None:
-        holding, (call, name) = self.clients[which % len(self.clients)].holding, argument
-        if call == "admit" or call in LEGAL[row_of(holding)].split():
+        request, (call, name) = self.clients[which % len(self.clients)].record, argument
+        if call == "admit" or call in LEGAL[row_of(request)].split():
             nonsense = NO_COUNT[value % len(NO_COUNT)]
-            refuse_argument(self.ledger, holding, call, name, nonsense)
+            refuse_argument(self.ledger, request, call, name, nonsense)
 
     @precondition(lambda self: self.plans)
     @rule(which=WHICH, call=st.sampled_from(["launch", "settle", "discard"]))
@@ -669,10 +669,10 @@ class IllegalMachine(MatchMachine):
             assert self.ledger.launch(job_id) is False
             assert not changes(before, fingerprint(self.ledger))
 
-    @precondition(lambda self: self.ledger.admission.line.allocating)
+    @precondition(lambda self: self.ledger.admission.queue.allocating)
     @rule(which=WHICH)
     def accept_too_early(self, which: int) -> None:
-        line = self.ledger.admission.line.allocating
+        line = self.ledger.admission.queue.allocating
         waiter = line[which % len(line)]
         with refused(self.ledger, waiter, error=WrongState, says=("accept: ", repr(waiter))):
             self.ledger.accept(waiter)

@@ -22,9 +22,9 @@ class Busy(Driven):
         super().__init__(16, 16)
         head = [9] * 8
         for name in (1, 2):
-            holding = self.running([*head, *prompt(name, 5)])
-            self.land(self.commit(holding, 12))
-            self.release(holding)
+            request = self.running([*head, *prompt(name, 5)])
+            self.land(self.commit(request, 12))
+            self.release(request)
         doubtful = self.running(prompt(3, 9))
         (plan,) = self.launch(self.commit(doubtful, 8))
         self.end(plan, Outcome.UNPROVEN)
@@ -59,7 +59,7 @@ def unfindable(busy: Busy) -> None:
 
 
 def run_for_nothing(busy: Busy) -> None:
-    busy.ledger.cache.index.insert(busy.waiters[0].holding.sequence, None, 0, 1)
+    busy.ledger.cache.index.insert(busy.waiters[0].record.sequence, None, 0, 1)
 
 
 def miscounted_after(busy: Busy) -> None:
@@ -155,12 +155,12 @@ def earlier_job_reaches_further(busy: Busy) -> None:
 
 
 def pins_behind_the_head(busy: Busy) -> None:
-    last = busy.waiters[-1].holding
+    last = busy.waiters[-1].record
     last.leases[Tier.HOST] = busy.ledger.cache.lease(Tier.HOST, busy.run_with(Tier.HOST, pinned=False))
 
 
 def waiter_out_of_place(busy: Busy) -> None:
-    busy.waiters[-1].holding.waiter = None
+    busy.waiters[-1].record.waiter = None
 
 
 LAWS: list[tuple[Callable[[Busy], None], str]] = [
@@ -207,10 +207,10 @@ def test_a_table_is_looked_at_beside_private_copies() -> None:
     driven.serve(prompt(1, 17))
     driven.release(driven.allocated(prompt(9, 24)), "filler")  # of four blocks, two stay on the device
     driven.ledger.pin(Prefix.of(Root("test"), prompt(1, 17)))  # else its copy would take their place
-    holding = driven.running(prompt(1, 17), max_hit_tokens=0)
-    driven.commit(holding)
-    assert holding.tables[0].duplicates == [range(2)]
-    table = holding.table
+    request = driven.running(prompt(1, 17), max_hit_tokens=0)
+    driven.commit(request)
+    assert request.tables[0].duplicates == [range(2)]
+    table = request.table
     table[2], table[3] = table[3], table[2]
     with pytest.raises(IntegrityError, match="a table does not name its leased blocks"):
         driven.ledger.check_integrity()

@@ -12,7 +12,7 @@ from driving import BLOCK, Driven, prompt
 from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.pools import MANY, LastUses
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import RequestState, Tier
 from aoffload.errors import InvalidArgument, OutOfBlocks
 
@@ -27,21 +27,21 @@ class Stepping(Driven):
         super().__init__(num_device, num_host, **config)
         self.truth: dict[int, int] = {}
 
-    def compute(self, holding: Holding, num_tokens: int | None = None, new: tuple[int, ...] = ()) -> None:
-        touched = {block_id for table in holding.tables for block_id in table.ids if block_id}
-        with self.ledger.step([holding]):
+    def compute(self, request: LedgerRequest, num_tokens: int | None = None, new: tuple[int, ...] = ()) -> None:
+        touched = {block_id for table in request.tables for block_id in table.ids if block_id}
+        with self.ledger.step([request]):
             pass
         self.truth.update(dict.fromkeys(touched, self.ledger.num_steps_ended))
-        self.land(self.commit(holding, num_tokens, new))
+        self.land(self.commit(request, num_tokens, new))
 
-    def serve(self, tokens: list[int]) -> Holding:
-        holding = self.running(tokens)
-        self.compute(holding)
-        return holding
+    def serve(self, tokens: list[int]) -> LedgerRequest:
+        request = self.running(tokens)
+        self.compute(request)
+        return request
 
-    def loads(self, tokens: list[int]) -> tuple[Holding, tuple[TransferPlan, ...]]:
-        holding = self.allocated(tokens)
-        return holding, self.ledger.plan_load(holding)
+    def loads(self, tokens: list[int]) -> tuple[LedgerRequest, tuple[TransferPlan, ...]]:
+        request = self.allocated(tokens)
+        return request, self.ledger.plan_load(request)
 
     def check(self, plans: tuple[TransferPlan, ...]) -> int:
         """No step later than the last one that is named has touched a destination. Returns that one."""
@@ -62,17 +62,17 @@ def on_host(num_device: int = 10) -> Stepping:
 def test_a_load_waits_for_the_last_step_of_its_destinations() -> None:
     """A step that has touched other blocks is not waited for, although it ended later."""
     driven = on_host(num_device=5)
-    holding = driven.serve(A)  # step 3, in blocks of step 2
+    request = driven.serve(A)  # step 3, in blocks of step 2
     assert driven.ledger.num_steps_ended == 3
-    driven.land(driven.release(holding))
-    holding, plans = driven.loads(B)
+    driven.land(driven.release(request))
+    request, plans = driven.loads(B)
     assert plans and driven.check(plans) == 3
     driven = Stepping(11)
     driven.land(driven.release(driven.serve(A)))  # step 1
     other = driven.serve(B)  # step 2
     driven.ledger.reset(Tier.DEVICE)
     driven.compute(other)  # step 3, which holds no block of A
-    holding, plans = driven.loads(A)
+    request, plans = driven.loads(A)
     assert plans and driven.check(plans) == 1
 
 
@@ -92,17 +92,17 @@ def test_without_steps_nothing_is_known() -> None:
     """An engine that never calls `step` has its loads wait for all compute so far."""
     driven = Driven(5)
     driven.on_host_only(A)
-    holding = driven.allocated(A)
-    assert driven.ledger.last_step(driven.ledger.plan_load(holding)) == 0
+    request = driven.allocated(A)
+    assert driven.ledger.last_step(driven.ledger.plan_load(request)) == 0
 
 
 def test_a_forward_in_vain_is_waited_for_by_the_load_of_its_own_request() -> None:
     """A step before the load is allowed, and its forward may fail: the load gets blocks that it may still write to."""
     driven = on_host(num_device=5)
-    holding = driven.allocated(A)
-    with driven.ledger.step([holding]):
+    request = driven.allocated(A)
+    with driven.ledger.step([request]):
         pass  # nothing of it is committed
-    plans = driven.ledger.plan_load(holding)
+    plans = driven.ledger.plan_load(request)
     assert plans and driven.ledger.last_step(plans) == driven.ledger.num_steps_ended == 3
 
 
@@ -117,9 +117,9 @@ def test_plans_that_are_none_are_refused(plans: Any) -> None:
 def test_a_commit_that_no_step_covers_ends_it_for_good() -> None:
     """A program that computes outside of steps once may do so again, and may have touched any block."""
     driven = on_host(num_device=5)
-    holding = driven.running(C)
-    driven.land(driven.commit(holding))  # no step
-    driven.land(driven.release(holding))
+    request = driven.running(C)
+    driven.land(driven.commit(request))  # no step
+    driven.land(driven.release(request))
     driven.land(driven.release(driven.serve(A)))
     _, plans = driven.loads(B)
     assert plans and driven.ledger.last_step(plans) == 0
@@ -128,9 +128,9 @@ def test_a_commit_that_no_step_covers_ends_it_for_good() -> None:
 def test_a_commit_of_new_tokens_alone_needs_no_step() -> None:
     """A sampled token has no KV yet: appending it is no sign of compute outside of steps."""
     driven = on_host(num_device=6)
-    holding = driven.serve(A)
-    driven.commit(holding, len(A), (7,))
-    driven.land(driven.release(holding))
+    request = driven.serve(A)
+    driven.commit(request, len(A), (7,))
+    driven.land(driven.release(request))
     _, plans = driven.loads(B)
     assert plans and driven.check(plans) > 0
 
@@ -140,10 +140,10 @@ def test_what_was_never_in_a_step_waits_for_the_next_one() -> None:
     driven = on_host(num_device=5)
     leaving = driven.running(C)
     driven.release(leaving, "cancelled")
-    holding, plans = driven.loads(A)
+    request, plans = driven.loads(A)
     assert plans and driven.ledger.last_step(plans) == 0, "no fence recorded so far is late enough"
     driven.land(plans)
-    driven.land(driven.release(holding, "cancelled"))
+    driven.land(driven.release(request, "cancelled"))
     driven.ledger.reset(Tier.DEVICE)
     with driven.ledger.step([]):
         pass
@@ -155,7 +155,7 @@ def test_a_fork_copies_outside_of_steps() -> None:
     """The engine copies the parent's blocks after its step, so freed blocks wait for the step after that."""
     driven = Stepping(12)
     parent = driven.serve(A)  # step 1
-    child = driven.ledger.fork(parent).holding
+    child = driven.ledger.fork(parent).request
     driven.release(child, "cancelled")
     with driven.ledger.step([]):
         pass  # later than all that the child may have computed
@@ -172,39 +172,39 @@ def test_no_step_is_missed(seed: int, groups: Any) -> None:
     to, no later step has touched it."""
     rng = random.Random(seed)
     driven = Stepping(14 * len(groups), groups=groups)
-    live: list[Holding] = []
+    live: list[LedgerRequest] = []
     num_known = 0
     for _ in range(300):
         act = rng.choice(("begin", "begin", "compute", "compute", "end", "preempt", "reset"))
         if act == "begin" and len(live) < 4:
             name = rng.randrange(4)
             tokens = prompt(name, 2 * BLOCK) + prompt(rng.randrange(10, 13), rng.randrange(1, 5) * BLOCK + 1)
-            holding = driven.admit(tokens)
+            request = driven.admit(tokens)
             try:
-                driven.ledger.allocate_nowait(holding)
+                driven.ledger.allocate_nowait(request)
             except OutOfBlocks:
-                driven.release(holding, "cancelled")
+                driven.release(request, "cancelled")
                 continue
-            plans = driven.ledger.plan_load(holding)
+            plans = driven.ledger.plan_load(request)
             num_known += driven.check(plans) > 0
             driven.land(plans)
-            live.append(holding)
+            live.append(request)
         elif act == "compute" and live:
-            holding = rng.choice(live)
-            if holding.state is not RequestState.RUNNING:
+            request = rng.choice(live)
+            if request.state is not RequestState.RUNNING:
                 continue
             try:
-                driven.ledger.extend_nowait(holding, holding.sequence.num_tokens + 1)
+                driven.ledger.extend_nowait(request, request.sequence.num_tokens + 1)
             except OutOfBlocks:
                 continue
-            driven.compute(holding, holding.sequence.num_tokens, (rng.randrange(50),))
+            driven.compute(request, request.sequence.num_tokens, (rng.randrange(50),))
         elif act == "end" and live:
-            holding = live.pop(rng.randrange(len(live)))
-            driven.land(driven.release(holding, rng.choice(("closed_early", "cancelled"))))
+            request = live.pop(rng.randrange(len(live)))
+            driven.land(driven.release(request, rng.choice(("closed_early", "cancelled"))))
         elif act == "preempt" and live:
-            holding = rng.choice(live)
-            if holding.state is RequestState.RUNNING:
-                driven.land(driven.ledger.preempt_nowait(holding).plans)
+            request = rng.choice(live)
+            if request.state is RequestState.RUNNING:
+                driven.land(driven.ledger.preempt_nowait(request).plans)
         elif act == "reset" and rng.random() < 0.1:
             driven.ledger.reset(Tier.DEVICE)
     assert num_known > 5, "nothing was learned: every load waited for all compute"

@@ -131,7 +131,7 @@ def test_it_remembers_what_was_evicted() -> None:
     driven.serve(D)
     assert sum(driven.hit(A)) == 0
     driven.serve(A)
-    assert {part.ring for part in host_order(driven) if part.run.tokens[0] == A[0] % 256} == {1}
+    assert {part.rank for part in host_order(driven) if part.run.tokens[0] == A[0] % 256} == {1}
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -159,7 +159,7 @@ def test_a_prefix_loses_its_tail_before_its_head(seed: int, device: bool, groups
                     assert places[head.parts[part.tier]] > at
             for run in driven.ledger.cache.index.runs.values():
                 for part, head in zip(run.parts, run.before.parts if run.before is not None else (), strict=False):
-                    assert part.ring // NUM_CLASSES <= head.ring // NUM_CLASSES, "spared longer than its head"
+                    assert part.rank // NUM_CLASSES <= head.rank // NUM_CLASSES, "spared longer than its head"
 
 
 def test_a_reset_forgets_no_counts_and_keeps_its_kind() -> None:
@@ -169,7 +169,7 @@ def test_a_reset_forgets_no_counts_and_keeps_its_kind() -> None:
     driven.ledger.reset()
     assert isinstance(driven.ledger.cache.tiers[Tier.HOST].order, LearnedOrder)
     driven.serve(A)
-    assert {part.ring for part in host_order(driven)} == {1}
+    assert {part.rank for part in host_order(driven)} == {1}
 
 
 # -- the guard ----------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def test_a_sample_is_an_eighth() -> None:
 
 
 def spared(driven: Driven) -> set[int]:
-    return {part.ring // NUM_CLASSES for part in host_order(driven)}
+    return {part.rank // NUM_CLASSES for part in host_order(driven)}
 
 
 def test_a_hint_spares_until_it_expires() -> None:
@@ -331,7 +331,7 @@ def test_a_hint_ends_for_what_it_has_spared() -> None:
     assert driven.ledger.hint(driven.prefix(A[:9]), expires_at=20.0) == 8
     driven.ledger.lapse(10.0)
     assert driven.ledger.statistics().num_hints == 1
-    assert {part.ring // NUM_CLASSES for part in host_order(driven) if part.run.tokens[0] == A[0] % 256} == {1}
+    assert {part.rank // NUM_CLASSES for part in host_order(driven) if part.run.tokens[0] == A[0] % 256} == {1}
     driven.ledger.lapse(20.0)
     assert spared(driven) == {0}
 

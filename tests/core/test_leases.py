@@ -28,10 +28,10 @@ def test_a_lease_released_twice_raises() -> None:
 def test_a_request_is_released_once() -> None:
     """Leaving twice is refused by name and gives nothing back twice."""
     driven = Driven(8)
-    holding = driven.allocated(A)
-    driven.release(holding)
+    request = driven.allocated(A)
+    driven.release(request)
     with pytest.raises(WrongState, match="ABORTED"):
-        driven.ledger.release(holding)
+        driven.ledger.release(request)
     assert driven.ledger.statistics().device.num_free == 8
 
 
@@ -41,8 +41,8 @@ def test_leaving_without_a_commit_is_an_abort() -> None:
     early, done, failed = driven.running(A), driven.running(prompt(2, 9)), driven.running(prompt(3, 9))
     driven.commit(done)
     driven.commit(failed)
-    for holding, reason in ((early, "closed_early"), (done, "closed_early"), (failed, "error: X")):
-        driven.release(holding, reason)
+    for request, reason in ((early, "closed_early"), (done, "closed_early"), (failed, "error: X")):
+        driven.release(request, reason)
     assert (early.state, early.reason) == (RequestState.ABORTED, "closed_early")
     assert (done.state, done.reason) == (RequestState.DONE, "")
     assert (failed.state, failed.reason) == (RequestState.ABORTED, "error: X")
@@ -54,30 +54,30 @@ def test_a_refused_allocation_changes_nothing(num_tokens: int | None) -> None:
     driven = Driven(6)
     driven.serve(prompt(2, 9))
     driven.allocated(prompt(3, 12))
-    holding = driven.admit(prompt(1, 17))
+    request = driven.admit(prompt(1, 17))
     before = driven.picture()
     with pytest.raises(OutOfBlocks) as refusal:
-        driven.ledger.allocate_nowait(holding, num_tokens)
+        driven.ledger.allocate_nowait(request, num_tokens)
     assert refusal.value.retryable
     assert refusal.value.num_available == 3
     assert driven.picture() == before
-    assert holding.state is RequestState.PINNED
+    assert request.state is RequestState.PINNED
 
 
 def test_what_can_never_fit_says_so() -> None:
     """A prompt larger than the pool is refused for good, at every call that asks for room."""
     driven = Driven(4)
-    holding = driven.admit(prompt(1, 17))
+    request = driven.admit(prompt(1, 17))
     for ask in (
-        lambda: driven.ledger.allocate_nowait(holding),
-        lambda: driven.ledger.queue_allocation(holding, None, lambda: None),
+        lambda: driven.ledger.allocate_nowait(request),
+        lambda: driven.ledger.queue_allocation(request, None, lambda: None),
     ):
         with pytest.raises(OutOfBlocks, match="can never fit") as refusal:
             ask()
         assert not refusal.value.retryable
-    driven.ledger.allocate_nowait(holding, 16)
+    driven.ledger.allocate_nowait(request, 16)
     with pytest.raises(OutOfBlocks, match="can never fit"):
-        driven.ledger.extend_nowait(holding, 17)
+        driven.ledger.extend_nowait(request, 17)
 
 
 def test_a_live_request_id_is_taken() -> None:
@@ -95,11 +95,11 @@ def test_what_is_recomputed_is_private() -> None:
     driven = Driven(8)
     tokens = prompt(1, 12)
     driven.serve(tokens)
-    holding = driven.running(tokens)
-    assert holding.num_computed_tokens == 8
+    request = driven.running(tokens)
+    assert request.num_computed_tokens == 8
     cached = {block for run in driven.ledger.cache.index.runs.values() for block in run.parts[Tier.DEVICE].blocks}
-    assert not set(holding.table[2:]) & cached
-    assert set(holding.table[:2]) <= cached
+    assert not set(request.table[2:]) & cached
+    assert set(request.table[:2]) <= cached
 
 
 def test_a_duplicate_stays_private_until_it_closes() -> None:
@@ -212,8 +212,8 @@ def test_integrity_names_what_is_broken() -> None:
     """`check_integrity` notices a block in two hands, a lost one and a reference too many, and says which."""
     driven = Driven(8)
     driven.serve(A)
-    holding = driven.admit(A)
-    part = holding.leases[Tier.DEVICE].run.parts[Tier.DEVICE]
+    request = driven.admit(A)
+    part = request.leases[Tier.DEVICE].run.parts[Tier.DEVICE]
     part.num_references += 1
     with pytest.raises(IntegrityError, match="references"):
         driven.ledger.check_integrity()
@@ -231,10 +231,10 @@ def test_no_plan_names_the_null_block() -> None:
     driven = Driven(8, num_host=8)
     plans: list[TransferPlan] = []
     for name in (1, 2, 1, 3, 2, 1):
-        holding = driven.allocated(prompt(name, 13))
-        loads = driven.ledger.plan_load(holding)
+        request = driven.allocated(prompt(name, 13))
+        loads = driven.ledger.plan_load(request)
         driven.land(loads)
-        stores = [*driven.commit(holding), *driven.release(holding)]
+        stores = [*driven.commit(request), *driven.release(request)]
         driven.land(stores)
         plans += [*loads, *stores]
     assert {plan.direction.value for plan in plans} == {"load", "store"}
@@ -248,16 +248,16 @@ def test_what_follows_a_long_run_does_not_copy_it() -> None:
     """Decoding costs the same however long the prompt is: the tokens of a long run stay where they are while blocks are
     added behind it, and are joined with those once nobody needs the border any more."""
     driven = Driven(2_000, 0)
-    holding = driven.running([token % 1000 for token in range(6_000)])
-    driven.ledger.extend_nowait(holding, 6_040)
-    driven.commit(holding)
-    long = holding.device_run
+    request = driven.running([token % 1000 for token in range(6_000)])
+    driven.ledger.extend_nowait(request, 6_040)
+    driven.commit(request)
+    long = request.device_run
     assert long is not None
     before = long.tokens
     for _ in range(5):
-        driven.commit(holding, holding.num_computed_tokens + 4, [7] * 4)
+        driven.commit(request, request.num_computed_tokens + 4, [7] * 4)
     assert long.tokens is before
-    last = holding.device_run
+    last = request.device_run
     assert last is not None and (last.before, last.start, last.stop) == (long, 1_500, 1_505)
-    driven.release(holding)
+    driven.release(request)
     assert [(run.start, run.stop) for run in driven.ledger.cache.index.runs.values()] == [(0, 1_505)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from driving import Driven, prompt
 
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Direction, Outcome, RequestState, Tier
 from aoffload.errors import OutOfBlocks
 
@@ -13,8 +13,8 @@ A, B, C, D = (prompt(name, 9) for name in (1, 2, 3, 4))
 """Two full blocks each, and one token that is left to compute."""
 
 
-def references(holding: Holding, tier: Tier) -> list[int]:
-    return [run.parts[tier].num_references for run in holding.leases[tier].run.path()]
+def references(request: LedgerRequest, tier: Tier) -> list[int]:
+    return [run.parts[tier].num_references for run in request.leases[tier].run.path()]
 
 
 # -- I1: the hit that was gone ------------------------------------------------------------------------------------
@@ -141,14 +141,14 @@ def test_i3_a_private_duplicate_is_never_stored() -> None:
 def test_i3_a_store_that_failed_is_offered_again_and_happens(outcome: Outcome) -> None:
     """A failure unmarks what was in flight: the offload that was wanted is not lost."""
     driven = Driven(num_device=12)
-    holding = driven.running(A)
-    (store,) = driven.commit(holding)
+    request = driven.running(A)
+    (store,) = driven.commit(request)
     driven.launch([store])
     driven.end(store, outcome)
-    (again,) = driven.commit(holding)
+    (again,) = driven.commit(request)
     assert list(again.source_ids) == list(store.source_ids)
     driven.land([again])
-    driven.release(holding)
+    driven.release(request)
     driven.evict_device()
     assert driven.hit(A) == (0, 8)
 
@@ -165,6 +165,6 @@ def test_i5_a_prompt_cached_to_its_last_block_hits_one_less(on_host: bool) -> No
     if on_host:
         driven.evict_device()
     assert driven.hit(tokens) == ((0, 4) if on_host else (4, 0))
-    holding = driven.running(tokens)
-    assert holding.match.num_tokens == holding.num_computed_tokens == 4
-    assert holding.published == 1
+    request = driven.running(tokens)
+    assert request.match.num_tokens == request.num_computed_tokens == 4
+    assert request.published == 1

@@ -47,11 +47,11 @@ def entity_of(kind: str) -> Any:
     """Something that has states of this kind, in a ledger of its own."""
     driven = Driven(9, 9)
     driven.on_host_only(prompt(1, 5))
-    holding = driven.admit(prompt(1, 5))
+    request = driven.admit(prompt(1, 5))
     if kind == "request":
-        return holding
+        return request
     if kind == "overlap":
-        return LoadOverlap(holding, 0, 0, ())
+        return LoadOverlap(request, 0, 0, ())
     if kind == "pin":
         return driven.ledger.pin(driven.prefix(prompt(1, 5)))
     transfer = driven.ledger.prefetch(driven.prefix(prompt(1, 5)))
@@ -64,7 +64,7 @@ class Told(NullObserver):
     def __init__(self) -> None:
         self.left: list[State] = []
 
-    def request_moved(self, holding: Any, old: RequestState, reason: str) -> None:
+    def request_moved(self, request: Any, old: RequestState, reason: str) -> None:
         self.left.append(old)
 
     def job_moved(self, job: Any, old: JobState, reason: str) -> None:
@@ -130,15 +130,15 @@ def test_every_live_request_can_abort() -> None:
 
 
 CALLS: dict[str, tuple[str, Any]] = {
-    "allocate": ("PINNED", lambda ledger, holding: ledger.allocate_nowait(holding)),
-    "queue": ("PINNED", lambda ledger, holding: ledger.queue_allocation(holding, None, lambda: None)),
-    "extend": ("ALLOCATED RUNNING", lambda ledger, holding: ledger.extend_nowait(holding, 4)),
-    "load": ("ALLOCATED LOADING RUNNING", lambda ledger, holding: ledger.plan_load(holding)),
-    "abandon": ("LOADING", lambda ledger, holding: ledger.abandon_load(holding)),
-    "commit": ("ALLOCATED RUNNING", lambda ledger, holding: ledger.commit(holding, 8)),
-    "invalidate": ("RUNNING", lambda ledger, holding: ledger.invalidate(holding, 8)),
-    "step": ("ALLOCATED RUNNING", lambda ledger, holding: ledger.step([holding]).__enter__()),
-    "release": ("PINNED ALLOCATED LOADING RUNNING", lambda ledger, holding: ledger.release(holding)),
+    "allocate": ("PINNED", lambda ledger, request: ledger.allocate_nowait(request)),
+    "queue": ("PINNED", lambda ledger, request: ledger.queue_allocation(request, None, lambda: None)),
+    "extend": ("ALLOCATED RUNNING", lambda ledger, request: ledger.extend_nowait(request, 4)),
+    "load": ("ALLOCATED LOADING RUNNING", lambda ledger, request: ledger.plan_load(request)),
+    "abandon": ("LOADING", lambda ledger, request: ledger.abandon_load(request)),
+    "commit": ("ALLOCATED RUNNING", lambda ledger, request: ledger.commit(request, 8)),
+    "invalidate": ("RUNNING", lambda ledger, request: ledger.invalidate(request, 8)),
+    "step": ("ALLOCATED RUNNING", lambda ledger, request: ledger.step([request]).__enter__()),
+    "release": ("PINNED ALLOCATED LOADING RUNNING", lambda ledger, request: ledger.release(request)),
 }
 
 
@@ -149,26 +149,26 @@ def test_a_call_at_the_wrong_time_changes_nothing(call: str, state: str) -> None
     driven = Driven(num_device=8)
     tokens = prompt(1, 9)
     driven.on_host_only(tokens)
-    holding = driven.admit(tokens)
+    request = driven.admit(tokens)
     if state != "PINNED":
-        driven.ledger.allocate_nowait(holding)
-    plans = driven.ledger.plan_load(holding) if state in ("LOADING", "RUNNING", "DONE") else ()
+        driven.ledger.allocate_nowait(request)
+    plans = driven.ledger.plan_load(request) if state in ("LOADING", "RUNNING", "DONE") else ()
     if state in ("RUNNING", "DONE"):
         driven.land(plans)
     if state in ("DONE", "ABORTED"):
         if state == "DONE":
-            driven.commit(holding)
-        driven.release(holding)
-    assert holding.state.name == state
+            driven.commit(request)
+        driven.release(request)
+    assert request.state.name == state
     allowed, function = CALLS[call]
     if state in allowed.split():
-        function(driven.ledger, holding)
+        function(driven.ledger, request)
         return
     before = driven.picture()
     with pytest.raises(WrongState, match=state):
-        function(driven.ledger, holding)
+        function(driven.ledger, request)
     assert driven.picture() == before
-    assert holding.state.name == state
+    assert request.state.name == state
 
 
 def test_every_move_is_told_once() -> None:
@@ -176,13 +176,13 @@ def test_every_move_is_told_once() -> None:
     moves: list[str] = []
 
     class Witness(NullObserver):
-        def request_moved(self, holding: Any, old: RequestState, reason: str) -> None:
-            moves.append(f"{old.name}>{holding.state.name} {reason}".strip())
+        def request_moved(self, request: Any, old: RequestState, reason: str) -> None:
+            moves.append(f"{old.name}>{request.state.name} {reason}".strip())
 
         def job_moved(self, job: Any, old: JobState, reason: str) -> None:
             moves.append(f"job {old.name}>{job.state.name} {reason}".strip())
 
-        def store_skipped(self, holding: Any, num_blocks: int, reason: str) -> None: ...
+        def store_skipped(self, request: Any, num_blocks: int, reason: str) -> None: ...
 
     driven = Driven(num_device=8, observer=Witness())
     driven.serve(prompt(1, 9))

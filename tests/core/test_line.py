@@ -9,7 +9,7 @@ import pytest
 from driving import Driven, Tier, prompt
 
 import aoffload._kernel.ledger
-from aoffload._kernel.requests import Holding, Waiter
+from aoffload._kernel.requests import LedgerRequest, Waiter
 from aoffload._kernel.states import Outcome, RequestState
 from aoffload.errors import OutOfBlocks, WrongState
 
@@ -21,19 +21,19 @@ class Line(Driven):
         super().__init__(num_device, num_host)
         self.woken: list[str] = []
 
-    def wait(self, holding: Holding, num_tokens: int | None = None) -> Waiter:
+    def wait(self, request: LedgerRequest, num_tokens: int | None = None) -> Waiter:
         queue = self.ledger.queue_allocation
-        waiter = queue(holding, num_tokens, lambda: self.woken.append(holding.request_id))
+        waiter = queue(request, num_tokens, lambda: self.woken.append(request.request_id))
         self.ledger.check_integrity()
         return waiter
 
-    def wait_more(self, holding: Holding, num_tokens: int) -> Waiter:
+    def wait_more(self, request: LedgerRequest, num_tokens: int) -> Waiter:
         queue = self.ledger.queue_extension
-        waiter = queue(holding, num_tokens, lambda: self.woken.append(holding.request_id))
+        waiter = queue(request, num_tokens, lambda: self.woken.append(request.request_id))
         self.ledger.check_integrity()
         return waiter
 
-    def full(self, name: int = 9, num_tokens: int = 16) -> Holding:
+    def full(self, name: int = 9, num_tokens: int = 16) -> LedgerRequest:
         return self.allocated(prompt(name, num_tokens), request_id=f"full {name}")
 
 
@@ -58,15 +58,15 @@ def test_first_come_first_served() -> None:
 def test_the_grant_is_there_before_anybody_is_woken() -> None:
     """Whoever is woken finds the grant in the waiter, and nobody can take it away in between."""
     line = Line(4)
-    blocker, holding = line.full(), line.admit(prompt(1, 16))
+    blocker, request = line.full(), line.admit(prompt(1, 16))
     seen: list[bool] = []
-    waiter = line.ledger.queue_allocation(holding, None, lambda: seen.append(waiter.granted is not None))
+    waiter = line.ledger.queue_allocation(request, None, lambda: seen.append(waiter.granted is not None))
     line.release(blocker)
     assert seen == [True]
     with pytest.raises(OutOfBlocks):
         line.ledger.allocate_nowait(line.admit(prompt(2, 4)))
     line.ledger.accept(waiter)
-    assert len(holding.table) == 4
+    assert len(request.table) == 4
 
 
 def test_only_the_head_keeps_pins() -> None:
@@ -132,11 +132,11 @@ def test_withdrawing_from_the_line_pins_again() -> None:
     line.serve(prompt(1, 8))
     blocker = line.full(num_tokens=16)
     line.wait(line.admit(prompt(2, 12)))
-    holding = line.admit(prompt(1, 16))
-    waiter = line.wait(holding)
-    assert not holding.leases
+    request = line.admit(prompt(1, 16))
+    waiter = line.wait(request)
+    assert not request.leases
     line.ledger.withdraw(waiter)
-    assert holding.leases and holding.match.num_device_tokens == 8
+    assert request.leases and request.match.num_device_tokens == 8
     line.release(blocker)
 
 
@@ -144,12 +144,12 @@ def test_a_request_waits_once() -> None:
     """While a request waits, every other call that wants room for it is refused by name."""
     line = Line(4)
     line.full()
-    holding = line.admit(prompt(1, 8))
-    line.wait(holding)
+    request = line.admit(prompt(1, 8))
+    line.wait(request)
     with pytest.raises(WrongState, match="waiting for room already"):
-        line.wait(holding)
+        line.wait(request)
     with pytest.raises(WrongState, match="waiting for room already"):
-        line.ledger.allocate_nowait(holding)
+        line.ledger.allocate_nowait(request)
 
 
 def test_extend_goes_before_allocate() -> None:
@@ -200,26 +200,26 @@ def test_the_youngest_extend_fails_when_only_waiters_hold_room() -> None:
 def test_a_lone_extend_that_cannot_fit_fails_at_once() -> None:
     """There is no hang: who waits for room that only itself could free is told."""
     line = Line(4)
-    holding = line.allocated(prompt(1, 8))
+    request = line.allocated(prompt(1, 8))
     line.full(num_tokens=4)
-    assert not line.wait_more(holding, 16).is_over
+    assert not line.wait_more(request, 16).is_over
     line = Line(4, 0)
-    holding = line.allocated(prompt(1, 12))
+    request = line.allocated(prompt(1, 12))
     line.wait(line.admit(prompt(2, 8)))
-    waiter = line.wait_more(holding, 16)
+    waiter = line.wait_more(request, 16)
     assert waiter.granted is not None
 
 
 def test_a_grant_nobody_has_taken_yet_counts_as_room_held() -> None:
     """Between the grant and its acceptance, an extend waits for that request instead of failing."""
     line = Line(4)
-    blocker, holding = line.full(num_tokens=8), line.allocated(prompt(1, 4))
+    blocker, request = line.full(num_tokens=8), line.allocated(prompt(1, 4))
     granted = line.wait(line.admit(prompt(2, 12)))
     line.release(blocker)
     assert granted.granted is not None
-    waiter = line.wait_more(holding, 8)
+    waiter = line.wait_more(request, 8)
     assert not waiter.is_over
-    line.release(granted.holding, "cancelled")
+    line.release(granted.request, "cancelled")
     assert waiter.granted is not None
 
 
@@ -235,7 +235,7 @@ def test_quarantine_fails_who_can_no_longer_fit() -> None:
     assert large.error is not None and not large.error.retryable
     with pytest.raises(OutOfBlocks, match="can never fit"):
         line.ledger.accept(large)
-    assert large.holding.state is RequestState.PINNED
+    assert large.request.state is RequestState.PINNED
     line.release(loading, "cancelled")
     assert small.granted is not None
     line.end(plan)
@@ -299,13 +299,13 @@ def test_everything_that_changes_room_serves_the_line() -> None:
 def test_leaving_while_granted_returns_the_grant() -> None:
     """A request that leaves between its grant and its acceptance takes no block with it."""
     line = Line(4)
-    blocker, holding = line.full(), line.admit(prompt(1, 16))
-    waiter = line.wait(holding)
+    blocker, request = line.full(), line.admit(prompt(1, 16))
+    waiter = line.wait(request)
     line.release(blocker)
     assert waiter.granted is not None
-    line.release(holding, "cancelled")
+    line.release(request, "cancelled")
     assert line.num_pinned() == (0, 0)
-    assert line.ledger.cache.tiers[Tier.DEVICE].room == 4
+    assert line.ledger.cache.tiers[Tier.DEVICE].num_available == 4
 
 
 def test_who_is_first_lets_go_of_what_nobody_finds_any_more() -> None:
@@ -318,9 +318,9 @@ def test_who_is_first_lets_go_of_what_nobody_finds_any_more() -> None:
     again = line.running(prompt(1, 9))
     line.commit(again, 8)
     first = line.wait(line.admit(prompt(1, 32), request_id="first"))
-    for holding in (reader, again):
+    for request in (reader, again):
         assert not first.is_over
-        line.release(holding)
+        line.release(request)
     assert first.granted is not None and len(first.granted) == 6
     line.ledger.accept(first)
     line.ledger.check_integrity()
@@ -329,7 +329,7 @@ def test_who_is_first_lets_go_of_what_nobody_finds_any_more() -> None:
 def test_the_line_is_served_where_the_ledger_is_left() -> None:
     """One way out: nothing below the ledger's face serves the line, so no call does it twice or half way."""
     core = Path(aoffload._kernel.ledger.__file__).parent
-    callers = {path.stem for path in core.glob("*.py") if ".serve_line(" in path.read_text()}
+    callers = {path.stem for path in core.glob("*.py") if ".serve_queue(" in path.read_text()}
     assert callers == {"ledger", "ledger_disk", "ledger_requests", "ledger_rooms", "ledger_work"}
 
 
@@ -346,12 +346,12 @@ def test_who_is_woken_may_call_the_ledger() -> None:
     def leave(name: str) -> None:
         with pytest.raises(OutOfBlocks, match="can never fit"):
             line.ledger.accept(waiters[name])
-        line.ledger.release(waiters[name].holding, "rejected")
+        line.ledger.release(waiters[name].record, "rejected")
         told.append(name)
 
     for name in ("a", "b", "c"):
-        holding = line.admit(prompt(ord(name), 24), request_id=name)
-        waiters[name] = line.ledger.queue_allocation(holding, None, partial(leave, name))
+        request = line.admit(prompt(ord(name), 24), request_id=name)
+        waiters[name] = line.ledger.queue_allocation(request, None, partial(leave, name))
     line.end(plan, Outcome.UNPROVEN)
     assert told == ["a", "b", "c"]
-    assert not line.ledger.admission.line.allocating
+    assert not line.ledger.admission.queue.allocating

@@ -20,7 +20,7 @@ from aoffload._kernel.ledger import Ledger
 from aoffload._kernel.plans import Completion, PrefixMatch, TransferPlan
 from aoffload._kernel.prefix import KeySpan, Prefix, Root
 from aoffload._kernel.protocols import NullObserver
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Direction, JobState, Outcome, RequestState
 from aoffload.errors import OutOfBlocks
 from aoffload.testing.programs.fingerprint import changes, fingerprint
@@ -65,7 +65,7 @@ def prefix_of(text: Text) -> Prefix:
 class Client:
     """One request as its engine knows it."""
 
-    holding: Holding
+    request: LedgerRequest
     author: Author
     text: Text
     num_prompt: int
@@ -77,7 +77,7 @@ class Losses(NullObserver):
 
     num_skipped = 0
 
-    def store_skipped(self, holding: Holding, num_blocks: int, reason: str) -> None:
+    def store_skipped(self, request: LedgerRequest, num_blocks: int, reason: str) -> None:
         self.num_skipped += num_blocks
 
 
@@ -114,7 +114,7 @@ class MatchMachine(RuleBasedStateMachine):
         found = [
             client
             for client in self.clients
-            if client.holding.state in states and (client.holding.waiter is not None) is waits
+            if client.record.state in states and (client.record.waiter is not None) is waits
         ]
         return found[which % len(found)] if found else None
 
@@ -160,14 +160,14 @@ class MatchMachine(RuleBasedStateMachine):
     @invariant()
     def whoever_reads_reads_its_own_prefix(self) -> None:
         for client in self.clients if hasattr(self, "ledger") else ():
-            if client.holding.state in (S.ALLOCATED, S.RUNNING):
-                num_units = client.holding.num_computed_tokens // self.unit
-                right = self.right_bytes(client.text, client.holding, 0, num_units)
+            if client.record.state in (S.ALLOCATED, S.RUNNING):
+                num_units = client.record.num_computed_tokens // self.unit
+                right = self.right_bytes(client.text, client.record, 0, num_units)
                 assert {block_id: self.bytes[0].get(block_id) for block_id in right} == right, client
 
-    def right_bytes(self, text: Text, holding: Holding, start: int, stop: int) -> dict[int, object]:
+    def right_bytes(self, text: Text, request: LedgerRequest, start: int, stop: int) -> dict[int, object]:
         keys, width = text.keys(self.unit), self.width
-        return {holding.table[at]: (keys[at // width], at % width) for at in range(start * width, stop * width)}
+        return {request.table[at]: (keys[at // width], at % width) for at in range(start * width, stop * width)}
 
     @invariant()
     def a_cached_block_holds_what_it_is_found_by(self) -> None:
@@ -189,7 +189,7 @@ class MatchMachine(RuleBasedStateMachine):
         for client in self.clients if hasattr(self, "ledger") and not self.was_corrupt else ():
             if client.author.epoch == self.may.epoch and not client.author.is_wrong:
                 found = self.ledger.lookup(prefix_of(attrs.evolve(client.text, tokens=(*client.text.tokens, 0))))
-                assert found.num_device_tokens >= client.holding.published * self.unit, (client, found)
+                assert found.num_device_tokens >= client.record.published * self.unit, (client, found)
 
     @invariant()
     def a_prefix_loses_its_tail_before_its_head(self) -> None:
@@ -210,12 +210,12 @@ class MatchMachine(RuleBasedStateMachine):
     def enter(self, text: Text, most: int | None = None, alignment: int = 1) -> Client:
         """What is pinned is what a look-up says, narrowed to the limits, and not a token less."""
         found = self.check_hit(text)
-        holding = self.ledger.admit(prefix_of(text), max_hit_tokens=most, hit_alignment=alignment)
+        request = self.ledger.admit(prefix_of(text), max_hit_tokens=most, hit_alignment=alignment)
         total = found.num_tokens if most is None else min(found.num_tokens, most)
         total = max(n for n in range(total + 1) if n % alignment == n % self.unit == 0)
         device = min(found.num_device_tokens, total)
-        assert holding.match == PrefixMatch(device, total - device), (holding.match, found, most, alignment)
-        client = Client(holding, Author(self.may.epoch, text), text, len(text.tokens))
+        assert request.match == PrefixMatch(device, total - device), (request.match, found, most, alignment)
+        client = Client(request, Author(self.may.epoch, text), text, len(text.tokens))
         self.clients.append(client)
         self.seen[text] = None
         return client
@@ -227,22 +227,22 @@ class MatchMachine(RuleBasedStateMachine):
 
     def go_on(self, client: Client, less: int = 0, new: list[int] | tuple[()] = ()) -> None:
         """The next call in the life of a request."""
-        holding = client.holding
-        if holding.waiter is not None:
+        request = client.record
+        if request.waiter is not None:
             self.stop_waiting(client, less)
-        elif holding.state is S.PINNED:
+        elif request.state is S.PINNED:
             self.allocate(client, less)
-        elif holding.state is S.RUNNING or (holding.state is S.ALLOCATED and less == 2):
+        elif request.state is S.RUNNING or (request.state is S.ALLOCATED and less == 2):
             self.compute(client, less, new)
-        elif holding.load is None and not holding.num_steps and holding.table:
-            self.take(self.ledger.plan_load(holding, less * self.unit if less > 0 else None))
+        elif request.load is None and not request.num_steps and request.table:
+            self.take(self.ledger.plan_load(request, less * self.unit if less > 0 else None))
 
     def allocate(self, client: Client, less: int = 0) -> None:
         num_tokens = max(1, len(client.text.tokens) - less)
         error = self.try_nowait(self.ledger.allocate_nowait, client, num_tokens)
         if error is not None and error.retryable:
             self.happened["queued"] += 1
-            self.ledger.queue_allocation(client.holding, num_tokens)
+            self.ledger.queue_allocation(client.record, num_tokens)
         elif error is not None:
             self.end(client)
 
@@ -250,16 +250,16 @@ class MatchMachine(RuleBasedStateMachine):
         """Refusing changes no count, and nothing else either."""
         before = fingerprint(self.ledger)
         try:
-            call(client.holding, num_tokens)
+            call(client.record, num_tokens)
         except OutOfBlocks as error:
             assert not changes(before, fingerprint(self.ledger))
             return error
         return None
 
     def stop_waiting(self, client: Client, less: int) -> None:
-        waiter = client.holding.waiter
+        waiter = client.record.waiter
         assert waiter is not None
-        if less == 5 and client.holding.state is not S.REQUEUED:
+        if less == 5 and client.record.state is not S.REQUEUED:
             self.ledger.withdraw(waiter)
         elif waiter.is_over:
             try:
@@ -271,19 +271,19 @@ class MatchMachine(RuleBasedStateMachine):
     def abandon(self, which: int) -> None:
         client = self.one(which, S.LOADING, S.DRAINING, S.REQUEUED)
         if client is not None and not self.is_calm:
-            self.ledger.abandon_load(client.holding)
+            self.ledger.abandon_load(client.record)
 
     def compute(self, client: Client, less: int = 0, new: list[int] | tuple[()] = ()) -> None:
-        holding, text = client.holding, attrs.evolve(client.text, tokens=(*client.text.tokens, *new))
-        most = min(len(holding.table) // self.width * self.unit, len(text.tokens))
-        if most < holding.num_computed_tokens:
+        request, text = client.record, attrs.evolve(client.text, tokens=(*client.text.tokens, *new))
+        most = min(len(request.table) // self.width * self.unit, len(text.tokens))
+        if most < request.num_computed_tokens:
             return
-        num_tokens = max(holding.num_computed_tokens, most - max(0, less))
+        num_tokens = max(request.num_computed_tokens, most - max(0, less))
         if not client.has_read:
-            client.has_read, client.author.ready = True, holding.num_computed_tokens // self.unit
-        first = holding.num_computed_tokens // self.unit
-        self.bytes[0].update(self.right_bytes(text, holding, first, num_tokens // self.unit))
-        self.take(self.ledger.commit(holding, num_tokens, new))
+            client.has_read, client.author.ready = True, request.num_computed_tokens // self.unit
+        first = request.num_computed_tokens // self.unit
+        self.bytes[0].update(self.right_bytes(text, request, first, num_tokens // self.unit))
+        self.take(self.ledger.commit(request, num_tokens, new))
         self.may.commit(client.author, text, num_tokens)
         client.text = text
         self.seen[text] = None
@@ -293,10 +293,10 @@ class MatchMachine(RuleBasedStateMachine):
         client = self.one(which, S.ALLOCATED, S.RUNNING)
         if client is None:
             return
-        num_tokens = len(client.holding.table) // self.width * self.unit + more
+        num_tokens = len(client.record.table) // self.width * self.unit + more
         error = self.try_nowait(self.ledger.extend_nowait, client, num_tokens)
         if error is not None and error.retryable:
-            self.ledger.queue_extension(client.holding, num_tokens)
+            self.ledger.queue_extension(client.record, num_tokens)
 
     @precondition(lambda self: self.clients)
     @rule(which=WHICH, reason=st.sampled_from(["closed_early", "closed_early", "cancelled"]))
@@ -305,18 +305,18 @@ class MatchMachine(RuleBasedStateMachine):
 
     def end(self, client: Client, reason: str = "closed_early") -> None:
         self.clients.remove(client)
-        self.take(self.ledger.release(client.holding, reason))
+        self.take(self.ledger.release(client.record, reason))
 
-    @precondition(lambda self: len(self.clients) < 5 and self.ledger.admission.line.is_empty)
+    @precondition(lambda self: len(self.clients) < 5 and self.ledger.admission.queue.is_empty)
     @rule(text=texts())
     def serve(self, text: Text) -> None:
         """A whole life at once."""
         client = self.enter(text)
-        if self.ledger.admission.num_missing(client.holding, -(-len(text.tokens) // self.unit)) <= self.room:
-            self.ledger.allocate_nowait(client.holding)
-            self.take(self.ledger.plan_load(client.holding))
+        if self.ledger.admission.num_missing(client.record, -(-len(text.tokens) // self.unit)) <= self.room:
+            self.ledger.allocate_nowait(client.record)
+            self.take(self.ledger.plan_load(client.record))
             self.end_jobs()
-            if client.holding.state is S.RUNNING:
+            if client.record.state is S.RUNNING:
                 self.compute(client)
         self.end(client)
 
@@ -324,7 +324,7 @@ class MatchMachine(RuleBasedStateMachine):
     def room(self) -> int:
         return self.ledger.cache.tiers[0].room
 
-    @precondition(lambda self: len(self.clients) < 5 and self.ledger.admission.line.is_empty)
+    @precondition(lambda self: len(self.clients) < 5 and self.ledger.admission.queue.is_empty)
     @rule(text=texts(), outcome=OUTCOMES, where=WHICH)
     def serve_from_the_host(self, text: Text, outcome: Outcome, where: int) -> None:
         """The same prompt twice, and in between somebody who needs all the room."""
@@ -339,10 +339,10 @@ class MatchMachine(RuleBasedStateMachine):
         self.go_on(client)
         for job_id in tuple(self.plans):
             self.move_on(job_id, outcome, where)
-        if client.holding.state is S.RUNNING:
+        if client.record.state is S.RUNNING:
             self.compute(client)
 
-    @precondition(lambda self: len(self.clients) < 5 and self.ledger.admission.line.is_empty)
+    @precondition(lambda self: len(self.clients) < 5 and self.ledger.admission.queue.is_empty)
     @rule(root=st.sampled_from(ROOTS))
     def crowd_the_host(self, root: Root) -> None:
         """Prompts that share nothing: more than a small host keeps."""
@@ -360,7 +360,7 @@ class MatchMachine(RuleBasedStateMachine):
         found = {self.one(one, S.ALLOCATED, S.RUNNING) for one in which} - {None}
         if found:
             self.steps.append(ExitStack())
-            self.steps[-1].enter_context(self.ledger.step([client.holding for client in found if client]))
+            self.steps[-1].enter_context(self.ledger.step([client.record for client in found if client]))
 
     @rule(which=WHICH, back=st.integers(0, 9), again=st.booleans())
     def invalidate(self, which: int, back: int, again: bool) -> None:
@@ -368,23 +368,23 @@ class MatchMachine(RuleBasedStateMachine):
         if client is not None and not self.is_calm:
             self.take_back(client, back, again)
 
-    @precondition(lambda self: len(self.clients) < 5 and self.ledger.admission.line.is_empty)
+    @precondition(lambda self: len(self.clients) < 5 and self.ledger.admission.queue.is_empty)
     @rule(text=texts(), back=st.integers(0, 9), again=st.booleans())
     def serve_and_invalidate(self, text: Text, back: int, again: bool) -> None:
         """The first forward of a prompt fails."""
         client = self.enter(text)
         for _ in range(3):
             self.go_on(client)
-        if client.holding.state is S.RUNNING and not self.is_calm:
+        if client.record.state is S.RUNNING and not self.is_calm:
             self.take_back(client, back, again)
 
     def take_back(self, client: Client, back: int, again: bool) -> None:
-        holding = client.holding
-        start = max(holding.ready_stop * self.unit, holding.num_computed_tokens - back)
-        wrong = holding.table[start // self.unit * self.width : holding.num_computed_tokens // self.unit * self.width]
+        request = client.record
+        start = max(request.ready_stop * self.unit, request.num_computed_tokens - back)
+        wrong = request.table[start // self.unit * self.width : request.num_computed_tokens // self.unit * self.width]
         self.bytes[0].update(dict.fromkeys(wrong, "never right"))
-        tainted = self.ledger.invalidate(holding, start)
-        misled = [other for other in self.clients if other.holding in tainted]
+        tainted = self.ledger.invalidate(request, start)
+        misled = [other for other in self.clients if other.record in tainted]
         assert len(misled) == len(tainted)
         self.may.invalidate(client.author, start, [other.author for other in misled])
         self.happened["invalidated"] += 1

@@ -46,22 +46,22 @@ class Raises:
 def live(driven: Driven) -> tuple[int, int]:
     """Requests of most kinds: hits in both tiers, a wait for room, a fork, a preemption, a pin, a reset."""
     driven.on_host_only(A)
-    holding = driven.running(A)
-    ready = holding.num_computed_tokens
-    driven.land(driven.commit(holding))
+    request = driven.running(A)
+    ready = request.num_computed_tokens
+    driven.land(driven.commit(request))
     pin = driven.ledger.pin(driven.prefix(A))
-    child = driven.ledger.fork(holding, num_tokens=20).holding
+    child = driven.ledger.fork(request, num_tokens=20).request
     waiter = driven.ledger.queue_allocation(driven.admit(B), 4 * 9)
     with pytest.raises(Exception, match="to be had"):
-        driven.ledger.extend_nowait(holding, 4 * 13)
+        driven.ledger.extend_nowait(request, 4 * 13)
     driven.release(child)
-    driven.land(driven.ledger.preempt_nowait(holding).plans)
+    driven.land(driven.ledger.preempt_nowait(request).plans)
     driven.ledger.unpin(pin)
     driven.ledger.accept(waiter)
-    driven.release(waiter.holding)
-    driven.ledger.resume(holding)
+    driven.release(waiter.request)
+    driven.ledger.resume(request)
     driven.ledger.reset()
-    driven.release(holding)
+    driven.release(request)
     assert driven.num_pinned() == (0, 0) and not driven.ledger.jobs.unsettled
     return ready, driven.ledger.statistics().device.num_free
 
@@ -156,7 +156,7 @@ def test_an_engines_ledger_is_told_of_no_call_either() -> None:
     engines: list[EngineDriven] = []
     calls: Iterator[Callable[[], object]] = cycle((
         lambda: engines[0].ledger.reset(), lambda: engines[0].ledger.admit(Prefix.of(ROOT, B)),
-        lambda: engines[0].ledger.release(next(iter(engines[0].ledger.holdings.values()))),
+        lambda: engines[0].ledger.release(next(iter(engines[0].ledger.live_requests.values()))),
     ))  # fmt: skip
 
     class Calls(Raises):
@@ -168,10 +168,10 @@ def test_an_engines_ledger_is_told_of_no_call_either() -> None:
     observer = Calls(Own)
     engines.append(driven := EngineDriven(observer=observer))
     driven.serve(A)
-    holding, tables = driven.admit(A), driven.fresh(17)
-    driven.land(driven.load(holding, tables))
-    assert holding.num_computed_tokens == 16 and observer.num_told > 10
-    driven.release(holding)
+    request, tables = driven.admit(A), driven.fresh(17)
+    driven.land(driven.load(request, tables))
+    assert request.num_computed_tokens == 16 and observer.num_told > 10
+    driven.release(request)
     driven.assert_at_rest()
 
 
@@ -235,8 +235,8 @@ class AnswersOnce(EagerStore):
     def seen(self, *_: object) -> None:
         self._answer("seen", None)
 
-    def wanted_stop(self, holding: Any) -> int:
-        return self._answer("wanted_stop", holding.published)  # type: ignore[no-any-return]
+    def wanted_stop(self, request: Any) -> int:
+        return self._answer("wanted_stop", request.published)  # type: ignore[no-any-return]
 
 
 WRONG = [*RAISED, -1, 1.5, None]
@@ -248,20 +248,20 @@ def test_a_commit_is_undone_if_the_policy_raises(wrong: Any) -> None:
     and under no others."""
     policy = AnswersOnce(wrong)
     driven = Driven(12, 16, store_policy=policy)
-    holding = driven.allocated(A)
-    driven.ledger.extend_nowait(holding, 24)
-    driven.ledger.plan_load(holding)
+    request = driven.allocated(A)
+    driven.ledger.extend_nowait(request, 24)
+    driven.ledger.plan_load(request)
     policy.is_next = True
     with pytest.raises(wrong if isinstance(wrong, type) else InvalidArgument):
-        driven.ledger.commit(holding, 20, [7] * 3)
-    assert (holding.sequence.num_tokens, holding.num_computed_tokens, holding.published) == (17, 0, 0)
-    assert not policy.is_next and not holding.has_committed
+        driven.ledger.commit(request, 20, [7] * 3)
+    assert (request.sequence.num_tokens, request.num_computed_tokens, request.published) == (17, 0, 0)
+    assert not policy.is_next and not request.has_committed
     driven.ledger.check_integrity()
-    driven.land(driven.ledger.commit(holding, 20, [7] * 3))
-    driven.land(driven.ledger.commit(holding, 24, [8] * 4))
+    driven.land(driven.ledger.commit(request, 20, [7] * 3))
+    driven.land(driven.ledger.commit(request, 24, [8] * 4))
     assert driven.ledger.lookup(driven.prefix([*A, *[7] * 3, *[8] * 4, 9])).num_tokens == 24
     assert driven.ledger.lookup(driven.prefix([*A, *[7] * 7, 9])).num_tokens == 20
-    driven.release(holding)
+    driven.release(request)
 
 
 @pytest.mark.parametrize("call", ["seen", "wanted_stop", "find"])
@@ -274,21 +274,21 @@ def test_an_offer_is_undone_if_foreign_code_raises_in_it(call: str, wrong: Any) 
         find = engine.find
         engine.find = lambda *args: policy._answer("find", find(*args))  # type: ignore[method-assign]
     driven = EngineDriven(engine=engine, store_policy=policy)
-    holding, tables = driven.admit(A), driven.fresh(24)
-    driven.load(holding, tables)
+    request, tables = driven.admit(A), driven.fresh(24)
+    driven.load(request, tables)
     with_null = [[tables[0][0], 0, *tables[0][2:]]]
     policy.is_next = True
     if call == "seen" and not isinstance(wrong, type):
         return  # nobody asks what it returns
     error = wrong if isinstance(wrong, type) and (call != "find" or wrong is not ValueError) else InvalidArgument
     with pytest.raises(error):
-        driven.offer(holding, 20, with_null, [7] * 3, is_last=True)
-    assert (holding.sequence.num_tokens, holding.num_computed_tokens, holding.published) == (17, 0, 0)
-    driven.land(driven.offer(holding, 20, tables, [7] * 3, is_last=True))
-    driven.land(driven.offer(holding, 24, tables, [8] * 4, is_last=True))
+        driven.offer(request, 20, with_null, [7] * 3, is_last=True)
+    assert (request.sequence.num_tokens, request.num_computed_tokens, request.published) == (17, 0, 0)
+    driven.land(driven.offer(request, 20, tables, [7] * 3, is_last=True))
+    driven.land(driven.offer(request, 24, tables, [8] * 4, is_last=True))
     assert driven.ledger.lookup(Prefix.of(ROOT, [*A, *[7] * 3, *[8] * 4, 9])).num_tokens == 24
     assert driven.ledger.lookup(Prefix.of(ROOT, [*A, *[7] * 7, 9])).num_tokens == 20
-    driven.release(holding)
+    driven.release(request)
 
 
 @pytest.mark.parametrize("call", ["seen", "wanted_stop"])
@@ -297,12 +297,12 @@ def test_a_request_ends_even_if_the_policy_raises(call: str) -> None:
     policy = AnswersOnce()
     policy.call = call
     driven = Driven(12, 16, store_policy=policy)
-    holding = driven.running(A)
-    driven.land(driven.commit(holding))
+    request = driven.running(A)
+    driven.land(driven.commit(request))
     policy.is_next = True
     with pytest.raises(Own):
-        driven.ledger.release(holding)
-    assert holding.is_over and not driven.ledger.holdings and driven.num_pinned() == (0, 0)
+        driven.ledger.release(request)
+    assert request.is_over and not driven.ledger.live_requests and driven.num_pinned() == (0, 0)
     driven.ledger.check_integrity()
 
 
@@ -310,12 +310,12 @@ def test_an_engine_that_refuses_to_hold_blocks_is_not_counted_on() -> None:
     """If `hold` raises, no block counts as held."""
     driven = EngineDriven()
     driven.serve(A)
-    holding, tables = driven.admit(A), driven.fresh(17)
+    request, tables = driven.admit(A), driven.fresh(17)
 
     def hold(block_ids: Any) -> None:
         raise Own
 
     driven.engine.hold = hold
     with pytest.raises(Own):
-        driven.ledger.plan_load(holding, into=tables)
+        driven.ledger.plan_load(request, into=tables)
     assert driven.ledger.statistics().device.num_blocks == 0

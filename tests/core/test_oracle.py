@@ -169,19 +169,19 @@ class Scenario:
         elif choice < 0.6:
             self.compute(client)
         elif choice < 0.68:
-            table = len(client.holding.table) // self.pair.width * self.pair.unit
+            table = len(client.record.table) // self.pair.width * self.pair.unit
             self.pair.allocate(client, table + self.random.randint(1, 3), waits=self.random.random() < 0.6)
         elif choice < 0.75 and client.step is None:
             self.pair.enter_step(client)
             self.stepping.append(client)
-        elif client.holding.num_computed_tokens >= len(client.tokens) // 2:
+        elif client.record.num_computed_tokens >= len(client.tokens) // 2:
             self.pair.release(client, "closed_early")
 
     def compute(self, client: Client) -> None:
-        room = len(client.holding.table) // self.pair.width * self.pair.unit
+        room = len(client.record.table) // self.pair.width * self.pair.unit
         new = [self.random.randrange(self.shape.vocabulary) for _ in range(self.random.choice((0, 0, 1, 1, 2, 5)))]
         stop = min(room, len(client.tokens) + len(new))
-        first = client.holding.num_computed_tokens
+        first = client.record.num_computed_tokens
         if first <= stop:
             upto = stop if self.random.random() < 0.5 else self.random.randint(first, stop)
             self.pair.commit(client, upto, new)

@@ -213,16 +213,16 @@ def test_a_pin_yields_to_a_request_that_nobody_else_could_make_room_for() -> Non
     for tokens in (A, B, C):
         driven.serve(tokens)
     held = [pin(driven, tokens, expires_at) for tokens, expires_at in ((A, 30.0), (B, 10.0), (C, 20.0))]
-    holding = driven.admit(prompt(9, 17))
+    request = driven.admit(prompt(9, 17))
     with pytest.raises(OutOfBlocks):
-        driven.ledger.allocate_nowait(holding)  # what does not wait ends nobody's pin
+        driven.ledger.allocate_nowait(request)  # what does not wait ends nobody's pin
     assert [one.state for one in held] == [PinState.HELD] * 3
-    waiter = driven.ledger.queue_allocation(holding)
+    waiter = driven.ledger.queue_allocation(request)
     driven.ledger.check_integrity()
     assert waiter.granted is not None
     assert [one.state for one in held] == [PinState.HELD, PinState.YIELDED, PinState.YIELDED]
     driven.ledger.accept(waiter)
-    driven.release(holding)
+    driven.release(request)
     unpin(driven, held[0])
     assert driven.num_pinned() == (0, 0)
 
@@ -232,13 +232,13 @@ def test_no_pin_yields_while_somebody_else_will_let_go() -> None:
     driven = Driven(8, max_pinned_share=1.0)
     driven.serve(A)
     held, running = pin(driven, A), driven.running(prompt(8, 20))
-    holding = driven.admit(prompt(9, 20))
-    waiter = driven.ledger.queue_allocation(holding)
+    request = driven.admit(prompt(9, 20))
+    waiter = driven.ledger.queue_allocation(request)
     assert not waiter.is_over and held.state is PinState.HELD
     driven.release(running)
     assert waiter.granted is not None and held.state is PinState.HELD
     driven.ledger.accept(waiter)
-    driven.release(holding)
+    driven.release(request)
     unpin(driven, held)
 
 
@@ -248,8 +248,8 @@ def test_whoever_waits_is_served_when_a_pin_ends(ends: str) -> None:
     driven = Driven(8, max_pinned_share=1.0)
     driven.serve(A)
     held, running = pin(driven, A, 10.0), driven.running(prompt(8, 8))
-    holding = driven.admit(prompt(9, 24))
-    waiter = driven.ledger.queue_allocation(holding)
+    request = driven.admit(prompt(9, 24))
+    waiter = driven.ledger.queue_allocation(request)
     assert not waiter.is_over
     if ends == "unpin":
         driven.ledger.unpin(held)
@@ -284,8 +284,8 @@ def test_two_pins_of_one_prompt_yield_together() -> None:
     driven = Driven(4, max_pinned_share=1.0)
     driven.serve(A)
     held = [pin(driven, A), pin(driven, A), pin(driven, A[:4])]
-    holding = driven.admit(prompt(9, 16))
-    waiter = driven.ledger.queue_allocation(holding)
+    request = driven.admit(prompt(9, 16))
+    waiter = driven.ledger.queue_allocation(request)
     driven.ledger.check_integrity()
     assert waiter.granted is not None
     assert [one.state for one in held] == [PinState.YIELDED] * 3
@@ -324,10 +324,10 @@ def test_a_pin_does_not_keep_a_corrupt_block() -> None:
     driven = Driven(8)
     driven.on_host_only(A)
     held = pin(driven, A)
-    holding = driven.allocated(A)
-    (plan,) = driven.launch(driven.ledger.plan_load(holding))
+    request = driven.allocated(A)
+    (plan,) = driven.launch(driven.ledger.plan_load(request))
     driven.end(plan, Outcome.CORRUPT, 1, (1,))
-    driven.release(holding)
+    driven.release(request)
     assert driven.num_pinned()[1] == 1
     assert driven.ledger.statistics().host.num_free == 15
     unpin(driven, held)
@@ -381,10 +381,10 @@ def test_a_prefetch_brings_what_a_request_would_load(groups: Any) -> None:
     assert (transfer.state, transfer.num_tokens) == (CacheTransferState.DONE, 8)
     assert driven.num_pinned() == (0, 0)
     assert driven.hit(A) == (8, 0)
-    holding = driven.allocated(A)
-    assert driven.ledger.plan_load(holding) == ()
-    assert holding.num_computed_tokens == 8
-    driven.release(holding)
+    request = driven.allocated(A)
+    assert driven.ledger.plan_load(request) == ()
+    assert request.num_computed_tokens == 8
+    driven.release(request)
 
 
 def test_what_was_prefetched_is_the_last_to_be_evicted() -> None:
@@ -523,13 +523,13 @@ def test_two_prefetches_of_one_prompt_share_a_load(groups: Any) -> None:
     second = prefetch(driven, A)
     assert second.plans == () and not second.is_over
     assert second.num_blocks == 0
-    holding = driven.allocated(A)
-    assert driven.ledger.plan_load(holding) == ()
+    request = driven.allocated(A)
+    assert driven.ledger.plan_load(request) == ()
     driven.ledger.cancel(first)
     driven.land(first.plans)  # wanted by the others
     assert (second.state, second.num_tokens) == (CacheTransferState.DONE, 8)
-    assert holding.num_computed_tokens == 8
-    driven.release(holding)
+    assert request.num_computed_tokens == 8
+    driven.release(request)
     assert driven.num_pinned() == (0, 0)
 
 
@@ -550,8 +550,8 @@ def test_a_failed_prefetch_keeps_what_landed() -> None:
 def test_a_demotion_stores_and_frees(groups: Any) -> None:
     """What the host lacks is stored, then the device blocks are free; the prompt hits in the host as far as before."""
     driven = Driven(16, 16, groups=groups)
-    holding = driven.running(A)
-    for plan in (*driven.commit(holding), *driven.release(holding)):
+    request = driven.running(A)
+    for plan in (*driven.commit(request), *driven.release(request)):
         driven.ledger.discard(plan.job_id)  # the host knows nothing of it
     cached = driven.ledger.statistics().device.num_cached
     transfer = demote(driven, A)
@@ -579,8 +579,8 @@ def test_what_is_in_the_host_already_is_freed_at_once() -> None:
 def test_a_demotion_waits_for_stores_of_others() -> None:
     """What is on its way to the host is not stored again; the blocks go when it has landed."""
     driven = Driven(8)
-    holding = driven.running(A)
-    stores = [*driven.commit(holding), *driven.release(holding)]
+    request = driven.running(A)
+    stores = [*driven.commit(request), *driven.release(request)]
     transfer = demote(driven, A)
     assert transfer.is_over and transfer.num_blocks == 0  # the store reads them: they are pinned
     driven.land(stores)
@@ -592,18 +592,18 @@ def test_what_somebody_reads_stays(keeper: str) -> None:
     """A request, a pin or a running forward that holds the blocks keeps them on the device."""
     driven = Driven(8)
     driven.serve(A)
-    holding = driven.running(A) if keeper != "pin" else None
+    request = driven.running(A) if keeper != "pin" else None
     held = pin(driven, A) if keeper == "pin" else None
-    step = driven.ledger.step([holding]) if keeper == "step" and holding is not None else None
-    if step is not None and holding is not None:
+    step = driven.ledger.step([request]) if keeper == "step" and request is not None else None
+    if step is not None and request is not None:
         step.__enter__()
-        driven.release(holding, "cancelled")
+        driven.release(request, "cancelled")
     assert demote(driven, A).num_blocks == 0
     assert driven.hit(A) == (8, 0)
     if step is not None:
         step.__exit__(None, None, None)
-    elif holding is not None:
-        driven.release(holding)
+    elif request is not None:
+        driven.release(request)
     elif held is not None:
         unpin(driven, held)
     assert demote(driven, A).num_blocks == 2
@@ -613,8 +613,8 @@ def test_who_comes_while_it_is_stored_keeps_the_blocks() -> None:
     """What is pinned when the store lands stays, whoever has asked for the demotion."""
     driven = Driven(8)
     driven.on_host_only(B)
-    holding = driven.running(A)
-    for plan in (*driven.commit(holding), *driven.release(holding)):
+    request = driven.running(A)
+    for plan in (*driven.commit(request), *driven.release(request)):
         driven.ledger.discard(plan.job_id)
     transfer = demote(driven, A)
     reading = driven.running(A)
@@ -642,9 +642,9 @@ def test_what_the_host_has_no_room_for_stays() -> None:
     driven = Driven(8, 2)
     driven.serve(B)
     held = pin_all_of_the_host(driven)
-    holding = driven.running(A)
-    driven.commit(holding)
-    driven.release(holding)
+    request = driven.running(A)
+    driven.commit(request)
+    driven.release(request)
     transfer = demote(driven, A)
     assert (transfer.state, transfer.plans, transfer.num_blocks) == (CacheTransferState.DONE, (), 0)
     assert driven.hit(A) == (8, 0)
@@ -674,8 +674,8 @@ def test_what_hits_without_a_byte_in_the_host_stays() -> None:
 def test_a_demotion_that_does_not_come_off_frees_nothing(end: str) -> None:
     """Given up, failed, lost, reset or closed: what was on the device is where it was, unless a reset forgot it."""
     driven = Driven(8)
-    holding = driven.running(A)
-    for plan in (*driven.commit(holding), *driven.release(holding)):
+    request = driven.running(A)
+    for plan in (*driven.commit(request), *driven.release(request)):
         driven.ledger.discard(plan.job_id)
     transfer = demote(driven, A)
     (plan,) = transfer.plans
@@ -702,8 +702,8 @@ def test_a_demotion_that_does_not_come_off_frees_nothing(end: str) -> None:
 def test_a_demotion_from_before_a_reset_frees_nothing_after_it() -> None:
     """Who has cached the prompt again since then keeps it where it is."""
     driven = Driven(12)
-    holding = driven.running(A)
-    for plan in (*driven.commit(holding), *driven.release(holding)):
+    request = driven.running(A)
+    for plan in (*driven.commit(request), *driven.release(request)):
         driven.ledger.discard(plan.job_id)
     transfer = demote(driven, A)
     driven.launch(transfer.plans)
@@ -719,13 +719,13 @@ def test_a_demotion_does_not_evict_what_is_hit_in_the_host() -> None:
     groups = [KVCacheGroup("full", block_size=4), KVCacheGroup("window", attention=SlidingWindow(6), block_size=4)]
     driven = Driven(15, 4, groups=groups, max_pinned_share=1.0)
     short, long = TEXTS[:2]
-    spine, window = driven.commit(holding := driven.running(short))
+    spine, window = driven.commit(request := driven.running(short))
     driven.land([spine])
     driven.launch([window])
-    driven.release(holding)
+    driven.release(request)
     driven.end(window, Outcome.FAILED)
     held = pin(driven, short)
-    driven.land([*driven.commit(holding := driven.running(long)), *driven.release(holding)])
+    driven.land([*driven.commit(request := driven.running(long)), *driven.release(request)])
     driven.evict_device()
     before = num_hit(driven, long)
     transfer = demote(driven, long)
@@ -770,17 +770,17 @@ def ask_for_anything(groups: Any, seed: Any, num_device: int, num_host: int) -> 
         text = seed.choice(TEXTS)
         call = seed.choice(("serve", "pin", "unpin", "prefetch", "demote", "end", "end", "cancel", "evict", "lapse"))
         if call == "serve":
-            holding = driven.admit(text)
+            request = driven.admit(text)
             try:
-                ledger.allocate_nowait(holding)
-                queued += ledger.plan_load(holding)
-                if holding.state.name == "LOADING":
-                    ledger.abandon_load(holding)
-                if holding.state.name == "RUNNING":
-                    queued += driven.commit(holding)
+                ledger.allocate_nowait(request)
+                queued += ledger.plan_load(request)
+                if request.state.name == "LOADING":
+                    ledger.abandon_load(request)
+                if request.state.name == "RUNNING":
+                    queued += driven.commit(request)
             except OutOfBlocks:
                 pass
-            queued += driven.release(holding)
+            queued += driven.release(request)
         elif call == "pin":
             try:
                 pins.append((pin(driven, text, step + seed.choice((3, 100))), text))

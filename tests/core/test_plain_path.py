@@ -49,14 +49,14 @@ def test_a_host_hit_makes_few_calls() -> None:
         driven.on_host_only(prompt(name, 257))
     ledger, tokens = driven.ledger, prompt(1, 257)
     with CallCounter() as counter:
-        holding = ledger.admit(driven.prefix(tokens))
-        ledger.allocate_nowait(holding)
-        (plan,) = ledger.plan_load(holding)
+        request = ledger.admit(driven.prefix(tokens))
+        ledger.allocate_nowait(request)
+        (plan,) = ledger.plan_load(request)
         ledger.launch(plan.job_id)
         ledger.settle(Completion(plan.job_id, Outcome.LANDED))
-        ledger.commit(holding, len(tokens))
-        ledger.release(holding)
-    assert holding.match.num_host_tokens == 256
+        ledger.commit(request, len(tokens))
+        ledger.release(request)
+    assert request.match.num_host_tokens == 256
     assert counter.num_calls <= MOST_CALLS
 
 
@@ -70,8 +70,8 @@ def test_the_head_of_the_line_is_matched_again_only_if_it_could_matter() -> None
     driven.allocated(prompt(2, 4))
     head = driven.ledger.queue_allocation(driven.admit(prompt(3, 13)))
     with CallCounter("find_hit") as counter:
-        for holding in [driven.admit(prompt(name, 4)) for name in (4, 5)]:
-            driven.release(holding, "cancelled")
+        for request in [driven.admit(prompt(name, 4)) for name in (4, 5)]:
+            driven.release(request, "cancelled")
         driven.land([store])
         assert counter.num_calls == 2, "those of the two that were admitted"
         driven.release(busy)

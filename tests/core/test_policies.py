@@ -26,7 +26,7 @@ from aoffload._kernel.eviction import LeastRecentlyUsed
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.protocols import NullObserver
 from aoffload._kernel.records import Part
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Direction, Outcome, Tier
 from aoffload._kernel.tokens import TokenSequence
 from aoffload.ledger import Prefix, Root, StoreScope
@@ -47,10 +47,10 @@ class Lazy(Driven):
         self.ledger.check_integrity()
         return plans
 
-    def serve(self, tokens: list[int], **options: Any) -> Holding:
-        holding = super().serve(tokens, **options)
+    def serve(self, tokens: list[int], **options: Any) -> LedgerRequest:
+        request = super().serve(tokens, **options)
         self.land(self.watermark())
-        return holding
+        return request
 
     def stored(self, tokens: list[int]) -> int:
         """Tokens of a prompt that are in the host, wherever else they are."""
@@ -70,9 +70,9 @@ def in_host(driven: Driven) -> int:
 def test_lazy_stores_what_the_next_blocks_will_evict(watermark: int, num_stored: int) -> None:
     """Not while the room for the next `watermark_blocks` is free; as whole prefixes once one of them would evict."""
     driven = Lazy(9, watermark=watermark)
-    holding = driven.running(A)
-    assert driven.commit(holding) == [] == driven.watermark(), "nobody evicts what is in use"
-    assert driven.release(holding) == []
+    request = driven.running(A)
+    assert driven.commit(request) == [] == driven.watermark(), "nobody evicts what is in use"
+    assert driven.release(request) == []
     driven.serve(prompt(8, 4), max_hit_tokens=0)
     assert driven.ledger.statistics().device.num_free == 4
     assert in_host(driven) == num_stored
@@ -107,8 +107,8 @@ def test_a_use_during_the_store_counts(before_it_lands: bool) -> None:
     driven = Lazy(14)
     for tokens in (A, B):
         driven.serve(tokens)
-    holding = driven.running(C)
-    driven.commit(holding)
+    request = driven.running(C)
+    driven.commit(request)
     stores = driven.launch(driven.watermark())
     assert sum(plan.num_blocks for plan in stores) == 4
     reader = driven.running(A)
@@ -118,7 +118,7 @@ def test_a_use_during_the_store_counts(before_it_lands: bool) -> None:
         driven.end(plan)
     if not before_it_lands:
         driven.release(reader, "done reading")
-    driven.release(holding)
+    driven.release(request)
     device = driven.ledger.cache.tiers[Tier.DEVICE]
     assert next(part.run.tokens[0] for part in device.order) == B[0] % 256
 
@@ -127,19 +127,19 @@ def test_what_is_being_stored_counts_and_is_held() -> None:
     """No more than a watermark is pinned by stores at a time. Who needs room meanwhile takes what lies behind."""
     driven = Lazy(13)
     for tokens in (A, B, C):
-        holding = driven.running(tokens)
-        driven.commit(holding)
-        driven.release(holding)
+        request = driven.running(tokens)
+        driven.commit(request)
+        driven.release(request)
     (store,) = driven.launch(driven.watermark())
     assert store.num_blocks == 4 == driven.num_pinned()[0]
     assert driven.watermark() == []
-    holding = driven.running(D)
-    driven.commit(holding)
+    request = driven.running(D)
+    driven.commit(request)
     assert driven.watermark() == [], "what is in flight is the watermark"
     assert [driven.hit(tokens)[0] for tokens in (A, B, C)] == [16, 0, 16]
     driven.end(store)
     assert driven.watermark() == [], "A is safe, and the next to go"
-    driven.land(driven.launch(driven.release(holding)))
+    driven.land(driven.launch(driven.release(request)))
     driven.serve(B)
     assert (driven.hit(A), driven.hit(C)) == ((0, 16), (16, 0))
 
@@ -148,11 +148,11 @@ def test_a_lazy_store_that_failed_is_offered_again() -> None:
     """As long as it is there, it is about to be lost."""
     driven = Lazy(8)
     driven.serve(A)
-    holding = driven.running(prompt(9, 4))
-    driven.commit(holding)
+    request = driven.running(prompt(9, 4))
+    driven.commit(request)
     (store,) = driven.launch(driven.watermark())
     driven.end(store, Outcome.FAILED)
-    driven.release(holding)
+    driven.release(request)
     (again,) = driven.watermark()
     assert list(again.source_ids) == list(store.source_ids)
     driven.land([again])
@@ -174,8 +174,8 @@ def test_a_look_at_the_watermark_costs_nothing_where_nothing_has_changed() -> No
     before = len(looks)
     driven.ledger.plan_write_back()
     assert len(looks) == before
-    holding = driven.ledger.admit(Prefix.of(ROOT, prompt(9, 4)))
-    driven.ledger.allocate_nowait(holding)
+    request = driven.ledger.admit(Prefix.of(ROOT, prompt(9, 4)))
+    driven.ledger.allocate_nowait(request)
     before = len(looks)
     driven.ledger.plan_write_back()
     assert len(looks) == before + 1
@@ -185,9 +185,9 @@ def test_lazy_stores_windows_near_the_end() -> None:
     """Of a window only what a hit near the end can use, with its margin, and the whole of full attention."""
     long = prompt(1, 41)
     driven = Lazy(40, 60, watermark=36, groups=WINDOWED)
-    holding = driven.running(long)
-    driven.commit(holding)
-    driven.release(holding)
+    request = driven.running(long)
+    driven.commit(request)
+    driven.release(request)
     stores = driven.launch(driven.watermark())
     assert [plan.num_blocks for plan in stores] == [10, 3], "two blocks of the window, and one before"
     for plan in stores:
@@ -270,11 +270,11 @@ def test_the_counts_outlive_every_tier() -> None:
 def test_what_was_generated_counts_once_when_it_is_done() -> None:
     """The next turn asks for it a second time."""
     driven = Driven(20, store_policy="selective")
-    holding = driven.running(prompt(1, 8))
-    driven.commit(holding, 8)
-    driven.ledger.extend_nowait(holding, 24)
-    driven.commit(holding, 16, prompt(2, 8))
-    driven.release(holding)
+    request = driven.running(prompt(1, 8))
+    driven.commit(request, 8)
+    driven.ledger.extend_nowait(request, 24)
+    driven.commit(request, 16, prompt(2, 8))
+    driven.release(request)
     assert in_host(driven) == 0
     driven.serve([*prompt(1, 8), *prompt(2, 8), 5])
     assert in_host(driven) == 4
@@ -369,11 +369,11 @@ every_policy = pytest.mark.parametrize("policy", EVERY, ids=["eager", "lazy", "s
 
 def live(driven: Driven, tokens: list[int], generated: int = 8, **options: Any) -> None:
     """A whole life with some generated tokens, every store landed."""
-    holding = driven.running(tokens, **options)
-    driven.land(driven.commit(holding, len(tokens)))
-    driven.ledger.extend_nowait(holding, len(tokens) + generated)
-    driven.land(driven.commit(holding, len(tokens) + generated, range(700, 700 + generated)))
-    driven.land(driven.release(holding))
+    request = driven.running(tokens, **options)
+    driven.land(driven.commit(request, len(tokens)))
+    driven.ledger.extend_nowait(request, len(tokens) + generated)
+    driven.land(driven.commit(request, len(tokens) + generated, range(700, 700 + generated)))
+    driven.land(driven.release(request))
     for _ in range(2):
         driven.land(driven.ledger.plan_write_back())
 
@@ -409,11 +409,11 @@ def test_what_of_a_request_is_stored(policy: Any, options: dict[str, Any], num_s
 def test_the_window_at_the_limit_is_stored(policy: Any, limit: int) -> None:
     """A hit can end only where the window before it is there: it is, at the end of what may be stored."""
     driven = Driven(60, 60, groups=WINDOWED, store_policy=LazyStore(60) if isinstance(policy, LazyStore) else policy)
-    holding = driven.running(prompt(1, 41), max_store_tokens=limit)
+    request = driven.running(prompt(1, 41), max_store_tokens=limit)
     for stop in (8, 16, 24, 32, 41):
-        driven.land(driven.commit(holding, stop))
+        driven.land(driven.commit(request, stop))
         driven.land(driven.ledger.plan_write_back())
-    driven.land(driven.release(holding))
+    driven.land(driven.release(request))
     driven.land(driven.ledger.plan_write_back())
     driven.evict_device()
     assert driven.hit(prompt(1, 41)) == (0, limit)
@@ -435,14 +435,14 @@ def test_a_request_that_reads_nothing() -> None:
     """It computes everything itself, and what it computes is cached as ever: what is there stays where it is."""
     driven = Driven(20)
     driven.serve(A)
-    holding = driven.running(A, reads_cache=False)
-    assert holding.match.num_tokens == 0
-    assert driven.commit(holding) == []
-    driven.release(holding)
+    request = driven.running(A, reads_cache=False)
+    assert request.match.num_tokens == 0
+    assert driven.commit(request) == []
+    driven.release(request)
     assert driven.hit(A) == (16, 0)
     driven.evict_device()
-    holding = driven.allocated(A, reads_cache=False)
-    assert driven.ledger.plan_load(holding) == ()
+    request = driven.allocated(A, reads_cache=False)
+    assert driven.ledger.plan_load(request) == ()
     assert driven.num_pinned() == (5, 0)
 
 
@@ -491,7 +491,7 @@ def test_a_refused_store_is_offered_again(policy: Any, again: str) -> None:
     skipped: list[int] = []
 
     class Watcher(NullObserver):
-        def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
+        def store_skipped(self, request: LedgerRequest | None, num_blocks: int, reason: str) -> None:
             assert reason == "host_full"
             skipped.append(num_blocks)
 
@@ -503,16 +503,16 @@ def test_a_refused_store_is_offered_again(policy: Any, again: str) -> None:
     assert in_host(driven) == 4
     keeper = driven.admit(B)
     assert keeper.match.num_host_tokens == 16, "all of the host is pinned"
-    holding = driven.running(A)
-    assert driven.commit(holding) == []
+    request = driven.running(A)
+    assert driven.commit(request) == []
     if again == "hit":
-        driven.release(holding, "left")
-        holding = driven.running(A)
-        assert holding.match.num_device_tokens == 16
+        driven.release(request, "left")
+        request = driven.running(A)
+        assert request.match.num_device_tokens == 16
     assert driven.ledger.plan_write_back() == ()
     driven.release(keeper, "left")
-    plans = driven.commit(holding) if again != "release" else []
-    plans += [*driven.release(holding), *driven.ledger.plan_write_back()]
+    plans = driven.commit(request) if again != "release" else []
+    plans += [*driven.release(request), *driven.ledger.plan_write_back()]
     assert sum(plan.num_blocks for plan in plans if plan.direction is Direction.STORE) == 4
     assert skipped or isinstance(policy, LazyStore)
 
@@ -522,8 +522,8 @@ def test_the_watermark_says_what_it_could_not_store() -> None:
     skipped: list[tuple[object, int]] = []
 
     class Watcher(NullObserver):
-        def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-            skipped.append((holding, num_blocks))
+        def store_skipped(self, request: LedgerRequest | None, num_blocks: int, reason: str) -> None:
+            skipped.append((request, num_blocks))
 
     driven = Lazy(9, 4, watermark=9, observer=Watcher())
     driven.serve(B)
@@ -540,8 +540,8 @@ def test_off_and_one_of_ones_own() -> None:
     """A policy is any object that answers; `EagerStore` is a base for it."""
 
     class FirstBlocks(EagerStore):
-        def wanted_stop(self, holding: Holding) -> int:
-            return min(2, holding.published)
+        def wanted_stop(self, request: LedgerRequest) -> int:
+            return min(2, request.published)
 
     driven = Driven(20, store_policy=FirstBlocks())
     driven.serve(A)

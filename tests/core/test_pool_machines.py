@@ -17,7 +17,7 @@ from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.pools import ExtentPool, FreeList, extents
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.protocols import DevicePool
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Outcome
 from aoffload.errors import OutOfBlocks
 
@@ -205,27 +205,27 @@ class EnginePoolMachine(RuleBasedStateMachine):
         self.pool = EnginePool(range(1, 1 + num_blocks * step, step))
         config = OffloadConfig(groups=[KVCacheGroup("full", block_size=2)], num_host_blocks=num_host)
         self.ledger = Ledger(config, num_blocks * step + 1, device_pool=self.pool)
-        self.live: list[Holding] = []
+        self.live: list[LedgerRequest] = []
         self.plans: list[TransferPlan] = []
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def serve(self, tokens: list[int]) -> None:
-        holding = self.ledger.admit(Prefix.of(Root("m"), tokens))
+        request = self.ledger.admit(Prefix.of(Root("m"), tokens))
         try:
-            self.ledger.allocate_nowait(holding)
+            self.ledger.allocate_nowait(request)
         except OutOfBlocks:
-            self.plans += self.ledger.release(holding)
+            self.plans += self.ledger.release(request)
             return
-        self.live.append(holding)
-        self.plans += self.ledger.plan_load(holding)
-        if holding.load is None:
-            self.plans += self.ledger.commit(holding, len(tokens))
+        self.live.append(request)
+        self.plans += self.ledger.plan_load(request)
+        if request.load is None:
+            self.plans += self.ledger.commit(request, len(tokens))
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 9))
     def release(self, which: int) -> None:
-        holding = self.live.pop(which % len(self.live))
-        self.plans += self.ledger.release(holding)
+        request = self.live.pop(which % len(self.live))
+        self.plans += self.ledger.release(request)
 
     @precondition(lambda self: self.plans)
     @rule(which=st.integers(0, 9), outcome=st.sampled_from([Outcome.LANDED, *Outcome]))
@@ -250,9 +250,9 @@ class EnginePoolMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         self.ledger.check_integrity()
-        for holding in self.live:
-            own = set(holding.table) - {0}
-            assert own <= set(self.pool.ids) - self.pool.free, holding
+        for request in self.live:
+            own = set(request.table) - {0}
+            assert own <= set(self.pool.ids) - self.pool.free, request
 
 
 class TestFreeList(FreeListMachine.TestCase):

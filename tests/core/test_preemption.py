@@ -24,33 +24,31 @@ def driven(request: pytest.FixtureRequest) -> Driven:
 
 def test_progress_comes_back_from_the_host(driven: Driven) -> None:
     """What was computed before a preemption is loaded afterwards, answers included; the rest is computed again."""
-    holding = driven.running(A)
-    driven.land(driven.commit(holding, 17))
-    driven.ledger.extend_nowait(holding, 24)
-    driven.land(driven.commit(holding, 21, [1, 2, 3, 4]))
-    found = driven.ledger.preempt_nowait(holding)
-    assert holding.state is S.PREEMPTED and driven.ledger.block_ids(holding) == [
-        [] for _ in driven.ledger.layout.groups
-    ]
+    record = driven.running(A)
+    driven.land(driven.commit(record, 17))
+    driven.ledger.extend_nowait(record, 24)
+    driven.land(driven.commit(record, 21, [1, 2, 3, 4]))
+    found = driven.ledger.preempt_nowait(record)
+    assert record.state is S.PREEMPTED and driven.ledger.block_ids(record) == [[] for _ in driven.ledger.layout.groups]
     driven.land(found.plans)
     driven.evict_device()
-    driven.ledger.resume(holding)
-    assert holding.state is S.PINNED and holding.match.num_host_tokens == 20
-    driven.ledger.allocate_nowait(holding)
-    driven.land(driven.ledger.plan_load(holding))
-    assert holding.state is S.RUNNING and holding.num_computed_tokens == 20
-    driven.commit(holding, 21)
-    driven.release(holding)
+    driven.ledger.resume(record)
+    assert record.state is S.PINNED and record.match.num_host_tokens == 20
+    driven.ledger.allocate_nowait(record)
+    driven.land(driven.ledger.plan_load(record))
+    assert record.state is S.RUNNING and record.num_computed_tokens == 20
+    driven.commit(record, 21)
+    driven.release(record)
     assert driven.ledger.statistics().device.num_pinned == 0
 
 
 def test_it_says_what_is_free_now_and_what_frees_the_rest(driven: Driven) -> None:
     """Blocks that a store still reads are pending, by its job; when that is over they can be had."""
-    holding = driven.running(A)
-    plans = driven.ledger.commit(holding, 17)
+    record = driven.running(A)
+    plans = driven.ledger.commit(record, 17)
     driven.launch(plans)
-    held = sum(block_id > 0 for table in driven.ledger.block_ids(holding) for block_id in table)
-    found = driven.ledger.preempt_nowait(holding)
+    held = sum(block_id > 0 for table in driven.ledger.block_ids(record) for block_id in table)
+    found = driven.ledger.preempt_nowait(record)
     assert found.num_freed + found.num_pending == held and found.num_pending > 0
     assert set(found.job_ids) >= {plan.job_id for plan in plans}
     for plan in plans:
@@ -61,55 +59,55 @@ def test_it_says_what_is_free_now_and_what_frees_the_rest(driven: Driven) -> Non
 
 def test_progress_is_pinned_in_host_memory(driven: Driven) -> None:
     """Nobody's store evicts what a preempted request has to come back to; when it leaves, it is as evictable as any."""
-    holding = driven.running(A)
-    driven.land(driven.ledger.commit(holding, 17))
-    driven.land(driven.ledger.preempt_nowait(holding).plans)
+    record = driven.running(A)
+    driven.land(driven.ledger.commit(record, 17))
+    driven.land(driven.ledger.preempt_nowait(record).plans)
     for name in range(20, 26):
         driven.on_host_only(prompt(name, 17))
-    driven.ledger.resume(holding)
-    assert holding.match.num_tokens == 16
-    driven.release(holding, "cancelled")
+    driven.ledger.resume(record)
+    assert record.match.num_tokens == 16
+    driven.release(record, "cancelled")
     assert driven.ledger.statistics().host.num_pinned == 0
 
 
 def test_a_full_host_loses_progress_and_nothing_else(driven: Driven) -> None:
     """Without room in the host the request computes again what it had."""
     driven = Driven(24, 0, groups=list(driven.ledger.layout.groups))
-    holding = driven.running(A)
-    driven.commit(holding, 17)
-    assert driven.ledger.preempt_nowait(holding).plans == ()
+    record = driven.running(A)
+    driven.commit(record, 17)
+    assert driven.ledger.preempt_nowait(record).plans == ()
     driven.evict_device()
-    driven.ledger.resume(holding)
-    assert holding.match.num_tokens == 0
-    driven.ledger.allocate_nowait(holding)
-    assert driven.ledger.plan_load(holding) == () and holding.num_computed_tokens == 0
-    driven.commit(holding, 17)
+    driven.ledger.resume(record)
+    assert record.match.num_tokens == 0
+    driven.ledger.allocate_nowait(record)
+    assert driven.ledger.plan_load(record) == () and record.num_computed_tokens == 0
+    driven.commit(record, 17)
 
 
 def test_a_request_that_loads_is_preempted_at_once(driven: Driven) -> None:
     """Its queued copies are discarded, its launched ones land without it, and what they bring is cached."""
     driven.on_host_only(A)
-    holding = driven.admit(A)
-    driven.ledger.allocate_nowait(holding)
-    plans = driven.launch(driven.ledger.plan_load(holding))
-    driven.ledger.preempt_nowait(holding)
-    assert holding.state is S.PREEMPTED and holding.load is None
+    record = driven.admit(A)
+    driven.ledger.allocate_nowait(record)
+    plans = driven.launch(driven.ledger.plan_load(record))
+    driven.ledger.preempt_nowait(record)
+    assert record.state is S.PREEMPTED and record.load is None
     for plan in plans:
         driven.end(plan, Outcome.LANDED)
-    driven.ledger.resume(holding)
-    assert holding.match.num_tokens == 16
+    driven.ledger.resume(record)
+    assert record.match.num_tokens == 16
 
 
 def test_whoever_waits_for_room_gets_it(driven: Driven) -> None:
     """Preemption serves the line."""
-    holding = driven.running(A)
-    driven.land(driven.commit(holding, 17))
+    record = driven.running(A)
+    driven.land(driven.commit(record, 17))
     waiting = driven.admit(prompt(3, 16))
-    room, layout = driven.ledger.admission.room, driven.ledger.layout
+    room, layout = driven.ledger.admission.num_available, driven.ledger.layout
     driven.running(prompt(4, room // layout.width * layout.unit_tokens))
     waiter = driven.ledger.queue_allocation(waiting)
     assert not waiter.is_over
-    driven.land(driven.ledger.preempt_nowait(holding).plans)
+    driven.land(driven.ledger.preempt_nowait(record).plans)
     assert waiter.granted is not None
 
 
@@ -118,23 +116,23 @@ def test_a_wake_finds_the_preemption_done(driven: Driven, what: str) -> None:
     """A preemption that ends a load wakes when all is decided: what the wake calls is refused, or served like any later
     call. It ran in the middle of the call before, and a step that it began lost its blocks."""
     driven.on_host_only(A)
-    holding, ledger, seen = driven.allocated(A), driven.ledger, list[RequestState]()
+    record, ledger, seen = driven.allocated(A), driven.ledger, list[RequestState]()
     calls = {
-        "step": lambda: ledger.step([holding]).__enter__(),
-        "release": lambda: ledger.release(holding),
-        "preempt": lambda: ledger.preempt_nowait(holding),
-        "extend": lambda: ledger.queue_extension(holding, 20),
+        "step": lambda: ledger.step([record]).__enter__(),
+        "release": lambda: ledger.release(record),
+        "preempt": lambda: ledger.preempt_nowait(record),
+        "extend": lambda: ledger.queue_extension(record, 20),
     }
 
     def wake() -> None:
-        seen.append(holding.state)
+        seen.append(record.state)
         if what == "release":
             calls[what]()
             return
         with pytest.raises(WrongState, match="PREEMPTED"):
             calls[what]()
 
-    assert ledger.plan_load(holding, wake=wake)
-    ledger.preempt_nowait(holding)
-    assert seen == [S.PREEMPTED] and not holding.num_steps
+    assert ledger.plan_load(record, wake=wake)
+    ledger.preempt_nowait(record)
+    assert seen == [S.PREEMPTED] and not record.num_steps
     ledger.check_integrity()

@@ -26,10 +26,10 @@ def test_who_was_refused_has_its_match_again() -> None:
     assert behind.error is not None and not behind.error.retryable
     with pytest.raises(OutOfBlocks):
         driven.ledger.accept(behind)
-    assert behind.holding.state is RequestState.PINNED and behind.holding.leases
-    driven.release(head.holding)
+    assert behind.request.state is RequestState.PINNED and behind.request.leases
+    driven.release(head.request)
     driven.release(loading)
-    driven.ledger.allocate_nowait(behind.holding, 12)
+    driven.ledger.allocate_nowait(behind.request, 12)
 
 
 def test_who_can_never_fit_after_its_own_load_hears_so_behind_others() -> None:
@@ -40,7 +40,7 @@ def test_who_can_never_fit_after_its_own_load_hears_so_behind_others() -> None:
     before = [driven.admit(prompt(2, 20)), driven.admit(prompt(3, 4))]
     loading = driven.allocated(prompt(1, 24))
     plans = driven.launch(driven.ledger.plan_load(loading))
-    granted, head = (driven.ledger.queue_allocation(holding) for holding in before)
+    granted, head = (driven.ledger.queue_allocation(request) for request in before)
     driven.end(plans[0], Outcome.UNPROVEN)
     for plan in plans[1:]:
         driven.end(plan, Outcome.FAILED)
@@ -70,9 +70,9 @@ def test_an_island_on_the_device_is_not_shared() -> None:
     driven = Driven(6, 20, eviction=NewestFirst)
     shared, tail = [1] * 4, [2] * 8
     for tokens in ([*shared, *tail, 0], [*shared, *[3] * 4, 0]):
-        holding = driven.running(tokens)
-        driven.land(driven.commit(holding, len(tokens) - 1))
-        driven.release(holding)
+        request = driven.running(tokens)
+        driven.land(driven.commit(request, len(tokens) - 1))
+        driven.release(request)
     crowd = driven.allocated(prompt(7, 12))
     driven.release(crowd)
     again = driven.allocated([*shared, *tail, 0])
@@ -83,10 +83,10 @@ def test_an_island_on_the_device_is_not_shared() -> None:
 def test_a_store_in_flight_outlives_the_one_behind_it() -> None:
     """Two stores on one run; the second ends in doubt. What the first still brings is not stored again (I3)."""
     driven = Driven(8, 8, max_job_bytes=1)
-    holding = driven.allocated(prompt(1, 9))
-    first, second = driven.launch(driven.commit(holding, 8))
+    request = driven.allocated(prompt(1, 9))
+    first, second = driven.launch(driven.commit(request, 8))
     driven.end(second, Outcome.UNPROVEN)
-    again = driven.ledger.release(holding)
+    again = driven.ledger.release(request)
     stored_again = {block_id for plan in again for block_id in plan.source_ids}
     assert stored_again.isdisjoint(first.source_ids)
     assert stored_again == set(second.source_ids)
@@ -95,12 +95,12 @@ def test_a_store_in_flight_outlives_the_one_behind_it() -> None:
 def test_a_split_where_a_store_stops_leaves_nothing_behind() -> None:
     """A prompt branches off right where the copy in flight ends: when all is over, no token of it stays in memory."""
     driven = Driven(12, 8, max_job_bytes=1)
-    holding = driven.allocated(prompt(1, 9))
-    first, second = driven.launch(driven.commit(holding, 8))
+    request = driven.allocated(prompt(1, 9))
+    first, second = driven.launch(driven.commit(request, 8))
     driven.end(second, Outcome.UNPROVEN)
     branch = driven.running([*prompt(1, 4), *prompt(2, 5)])
     driven.end(first)
-    driven.release(holding, "cancelled")
+    driven.release(request, "cancelled")
     driven.release(branch, "cancelled")
     driven.end(second)
     driven.evict_device()

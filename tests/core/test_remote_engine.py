@@ -77,12 +77,12 @@ def test_a_prompt_comes_back_for_an_engine() -> None:
     engine.put_and_get(engine.write_behind())
     assert len(engine.there) == 3
     engine.ledger.reset(Tier.HOST)
-    holding = engine.admit(TOKENS)
+    request = engine.admit(TOKENS)
     fetch = engine.fetch(TOKENS)
-    assert [plan.hop for plan in fetch.plans] == [(Tier.REMOTE, Tier.HOST)] * 3
+    assert [plan.link for plan in fetch.plans] == [(Tier.REMOTE, Tier.HOST)] * 3
     engine.put_and_get(fetch.plans)
-    assert engine.ledger.match_fetched(holding).num_host_tokens == 3 * CELL
-    engine.release(holding, "looked")
+    assert engine.ledger.match_fetched(request).num_host_tokens == 3 * CELL
+    engine.release(request, "looked")
     assert loaded(engine, TOKENS) == 3 * CELL
 
 
@@ -90,41 +90,41 @@ def test_a_hit_of_the_engine_s_own_makes_it_wanted_too() -> None:
     """It has the prompt on its device, so the host is not read: it was asked for a second time all the same."""
     engine = Engine()
     engine.serve(TOKENS)
-    holding = engine.admit(TOKENS, 3 * CELL)
+    request = engine.admit(TOKENS, 3 * CELL)
     assert len(engine.write_behind()) == 3
-    engine.release(holding, "looked")
+    engine.release(request, "looked")
 
 
 def test_what_an_engine_takes_back_is_removed() -> None:
     """Its own cells, and those that a request behind it has stored; a queued store is given up with its offers."""
     engine = Engine()
-    holding, tables = engine.computed(TOKENS[: 6 * BLOCK])
-    engine.land(engine.offer(holding, 6 * BLOCK, tables))
+    request, tables = engine.computed(TOKENS[: 6 * BLOCK])
+    engine.land(engine.offer(request, 6 * BLOCK, tables))
     longer = [*TOKENS[: 6 * BLOCK], *prompt(3, 2 * CELL), 7]
     for _ in range(2):
         engine.serve(longer)
     engine.put_and_get(engine.write_behind())
     assert [cell.digest in engine.there for cell in cells(longer)] == [True] * 3
     engine.ledger.reset(Tier.HOST)
-    engine.invalidate(holding, CELL)
+    engine.invalidate(request, CELL)
     assert set(engine.removed()) >= set(cells(longer)[1:])
     assert [cell.digest in engine.there for cell in cells(longer)] == [True, False, False]
-    engine.release(holding, "failed")
+    engine.release(request, "failed")
 
 
 def test_a_queued_store_of_an_engine_is_given_up() -> None:
     """It never begins."""
     engine = Engine()
-    holding, tables = engine.computed(TOKENS)
-    engine.land(engine.offer(holding, len(TOKENS), tables))
+    request, tables = engine.computed(TOKENS)
+    engine.land(engine.offer(request, len(TOKENS), tables))
     engine.release(engine.admit(TOKENS), "looked")
     plans = engine.write_behind()
     assert len(plans) == 3
-    engine.invalidate(holding, CELL)
+    engine.invalidate(request, CELL)
     assert engine.launch(plans) == list(plans[:1])
     assert engine.removed() == cells(TOKENS)[1:]
     engine.settle(plans[0], Outcome.UNPROVEN)
-    engine.release(holding, "failed")
+    engine.release(request, "failed")
     engine.assert_at_rest()
 
 

@@ -64,7 +64,7 @@ def test_a_fetch_loads_cell_by_cell() -> None:
     remote.in_store_only(TOKENS)
     assert remote.hit(TOKENS) == (0, 0)
     fetch = remote.fetch(TOKENS)
-    assert {plan.hop for plan in fetch.plans} == {LOAD}
+    assert {plan.link for plan in fetch.plans} == {LOAD}
     assert spans_of(fetch.plans) == [(0, 4, ALL), (4, 8, ALL), (8, 12, ALL)]
     assert [plan.cell for plan in fetch.plans] == list(remote.cells(TOKENS))
     assert (fetch.num_blocks, remote.ledger.statistics().remote.num_loads) == (12, 3)
@@ -77,15 +77,15 @@ def test_whoever_waited_matches_what_came() -> None:
     """In one step with the end of the fetch, and loads it onto the device like any host hit."""
     remote = Remote()
     remote.in_store_only(TOKENS)
-    holding = remote.admit(TOKENS)
+    request = remote.admit(TOKENS)
     prefix = remote.prefix(TOKENS)
-    wake = lambda: remote.ledger.match_fetched(holding)  # noqa: E731
+    wake = lambda: remote.ledger.match_fetched(request)  # noqa: E731
     fetch = remote.ledger.fetch(prefix, wake, num_remote_tokens=3 * CELL)
     remote.land(fetch.plans)
-    assert holding.match.num_host_tokens == 3 * CELL
-    remote.ledger.allocate_nowait(holding)
-    remote.land(remote.ledger.plan_load(holding))
-    assert (holding.state, holding.num_computed_tokens) == (RequestState.RUNNING, 3 * CELL)
+    assert request.match.num_host_tokens == 3 * CELL
+    remote.ledger.allocate_nowait(request)
+    remote.land(remote.ledger.plan_load(request))
+    assert (request.state, request.num_computed_tokens) == (RequestState.RUNNING, 3 * CELL)
 
 
 def test_only_what_was_told_is_loaded() -> None:
@@ -121,7 +121,7 @@ def test_the_disk_goes_first() -> None:
     remote.land(remote.ledger.plan_disk_flush(10**6))
     remote.forget_all()
     fetch = remote.fetch(TOKENS)
-    assert [plan.hop for plan in fetch.plans] == [(Tier.DISK, Tier.HOST), LOAD, LOAD]
+    assert [plan.link for plan in fetch.plans] == [(Tier.DISK, Tier.HOST), LOAD, LOAD]
     assert spans_of(fetch.plans[1:]) == [(4, 8, [1, 2, 3]), (8, 12, ALL)]
     remote.land([*fetch.plans[1:], fetch.plans[0]])
     assert (fetch.num_tokens, remote.hit(TOKENS)) == (3 * CELL, (0, 3 * CELL))
@@ -148,8 +148,8 @@ def test_a_longer_device_hit_needs_no_store() -> None:
     """A request would hit no more than it does: nothing is loaded."""
     remote = Remote()
     remote.in_store_only(TOKENS)
-    holding = remote.running(TOKENS)
-    remote.commit(holding)
+    request = remote.running(TOKENS)
+    remote.commit(request)
     remote.ledger.reset(Tier.HOST)
     assert remote.fetch(TOKENS).plans == (), "the device has it"
 
@@ -158,8 +158,8 @@ def test_the_host_gets_no_island() -> None:
     """The host lacks what the device has before the cells: the load begins where the host ends, or nobody finds it."""
     remote = Remote()
     remote.in_store_only(TOKENS)
-    holding = remote.running(TOKENS[: 6 * BLOCK])
-    remote.commit(holding)
+    request = remote.running(TOKENS[: 6 * BLOCK])
+    remote.commit(request)
     remote.ledger.reset(Tier.HOST)
     fetch = remote.fetch(TOKENS)
     assert spans_of(fetch.plans) == [(0, 4, ALL), (4, 8, ALL), (8, 12, ALL)]

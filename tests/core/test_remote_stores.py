@@ -8,7 +8,7 @@ from remote_driving import BLOCK, CELL, CELL_UNITS, HUGE, STORE, Remote, prompt,
 from aoffload._eviction import counts as hit_counts
 from aoffload._kernel.plans import CellLabel
 from aoffload._kernel.prefix import KeySpan
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import JobState, Outcome, Tier
 from aoffload._tiers.remote import rules as remote_stores
 from aoffload.errors import InvalidArgument
@@ -25,7 +25,7 @@ def test_what_was_asked_for_once_stays() -> None:
     assert remote.write_behind() == []
     remote.serve(TOKENS)
     plans = remote.write_behind()
-    assert {plan.hop for plan in plans} == {STORE}
+    assert {plan.link for plan in plans} == {STORE}
     assert spans_of(plans) == [(0, 4, ALL), (4, 8, ALL), (8, 12, ALL)]
     assert [plan.cell for plan in plans] == list(remote.cells(TOKENS))
     assert remote.ledger.statistics().remote.num_stores == 3
@@ -57,11 +57,11 @@ def test_only_the_part_that_was_asked_for_twice_goes() -> None:
 def test_the_answer_of_a_conversation_goes_with_the_next_turn() -> None:
     """Generated tokens were asked for a second time by the turn that repeats them."""
     remote = Remote()
-    holding = remote.running(TOKENS[:CELL])
-    remote.ledger.extend_nowait(holding, 2 * CELL + 1)
-    stores = remote.commit(holding, CELL, TOKENS[CELL : 2 * CELL + 1])
-    stores += remote.commit(holding, 2 * CELL)
-    remote.land([*stores, *remote.release(holding)])
+    request = remote.running(TOKENS[:CELL])
+    remote.ledger.extend_nowait(request, 2 * CELL + 1)
+    stores = remote.commit(request, CELL, TOKENS[CELL : 2 * CELL + 1])
+    stores += remote.commit(request, 2 * CELL)
+    remote.land([*stores, *remote.release(request)])
     assert remote.write_behind() == []
     remote.serve(TOKENS)
     assert spans_of(remote.write_behind()) == [(0, 4, ALL), (4, 8, ALL)]
@@ -121,9 +121,9 @@ def test_a_store_that_fails_quarantines_nothing(outcome: Outcome) -> None:
 def test_what_is_not_in_the_host_yet_goes_later() -> None:
     """A prompt asked for twice whose copy in the host is under way: the next call after its end has it."""
     remote = Remote()
-    holding = remote.running(TOKENS)
-    stores = remote.commit(holding)
-    remote.release(holding)
+    request = remote.running(TOKENS)
+    stores = remote.commit(request)
+    remote.release(request)
     remote.release(remote.admit(TOKENS), "looked")
     assert remote.write_behind() == []
     assert remote.write_behind() == []
@@ -261,29 +261,29 @@ def test_wrong_arguments_are_refused(max_blocks: object, is_wanted: object) -> N
 # -- taking back ------------------------------------------------------------------------------------------------------
 
 
-def computed(remote: Remote, tokens: list[int]) -> Holding:
+def computed(remote: Remote, tokens: list[int]) -> LedgerRequest:
     """A live request that has computed and stored all of `tokens`."""
-    holding = remote.running(tokens)
-    remote.land(remote.commit(holding, len(tokens)))
-    return holding
+    request = remote.running(tokens)
+    remote.land(remote.commit(request, len(tokens)))
+    return request
 
 
 def ask_once_more(remote: Remote, tokens: list[int]) -> None:
     remote.release(remote.admit(tokens), "looked")
 
 
-def invalidate(remote: Remote, holding: Holding, from_token: int) -> None:
-    remote.ledger.invalidate(holding, from_token)
+def invalidate(remote: Remote, request: LedgerRequest, from_token: int) -> None:
+    remote.ledger.invalidate(request, from_token)
     remote.ledger.check_integrity()
 
 
 def test_cells_of_a_failed_forward_are_taken_back() -> None:
     """From the cell that holds the first wrong token on; once."""
     remote = Remote()
-    holding = computed(remote, TOKENS)
+    request = computed(remote, TOKENS)
     ask_once_more(remote, TOKENS)
     remote.land(remote.write_behind())
-    invalidate(remote, holding, CELL + 5)
+    invalidate(remote, request, CELL + 5)
     assert remote.ledger.statistics().remote.num_forgotten == 2
     assert remote.removed() == list(remote.cells(TOKENS)[1:])
     assert remote.removed() == []
@@ -293,10 +293,10 @@ def test_cells_of_a_failed_forward_are_taken_back() -> None:
 def test_nothing_is_taken_back_without_wrong_units() -> None:
     """A token of a unit that was not published is wrong: no cell holds it."""
     remote = Remote()
-    holding = computed(remote, TOKENS)
+    request = computed(remote, TOKENS)
     ask_once_more(remote, TOKENS)
     remote.land(remote.write_behind())
-    invalidate(remote, holding, 3 * CELL)
+    invalidate(remote, request, 3 * CELL)
     assert remote.removed() == []
 
 
@@ -305,14 +305,14 @@ def test_cells_of_a_later_request_go_with_those_that_it_read() -> None:
     remote = Remote()
     front = TOKENS[: 6 * BLOCK]
     longer = [*front, *prompt(3, 2 * CELL), 7]
-    holding = computed(remote, front)
+    request = computed(remote, front)
     remote.ask_for(longer)
     remote.land(remote.write_behind())
     assert remote.told(longer) == 3 * CELL
     remote.ledger.reset(Tier.HOST)
     remote.evict_device()
     assert sum(run.stop for run in remote.ledger.cache.index.runs.values()) == 6, "only what is live"
-    invalidate(remote, holding, CELL)
+    invalidate(remote, request, CELL)
     assert set(remote.removed()) == set(remote.cells(longer)[1:])
 
 
@@ -320,25 +320,25 @@ def test_what_was_there_already_hands_the_wrong_on() -> None:
     """A cell in the middle that somebody else has stored: those behind it were computed from what is wrong."""
     remote = Remote()
     longer = [*TOKENS[:BLOCK], *prompt(3, 2 * CELL), 7]
-    holding = computed(remote, TOKENS[:BLOCK])
+    request = computed(remote, TOKENS[:BLOCK])
     remote.ask_for(longer)
     stored = remote.write_behind(is_wanted=lambda cell: cell.start > 0)
     assert [plan.cell for plan in stored] == [remote.cells(longer)[1]]
     remote.land(stored)
     remote.ledger.reset(Tier.HOST)
     remote.evict_device()
-    invalidate(remote, holding, 0)
+    invalidate(remote, request, 0)
     assert remote.cells(longer)[1] in remote.removed()
 
 
 def test_other_prompts_keep_theirs() -> None:
     """Cells before the wrong one, and those of other prompts, stay."""
     remote = Remote()
-    holding = computed(remote, TOKENS)
+    request = computed(remote, TOKENS)
     ask_once_more(remote, TOKENS)
     remote.ask_for(OTHER)
     remote.land(remote.write_behind())
-    invalidate(remote, holding, CELL)
+    invalidate(remote, request, CELL)
     remote.removed()
     assert (remote.told(TOKENS), remote.told(OTHER)) == (CELL, 2 * CELL)
 
@@ -346,10 +346,10 @@ def test_other_prompts_keep_theirs() -> None:
 def test_a_queued_store_is_given_up() -> None:
     """It never begins; the cell may have been there before, so it is to be removed all the same."""
     remote = Remote()
-    holding = computed(remote, TOKENS)
+    request = computed(remote, TOKENS)
     ask_once_more(remote, TOKENS)
     plans = remote.write_behind()
-    invalidate(remote, holding, CELL)
+    invalidate(remote, request, CELL)
     assert remote.launch(plans) == plans[:1]
     assert remote.removed() == list(remote.cells(TOKENS)[1:])
     remote.end(plans[0])
@@ -360,10 +360,10 @@ def test_a_queued_store_is_given_up() -> None:
 def test_a_store_under_way_is_waited_for(outcome: Outcome) -> None:
     """Removed before it ends, the cell would be there again right after."""
     remote = Remote()
-    holding = computed(remote, TOKENS)
+    request = computed(remote, TOKENS)
     ask_once_more(remote, TOKENS)
     first, second, third = remote.launch(remote.write_behind())
-    invalidate(remote, holding, CELL)
+    invalidate(remote, request, CELL)
     assert remote.removed() == []
     remote.end(third, outcome)
     assert remote.removed() == [third.cell]
@@ -376,11 +376,11 @@ def test_a_store_under_way_is_waited_for(outcome: Outcome) -> None:
 def test_a_fetch_takes_no_cell_that_is_to_be_removed() -> None:
     """The store has it still: the hit ends before it."""
     remote = Remote()
-    holding = computed(remote, TOKENS)
+    request = computed(remote, TOKENS)
     ask_once_more(remote, TOKENS)
     remote.land(remote.write_behind())
-    invalidate(remote, holding, CELL)
-    remote.release(holding, "failed")
+    invalidate(remote, request, CELL)
+    remote.release(request, "failed")
     remote.forget_all()
     assert spans_of(remote.fetch(TOKENS, 3 * CELL).plans) == [(0, 4, ALL)]
     remote.removed()
@@ -390,7 +390,7 @@ def test_a_fetch_takes_no_cell_that_is_to_be_removed() -> None:
 def test_a_load_of_a_wrong_cell_publishes_nothing() -> None:
     """It was on its way when its KV was taken back."""
     remote = Remote()
-    holding = computed(remote, TOKENS)
+    request = computed(remote, TOKENS)
     ask_once_more(remote, TOKENS)
     remote.land(remote.write_behind())
     remote.ledger.reset(Tier.HOST)
@@ -398,7 +398,7 @@ def test_a_load_of_a_wrong_cell_publishes_nothing() -> None:
     remote.there |= {cell.digest: cell for cell in remote.cells(longer)}
     plans = remote.launch(remote.fetch(longer).plans)
     assert len(plans) == 4
-    invalidate(remote, holding, CELL)
+    invalidate(remote, request, CELL)
     for plan in plans:
         remote.end(plan)
     assert remote.hit(longer)[1] == 0 and sum(remote.hit(longer)) == CELL
@@ -407,11 +407,11 @@ def test_a_load_of_a_wrong_cell_publishes_nothing() -> None:
 def test_it_is_stored_again_once_it_is_right() -> None:
     """Computed anew, asked for again: not before the wrong one is removed."""
     remote = Remote()
-    holding = computed(remote, TOKENS)
+    request = computed(remote, TOKENS)
     ask_once_more(remote, TOKENS)
     remote.land(remote.write_behind())
-    invalidate(remote, holding, CELL)
-    remote.land(remote.commit(holding, len(TOKENS)))
+    invalidate(remote, request, CELL)
+    remote.land(remote.commit(request, len(TOKENS)))
     ask_once_more(remote, TOKENS)
     assert remote.write_behind(is_wanted=lambda cell: cell.start > 0) == [], "to be removed first"
     remote.removed()
@@ -423,11 +423,11 @@ def test_it_is_stored_again_once_it_is_right() -> None:
 def test_a_reset_in_between_changes_nothing() -> None:
     """The store still has it under the same digest."""
     remote = Remote()
-    holding = computed(remote, TOKENS)
+    request = computed(remote, TOKENS)
     ask_once_more(remote, TOKENS)
     remote.land(remote.write_behind())
     remote.ledger.reset()
-    invalidate(remote, holding, CELL)
+    invalidate(remote, request, CELL)
     assert remote.removed() == list(remote.cells(TOKENS)[1:])
 
 
@@ -435,23 +435,23 @@ def test_key_spans_enter_the_cells_that_are_taken_back() -> None:
     """The digests are those of the request's own tokens and spans."""
     remote = Remote()
     spans = (KeySpan(18, 22, b"image"),)
-    holding = remote.running(TOKENS, key_spans=spans)
-    remote.land(remote.commit(holding, len(TOKENS)))
+    request = remote.running(TOKENS, key_spans=spans)
+    remote.land(remote.commit(request, len(TOKENS)))
     remote.release(remote.admit(TOKENS, key_spans=spans), "looked")
     remote.land(remote.write_behind())
-    invalidate(remote, holding, 2 * CELL)
+    invalidate(remote, request, 2 * CELL)
     assert remote.removed() == [remote.cells(TOKENS, key_spans=spans)[2]]
 
 
 def test_memory_lasts_as_long_as_somebody_may_take_back() -> None:
     """Cells are remembered while a request is live that was admitted before they were stored, and no longer."""
     remote = Remote()
-    holding = remote.admit([5])
+    request = remote.admit([5])
     remote.ask_for(TOKENS)
     remote.land(remote.write_behind())
     stores = remote.ledger._remote_stores
     assert stores is not None and remote.write_behind() == [] and len(stores._known) == 3
-    remote.release(holding, "over")
+    remote.release(request, "over")
     remote.ask_for(OTHER)
     remote.land(remote.write_behind())
     assert len(stores._known) == 2, "of the requests of this call: nobody was live"
@@ -463,10 +463,10 @@ def test_beyond_the_memory_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) ->
     """What could not be taken back is not put there."""
     monkeypatch.setattr(remote_stores, "MAX_KNOWN", 4)
     remote = Remote()
-    holding = remote.admit([5])
+    request = remote.admit([5])
     remote.ask_for(TOKENS, OTHER)
     assert len(remote.write_behind()) == 4
-    remote.release(holding, "over")
+    remote.release(request, "over")
     remote.serve(TOKENS)
     assert len(remote.write_behind(HUGE)) == 1
 
@@ -477,11 +477,11 @@ def test_taking_back_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     remote = Remote()
     for name in range(1, 6):
         tokens = [*prompt(name, 3 * CELL), 7]
-        holding = computed(remote, tokens)
+        request = computed(remote, tokens)
         ask_once_more(remote, tokens)
         remote.land(remote.write_behind())
-        invalidate(remote, holding, 0)
-        remote.release(holding, "failed")
+        invalidate(remote, request, 0)
+        remote.release(request, "failed")
     forgotten = remote.ledger.statistics().remote
     assert forgotten is not None and forgotten.num_forgotten == 3
 

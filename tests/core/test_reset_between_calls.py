@@ -8,7 +8,7 @@ from engine_driving import EngineDriven
 
 from aoffload import RequestState, Tier
 from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 
 A = prompt(1, 17)
 S = RequestState
@@ -23,27 +23,27 @@ def driven(request: pytest.FixtureRequest) -> Driven:
     return Driven(24, 24, groups=GROUPS[request.param])
 
 
-def held(driven: Driven, holding: Holding) -> set[int]:
-    return {block_id for table in driven.ledger.block_ids(holding) for block_id in table if block_id}
+def held(driven: Driven, record: LedgerRequest) -> set[int]:
+    return {block_id for table in driven.ledger.block_ids(record) for block_id in table if block_id}
 
 
-def go_on(driven: Driven, holding: Holding) -> None:
+def go_on(driven: Driven, record: LedgerRequest) -> None:
     """Make the calls that are left until the request may compute."""
-    if holding.state is S.PINNED:
-        if holding.waiter is None:
-            driven.ledger.allocate_nowait(holding)
+    if record.state is S.PINNED:
+        if record.waiter is None:
+            driven.ledger.allocate_nowait(record)
         else:
-            driven.ledger.accept(holding.waiter)
+            driven.ledger.accept(record.waiter)
     for _ in range(4):
-        if holding.state is S.RUNNING:
+        if record.state is S.RUNNING:
             break
-        driven.land(driven.ledger.plan_load(holding))
+        driven.land(driven.ledger.plan_load(record))
         for job in tuple(driven.ledger.jobs.unsettled.values()):
             driven.ledger.launch(job.job_id)
             driven.end(job.plan)
-        if holding.waiter is not None:
-            driven.ledger.accept(holding.waiter)
-    assert holding.state is S.RUNNING
+        if record.waiter is not None:
+            driven.ledger.accept(record.waiter)
+    assert record.state is S.RUNNING
     driven.ledger.check_integrity()
 
 
@@ -61,34 +61,34 @@ def test_a_request_has_nothing_from_before_a_reset(driven: Driven, when: str, wh
     if where == "both":
         driven.serve(A[:9])
     reader = driven.running(A) if where == "device" else None  # keeps the old blocks
-    holding = driven.admit(A)
-    assert holding.match.num_tokens == 16
+    record = driven.admit(A)
+    assert record.match.num_tokens == 16
     if when == "waiting":
         crowd = driven.admit(prompt(2, 4))
         free = driven.ledger.statistics().device
         width = driven.ledger.layout.width
         driven.ledger.allocate_nowait(crowd, (free.num_free + free.num_cached) // width * 4)
-        driven.ledger.queue_allocation(holding)
+        driven.ledger.queue_allocation(record)
         driven.ledger.reset()
         driven.release(crowd)
     elif when == "granted":
-        driven.ledger.queue_allocation(holding)
-        assert holding.waiter is not None and holding.waiter.is_over
+        driven.ledger.queue_allocation(record)
+        assert record.waiter is not None and record.waiter.is_over
     elif when != "matched":
-        driven.ledger.allocate_nowait(holding)
+        driven.ledger.allocate_nowait(record)
     if when in ("loading", "launched"):
-        plans = driven.ledger.plan_load(holding)
+        plans = driven.ledger.plan_load(record)
         if when == "launched":
             driven.launch(plans)
     if when != "waiting":
         driven.ledger.reset()
     if when in ("matched", "granted"):
-        assert holding.match.num_tokens == 0, "a match that was dropped is no answer"
-    go_on(driven, holding)
-    assert holding.num_computed_tokens == 0
-    assert reader is None or held(driven, reader).isdisjoint(held(driven, holding))
-    assert driven.commit(holding) == [] and driven.hit(A) == (0, 0), "requests from before publish nothing"
-    driven.release(holding)
+        assert record.match.num_tokens == 0, "a match that was dropped is no answer"
+    go_on(driven, record)
+    assert record.num_computed_tokens == 0
+    assert reader is None or held(driven, reader).isdisjoint(held(driven, record))
+    assert driven.commit(record) == [] and driven.hit(A) == (0, 0), "requests from before publish nothing"
+    driven.release(record)
     if reader is not None:
         driven.release(reader)
     assert driven.num_pinned() == (0, 0)
@@ -98,20 +98,20 @@ def test_a_load_that_is_over_counts(driven: Driven) -> None:
     """A request that computes already goes on with what it has, a fork of it, too; after a preemption it begins at its
     first token."""
     driven.serve(A)
-    holding = driven.running(A)
-    assert holding.num_computed_tokens == 16
-    before = driven.ledger.block_ids(holding)
+    record = driven.running(A)
+    assert record.num_computed_tokens == 16
+    before = driven.ledger.block_ids(record)
     driven.ledger.reset()
-    assert driven.ledger.block_ids(holding) == before
-    driven.commit(holding)
-    child = driven.ledger.fork(holding, num_tokens=24).holding
+    assert driven.ledger.block_ids(record) == before
+    driven.commit(record)
+    child = driven.ledger.fork(record, num_tokens=24).request
     assert child.num_computed_tokens == 17 and driven.hit(A) == (0, 0)
-    driven.land(driven.ledger.preempt_nowait(holding).plans)
-    driven.ledger.resume(holding)
-    assert holding.match.num_tokens == 0
-    go_on(driven, holding)
-    assert holding.num_computed_tokens == 0
-    driven.release(holding)
+    driven.land(driven.ledger.preempt_nowait(record).plans)
+    driven.ledger.resume(record)
+    assert record.match.num_tokens == 0
+    go_on(driven, record)
+    assert record.num_computed_tokens == 0
+    driven.release(record)
     driven.release(child)
     assert driven.num_pinned() == (0, 0)
 
@@ -119,13 +119,13 @@ def test_a_load_that_is_over_counts(driven: Driven) -> None:
 def test_a_request_preempted_between_a_reset_and_its_load(driven: Driven) -> None:
     """Its device hit does not come back."""
     driven.serve(A)
-    holding = driven.allocated(A)
+    record = driven.allocated(A)
     driven.ledger.reset()
-    driven.ledger.preempt_nowait(holding)
-    driven.ledger.resume(holding)
-    go_on(driven, holding)
-    assert holding.num_computed_tokens == 0
-    driven.release(holding)
+    driven.ledger.preempt_nowait(record)
+    driven.ledger.resume(record)
+    go_on(driven, record)
+    assert record.num_computed_tokens == 0
+    driven.release(record)
     assert driven.num_pinned() == (0, 0)
 
 
@@ -135,22 +135,22 @@ def test_a_reset_while_a_step_overlaps_the_load() -> None:
     driven = Driven(24, 24)
     driven.on_host_only(A)
     driven.serve(A[:9])  # the device has two blocks, the host four
-    holding = driven.allocated(A)
-    assert (holding.match.num_device_tokens, holding.match.num_host_tokens) == (8, 8)
-    plans = driven.ledger.plan_load(holding)
+    record = driven.allocated(A)
+    assert (record.match.num_device_tokens, record.match.num_host_tokens) == (8, 8)
+    plans = driven.ledger.plan_load(record)
     driven.launch(plans)
-    with driven.ledger.step([], [holding]):
-        read = driven.ledger.expected_block_ids(holding)[0]
+    with driven.ledger.step([], [record]):
+        read = driven.ledger.expected_block_ids(record)[0]
         driven.ledger.reset()
         driven.end(plans[0])
-        assert holding.state is S.DRAINING
+        assert record.state is S.DRAINING
         assert not set(read[:2]) & set(driven.ledger.cache.tiers[Tier.DEVICE].pool.free_ids())
-    go_on(driven, holding)
-    assert driven.ledger.begin_again(holding) == 0 and holding.num_computed_tokens == 0
-    with driven.ledger.step([holding]):
+    go_on(driven, record)
+    assert driven.ledger.begin_again(record) == 0 and record.num_computed_tokens == 0
+    with driven.ledger.step([record]):
         pass
-    driven.commit(holding)
-    driven.release(holding)
+    driven.commit(record)
+    driven.release(record)
     assert driven.num_pinned() == (0, 0)
 
 
@@ -160,38 +160,38 @@ def test_no_room_to_begin_again_makes_the_request_wait() -> None:
     driven = Driven(9, 8)
     driven.serve(A)
     reader = driven.running(A)
-    holding = driven.allocated(A)
+    record = driven.allocated(A)
     driven.ledger.reset()
     woken: list[int] = []
-    assert driven.ledger.plan_load(holding, wake=lambda: woken.append(1)) == ()
-    assert holding.state is S.REQUEUED and not woken
+    assert driven.ledger.plan_load(record, wake=lambda: woken.append(1)) == ()
+    assert record.state is S.REQUEUED and not woken
     driven.release(reader)
     assert woken == [1]
-    go_on(driven, holding)
-    assert holding.num_computed_tokens == 0
-    driven.release(holding)
+    go_on(driven, record)
+    assert record.num_computed_tokens == 0
+    driven.release(record)
 
 
 def test_an_orphan_of_the_device_loads_nothing_old() -> None:
     """The same for a reset of the device alone."""
     driven = Driven(24, 8)
     driven.serve(A)
-    holding = driven.allocated(A)
+    record = driven.allocated(A)
     driven.ledger.reset(Tier.DEVICE)
-    go_on(driven, holding)
-    assert holding.num_computed_tokens == 0
-    driven.release(holding)
+    go_on(driven, record)
+    assert record.num_computed_tokens == 0
+    driven.release(record)
 
 
 def test_a_pinned_hit_behind_an_engines_own_is_dropped_at_once() -> None:
     """An engine that owns the device blocks finds nothing in the answer, and the host's blocks are free at once."""
     driven = EngineDriven()
     driven.serve(A)
-    holding = driven.admit(A, 4)
-    assert holding.match.num_host_tokens == 12
+    record = driven.admit(A, 4)
+    assert record.match.num_host_tokens == 12
     driven.reset()
-    assert (holding.match.num_device_tokens, holding.match.num_host_tokens, driven.num_pinned()) == (4, 0, 0)
-    driven.release(holding)
+    assert (record.match.num_device_tokens, record.match.num_host_tokens, driven.num_pinned()) == (4, 0, 0)
+    driven.release(record)
     driven.assert_at_rest()
 
 
@@ -199,13 +199,13 @@ def test_what_a_copy_brings_after_a_reset_does_not_count_for_an_engine() -> None
     """A load into blocks of an engine ends where the engine's own hit ends."""
     driven = EngineDriven()
     driven.serve(A)
-    holding, tables = driven.admit(A, 4), driven.fresh(17)
-    plans = driven.load(holding, tables)
+    record, tables = driven.admit(A, 4), driven.fresh(17)
+    plans = driven.load(record, tables)
     driven.launch(plans)
     driven.reset()
     driven.land(plans)
-    assert (holding.state, holding.num_computed_tokens, holding.num_lost_tokens) == (S.RUNNING, 4, 12)
-    driven.release(holding)
+    assert (record.state, record.num_computed_tokens, record.num_lost_tokens) == (S.RUNNING, 4, 12)
+    driven.release(record)
     driven.assert_at_rest()
 
 
@@ -214,20 +214,20 @@ def test_a_load_that_is_over_and_of_which_nobody_was_told(driven: Driven, tier: 
     """Asked to load again, the request gives its old KV up and begins at its first token, in blocks of its own; in a
     step, or with a commit behind it, it keeps what it has."""
     driven.serve(A)
-    holding, reader = driven.running(A), driven.running(A)
+    record, reader = driven.running(A), driven.running(A)
     with driven.ledger.step([reader]):
         driven.ledger.reset(tier)
-        assert driven.ledger.lost_to_reset(holding) and not driven.ledger.lost_to_reset(reader)
-        go_again = driven.ledger.plan_load(holding)
-        assert go_again == () and holding.state is S.REQUEUED
-        go_on(driven, holding)
-        assert holding.num_computed_tokens == 0 and not driven.ledger.lost_to_reset(holding)
-        assert held(driven, reader).isdisjoint(held(driven, holding))
+        assert driven.ledger.lost_to_reset(record) and not driven.ledger.lost_to_reset(reader)
+        go_again = driven.ledger.plan_load(record)
+        assert go_again == () and record.state is S.REQUEUED
+        go_on(driven, record)
+        assert record.num_computed_tokens == 0 and not driven.ledger.lost_to_reset(record)
+        assert held(driven, reader).isdisjoint(held(driven, record))
     assert driven.ledger.plan_load(reader) == () and reader.num_computed_tokens == 16
     driven.commit(reader)
     assert driven.ledger.plan_load(reader) == () and reader.state is S.RUNNING
     driven.release(reader)
-    driven.release(holding)
+    driven.release(record)
     assert driven.num_pinned() == (0, 0)
 
 
@@ -235,12 +235,12 @@ def test_an_engines_load_that_is_over_and_of_which_nobody_was_told() -> None:
     """Asked again, it ends where the engine's own hit ends."""
     driven = EngineDriven()
     driven.serve(A)
-    holding = driven.admit(A, 4)
-    driven.land(driven.load(holding, driven.fresh(17)))
-    assert holding.num_computed_tokens == 16
+    record = driven.admit(A, 4)
+    driven.land(driven.load(record, driven.fresh(17)))
+    assert record.num_computed_tokens == 16
     driven.reset()
-    assert driven.ledger.lost_to_reset(holding) and driven.ledger.plan_load(holding) == ()
-    assert (holding.num_computed_tokens, holding.num_lost_tokens, holding.retry_max_hit_tokens) == (4, 12, 4)
-    assert not driven.ledger.lost_to_reset(holding)
-    driven.release(holding)
+    assert driven.ledger.lost_to_reset(record) and driven.ledger.plan_load(record) == ()
+    assert (record.num_computed_tokens, record.num_lost_tokens, record.retry_max_hit_tokens) == (4, 12, 4)
+    assert not driven.ledger.lost_to_reset(record)
+    driven.release(record)
     driven.assert_at_rest()

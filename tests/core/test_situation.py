@@ -18,7 +18,7 @@ from aoffload._kernel.ledger import Ledger
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.protocols import NullObserver
 from aoffload._kernel.records import Part
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Outcome, RequestState, Tier
 from aoffload._kernel.status import Declined, Holder, RequestStatus, WaitsFor
 from aoffload.errors import OutOfBlocks
@@ -116,9 +116,9 @@ def test_the_age_of_a_copy_counts_from_its_planning() -> None:
     """Also before it is launched: what waits behind the bounds in flight shows for how long."""
     driven = Timed(8)
     driven.now = 100.0
-    holding = driven.allocated(prompt(1, 8), request_id="one")
-    driven.ledger.plan_load(holding)
-    driven.ledger.commit(holding, 8)
+    request = driven.allocated(prompt(1, 8), request_id="one")
+    driven.ledger.plan_load(request)
+    driven.ledger.commit(request, 8)
     driven.now = 103.0
     (copy,) = (one for one in driven.ledger.holders() if one.kind == "store")
     assert copy.age_s == 3.0
@@ -288,11 +288,11 @@ def test_of_an_engines_blocks_it_says_how_many_there_are_and_what_copies_hold() 
     driven = EngineDriven()
     assert driven.ledger.explain().startswith("999 device blocks, which the engine hands out: copies hold 0 (0 quar")
     driven.serve(range(16))
-    holding, plans = driven.loading(range(17), request_id="first")
+    request, plans = driven.loading(range(17), request_id="first")
     driven.end(plans[0], Outcome.UNPROVEN)
     about = driven.ledger.explain().splitlines()[0]
     assert about.endswith("which the engine hands out: copies hold 4 (4 quarantined); 1 request")
-    driven.release(holding)
+    driven.release(request)
 
 
 def test_a_refused_extension_is_told_and_changes_nothing() -> None:
@@ -300,8 +300,8 @@ def test_a_refused_extension_is_told_and_changes_nothing() -> None:
     heard: list[tuple[str, int, int]] = []
 
     class Hears(NullObserver):
-        def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None:
-            heard.append((holding.request_id, num_needed, num_available))
+        def extension_refused(self, request: LedgerRequest, num_needed: int, num_available: int) -> None:
+            heard.append((request.request_id, num_needed, num_available))
 
     driven = Driven(8, observer=Hears())
     one = driven.running(prompt(1, 16), request_id="one")

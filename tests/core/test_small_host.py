@@ -24,27 +24,27 @@ def new_tokens(name: int, stop: int) -> list[int]:
 def decoded_together(driven: Driven) -> Iterator[TransferPlan]:
     """Requests that together hold more than the host, a token of each in turn; then their ends."""
     live = [driven.running(prompt(name, PROMPT)) for name in range(NUM_REQUESTS)]
-    for holding in live:
-        driven.ledger.extend_nowait(holding, WHOLE)
+    for request in live:
+        driven.ledger.extend_nowait(request, WHOLE)
     for stop in range(PROMPT, WHOLE + 1):
-        for name, holding in enumerate(live):
-            yield from driven.commit(holding, stop, new_tokens(name, stop) if stop > PROMPT else ())
-    for holding in live:
-        yield from driven.release(holding)
+        for name, request in enumerate(live):
+            yield from driven.commit(request, stop, new_tokens(name, stop) if stop > PROMPT else ())
+    for request in live:
+        yield from driven.release(request)
 
 
 def offered_together(driven: EngineDriven) -> Iterator[TransferPlan]:
     """The same with an engine's blocks, one of which is offered at every token."""
     live = [(driven.admit(prompt(name, PROMPT)), driven.fresh(WHOLE)) for name in range(NUM_REQUESTS)]
-    for holding, _ in live:
-        driven.load(holding)
+    for request, _ in live:
+        driven.load(request)
     for stop in range(PROMPT, WHOLE + 1):
-        for name, (holding, tables) in enumerate(live):
+        for name, (request, tables) in enumerate(live):
             driven.compute(prompt(name, stop), tables)
             new = new_tokens(name, stop) if stop > PROMPT else ()
-            yield from driven.offer(holding, stop, tables, new, is_last=stop == WHOLE)
-    for holding, _ in live:
-        driven.release(holding)
+            yield from driven.offer(request, stop, tables, new, is_last=stop == WHOLE)
+    for request, _ in live:
+        driven.release(request)
 
 
 @pytest.mark.parametrize("num_host", [NUM_BLOCKS, 2 * NUM_BLOCKS])
@@ -72,15 +72,15 @@ def test_nothing_is_stored_again_and_again(num_host: int, is_engines: bool) -> N
 def test_the_last_commit_stores_what_was_evicted_meanwhile(num_landed: int) -> None:
     """Its end is the last chance: a later prompt finds all of it, also where the first copy of it had failed."""
     driven = Driven(4 * NUM_BLOCKS, NUM_BLOCKS)
-    holding = driven.running(prompt(1, PROMPT))
-    driven.ledger.extend_nowait(holding, WHOLE)
-    (first,) = driven.launch(driven.commit(holding, PROMPT))
+    request = driven.running(prompt(1, PROMPT))
+    driven.ledger.extend_nowait(request, WHOLE)
+    (first,) = driven.launch(driven.commit(request, PROMPT))
     driven.end(first, Outcome.FAILED, num_landed)
     driven.serve(prompt(2, WHOLE))
     driven.serve(prompt(3, WHOLE))
     stop = PROMPT + BLOCK
-    assert driven.commit(holding, stop, prompt(1, stop)[PROMPT:]) == [], "the host evicts"
-    driven.land(driven.release(holding))
+    assert driven.commit(request, stop, prompt(1, stop)[PROMPT:]) == [], "the host evicts"
+    driven.land(driven.release(request))
     driven.evict_device()
     assert driven.hit(prompt(1, stop + 1)) == (0, stop)
 
@@ -88,10 +88,10 @@ def test_the_last_commit_stores_what_was_evicted_meanwhile(num_landed: int) -> N
 def test_a_copy_that_failed_is_offered_again_while_the_host_keeps_all() -> None:
     """Nothing was evicted, so nothing is lost by another try."""
     driven = Driven(4 * NUM_BLOCKS, 2 * NUM_BLOCKS)
-    holding = driven.running(prompt(1, PROMPT))
-    driven.ledger.extend_nowait(holding, WHOLE)
-    (first,) = driven.launch(driven.commit(holding, PROMPT))
+    request = driven.running(prompt(1, PROMPT))
+    driven.ledger.extend_nowait(request, WHOLE)
+    (first,) = driven.launch(driven.commit(request, PROMPT))
     driven.end(first, Outcome.FAILED)
     stop = PROMPT + BLOCK
-    (again,) = driven.commit(holding, stop, prompt(1, stop)[PROMPT:])
+    (again,) = driven.commit(request, stop, prompt(1, stop)[PROMPT:])
     assert again.num_blocks == stop // BLOCK

@@ -65,8 +65,8 @@ class Checked(engine.Scheduler):  # type: ignore[misc]
         assert all(self.pool.num_holders[block_id] >= number for block_id, number in in_tables.items())
         assert {0, *self.pool.free} == {at for at, number in enumerate(self.pool.num_holders) if not number}
         for request in self.requests:
-            if request.tables and request.holding.has_committed:
-                first = engine.seen(1, request.holding.num_computed_tokens) // engine.BLOCK
+            if request.tables and request.record.has_committed:
+                first = engine.seen(1, request.record.num_computed_tokens) // engine.BLOCK
                 assert not any(request.tables[1][:first]), "what has left the window is given back"
         for request in self.done:
             assert request.error is not None or request.tokens == request.expected(), request.name
@@ -134,7 +134,7 @@ class Hostile(Checked):
         rng = self.random
         if self.requests and rng.random() < 0.03:
             request = rng.choice(self.requests)
-            if request.holding is not None:
+            if request.record is not None:
                 self.leave(request, "client_gone")
             self.requests.remove(request)
         if rng.random() < 0.2:
@@ -151,12 +151,12 @@ class Hostile(Checked):
         return bool(super().admit(request))
 
     def end_copies(self) -> None:
-        asked = [request.holding for request in self.requests if request.holding is not None]
-        loading = [holding for holding in asked if holding.state is RequestState.LOADING]
+        asked = [request.record for request in self.requests if request.record is not None]
+        loading = [record for record in asked if record.state is RequestState.LOADING]
         super().end_copies()
-        for holding in loading:
-            self.counts["lost"] += holding.num_lost_tokens > 0
-            is_partial = holding.num_lost_tokens and holding.num_computed_tokens > holding.match.num_device_tokens
+        for record in loading:
+            self.counts["lost"] += record.num_lost_tokens > 0
+            is_partial = record.num_lost_tokens and record.num_computed_tokens > record.match.num_device_tokens
             self.counts["lost in part"] += is_partial
 
     def copy(self, plan: TransferPlan) -> Completion | None:

@@ -6,7 +6,7 @@ import pytest
 from driving import Driven, prompt
 
 from aoffload import ChunkedLocal, FullAttention, InvalidArgument, KVCacheGroup, OutOfBlocks, SlidingWindow, WrongState
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import RequestState, Tier
 
 S = RequestState
@@ -18,8 +18,8 @@ GROUPS = {
 }
 
 
-def held(driven: Driven, holding: Holding) -> set[int]:
-    return {block_id for table in driven.ledger.block_ids(holding) for block_id in table if block_id}
+def held(driven: Driven, request: LedgerRequest) -> set[int]:
+    return {block_id for table in driven.ledger.block_ids(request) for block_id in table if block_id}
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=list(GROUPS))
@@ -30,20 +30,20 @@ def test_who_runs_keeps_its_blocks_whatever_it_takes_back_after_a_reset(
     """The device is reset, then a part of what a request computed turns out to be wrong, twice: no block in its table
     is anybody else's until it is left."""
     driven = Driven(24, 0, groups=groups)
-    holding = driven.running(A)
-    driven.commit(holding)
+    request = driven.running(A)
+    driven.commit(request)
     driven.ledger.reset(Tier.DEVICE)
-    before = held(driven, holding)
+    before = held(driven, request)
     for from_token in froms:
-        driven.ledger.invalidate(holding, from_token)
+        driven.ledger.invalidate(request, from_token)
         driven.ledger.check_integrity()
-    assert held(driven, holding) == before
-    room = driven.ledger.admission.room
+    assert held(driven, request) == before
+    room = driven.ledger.admission.num_available
     other = driven.admit(prompt(2, 4 * (room // driven.ledger.layout.width)))
     driven.ledger.allocate_nowait(other)
     assert held(driven, other).isdisjoint(before)
     driven.release(other)
-    driven.release(holding)
+    driven.release(request)
     assert driven.ledger.statistics().device.num_free == 24
 
 
@@ -59,25 +59,25 @@ def test_what_two_have_computed_is_taken_back_by_the_first_after_a_reset() -> No
     driven.commit(second, 28)  # its window has left what the first one still reads
     tainted = driven.ledger.invalidate(first, 17)
     driven.ledger.check_integrity()
-    for holding in {first, second, *tainted}:
-        driven.release(holding)
+    for request in {first, second, *tainted}:
+        driven.release(request)
     assert driven.ledger.statistics().device.num_pinned == 0
 
 
 def test_a_reset_does_not_clear_who_has_read_what_was_wrong() -> None:
     """Who has to be aborted stays so: it can't be forked after a reset of the device either."""
     driven = Driven(24, 0)
-    holding = driven.running(A)
-    driven.commit(holding)
+    request = driven.running(A)
+    driven.commit(request)
     reader = driven.running([*A, 1])
-    assert driven.ledger.invalidate(holding, 0) == (reader,)
+    assert driven.ledger.invalidate(request, 0) == (reader,)
     driven.ledger.reset(Tier.DEVICE)
     driven.commit(reader)
     with pytest.raises(WrongState, match="taken back"):
         driven.ledger.fork(reader)
 
 
-def resumed_on_anothers_blocks() -> tuple[Driven, Holding, Holding]:
+def resumed_on_anothers_blocks() -> tuple[Driven, LedgerRequest, LedgerRequest]:
     """A request that was preempted, lost everything and matches what another one has computed since."""
     driven = Driven(8, 0)
     resumed = driven.running(A[:13])
@@ -135,24 +135,24 @@ def test_its_own_progress_is_not_more_than_it_may_read() -> None:
     for limit, computed, expected in ((0, 0, 0), (4, 0, 4), (0, 9, 8), (4, 9, 8), (None, 9, 16)):
         driven = Driven(24, 24)
         driven.serve(A)
-        holding = driven.running(A, max_hit_tokens=limit)
-        if computed > holding.num_computed_tokens:
-            driven.commit(holding, computed)
-        driven.land(driven.ledger.preempt_nowait(holding).plans)
-        driven.ledger.resume(holding)
-        assert holding.match.num_tokens == expected, (limit, computed)
+        request = driven.running(A, max_hit_tokens=limit)
+        if computed > request.num_computed_tokens:
+            driven.commit(request, computed)
+        driven.land(driven.ledger.preempt_nowait(request).plans)
+        driven.ledger.resume(request)
+        assert request.match.num_tokens == expected, (limit, computed)
 
 
 @pytest.mark.parametrize("num_tokens", [0, -1, True, 1.5, "x", 10**9])
 def test_a_refused_resume_changes_nothing(num_tokens: object) -> None:
     """What can never fit, or is no number of tokens, is refused by name, and the request can still be resumed."""
     driven = Driven(24, 24)
-    holding = driven.running(A)
-    driven.commit(holding)
-    driven.ledger.preempt_nowait(holding)
+    request = driven.running(A)
+    driven.commit(request)
+    driven.ledger.preempt_nowait(request)
     before = driven.picture()
     with pytest.raises((InvalidArgument, OutOfBlocks), match=r"num_tokens|blocks"):
-        driven.ledger.resume(holding, num_tokens)  # type: ignore[arg-type]
-    assert driven.picture() == before and holding.state is S.PREEMPTED
-    driven.ledger.resume(holding, 24)
-    assert holding.state is S.PINNED
+        driven.ledger.resume(request, num_tokens)  # type: ignore[arg-type]
+    assert driven.picture() == before and request.state is S.PREEMPTED
+    driven.ledger.resume(request, 24)
+    assert request.state is S.PINNED

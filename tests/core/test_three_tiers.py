@@ -27,7 +27,7 @@ from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.pools import ExtentPool, FreeList, LastUses, TierBlocks
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.records import Job, Part, Run
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Direction, JobState, Outcome, RequestState, Tier
 from aoffload._kernel.tokens import TokenSequence
 from aoffload._kernel.waiting import Admission
@@ -66,7 +66,7 @@ class Parts:
         ways = [(Tier.DEVICE, Tier.HOST), (Tier.HOST, DISK), (DISK, Tier.HOST)]
         self.copies = {way: Stores(self.cache, self.jobs, self.moves, *way) for way in ways}
         self.content: dict[tuple[Tier, int], object] = {}
-        self.live: list[Holding] = []
+        self.live: list[LedgerRequest] = []
         self.num_requests = 0
 
     # -- a request ------------------------------------------------------------------------------------------------
@@ -74,59 +74,59 @@ class Parts:
     def sequence(self, tokens: list[int]) -> TokenSequence:
         return TokenSequence(Prefix.of(Root("test"), tokens), self.layout.unit_tokens)
 
-    def begin(self, tokens: list[int]) -> tuple[Holding, list[TransferPlan]] | None:
+    def begin(self, tokens: list[int]) -> tuple[LedgerRequest, list[TransferPlan]] | None:
         """Match, pin, take room and plan the load; None without room."""
         self.num_requests += 1
         number = self.num_requests
-        holding = Holding(f"r{number}", self.sequence(tokens), self.cache.epoch, number, 10**6, 1, ledger=self)
-        self.moves.request(holding, RequestState.MATCHED)
-        self.leases.pin(holding)
-        self.moves.request(holding, RequestState.PINNED)
-        missing = self.leases.num_fresh(holding.published, holding.hit_stop, self._num_units(holding))
-        if missing > self.admission.room or not self.admission.line.is_empty:
-            self.leases.let_go(holding)
+        record = LedgerRequest(f"r{number}", self.sequence(tokens), self.cache.epoch, number, 10**6, 1, ledger=self)
+        self.moves.request(record, RequestState.MATCHED)
+        self.leases.pin(record)
+        self.moves.request(record, RequestState.PINNED)
+        missing = self.leases.num_fresh(record.published, record.hit_stop, self._num_units(record))
+        if missing > self.admission.num_available or not self.admission.queue.is_empty:
+            self.leases.let_go(record)
             return None
-        self.admission.allocate_nowait(holding)
-        self.live.append(holding)
-        return holding, list(self.loads.plan(holding))
+        self.admission.allocate_nowait(record)
+        self.live.append(record)
+        return record, list(self.loads.plan(record))
 
-    def _num_units(self, holding: Holding) -> int:
-        return self.layout.num_units(holding.sequence.num_tokens)
+    def _num_units(self, record: LedgerRequest) -> int:
+        return self.layout.num_units(record.sequence.num_tokens)
 
-    def compute(self, holding: Holding) -> None:
+    def compute(self, record: LedgerRequest) -> None:
         """Write what it has not loaded, and publish it; not if its load is under way."""
-        if holding.state is not RequestState.RUNNING:
+        if record.state is not RequestState.RUNNING:
             return
-        stop = holding.sequence.num_tokens // self.layout.unit_tokens
+        stop = record.sequence.num_tokens // self.layout.unit_tokens
         for band in self.layout.bands:
-            table = holding.tables[band.number]
-            for unit in range(holding.published, stop) if band.width else ():
+            table = record.tables[band.number]
+            for unit in range(record.published, stop) if band.width else ():
                 for at, block_id in enumerate(table.at(unit, unit + 1)):
                     if block_id:
-                        prefix = holding.sequence.first_bytes(0, (unit + 1) * self.layout.unit_tokens)
+                        prefix = record.sequence.first_bytes(0, (unit + 1) * self.layout.unit_tokens)
                         self.content[Tier.DEVICE, block_id] = (prefix, band.number, at)
-        if holding.epoch == self.cache.epoch:
-            publish(self.leases, holding, stop)
-        holding.computed(holding.sequence.num_tokens)
-        slide(self.cache, holding)
+        if record.epoch == self.cache.epoch:
+            publish(self.leases, record, stop)
+        record.computed(record.sequence.num_tokens)
+        slide(self.cache, record)
 
-    def end(self, holding: Holding) -> None:
-        for job in self.loads.abandon(holding):
+    def end(self, record: LedgerRequest) -> None:
+        for job in self.loads.abandon(record):
             assert job.state is JobState.DISCARDED
-        if holding.waiter is not None:
-            self.admission.leave(holding.waiter)
-        self.leases.let_go(holding)
-        self.live.remove(holding)
+        if record.waiter is not None:
+            self.admission.leave(record.waiter)
+        self.leases.let_go(record)
+        self.live.remove(record)
 
-    def serve(self, tokens: list[int]) -> Holding:
+    def serve(self, tokens: list[int]) -> LedgerRequest:
         """A whole life. Returns what is left of the request."""
         begun = self.begin(tokens)
         assert begun is not None
-        holding = begun[0]
+        record = begun[0]
         self.land()
-        self.compute(holding)
-        self.end(holding)
-        return holding
+        self.compute(record)
+        self.end(record)
+        return record
 
     # -- copies ---------------------------------------------------------------------------------------------------
 
@@ -165,14 +165,14 @@ class Parts:
                     self.settle(job, Outcome.LANDED)
 
     def evict(self, tier: Tier, num_blocks: int | None = None) -> None:
-        room = self.cache.tiers[tier].room
+        room = self.cache.tiers[tier].num_available
         self.cache.give(tier, self.cache.take(tier, room if num_blocks is None else min(room, num_blocks)))
 
     # -- looking --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """The conservation laws, and that each findable block holds what it is found for."""
-        check_integrity(self.cache, self.jobs, self.admission.line, self.live, self.pins.pins)
+        check_integrity(self.cache, self.jobs, self.admission.queue, self.live, self.pins.pins)
         for part in self.parts():
             ids = part.ids(part.first, part.stop)
             for at, block_id in enumerate(ids):
@@ -207,12 +207,12 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 @each_layout
 def test_a_prefix_comes_back_from_the_third_tier(layout: str) -> None:
-    """Two hops down, two hops up: what the third tier alone holds is no hit, and one again once it is fetched."""
+    """Two links down, two links up: what the third tier alone holds is no hit, and one again once it is fetched."""
     parts, tokens = Parts(layout), prompt(1, 8)
     parts.serve(tokens)
     for source, destination in ((Tier.DEVICE, Tier.HOST), (Tier.HOST, DISK)):
         jobs = parts.copy(source, destination, tokens)
-        assert {job.plan.hop for job in jobs} == {(source, destination)}
+        assert {job.plan.link for job in jobs} == {(source, destination)}
         assert {job.plan.direction for job in jobs} == {Direction.STORE}
         parts.land()
         parts.evict(source)
@@ -229,7 +229,7 @@ def test_a_prefix_comes_back_from_the_third_tier(layout: str) -> None:
     parts.check()
     assert parts.hit(tokens) == (0, 8)
     begun = parts.begin(tokens)
-    assert begun is not None and {plan.hop for plan in begun[1]} == {(Tier.HOST, Tier.DEVICE)}
+    assert begun is not None and {plan.link for plan in begun[1]} == {(Tier.HOST, Tier.DEVICE)}
     parts.land()
     assert begun[0].state is RequestState.RUNNING and begun[0].published == 8
     parts.check()
@@ -315,9 +315,9 @@ def _step(parts: Parts, chance: random.Random) -> None:
             if begun := parts.begin(tokens):
                 parts.compute(begun[0])
         case 2 | 3 if parts.live:
-            holding = chance.choice(parts.live)
-            parts.compute(holding)
-            parts.end(holding)
+            record = chance.choice(parts.live)
+            parts.compute(record)
+            parts.end(record)
         case 4 | 5 | 6 | 7 | 8:
             if runs := list(parts.cache.index.runs.values()):
                 held = b"".join(run.tokens for run in chance.choice(runs).whole_path())
@@ -356,9 +356,9 @@ def _seldom(parts: Parts, chance: random.Random) -> None:
                     parts.jobs.discard(job)
 
 
-def _finish(parts: Parts, holdings: Iterable[Holding]) -> None:
-    for holding in tuple(holdings):
-        parts.end(holding)
+def _finish(parts: Parts, records: Iterable[LedgerRequest]) -> None:
+    for record in tuple(records):
+        parts.end(record)
     parts.land()
     for job in tuple(parts.jobs.quarantined.values()):
         parts.jobs.settle(Completion(job.job_id, Outcome.LANDED))

@@ -12,7 +12,7 @@ from aoffload._kernel.layout import Layout
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.protocols import NullObserver
 from aoffload._kernel.records import Job
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import JobState, Outcome, RequestState
 from aoffload.errors import IllegalTransition, OutOfBlocks, WrongState
 from aoffload.ledger import Prefix, Root
@@ -30,11 +30,11 @@ def on_host(num_device: int = 16, num_host: int = 16, **config: object) -> Drive
     return driven
 
 
-def start_load(driven: Driven, tokens: list[int] = A) -> tuple[Holding, list[TransferPlan]]:
-    holding = driven.allocated(tokens)
-    plans = list(driven.ledger.plan_load(holding))
+def start_load(driven: Driven, tokens: list[int] = A) -> tuple[LedgerRequest, list[TransferPlan]]:
+    request = driven.allocated(tokens)
+    plans = list(driven.ledger.plan_load(request))
     driven.ledger.check_integrity()
-    return holding, plans
+    return request, plans
 
 
 def job(driven: Driven, plan: TransferPlan) -> Job:
@@ -48,15 +48,15 @@ def test_a_round_trip_brings_every_count_back() -> None:
     """Store, evict, hit, load, leave: references and counts end where they were."""
     driven = on_host()
     before = driven.ledger.statistics()
-    holding, (plan,) = start_load(driven)
+    request, (plan,) = start_load(driven)
     assert plan.direction is Direction.LOAD and plan.num_blocks == 4
     assert driven.num_pinned() == (5, 4)
-    assert list(holding.table[:4]) == [0, 0, 0, 0], "the ids of an unfinished load are the job's"
+    assert list(request.table[:4]) == [0, 0, 0, 0], "the ids of an unfinished load are the job's"
     driven.land([plan])
-    assert holding.num_computed_tokens == 16
-    assert list(holding.table[:4]) == list(plan.destination_ids)
+    assert request.num_computed_tokens == 16
+    assert list(request.table[:4]) == list(plan.destination_ids)
     assert driven.num_pinned() == (5, 0), "host pins end when the load settles"
-    driven.release(holding)
+    driven.release(request)
     driven.evict_device()
     assert driven.ledger.statistics() == before
 
@@ -66,14 +66,14 @@ def test_a_device_prefix_goes_on_in_host_memory() -> None:
     driven = Driven(8)
     driven.serve(A)
     driven.release(driven.allocated(prompt(9, 24)), "filler")
-    holding = driven.admit(A)
-    assert (holding.match.num_device_tokens, holding.match.num_host_tokens) == (8, 8)
-    driven.ledger.allocate_nowait(holding)
-    (plan,) = driven.ledger.plan_load(holding)
+    request = driven.admit(A)
+    assert (request.match.num_device_tokens, request.match.num_host_tokens) == (8, 8)
+    driven.ledger.allocate_nowait(request)
+    (plan,) = driven.ledger.plan_load(request)
     assert plan.num_blocks == 2
     driven.land([plan])
-    assert holding.num_computed_tokens == 16
-    driven.release(holding)
+    assert request.num_computed_tokens == 16
+    driven.release(request)
     assert driven.hit(A) == (16, 0)
 
 
@@ -81,13 +81,13 @@ def test_a_device_prefix_goes_on_in_host_memory() -> None:
 def test_an_engine_may_take_fewer_tokens(max_tokens: int, ready: int) -> None:
     """`max_tokens` rounds down to a block; the rest is computed into blocks of its own."""
     driven = on_host()
-    holding = driven.allocated(A)
-    driven.land(driven.ledger.plan_load(holding, max_tokens))
-    assert holding.state is RequestState.RUNNING
-    assert holding.num_computed_tokens == ready
-    assert 0 not in holding.table
-    driven.commit(holding)
-    driven.release(holding)
+    request = driven.allocated(A)
+    driven.land(driven.ledger.plan_load(request, max_tokens))
+    assert request.state is RequestState.RUNNING
+    assert request.num_computed_tokens == ready
+    assert 0 not in request.table
+    driven.commit(request)
+    driven.release(request)
     assert driven.num_pinned() == (0, 0)
 
 
@@ -96,17 +96,17 @@ def test_never_below_the_device_hit() -> None:
     driven = Driven(8)
     driven.serve(A)
     driven.release(driven.allocated(prompt(9, 24)), "filler")
-    holding = driven.allocated(A)
-    assert driven.ledger.plan_load(holding, 4) == ()
-    assert holding.num_computed_tokens == 8
+    request = driven.allocated(A)
+    assert driven.ledger.plan_load(request, 4) == ()
+    assert request.num_computed_tokens == 8
 
 
 @pytest.mark.parametrize(("limit", "alignment", "expected"), [(9, 1, 8), (None, 12, 12), (15, 8, 8), (0, 1, 0)])
 def test_limits_narrow_the_match(limit: int | None, alignment: int, expected: int) -> None:
     """`max_hit_tokens` and `hit_alignment` narrow what is matched, and so what is pinned."""
     driven = on_host()
-    holding = driven.admit(A, max_hit_tokens=limit, hit_alignment=alignment)
-    assert holding.match.num_tokens == expected
+    request = driven.admit(A, max_hit_tokens=limit, hit_alignment=alignment)
+    assert request.match.num_tokens == expected
     assert driven.num_pinned()[1] == expected // BLOCK
 
 
@@ -125,12 +125,12 @@ def test_without_limits_every_whole_block_is_hit(block_size: int) -> None:
 def test_a_large_transfer_is_split() -> None:
     """No job moves more than `max_job_bytes`; a load is over when all of its jobs are."""
     driven = on_host(max_job_bytes=2)
-    holding, plans = start_load(driven)
+    request, plans = start_load(driven)
     assert [plan.num_blocks for plan in plans] == [2, 2]
     driven.land(plans[:1])
-    assert holding.state is RequestState.LOADING
+    assert request.state is RequestState.LOADING
     driven.land(plans[1:])
-    assert holding.num_computed_tokens == 16
+    assert request.num_computed_tokens == 16
     stores = driven.commit(driven.running(prompt(2, 21)))
     assert [plan.num_blocks for plan in stores] == [2, 2, 1]
 
@@ -138,38 +138,38 @@ def test_a_large_transfer_is_split() -> None:
 def test_completions_out_of_order_wait_for_what_comes_before() -> None:
     """A successor is parked until its predecessor has ended: a prefix is published from its front."""
     driven = on_host(max_job_bytes=1)
-    holding, plans = start_load(driven)
+    request, plans = start_load(driven)
     jobs = [job(driven, plan) for plan in plans]
     driven.launch(plans)
     for plan in reversed(plans[1:]):
         driven.end(plan)
         assert driven.hit(A) == (0, 16)
-        assert holding.state is RequestState.LOADING
+        assert request.state is RequestState.LOADING
     assert [job.state for job in jobs[1:]] == [JobState.LAUNCHED] * 3
     driven.end(plans[0])
     assert {job.state for job in jobs} == {JobState.COMPLETED}
     assert driven.hit(A) == (16, 0)
-    assert holding.num_computed_tokens == 16
+    assert request.num_computed_tokens == 16
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.UNPROVEN])
 def test_what_lands_behind_a_failure_is_not_published(outcome: Outcome) -> None:
     """A later job whose predecessor failed frees its destinations; the request computes from the gap on."""
     driven = on_host(max_job_bytes=1)
-    holding, plans = start_load(driven)
+    request, plans = start_load(driven)
     driven.launch(plans)
     driven.end(plans[0])
     driven.end(plans[3])
     driven.end(plans[1], outcome)
     driven.end(plans[2])
-    assert holding.state is RequestState.RUNNING
-    assert holding.num_computed_tokens == 4
+    assert request.state is RequestState.RUNNING
+    assert request.num_computed_tokens == 4
     assert driven.hit(A) == (4, 12)
-    assert 0 not in holding.table
+    assert 0 not in request.table
     if outcome is Outcome.UNPROVEN:
-        assert not set(holding.table) & set(plans[1].destination_ids)
-    driven.commit(holding)
-    driven.release(holding)
+        assert not set(request.table) & set(plans[1].destination_ids)
+    driven.commit(request)
+    driven.release(request)
 
 
 def test_no_island_is_published_behind_a_failure_in_the_run_before() -> None:
@@ -242,10 +242,10 @@ def test_a_copy_that_was_partly_overtaken_brings_the_rest(groups: list[KVCacheGr
 def test_a_transport_that_contradicts_itself_brings_what_it_names(num_landed: int, brought: int) -> None:
     """LANDED with fewer blocks than its plan has is FAILED behind them, and with more it proves nothing."""
     driven = Driven(8, 8)
-    holding = driven.running(prompt(1, 17))
-    (store,) = driven.launch(driven.commit(holding))
+    request = driven.running(prompt(1, 17))
+    (store,) = driven.launch(driven.commit(request))
     driven.end(store, Outcome.LANDED, num_landed)
-    driven.release(holding, "aborted")
+    driven.release(request, "aborted")
     driven.evict_device()
     assert driven.hit(prompt(1, 17)) == (0, brought * BLOCK)
 
@@ -253,7 +253,7 @@ def test_a_transport_that_contradicts_itself_brings_what_it_names(num_landed: in
 def test_second_and_unknown_completions_are_counted_and_ignored() -> None:
     """A completion that comes twice, or for a job nobody knows, changes nothing but a number."""
     driven = on_host(max_job_bytes=1)
-    holding, plans = start_load(driven)
+    request, plans = start_load(driven)
     driven.launch(plans)
     driven.end(plans[1])
     driven.end(plans[1], Outcome.FAILED)  # parked: the first one counts
@@ -264,7 +264,7 @@ def test_second_and_unknown_completions_are_counted_and_ignored() -> None:
     driven.ledger.settle(Completion(12345, Outcome.LANDED))
     assert driven.picture() == before
     assert driven.ledger.statistics().num_late_completions == 2 + len(Outcome)
-    driven.release(holding)
+    driven.release(request)
 
 
 def test_a_completion_for_a_job_that_was_never_launched_changes_nothing() -> None:
@@ -293,12 +293,12 @@ def test_a_launched_job_cannot_be_discarded() -> None:
 def test_unproven_destinations_are_never_reused_until_proven() -> None:
     """Quarantine: not free, not cached, not granted to anybody; late proof ends it, whatever it says; sources go."""
     driven = on_host(num_device=8)
-    holding, (plan,) = start_load(driven)
+    request, (plan,) = start_load(driven)
     driven.launch([plan])
     driven.end(plan, Outcome.UNPROVEN)
     statistics = driven.ledger.statistics()
     assert (statistics.device.num_quarantined, statistics.host.num_pinned) == (4, 0)
-    driven.release(holding, "cancelled")
+    driven.release(request, "cancelled")
     other = driven.allocated(prompt(2, 16))
     assert not set(other.table) & set(plan.destination_ids)
     driven.end(plan, Outcome.UNPROVEN)  # still nobody knows
@@ -312,9 +312,9 @@ def test_unproven_destinations_are_never_reused_until_proven() -> None:
 def test_a_store_in_doubt_quarantines_host_blocks() -> None:
     """The same on the way out: the host destination waits for proof, the device source does not."""
     driven = Driven(8, 8)
-    holding = driven.running(A)
-    (store,) = driven.launch(driven.commit(holding))
-    driven.release(holding, "cancelled")
+    request = driven.running(A)
+    (store,) = driven.launch(driven.commit(request))
+    driven.release(request, "cancelled")
     driven.end(store, Outcome.UNPROVEN)
     statistics = driven.ledger.statistics()
     assert (statistics.host.num_quarantined, statistics.device.num_pinned) == (4, 0)
@@ -334,8 +334,8 @@ def test_two_requests_share_a_load() -> None:
     assert more == []
     assert driven.num_pinned()[0] == 4 + 1 + 1
     driven.land(plans)
-    for holding in (first, second):
-        assert holding.state is RequestState.RUNNING and holding.num_computed_tokens == 16
+    for request in (first, second):
+        assert request.state is RequestState.RUNNING and request.num_computed_tokens == 16
     assert list(first.table[:4]) == list(second.table[:4])
 
 
@@ -398,9 +398,9 @@ def test_a_queued_load_without_waiters_is_discarded() -> None:
 def test_a_launched_load_without_waiters_goes_on_and_may_publish() -> None:
     """It can't be recalled; what it brought is there for the next one."""
     driven = on_host()
-    holding, plans = start_load(driven)
+    request, plans = start_load(driven)
     driven.launch(plans)
-    driven.release(holding, "cancelled")
+    driven.release(request, "cancelled")
     assert driven.num_pinned() == (4, 4)
     driven.end(plans[0])
     assert driven.num_pinned() == (0, 0)
@@ -414,9 +414,9 @@ def test_when_a_shared_load_fails_each_takes_blocks_of_its_own() -> None:
     second, _ = start_load(driven)
     driven.launch(plans)
     driven.end(plans[0], Outcome.FAILED, num_landed=1)
-    for holding in (first, second):
-        assert holding.state is RequestState.RUNNING and holding.num_computed_tokens == 4
-        assert 0 not in holding.table and len(holding.table) == 5
+    for request in (first, second):
+        assert request.state is RequestState.RUNNING and request.num_computed_tokens == 4
+        assert 0 not in request.table and len(request.table) == 5
     assert not set(first.table[1:]) & set(second.table[1:])
     assert driven.hit(A) == (4, 12)
 
@@ -455,7 +455,7 @@ def test_no_room_after_a_failed_load_means_queueing_at_the_old_place() -> None:
     driven.end(load, Outcome.FAILED)
     assert first.state is RequestState.RUNNING, "the older one takes the blocks that the job has freed"
     assert sharer.state is RequestState.REQUEUED and sharer.waiter is not None
-    assert driven.ledger.admission.line.allocating == [sharer.waiter, behind]
+    assert driven.ledger.admission.queue.allocating == [sharer.waiter, behind]
     assert not behind.is_over
     driven.release(filler, "done")
     assert sharer.waiter.granted is not None
@@ -490,15 +490,15 @@ def test_a_grant_after_a_failed_load_is_for_what_is_still_found() -> None:
 def test_whoever_asks_last_is_woken() -> None:
     """A wait for room that was cancelled and begun again, after a failed load, wakes the new one and only that."""
     driven = on_host(num_device=9)
-    holding, plans = start_load(driven)
+    request, plans = start_load(driven)
     filler = driven.allocated(prompt(9, 16))
     driven.launch(plans)
     woken: list[str] = []
-    driven.ledger.plan_load(holding, None, lambda: woken.append("first"))
+    driven.ledger.plan_load(request, None, lambda: woken.append("first"))
     driven.end(plans[0], Outcome.UNPROVEN)
-    waiter = holding.waiter
+    waiter = request.waiter
     assert waiter is not None and not woken
-    assert driven.ledger.plan_load(holding, None, lambda: woken.append("second")) == ()
+    assert driven.ledger.plan_load(request, None, lambda: woken.append("second")) == ()
     driven.release(filler)
     assert waiter.granted is not None and woken == ["second"]
 
@@ -506,15 +506,15 @@ def test_whoever_asks_last_is_woken() -> None:
 def test_an_abandoned_load_is_waited_for_no_longer() -> None:
     """Past its deadline a request computes instead; what has landed counts, what was launched goes on."""
     driven = on_host(max_job_bytes=2)
-    holding, plans = start_load(driven)
+    request, plans = start_load(driven)
     launched = driven.launch(plans[:1])
-    driven.ledger.abandon_load(holding)
-    assert holding.state is RequestState.RUNNING and holding.num_computed_tokens == 0
+    driven.ledger.abandon_load(request)
+    assert request.state is RequestState.RUNNING and request.num_computed_tokens == 0
     assert not driven.ledger.launch(plans[1].job_id), "a queued job that nobody waits for is discarded"
     driven.end(launched[0])
     assert driven.hit(A) == (8, 8)
-    driven.commit(holding)
-    driven.release(holding)
+    driven.commit(request)
+    driven.release(request)
 
 
 def test_what_landed_meanwhile_is_adopted() -> None:
@@ -572,16 +572,16 @@ def test_one_corrupt_block_in_the_middle() -> None:
     """What is before it counts, the rest is recomputed, the bad entry is forgotten, and nothing else is; once the gap
     is stored again, the blocks behind it are good again."""
     driven = on_host()
-    holding, (plan,) = start_load(driven)
+    request, (plan,) = start_load(driven)
     driven.launch([plan])
     driven.end(plan, Outcome.CORRUPT, num_landed=1, corrupt=[1])
-    assert holding.num_computed_tokens == 4
+    assert request.num_computed_tokens == 4
     assert driven.hit(A) == (4, 0)
     assert driven.ledger.statistics().host.num_cached == 3, "one before the gap, two behind it"
-    (store,) = driven.commit(holding)
+    (store,) = driven.commit(request)
     assert store.num_blocks == 1, "only the gap is stored again"
     driven.land([store])
-    driven.release(holding)
+    driven.release(request)
     driven.evict_device()
     assert driven.hit(A) == (0, 16)
     again, plans = start_load(driven)
@@ -599,14 +599,14 @@ def test_a_corrupt_block_beside_a_border(bad: int, groups: list[KVCacheGroup]) -
     driven = Driven(16 * width, 16 * width, groups=groups)
     driven.on_host_only(tokens)
     driven.on_host_only([*tokens[: 2 * unit], *prompt(2, unit + 1)])  # cuts the run in the middle
-    holding, (plan,) = start_load(driven, tokens)
+    request, (plan,) = start_load(driven, tokens)
     driven.launch([plan])
     driven.end(plan, Outcome.CORRUPT, num_landed=bad * width, corrupt=[bad * width])
-    assert holding.num_computed_tokens == bad * unit
-    (store,) = driven.commit(holding)
+    assert request.num_computed_tokens == bad * unit
+    (store,) = driven.commit(request)
     assert store.num_blocks == width, "only the gap is stored again"
     driven.land([store])
-    driven.release(holding)
+    driven.release(request)
     driven.evict_device()
     again, (load,) = start_load(driven, tokens)
     assert list(load.source_ids) == [
@@ -672,10 +672,10 @@ def test_a_block_that_rots_twice_under_one_reader() -> None:
     driven = on_host(num_host=5)
     reader = driven.admit(A)
     for _ in range(2):
-        holding, (plan,) = start_load(driven)
+        request, (plan,) = start_load(driven)
         driven.launch([plan])
         driven.end(plan, Outcome.CORRUPT, num_landed=3, corrupt=[3])
-        driven.land([*driven.commit(holding), *driven.release(holding)])
+        driven.land([*driven.commit(request), *driven.release(request)])
         driven.evict_device()
     host = driven.ledger.statistics().host
     assert (host.num_free, host.num_pinned) == (0, 5)
@@ -687,13 +687,13 @@ def test_a_block_that_rots_twice_under_one_reader() -> None:
 def test_two_gaps_are_stored_as_two() -> None:
     """What lies between two bad blocks is on the host still, and is not stored again (I3)."""
     driven = on_host()
-    holding, (plan,) = start_load(driven)
+    request, (plan,) = start_load(driven)
     driven.launch([plan])
     driven.end(plan, Outcome.CORRUPT, num_landed=1, corrupt=[1, 3])
-    stores = driven.commit(holding)
-    assert [list(store.source_ids) for store in stores] == [[holding.table[1]], [holding.table[3]]]
+    stores = driven.commit(request)
+    assert [list(store.source_ids) for store in stores] == [[request.table[1]], [request.table[3]]]
     driven.land(stores)
-    driven.release(holding)
+    driven.release(request)
     driven.evict_device()
     assert driven.hit(A) == (0, 16)
 
@@ -702,10 +702,10 @@ def test_whoever_matched_a_rotten_block_may_leave() -> None:
     """The hit of a request ends with a block that has rotted since: leaving, it takes along nothing of others."""
     driven = on_host()
     short, longer = driven.admit(A, max_hit_tokens=8), driven.admit(A, max_hit_tokens=12)
-    holding, (plan,) = start_load(driven)
+    request, (plan,) = start_load(driven)
     driven.launch([plan])
     driven.end(plan, Outcome.CORRUPT, num_landed=0, corrupt=[2])
-    for each in (holding, short, longer):
+    for each in (request, short, longer):
         driven.release(each, "cancelled")
     assert driven.hit(A) == (0, 8)
     driven.serve(A)
@@ -719,7 +719,7 @@ class Refusals(NullObserver):
     def __init__(self) -> None:
         self.skipped: list[tuple[int, str]] = []
 
-    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
+    def store_skipped(self, request: LedgerRequest | None, num_blocks: int, reason: str) -> None:
         self.skipped.append((num_blocks, reason))
 
 
@@ -729,14 +729,14 @@ def test_a_store_never_waits_for_room_and_is_offered_again() -> None:
     driven = Driven(16, 4, observer=refusals)
     driven.on_host_only(A)
     pins = driven.admit(A)
-    holding = driven.running(prompt(2, 12))
-    assert driven.commit(holding) == []
+    request = driven.running(prompt(2, 12))
+    assert driven.commit(request) == []
     assert refusals.skipped == [(3, "host_full")]
     driven.release(pins, "cancelled")
-    (store,) = driven.commit(holding)
+    (store,) = driven.commit(request)
     assert store.num_blocks == 3
     driven.land([store])
-    driven.release(holding)
+    driven.release(request)
 
 
 def test_a_store_takes_what_room_there_is_from_the_front() -> None:
@@ -745,12 +745,12 @@ def test_a_store_takes_what_room_there_is_from_the_front() -> None:
     driven = Driven(16, 6, observer=refusals)
     driven.on_host_only(A)
     pins = driven.admit(A)
-    holding = driven.running(prompt(2, 12))
-    (store,) = driven.commit(holding)
+    request = driven.running(prompt(2, 12))
+    (store,) = driven.commit(request)
     assert store.num_blocks == 2 and refusals.skipped == [(1, "host_full")]
     driven.land([store])
     driven.release(pins, "cancelled")
-    (rest,) = driven.release(holding)
+    (rest,) = driven.release(request)
     assert rest.num_blocks == 1
     driven.land([rest])
     driven.evict_device()
@@ -760,26 +760,26 @@ def test_a_store_takes_what_room_there_is_from_the_front() -> None:
 def test_chunked_prefill_stores_block_by_block() -> None:
     """Each commit stores what is new, nothing twice; a partial block is never cached."""
     driven = Driven(16)
-    holding = driven.running(A)
+    request = driven.running(A)
     stores: list[TransferPlan] = []
     for upto in (3, 4, 10, 16, 17):
-        stores += driven.commit(holding, upto)
+        stores += driven.commit(request, upto)
     assert [plan.num_blocks for plan in stores] == [1, 1, 2]
     assert driven.ledger.statistics().device.num_cached == 0
-    driven.land([*stores, *driven.release(holding)])
+    driven.land([*stores, *driven.release(request)])
     assert driven.hit([*A, *range(8)]) == (16, 0)
 
 
 def test_decoded_blocks_are_cached_and_stored() -> None:
     """Generated tokens extend the prefix: the next turn hits them, and the last block of a request is stored too."""
     driven = Driven(16)
-    holding = driven.running(prompt(1, 6))
-    stores = driven.commit(holding, 6, [501])
+    request = driven.running(prompt(1, 6))
+    stores = driven.commit(request, 6, [501])
     for step in range(1, 11):
-        if 6 + step > len(holding.table) * BLOCK:
-            driven.ledger.extend_nowait(holding, 7 + step)
-        stores += driven.commit(holding, 6 + step, [501 + step])
-    driven.land([*stores, *driven.release(holding)])
+        if 6 + step > len(request.table) * BLOCK:
+            driven.ledger.extend_nowait(request, 7 + step)
+        stores += driven.commit(request, 6 + step, [501 + step])
+    driven.land([*stores, *driven.release(request)])
     turn = [*prompt(1, 6), *range(501, 520)]
     assert driven.hit(turn) == (16, 0)
     driven.evict_device()
@@ -794,24 +794,24 @@ def test_no_store_policy_stores_nothing() -> None:
     assert driven.ledger.statistics().host.num_free == 16
 
     class LastOnly(EagerStore):
-        def wanted_stop(self, holding: Holding) -> int:
-            return holding.published if holding.num_computed_tokens >= 16 else 0
+        def wanted_stop(self, request: LedgerRequest) -> int:
+            return request.published if request.num_computed_tokens >= 16 else 0
 
     driven = Driven(8, store_policy=LastOnly())
-    holding = driven.running(A)
-    assert driven.commit(holding, 8) == []
-    assert [plan.num_blocks for plan in driven.commit(holding, 17)] == [4]
+    request = driven.running(A)
+    assert driven.commit(request, 8) == []
+    assert [plan.num_blocks for plan in driven.commit(request, 17)] == [4]
 
 
 def test_what_is_stored_does_not_evict_the_prefix_it_hangs_on() -> None:
     """Room for the new blocks is made elsewhere, or not at all: never by evicting their own front."""
     driven = Driven(16, 6)
     driven.serve(prompt(1, 16))
-    holding = driven.running(prompt(1, 33))
-    (store,) = driven.commit(holding)
+    request = driven.running(prompt(1, 33))
+    (store,) = driven.commit(request)
     assert store.num_blocks == 2
     driven.land([store])
-    driven.release(holding)
+    driven.release(request)
     driven.evict_device()
     assert driven.hit(prompt(1, 33)) == (0, 24)
 
@@ -833,8 +833,8 @@ def test_a_gap_in_front_is_stored_again_with_what_follows() -> None:
 def test_a_split_under_transfers_loses_nothing(at: int) -> None:
     """A divergent prompt cuts a run while two jobs fill it, at, before or behind the border between them."""
     driven = Driven(24, max_job_bytes=2)
-    holding = driven.running(A)
-    stores = driven.commit(holding)
+    request = driven.running(A)
+    stores = driven.commit(request)
     assert [plan.num_blocks for plan in stores] == [2, 2]
     other = driven.running([*A[:at], *prompt(2, 9)])
     branch = driven.commit(other)
@@ -845,7 +845,7 @@ def test_a_split_under_transfers_loses_nothing(at: int) -> None:
     for plan in branch[1:]:
         driven.end(plan)
     assert all(run.parts[Tier.HOST].incoming is None for run in driven.ledger.cache.index.runs.values())
-    driven.release(holding)
+    driven.release(request)
     driven.release(other)
     driven.evict_device()
     assert driven.hit(A) == (0, 16)
@@ -875,16 +875,16 @@ def test_any_number_of_copies_may_end_last_first(first: Outcome) -> None:
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=1)], num_host_blocks=num_jobs, max_job_bytes=1)
     ledger = Ledger(config, num_jobs + 1)
     prefix = Prefix.of(Root("m"), list(range(num_jobs)))
-    holding = ledger.admit(prefix)
-    ledger.allocate_nowait(holding)
-    ledger.plan_load(holding)
-    plans = ledger.commit(holding, num_jobs)
+    request = ledger.admit(prefix)
+    ledger.allocate_nowait(request)
+    ledger.plan_load(request)
+    plans = ledger.commit(request, num_jobs)
     assert len(plans) == num_jobs and all(ledger.launch(plan.job_id) for plan in plans)
     for plan in plans[:0:-1]:
         ledger.settle(Completion(plan.job_id, Outcome.LANDED, 1))
     assert ledger.statistics().num_jobs == num_jobs
     ledger.settle(Completion(plans[0].job_id, first, int(first is Outcome.LANDED)))
-    ledger.release(holding, "over")
+    ledger.release(request, "over")
     ledger.check_integrity()
     ledger.reset(Tier.DEVICE)
     found = ledger.statistics()
@@ -903,7 +903,7 @@ def test_a_store_that_arrived_wrong_harms_nobody_who_reads_its_source() -> None:
     driven.end(store, Outcome.CORRUPT, corrupt=(0,))
     assert driven.hit(prompt(1, 9)) == (8, 0)
     driven.ledger.allocate_nowait(second)
-    tables = [driven.ledger.block_ids(holding)[0] for holding in (first, second)]
+    tables = [driven.ledger.block_ids(request)[0] for request in (first, second)]
     assert tables[0][:2] == tables[1][:2]
     (again,) = driven.commit(first)
     assert list(again.source_ids) == tables[0][:2]

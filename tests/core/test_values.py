@@ -24,11 +24,11 @@ def test_a_value_can_be_copied_and_pickled(value: Any) -> None:
 def test_a_fork_can_be_copied() -> None:
     """With the same request: there is only one of it."""
     ledger = Ledger(OffloadConfig(groups=[KVCacheGroup("full", block_size=4)], num_host_blocks=4), 9)
-    holding = ledger.admit(Prefix.of(Root("test"), range(4)))
-    ledger.allocate_nowait(holding)
-    ledger.commit(holding, 4)
-    fork = ledger.fork(holding)
-    assert isinstance(fork, Fork) and copy.copy(fork) == fork and copy.copy(fork).holding is fork.holding
+    request = ledger.admit(Prefix.of(Root("test"), range(4)))
+    ledger.allocate_nowait(request)
+    ledger.commit(request, 4)
+    fork = ledger.fork(request)
+    assert isinstance(fork, Fork) and copy.copy(fork) == fork and copy.copy(fork).request is fork.request
 
 
 @pytest.mark.parametrize("value", [np.int64(8), True, 8.0, None, -1])

@@ -19,10 +19,10 @@ A = prompt(1, 17)
 def test_a_step_holds_what_it_touches() -> None:
     """A released request's blocks are nobody's until the forward that touches them has ended."""
     driven = Driven(8)
-    holding = driven.running(prompt(1, 32))
-    with driven.ledger.step([holding]):
-        driven.release(holding, "cancelled")
-        assert holding.state is RequestState.ABORTED
+    request = driven.running(prompt(1, 32))
+    with driven.ledger.step([request]):
+        driven.release(request, "cancelled")
+        assert request.state is RequestState.ABORTED
         assert driven.ledger.statistics().device.num_free == 0
     assert driven.ledger.statistics().device.num_free == 8
     driven.ledger.check_integrity()
@@ -31,12 +31,12 @@ def test_a_step_holds_what_it_touches() -> None:
 def test_the_last_of_several_steps_lets_go() -> None:
     """Steps may overlap; published blocks stay pinned as long as any of them runs."""
     driven = Driven(8, num_host=0)
-    holding = driven.running(prompt(1, 8))
-    driven.commit(holding)
-    outer, inner = driven.ledger.step([holding]), driven.ledger.step([holding])
+    request = driven.running(prompt(1, 8))
+    driven.commit(request)
+    outer, inner = driven.ledger.step([request]), driven.ledger.step([request])
     outer.__enter__()
     inner.__enter__()
-    driven.release(holding)
+    driven.release(request)
     outer.__exit__(None, None, None)
     assert driven.num_pinned()[0] == 2
     inner.__exit__(None, None, None)
@@ -47,10 +47,10 @@ def test_the_last_of_several_steps_lets_go() -> None:
 def test_a_step_that_raises_lets_go_too() -> None:
     """An exception in the forward ends the step like anything else."""
     driven = Driven(8)
-    holding = driven.running(prompt(1, 8))
-    with pytest.raises(ZeroDivisionError), driven.ledger.step([holding]):
+    request = driven.running(prompt(1, 8))
+    with pytest.raises(ZeroDivisionError), driven.ledger.step([request]):
         raise ZeroDivisionError
-    driven.release(holding)
+    driven.release(request)
     assert driven.num_pinned() == (0, 0)
 
 
@@ -68,11 +68,11 @@ def test_no_load_starts_under_a_step() -> None:
     """A load gives blocks back that a forward may be writing: while a step runs it is refused."""
     driven = Driven(16)
     driven.on_host_only(A)
-    holding = driven.allocated(A)
-    with driven.ledger.step([holding]), pytest.raises(WrongState, match="step"):
-        driven.ledger.plan_load(holding)
-    driven.land(driven.ledger.plan_load(holding))
-    assert holding.num_computed_tokens == 16
+    request = driven.allocated(A)
+    with driven.ledger.step([request]), pytest.raises(WrongState, match="step"):
+        driven.ledger.plan_load(request)
+    driven.land(driven.ledger.plan_load(request))
+    assert request.num_computed_tokens == 16
 
 
 # -- reset --------------------------------------------------------------------------------------------------------
@@ -94,13 +94,13 @@ def test_requests_from_before_a_reset_keep_their_blocks_and_publish_nothing() ->
     """They go on in their own blocks; what they commit is neither found nor stored, before or after they leave."""
     driven = Driven(16)
     driven.serve(prompt(1, 8))
-    holding = driven.running(A)
-    table = list(holding.table)
+    request = driven.running(A)
+    table = list(request.table)
     driven.ledger.reset()
     driven.ledger.check_integrity()
-    assert driven.commit(holding) == []
-    assert list(holding.table) == table and driven.hit(A) == (0, 0)
-    assert driven.release(holding) == []
+    assert driven.commit(request) == []
+    assert list(request.table) == table and driven.hit(A) == (0, 0)
+    assert driven.release(request) == []
     assert driven.ledger.statistics().device.num_free == 16
 
 
@@ -111,20 +111,20 @@ def test_what_lands_after_a_reset_is_only_freed(direction: str, outcome: Outcome
     driven = Driven(16)
     driven.on_host_only(A)
     if direction == "load":
-        holding = driven.allocated(A)
-        plans = driven.launch(driven.ledger.plan_load(holding))
+        request = driven.allocated(A)
+        plans = driven.launch(driven.ledger.plan_load(request))
     else:
-        holding = driven.running(prompt(2, 17))
-        plans = driven.launch(driven.commit(holding))
+        request = driven.running(prompt(2, 17))
+        plans = driven.launch(driven.commit(request))
     driven.ledger.reset()
     driven.ledger.check_integrity()
     driven.end(plans[0], outcome, corrupt=[0] if outcome is Outcome.CORRUPT else ())
-    assert holding.state is RequestState.RUNNING
-    assert 0 not in holding.table
+    assert request.state is RequestState.RUNNING
+    assert 0 not in request.table
     if direction == "load":
-        assert holding.num_computed_tokens == 0
-        driven.commit(holding)
-    driven.release(holding)
+        assert request.num_computed_tokens == 0
+        driven.commit(request)
+    driven.release(request)
     statistics = driven.ledger.statistics()
     assert (statistics.device.num_free, statistics.host.num_free) == (16, 16)
 
@@ -134,12 +134,12 @@ def test_a_waiter_from_before_a_reset_is_served_without_a_hit() -> None:
     driven = Driven(8)
     driven.serve(A)
     blocker = driven.allocated(prompt(2, 16))
-    holding = driven.admit([*A, *range(12)])
-    waiter = driven.ledger.queue_allocation(holding, None, lambda: None)
+    request = driven.admit([*A, *range(12)])
+    waiter = driven.ledger.queue_allocation(request, None, lambda: None)
     driven.ledger.reset()
     driven.release(blocker)
     driven.ledger.accept(waiter)
-    assert holding.match.num_tokens == 0 and len(holding.table) == 8
+    assert request.match.num_tokens == 0 and len(request.table) == 8
 
 
 # -- taking back --------------------------------------------------------------------------------------------------
@@ -148,19 +148,19 @@ def test_a_waiter_from_before_a_reset_is_served_without_a_hit() -> None:
 def test_invalidate_takes_back_what_a_failed_forward_committed() -> None:
     """Its own blocks are private again, on every tier nothing of it is found; computing and committing again works."""
     driven = Driven(16)
-    holding = driven.running(A)
-    driven.land(driven.commit(holding, 8))
-    driven.land(driven.commit(holding, 17))
-    table = list(holding.table)
-    assert driven.ledger.invalidate(holding, 8) == ()
+    request = driven.running(A)
+    driven.land(driven.commit(request, 8))
+    driven.land(driven.commit(request, 17))
+    table = list(request.table)
+    assert driven.ledger.invalidate(request, 8) == ()
     driven.ledger.check_integrity()
-    assert holding.num_computed_tokens == 8
+    assert request.num_computed_tokens == 8
     assert driven.hit(A) == (8, 0)
     assert driven.ledger.statistics().host.num_free == 14, "host copies go too"
-    stores = driven.commit(holding, 17)
-    assert list(holding.table) == table
+    stores = driven.commit(request, 17)
+    assert list(request.table) == table
     assert driven.hit(A) == (16, 0)
-    driven.land([*stores, *driven.release(holding)])
+    driven.land([*stores, *driven.release(request)])
     driven.evict_device()
     assert driven.hit(A) == (0, 16)
 
@@ -168,11 +168,11 @@ def test_invalidate_takes_back_what_a_failed_forward_committed() -> None:
 def test_invalidate_in_the_middle_of_a_block_takes_the_whole_block() -> None:
     """A block is right or it is not: no partial block stays findable."""
     driven = Driven(16)
-    holding = driven.running(A)
-    driven.commit(holding)
-    driven.ledger.invalidate(holding, 6)
+    request = driven.running(A)
+    driven.commit(request)
+    driven.ledger.invalidate(request, 6)
     assert driven.hit(A) == (4, 0)
-    assert holding.num_computed_tokens == 6
+    assert request.num_computed_tokens == 6
 
 
 def test_who_matched_the_wrong_bytes_is_named() -> None:
@@ -191,13 +191,13 @@ def test_who_matched_the_wrong_bytes_is_named() -> None:
     assert driven.hit([*A, *prompt(2, 12)]) == (8, 0)
     assert driven.commit(tainted) == [], "it publishes and stores nothing any more"
     assert driven.hit([*A, *prompt(2, 12), 5]) == (8, 0)
-    for holding in (tainted, grandchild):
-        driven.release(holding, "prefix_invalidated")
+    for request in (tainted, grandchild):
+        driven.release(request, "prefix_invalidated")
     driven.commit(fine)
     driven.commit(wrong)
     assert driven.hit([*A, *prompt(2, 12)]) == (16, 0)
-    for holding in (fine, wrong):
-        driven.release(holding)
+    for request in (fine, wrong):
+        driven.release(request)
 
 
 @pytest.mark.parametrize("turn", ["pinned", "first in line", "granted"])
@@ -246,11 +246,11 @@ def test_what_somebody_gone_computed_on_wrong_bytes_is_taken_back() -> None:
 def test_what_is_in_flight_from_a_failed_forward_publishes_nothing() -> None:
     """A store of wrong bytes may land: nobody finds it."""
     driven = Driven(16)
-    holding = driven.running(A)
-    (store,) = driven.launch(driven.commit(holding))
-    driven.ledger.invalidate(holding, 0)
+    request = driven.running(A)
+    (store,) = driven.launch(driven.commit(request))
+    driven.ledger.invalidate(request, 0)
     driven.end(store)
-    driven.release(holding, "cancelled")
+    driven.release(request, "cancelled")
     assert driven.hit(A) == (0, 0)
     assert driven.ledger.statistics().host.num_free == 16
 
@@ -258,16 +258,16 @@ def test_what_is_in_flight_from_a_failed_forward_publishes_nothing() -> None:
 def test_tokens_sampled_by_a_failed_forward_are_forgotten() -> None:
     """The token it was given stays, the ones sampled from it go: what is generated instead has a digest of its own."""
     driven = Driven(16)
-    holding = driven.running(prompt(1, 6))
-    driven.commit(holding, 6, [900])
-    driven.commit(holding, 7, [901])
-    driven.commit(holding, 8, [902])
-    driven.ledger.invalidate(holding, 7)
-    assert holding.sequence.num_tokens == 8  # six, 900, and 901, which was sampled from what is right
-    driven.ledger.invalidate(holding, 6)
-    assert holding.sequence.num_tokens == 7
-    driven.commit(holding, 7, [801])
-    driven.commit(holding, 8, [802])
+    request = driven.running(prompt(1, 6))
+    driven.commit(request, 6, [900])
+    driven.commit(request, 7, [901])
+    driven.commit(request, 8, [902])
+    driven.ledger.invalidate(request, 7)
+    assert request.sequence.num_tokens == 8  # six, 900, and 901, which was sampled from what is right
+    driven.ledger.invalidate(request, 6)
+    assert request.sequence.num_tokens == 7
+    driven.commit(request, 7, [801])
+    driven.commit(request, 8, [802])
     assert driven.hit([*prompt(1, 6), 900, 801, 5]) == (8, 0)
     assert driven.hit([*prompt(1, 6), 900, 901, 5]) == (4, 0)
 
@@ -276,12 +276,12 @@ def test_nothing_of_others_is_taken_back() -> None:
     """What was a hit can't be invalidated, nor what was never computed."""
     driven = Driven(16)
     driven.serve(prompt(1, 8))
-    holding = driven.running(A)
-    driven.commit(holding, 12)
+    request = driven.running(A)
+    driven.commit(request, 12)
     for from_token in (7, 13):
         with pytest.raises(CommitError, match="from_token"):
-            driven.ledger.invalidate(holding, from_token)
-    driven.ledger.invalidate(holding, 8)
+            driven.ledger.invalidate(request, from_token)
+    driven.ledger.invalidate(request, 8)
     assert driven.hit(A) == (8, 0)
 
 
@@ -301,24 +301,24 @@ def test_nothing_of_others_is_taken_back() -> None:
 def test_a_bad_commit_changes_nothing(num_computed: object, new: list[int], named: str) -> None:
     """A commit backwards, past what was allocated or past what is known is refused, and appends no token."""
     driven = Driven(16)
-    holding = driven.running(A)
-    driven.commit(holding, 8)
+    request = driven.running(A)
+    driven.commit(request, 8)
     before = driven.picture()
     with pytest.raises(CommitError, match=named) as refusal:
-        driven.ledger.commit(holding, num_computed, new)  # type: ignore[arg-type]
+        driven.ledger.commit(request, num_computed, new)  # type: ignore[arg-type]
     assert refusal.value.argument == "num_computed_tokens"
-    assert driven.picture() == before and holding.sequence.num_tokens == 17
+    assert driven.picture() == before and request.sequence.num_tokens == 17
 
 
 @pytest.mark.parametrize("new", [[-1], [2**31], [1.5], [[1]], "ab", 7, [None]], ids=repr)
 def test_bad_new_tokens_are_named(new: object) -> None:
     """`new_token_ids` is checked like a prompt, by name."""
     driven = Driven(16)
-    holding = driven.running(A)
+    request = driven.running(A)
     with pytest.raises(InvalidArgument, match="new_token_ids") as refusal:
-        driven.ledger.commit(holding, 8, new)
+        driven.ledger.commit(request, 8, new)
     assert refusal.value.argument == "new_token_ids"
-    assert holding.num_computed_tokens == 0
+    assert request.num_computed_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -335,11 +335,11 @@ def test_bad_new_tokens_are_named(new: object) -> None:
 def test_bad_numbers_are_named(call: object, argument: str) -> None:
     """Every number at the face of the ledger is checked by name, and a refusal admits nobody."""
     driven = Driven(16)
-    holding = driven.admit(A)
+    request = driven.admit(A)
     with pytest.raises(InvalidArgument) as refusal:
-        call(driven, holding)  # type: ignore[operator]
+        call(driven, request)  # type: ignore[operator]
     assert refusal.value.argument == argument
-    assert len(driven.ledger.holdings) == 1
+    assert len(driven.ledger.live_requests) == 1
 
 
 # -- groups -------------------------------------------------------------------------------------------------------
@@ -351,13 +351,13 @@ def test_groups_of_different_block_sizes_share_a_hit() -> None:
     """A hit is one for every group at once; each gets its own table, null-free, over the whole trip."""
     driven = Driven(24, 24, groups=TWO)
     tokens = prompt(1, 21)
-    holding = driven.running(tokens)
-    first, second = driven.ledger.block_ids(holding)
+    request = driven.running(tokens)
+    first, second = driven.ledger.block_ids(request)
     assert (len(first), len(second)) == (6, 3)
-    (store,) = driven.commit(holding)
+    (store,) = driven.commit(request)
     assert store.num_blocks == 2 * 3
     driven.land([store])
-    driven.release(holding)
+    driven.release(request)
     driven.evict_device()
     assert driven.hit(tokens) == (0, 16)
     again = driven.allocated(tokens)
@@ -376,30 +376,30 @@ def test_a_failed_load_of_two_groups_keeps_whole_units() -> None:
     """Proven blocks count only as far as every group has them."""
     driven = Driven(24, 24, groups=TWO)
     driven.on_host_only(prompt(1, 17))
-    holding = driven.allocated(prompt(1, 17))
-    plans = driven.launch(driven.ledger.plan_load(holding))
+    request = driven.allocated(prompt(1, 17))
+    plans = driven.launch(driven.ledger.plan_load(request))
     driven.end(plans[0], Outcome.FAILED, num_landed=5)
-    assert holding.num_computed_tokens == 8
-    driven.release(holding)
+    assert request.num_computed_tokens == 8
+    driven.release(request)
 
 
 def test_no_commit_goes_beyond_what_several_groups_were_given() -> None:
     """Room is counted in tokens that every group has blocks for, and a commit past it changes nothing."""
     driven = Driven(24, 24, groups=TWO)
-    holding = driven.running(prompt(1, 9))
+    request = driven.running(prompt(1, 9))
     before = driven.picture()
     with pytest.raises(CommitError, match="beyond the 16 tokens that were allocated"):
-        driven.ledger.commit(holding, 17, list(range(8)))
-    assert driven.picture() == before and holding.sequence.num_tokens == 9
+        driven.ledger.commit(request, 17, list(range(8)))
+    assert driven.picture() == before and request.sequence.num_tokens == 9
 
 
 def test_extensions_are_told_by_group() -> None:
     """`extend` returns what was appended to each table."""
     driven = Driven(24, 24, groups=TWO)
-    holding = driven.running(prompt(1, 8))
-    added = driven.ledger.extend_nowait(holding, 17)
+    request = driven.running(prompt(1, 8))
+    added = driven.ledger.extend_nowait(request, 17)
     assert [len(ids) for ids in added.added] == [4, 2]
-    tables = driven.ledger.block_ids(holding)
+    tables = driven.ledger.block_ids(request)
     assert [table[-len(ids) :] for table, ids in zip(tables, added.added, strict=True)] == added.added
 
 
@@ -456,14 +456,14 @@ def test_a_digest_does_not_depend_on_how_runs_were_cut() -> None:
     driven = Driven(32)
     spans = [KeySpan(4, 14, b"cat"), KeySpan(21, 22, b"dog")]
     tokens = prompt(1, 33)
-    holding = driven.running(tokens[:24], key_spans=spans)
+    request = driven.running(tokens[:24], key_spans=spans)
     for upto in (3, 6, 11, 17, 24):
-        driven.commit(holding, upto)
+        driven.commit(request, upto)
     for upto in range(25, 33):
-        if upto > len(holding.table) * BLOCK:
-            driven.ledger.extend_nowait(holding, upto)
-        driven.commit(holding, upto, [tokens[upto - 1]])
-    driven.release(holding)
+        if upto > len(request.table) * BLOCK:
+            driven.ledger.extend_nowait(request, upto)
+        driven.commit(request, upto, [tokens[upto - 1]])
+    driven.release(request)
     for at in (28, 12, 8, 20, 4):
         driven.serve([*tokens[:at], *prompt(at, 33 - at)], key_spans=spans)
     runs = driven.ledger.cache.index.runs
@@ -484,9 +484,9 @@ def test_a_caller_may_reuse_its_array() -> None:
     np = pytest.importorskip("numpy")
     driven = Driven(16)
     tokens = np.asarray(A, dtype=np.int32)
-    holding = driven.running(tokens)
+    request = driven.running(tokens)
     tokens[:] = 0
-    driven.commit(holding)
+    driven.commit(request)
     assert driven.hit(A) == (16, 0)
 
 

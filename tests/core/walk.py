@@ -58,8 +58,8 @@ def policy_of(rng: random.Random) -> Any:
 class Client:
     """One request as its engine knows it."""
 
-    def __init__(self, holding: Any, tokens: list[int], root: int) -> None:
-        self.holding = holding
+    def __init__(self, request: Any, tokens: list[int], root: int) -> None:
+        self.record = request
         self.tokens = tokens
         self.num_prompt = len(tokens)
         self.root = root
@@ -148,18 +148,18 @@ class Walk:
         held = sum(holder.num_blocks for holder in holders)  # what several hold counts for each
         assert held >= device.num_pinned + device.num_quarantined, f"{device} are held by {list(map(str, holders))}"
         for client in self.clients:
-            holding = client.holding
-            if holding.state not in (S.ALLOCATED, S.RUNNING):
+            request = client.record
+            if request.state not in (S.ALLOCATED, S.RUNNING):
                 continue
-            for group, table in enumerate(self.ledger.block_ids(holding)):
-                for position in self.readable(group, holding.num_computed_tokens):
+            for group, table in enumerate(self.ledger.block_ids(request)):
+                for position in self.readable(group, request.num_computed_tokens):
                     found = self.device[table[position]] if table[position] else "null"
-                    assert found == self.tag(client, group, position), f"{holding}: {group} {position} holds {found}"
+                    assert found == self.tag(client, group, position), f"{request}: {group} {position} holds {found}"
 
     @staticmethod
-    def may_compute(holding: Any) -> bool:
+    def may_compute(request: Any) -> bool:
         """Whether a host hit whose window has no blocks yet is not in the way."""
-        return holding.state is S.RUNNING or (holding.state is S.ALLOCATED and not has_holes(holding))
+        return request.state is S.RUNNING or (request.state is S.ALLOCATED and not has_holes(request))
 
     def readable(self, group: int, num_tokens: int) -> range:
         """The whole blocks that attention reads for computing the token at `num_tokens`."""
@@ -170,7 +170,7 @@ class Walk:
         return (client.root, tuple(client.tokens[: (position + 1) * self.groups[group].block_size]), group)
 
     def pick(self, *states: RequestState) -> Client | None:
-        found = [client for client in self.clients if client.holding.state in states]
+        found = [client for client in self.clients if client.record.state in states]
         return self.random.choice(found) if found else None
 
     # -- a request's life -----------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Walk:
     def admit(self) -> None:
         rng = self.random
         if len(self.clients) >= self.most_clients:
-            return self.end(max(self.clients, key=lambda client: client.holding.num_computed_tokens))
+            return self.end(max(self.clients, key=lambda client: client.record.num_computed_tokens))
         most = max(UNIT, self.num_units * UNIT * 2 // 3)
         length = rng.choice(self.lengths) if self.lengths and rng.random() < 0.8 else rng.randint(1, most)
         tokens = rng.choice(self.prompts)[: min(length, most)]
@@ -192,18 +192,18 @@ class Walk:
         root = int(rng.random() < 0.05)
         options = self.options()
         narrowed |= self.engine_hit(tokens, root)
-        holding = self.ledger.admit(Prefix.of(self.roots[root], tokens), **narrowed, **options)
-        assert holding.match.num_tokens < len(tokens), "a token is always left to compute"
-        assert options.get("reads_cache", True) or holding.match.num_tokens <= narrowed.get("num_device_tokens", 0)
-        client = Client(holding, list(tokens), root)
+        request = self.ledger.admit(Prefix.of(self.roots[root], tokens), **narrowed, **options)
+        assert request.match.num_tokens < len(tokens), "a token is always left to compute"
+        assert options.get("reads_cache", True) or request.match.num_tokens <= narrowed.get("num_device_tokens", 0)
+        client = Client(request, list(tokens), root)
         client.store, client.max_store_tokens = options.get("store", "all"), options.get("max_store_tokens")
         self.clients.append(client)
-        self.counts["device hit"] += holding.match.num_device_tokens > 0
-        self.counts["host hit"] += holding.match.num_host_tokens > 0
+        self.counts["device hit"] += request.match.num_device_tokens > 0
+        self.counts["host hit"] += request.match.num_host_tokens > 0
         if rng.random() < 0.8:
             self.check()
             self.allocate(client)
-            if holding.state is S.ALLOCATED:
+            if request.state is S.ALLOCATED:
                 self.check()
                 self.load(client)
                 self.check()
@@ -229,7 +229,7 @@ class Walk:
 
     def fork(self) -> None:
         client = self.pick(S.RUNNING)
-        if client is None or client.holding.waiter is not None or client.holding.num_steps:
+        if client is None or client.record.waiter is not None or client.record.num_steps:
             return
         try:
             forked = self.fork_of(client, self.random.choice([0, 0, len(client.tokens) + 5]))
@@ -238,7 +238,7 @@ class Walk:
         for source, destination in forked.copies:
             assert source != destination
             self.device[destination] = self.device[source]
-        twin = Client(forked.holding, list(client.tokens), client.root)
+        twin = Client(forked.request, list(client.tokens), client.root)
         twin.num_prompt = client.num_prompt
         twin.store, twin.max_store_tokens = client.store, client.max_store_tokens
         self.clients.append(twin)
@@ -246,29 +246,29 @@ class Walk:
         self.counts["forked with copies"] += bool(forked.copies)
 
     def fork_of(self, client: Client, num_tokens: int) -> Any:
-        return self.ledger.fork(client.holding, num_tokens=num_tokens)
+        return self.ledger.fork(client.record, num_tokens=num_tokens)
 
     def allocate(self, client: Client | None = None) -> None:
         client = client or self.pick(S.PINNED)
         if client is None:
             return None
-        if client.holding.waiter is not None:
+        if client.record.waiter is not None:
             return self.wait_on(client, "granted")
         num_tokens = max(1, len(client.tokens) + self.random.choice([0, 0, 0, 5, -3]))
         try:
-            self.ledger.allocate_nowait(client.holding, num_tokens)
+            self.ledger.allocate_nowait(client.record, num_tokens)
         except OutOfBlocks as error:
             if not error.retryable:
                 return self.end(client)
-            self.ledger.queue_allocation(client.holding, num_tokens, lambda: None)
+            self.ledger.queue_allocation(client.record, num_tokens, lambda: None)
             self.counts["queued"] += 1
         return None
 
     def wait_on(self, client: Client, what: str) -> None:
-        waiter = client.holding.waiter
+        waiter = client.record.waiter
         if self.random.random() < 0.2:
             self.counts["withdrawn"] += 1
-            return self.ledger.withdraw(waiter) if client.holding.state is not S.REQUEUED else None
+            return self.ledger.withdraw(waiter) if client.record.state is not S.REQUEUED else None
         if waiter.is_over:
             try:
                 self.ledger.accept(waiter)
@@ -280,46 +280,46 @@ class Walk:
 
     def load(self, client: Client | None = None) -> None:
         client = client or self.pick(S.ALLOCATED, *LOADING)
-        if client is None or client.holding.num_steps:
+        if client is None or client.record.num_steps:
             return
-        holding = client.holding
-        if holding.waiter is not None:
+        request = client.record
+        if request.waiter is not None:
             self.wait_on(client, "granted again")
-            if holding.waiter is not None or client not in self.clients:
+            if request.waiter is not None or client not in self.clients:
                 return
-        if holding.load is not None:
+        if request.load is not None:
             if self.random.random() < 0.1:
-                self.ledger.abandon_load(holding)
+                self.ledger.abandon_load(request)
                 self.counts["load abandoned"] += 1
             return
         jobs_before = len(self.plans)
-        self.take(self.ledger.plan_load(holding, self.random.choice([None, None, None, self.random.randrange(40)])))
-        if holding.load is not None:
+        self.take(self.ledger.plan_load(request, self.random.choice([None, None, None, self.random.randrange(40)])))
+        if request.load is not None:
             self.counts["loading"] += 1
-            self.counts["load shared"] += len(holding.load.jobs) > len(self.plans) - jobs_before
+            self.counts["load shared"] += len(request.load.jobs) > len(self.plans) - jobs_before
 
     def compute(self, client: Client | None = None) -> None:
         client, rng = client or self.pick(S.RUNNING, S.ALLOCATED), self.random
-        if client is None or not self.may_compute(client.holding):
+        if client is None or not self.may_compute(client.record):
             return
-        holding = client.holding
-        if holding.computing is Computing.LOST_BLOCKS:
-            with self.ledger.step([holding]):
+        request = client.record
+        if request.computing is Computing.LOST_BLOCKS:
+            with self.ledger.step([request]):
                 pass  # after a preemption only what a new step has computed counts
-        done = holding.num_computed_tokens
+        done = request.num_computed_tokens
         new = [rng.randrange(3) for _ in range(rng.randint(1, 3))] if done >= len(client.tokens) - 1 else []
-        most = min(holding.num_units * UNIT, len(client.tokens) + len(new))
+        most = min(request.num_units * UNIT, len(client.tokens) + len(new))
         if most < done:
             return
         num_computed = most if rng.random() < 0.5 else rng.randint(done, most)
         client.tokens += new
-        for group, table in enumerate(self.ledger.block_ids(holding)):
+        for group, table in enumerate(self.ledger.block_ids(request)):
             size = self.groups[group].block_size
             for position in range(done // size, num_computed // size):
                 assert table[position], "what is to be computed has a block"
                 self.device[table[position]] = self.tag(client, group, position)
         self.allow(client, num_computed)
-        self.take(self.ledger.commit(holding, num_computed, new))
+        self.take(self.ledger.commit(request, num_computed, new))
         self.take(self.ledger.plan_write_back())
         self.counts["committed"] += 1
 
@@ -332,16 +332,16 @@ class Walk:
         client = self.pick(S.RUNNING)
         if client is None:
             return None
-        holding = client.holding
-        if holding.waiter is not None:
+        request = client.record
+        if request.waiter is not None:
             return self.wait_on(client, "extended")
-        num_tokens = holding.num_units * UNIT + self.random.randint(1, 6)
+        num_tokens = request.num_units * UNIT + self.random.randint(1, 6)
         try:
-            self.ledger.extend_nowait(holding, num_tokens)
+            self.ledger.extend_nowait(request, num_tokens)
         except OutOfBlocks as error:
             if not error.retryable:
                 return self.end(client)
-            self.ledger.queue_extension(holding, num_tokens, lambda: None)
+            self.ledger.queue_extension(request, num_tokens, lambda: None)
         return None
 
     def leave(self) -> None:
@@ -350,15 +350,15 @@ class Walk:
 
     def end(self, client: Client, reason: str = "closed_early") -> None:
         self.clients.remove(client)
-        self.take(self.ledger.release(client.holding, reason))
+        self.take(self.ledger.release(client.record, reason))
         if self.choices.random() < 0.9:  # it may be forgotten
             self.take(self.ledger.plan_write_back())
-        self.counts[client.holding.state.value] += 1
+        self.counts[client.record.state.value] += 1
 
     def step(self) -> None:
         if self.steps and self.random.random() < 0.6:
             return self.steps.pop(self.random.randrange(len(self.steps))).close()
-        running = [client.holding for client in self.clients if self.may_compute(client.holding)]
+        running = [client.record for client in self.clients if self.may_compute(client.record)]
         if running and len(self.steps) < 2:
             step = ExitStack()
             step.enter_context(self.ledger.step(self.random.sample(running, self.random.randint(1, len(running)))))
@@ -370,52 +370,52 @@ class Walk:
         client = self.pick(S.RUNNING)
         if client is None:
             return
-        holding = client.holding
-        start = self.random.randint(holding.ready_stop * UNIT, holding.num_computed_tokens)
-        wrong = self.written(holding, start)
-        for tainted in self.ledger.invalidate(holding, start):
+        request = client.record
+        start = self.random.randint(request.ready_stop * UNIT, request.num_computed_tokens)
+        wrong = self.written(request, start)
+        for tainted in self.ledger.invalidate(request, start):
             self.counts["tainted"] += 1
-            self.end(next(other for other in self.clients if other.holding is tainted), "prefix_invalidated")
+            self.end(next(other for other in self.clients if other.record is tainted), "prefix_invalidated")
         for block_id in wrong - {0}:
             self.device[block_id] = "invalidated"
         client.tokens = client.tokens[: max(client.num_prompt, start + 1)]
         self.counts["invalidated"] += 1
 
-    def written(self, holding: Any, start: int) -> set[int]:
-        """The whole blocks behind token `start` that `holding` has computed."""
+    def written(self, request: Any, start: int) -> set[int]:
+        """The whole blocks behind token `start` that `request` has computed."""
         found = set()
-        for group, table in enumerate(self.ledger.block_ids(holding)):
+        for group, table in enumerate(self.ledger.block_ids(request)):
             size = self.groups[group].block_size
-            found.update(table[start // size : holding.num_computed_tokens // size])
+            found.update(table[start // size : request.num_computed_tokens // size])
         return found
 
     def preempt(self) -> None:
         client = self.pick(S.RUNNING, *LOADING, S.ALLOCATED)
-        if client is None or client.holding.num_steps:
+        if client is None or client.record.num_steps:
             return
-        holding = client.holding
-        if holding.waiter is not None and holding.state is not S.REQUEUED:
+        request = client.record
+        if request.waiter is not None and request.state is not S.REQUEUED:
             return
         is_queued = self.ledger.statistics().num_waiting > 0  # who waits may be given room at once
-        held, before, is_loading = self.held(holding), self.ledger.admission.room, holding.state in LOADING
+        held, before, is_loading = self.held(request), self.ledger.admission.num_available, request.state in LOADING
         self.allow(client, len(client.tokens))  # also what it has only hit so far
-        found = self.ledger.preempt_nowait(holding)
-        assert holding.state is S.PREEMPTED and holding.num_blocks == 0
-        assert is_loading or is_queued or found.num_freed == max(0, self.ledger.admission.room - before)
+        found = self.ledger.preempt_nowait(request)
+        assert request.state is S.PREEMPTED and request.num_blocks == 0
+        assert is_loading or is_queued or found.num_freed == max(0, self.ledger.admission.num_available - before)
         assert is_loading or found.num_pending <= len(held)
         self.take(found.plans)
         self.counts["preempted"] += 1
 
-    def held(self, holding: Any) -> set[int]:
-        return {block_id for table in self.ledger.block_ids(holding) for block_id in table if block_id}
+    def held(self, request: Any) -> set[int]:
+        return {block_id for table in self.ledger.block_ids(request) for block_id in table if block_id}
 
     def resume(self) -> None:
         client = self.pick(S.PREEMPTED)
         if client is not None:
-            self.ledger.resume(client.holding)
-            assert client.holding.match.num_tokens < len(client.tokens), "a token is always left to compute"
+            self.ledger.resume(client.record)
+            assert client.record.match.num_tokens < len(client.tokens), "a token is always left to compute"
             self.counts["resumed"] += 1
-            self.counts["resumed with a hit"] += client.holding.match.num_tokens > 0
+            self.counts["resumed with a hit"] += client.record.match.num_tokens > 0
             self.allocate(client)
 
     def reset(self) -> None:

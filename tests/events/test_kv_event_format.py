@@ -39,11 +39,11 @@ def land(ledger: Ledger, plans: tuple[TransferPlan, ...]) -> None:
 
 
 def serve(ledger: Ledger, prefix: Prefix) -> None:
-    holding = ledger.admit(prefix)
-    ledger.allocate_nowait(holding)
-    ledger.plan_load(holding, 0)
-    land(ledger, ledger.commit(holding, prefix.num_tokens))
-    land(ledger, ledger.release(holding))
+    record = ledger.admit(prefix)
+    ledger.allocate_nowait(record)
+    ledger.plan_load(record, 0)
+    land(ledger, ledger.commit(record, prefix.num_tokens))
+    land(ledger, ledger.release(record))
 
 
 def told(ledger: Ledger, act: Any, form: EventFormat | None = None) -> bytes:

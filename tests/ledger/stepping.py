@@ -13,8 +13,8 @@ from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestSt
 from aoffload.ledger import (
     Completion,
     Direction,
-    Holding,
     JobState,
+    LedgerRequest,
     Observer,
     Outcome,
     Pin,
@@ -31,18 +31,18 @@ class Seen(RuntimeObserver):
     """Keeps every request, and counts jobs by direction and last state."""
 
     def __init__(self) -> None:
-        self.holdings: dict[Holding, None] = {}
+        self.records: dict[LedgerRequest, None] = {}
         self.jobs: dict[tuple[Direction, JobState], int] = {}
         self.num_skipped_blocks = 0
 
-    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
-        self.holdings[holding] = None
+    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
+        self.records[record] = None
 
     def job_moved(self, job: Any, old: JobState, reason: str) -> None:
         key = (job.plan.direction, job.state)
         self.jobs[key] = self.jobs.get(key, 0) + 1
 
-    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
+    def store_skipped(self, record: LedgerRequest | None, num_blocks: int, reason: str) -> None:
         self.num_skipped_blocks += num_blocks
 
     def num_jobs(self, state: JobState) -> int:
@@ -51,7 +51,7 @@ class Seen(RuntimeObserver):
 
 @attrs.define(eq=False)
 class Client:
-    holding: Holding
+    record: LedgerRequest
     tokens: list[int]
     num_tokens: int
     """Tokens at which it is done."""
@@ -94,13 +94,13 @@ class OwnSteps:
         prefix = Prefix.of(Root("toy"), tokens)
         if self.random.random() < 0.1:
             self.pins.append(self.ledger.pin(prefix))
-        holding = self.ledger.admit(prefix)
-        waiter = self.ledger.queue_allocation(holding, len(tokens) + 8)
-        self.clients.append(Client(holding, tokens, len(tokens) + self.random.randint(1, 8), waiter))
+        record = self.ledger.admit(prefix)
+        waiter = self.ledger.queue_allocation(record, len(tokens) + 8)
+        self.clients.append(Client(record, tokens, len(tokens) + self.random.randint(1, 8), waiter))
 
     def take_room(self, client: Client) -> None:
         """Accept what it was granted, and load."""
-        waiter = client.holding.waiter or client.waiter
+        waiter = client.record.waiter or client.waiter
         if waiter is None or not waiter.is_over:
             return
         client.waiter = None
@@ -109,30 +109,30 @@ class OwnSteps:
         except OutOfBlocks:
             self.leave(client, "no_room")
             return
-        self.launch(self.ledger.plan_load(client.holding))
+        self.launch(self.ledger.plan_load(client.record))
 
     def compute(self, client: Client) -> None:
         sampled = [self.random.randrange(1000)] if len(client.tokens) < client.num_tokens else []
-        self.launch(self.ledger.commit(client.holding, len(client.tokens), sampled))
+        self.launch(self.ledger.commit(client.record, len(client.tokens), sampled))
         client.tokens += sampled
         if not sampled:
             self.leave(client, "closed_early")
         elif self.random.random() < 0.05:
-            self.launch(self.ledger.preempt_nowait(client.holding).plans)
+            self.launch(self.ledger.preempt_nowait(client.record).plans)
 
     def leave(self, client: Client, reason: str) -> None:
         self.clients.remove(client)
-        self.launch(self.ledger.release(client.holding, reason))
+        self.launch(self.ledger.release(client.record, reason))
 
     def step(self) -> None:
         self.end_copies()
         for client in tuple(self.clients):
-            state = client.holding.state
+            state = client.record.state
             if self.random.random() < 0.02:
                 self.leave(client, "client_gone")
             elif state is RequestState.PREEMPTED:
-                self.ledger.resume(client.holding)
-                client.waiter = self.ledger.queue_allocation(client.holding, len(client.tokens) + 8)
+                self.ledger.resume(client.record)
+                client.waiter = self.ledger.queue_allocation(client.record, len(client.tokens) + 8)
             elif state is RequestState.RUNNING:
                 self.compute(client)
             elif state in (RequestState.PINNED, RequestState.REQUEUED):
@@ -160,7 +160,7 @@ class EngineSteps(Hostile):
 
     def __init__(self, seed: int, observer: Observer | None, between: Callable[[], object] = lambda: None) -> None:
         super().__init__(seed)
-        self.told_pending: set[Holding] = set()
+        self.told_pending: set[LedgerRequest] = set()
         self.between, config = between, self.ledger.config
         self.ledger = Ledger(
             config, self.num_rows, engine_blocks=self.pool, clock=lambda: self.counts["steps"], observer=observer
@@ -168,8 +168,8 @@ class EngineSteps(Hostile):
 
     def admit(self, request: Any) -> bool:
         is_admitted = super().admit(request)
-        if request.holding is not None and request.holding.match.is_pending:
-            self.told_pending.add(request.holding)
+        if request.record is not None and request.record.match.is_pending:
+            self.told_pending.add(request.record)
         return is_admitted
 
     def step(self) -> None:

@@ -21,7 +21,7 @@ from aoffload import (
     WrongState,
 )
 from aoffload._kernel.protocols import NullObserver
-from aoffload.ledger import Completion, CopyQueue, Holding, Outcome, Prefix, Root, TransferPlan
+from aoffload.ledger import Completion, CopyQueue, LedgerRequest, Outcome, Prefix, Root, TransferPlan
 from aoffload.transport import DeviceGone, Fence, TransferRefused
 
 BLOCK, BLOCK_BYTES = 4, 100
@@ -79,19 +79,19 @@ class Loop:
 
     def store(self, seed: int, num_blocks: int = 2) -> None:
         """A request that computes its prompt and ends; its blocks are to be stored."""
-        holding = self.ledger.admit(prompt(seed, num_blocks))
-        self.ledger.allocate_nowait(holding)
-        self.queue.submit(self.ledger.plan_load(holding))
-        self.queue.submit(self.ledger.commit(holding, num_blocks * BLOCK + 1))
-        self.queue.submit(self.ledger.release(holding))
+        request = self.ledger.admit(prompt(seed, num_blocks))
+        self.ledger.allocate_nowait(request)
+        self.queue.submit(self.ledger.plan_load(request))
+        self.queue.submit(self.ledger.commit(request, num_blocks * BLOCK + 1))
+        self.queue.submit(self.ledger.release(request))
 
-    def load(self, seed: int, num_blocks: int = 2) -> Holding:
+    def load(self, seed: int, num_blocks: int = 2) -> LedgerRequest:
         """A request whose prompt the host holds."""
-        holding = self.ledger.admit(prompt(seed, num_blocks))
-        assert holding.match.num_host_tokens == num_blocks * BLOCK
-        self.ledger.allocate_nowait(holding)
-        self.queue.submit(self.ledger.plan_load(holding))
-        return holding
+        request = self.ledger.admit(prompt(seed, num_blocks))
+        assert request.match.num_host_tokens == num_blocks * BLOCK
+        self.ledger.allocate_nowait(request)
+        self.queue.submit(self.ledger.plan_load(request))
+        return request
 
     def host(self, *seeds: int) -> None:
         """Store these prompts and drop them from the device."""
@@ -131,12 +131,12 @@ def test_each_hop_has_bounds_of_its_own() -> None:
     loop.land()
     assert loop.copies.directions() == "store load load store"  # of what may go now, loads first
     loop.land()
-    assert [holding.state for holding in loads] == [RequestState.RUNNING] * 2
+    assert [request.state for request in loads] == [RequestState.RUNNING] * 2
     assert (loop.queue.num_in_flight, loop.queue.num_bytes_in_flight, loop.queue.oldest_job) == (0, 0, math.inf)
 
 
 def test_bytes_are_bounded_and_a_larger_job_goes_alone() -> None:
-    """At most `max_bytes_in_flight` of a hop; one job that is larger is not kept for ever."""
+    """At most `max_bytes_in_flight` of a link; one job that is larger is not kept for ever."""
     loop = Loop(max_bytes_in_flight=2 * BLOCK_BYTES, max_jobs_in_flight=9)
     loop.store(1)
     loop.store(2)
@@ -314,8 +314,8 @@ def test_whoever_is_woken_may_advance_the_queue() -> None:
     loop = Loop()
     loop.host(1, 2)
     first, second = loop.ledger.admit(prompt(1, 2)), loop.ledger.admit(prompt(2, 2))
-    for holding in (first, second):
-        loop.ledger.allocate_nowait(holding)
+    for request in (first, second):
+        loop.ledger.allocate_nowait(request)
 
     def woken() -> None:
         loop.queue.deliver(Completion(loop.copies.launched[1].job_id, Outcome.LANDED, 2))
@@ -464,7 +464,7 @@ def test_an_observer_of_the_ledger_cannot_drive_the_queue(name: str) -> None:
 
 def test_a_late_copy_without_a_proof_keeps_its_hop_stopped() -> None:
     """A report that the end of a copy is unknown is no end: the copy may still be moving bytes. A proof that comes
-    after such a report lets the hop go on."""
+    after such a report lets the link go on."""
     loop = Loop()
     loop.store(1)
     (plan,) = loop.copies.launched
@@ -571,9 +571,9 @@ def test_a_fast_link_has_more_in_flight(link: float, options: Any, bounds: tuple
     queue = CopyQueue(
         loop.ledger, copies, loop.queue.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, in_steps=False
     )
-    for hop in ((Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST)):
-        assert (queue.hop(*hop).max_bytes, queue.hop(*hop).max_jobs) == bounds
-    assert queue.hop(Tier.DISK, Tier.HOST).max_bytes == 64 * 2**20, "the link does not change the bound of a disk"
+    for link in ((Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST)):
+        assert (queue.link(*link).max_bytes, queue.link(*link).max_jobs) == bounds
+    assert queue.link(Tier.DISK, Tier.HOST).max_bytes == 64 * 2**20, "the link does not change the bound of a disk"
 
 
 # -- an engine that launches once a step ------------------------------------------------------------------------------
@@ -588,11 +588,11 @@ def step(loop: Loop) -> None:
 
 
 def stepped(num_bytes: int, **options: Any) -> tuple[Loop, Any]:
-    """A queue that an engine drives, and its hop for stores with a bound of `num_bytes`."""
+    """A queue that an engine drives, and its link for stores with a bound of `num_bytes`."""
     loop = Loop(max_job_bytes=BLOCK_BYTES, **options)
-    hop = loop.queue.hop(Tier.DEVICE, Tier.HOST)
-    hop.max_bytes = hop.least_bytes = num_bytes
-    return loop, hop
+    link = loop.queue.link(Tier.DEVICE, Tier.HOST)
+    link.max_bytes = link.least_bytes = num_bytes
+    return loop, link
 
 
 def test_all_that_a_step_computes_is_in_flight_at_once() -> None:
@@ -602,7 +602,7 @@ def test_all_that_a_step_computes_is_in_flight_at_once() -> None:
     loop.store(1, num_blocks=8)
     assert len(loop.copies.launched) == 8
     step(loop)
-    loop.queue.hop(Tier.HOST, Tier.DEVICE).max_bytes = BLOCK_BYTES
+    loop.queue.link(Tier.HOST, Tier.DEVICE).max_bytes = BLOCK_BYTES
     loop.ledger.reset(Tier.DEVICE)
     loop.load(1, num_blocks=8)
     assert len(loop.copies.launched) == 8
@@ -621,7 +621,7 @@ def test_what_is_configured_bounds_a_step_too(options: Any) -> None:
 def test_a_link_that_idles_while_jobs_wait_gets_twice_as_much() -> None:
     """So a long queue needs few steps, whatever the speed of the link and however long a step takes. What a slower link
     has not copied by the next step makes the bound fall again, to where it began at the lowest."""
-    loop, hop = stepped(BLOCK_BYTES)
+    loop, link = stepped(BLOCK_BYTES)
     loop.queue._step_bytes = 0
     for seed in range(1, 16):
         loop.store(seed, num_blocks=1)
@@ -630,14 +630,14 @@ def test_a_link_that_idles_while_jobs_wait_gets_twice_as_much() -> None:
         counts.append(len(loop.copies.launched))
         step(loop)
     assert counts == [1, 2, 4, 8]
-    hop.max_bytes = 65 * BLOCK_BYTES
+    link.max_bytes = 65 * BLOCK_BYTES
     for seed in range(21, 23):
         loop.store(seed, num_blocks=1)
-    hop.queue.append(hop.queue[0] if hop.queue else (loop.copies.launched[0], None))  # one waits
+    link.queue.append(link.queue[0] if link.queue else (loop.copies.launched[0], None))  # one waits
     for _ in range(1000):
-        hop.step_ended()
-    assert hop.max_bytes == BLOCK_BYTES
-    hop.queue.clear()
+        link.step_ended()
+    assert link.max_bytes == BLOCK_BYTES
+    link.queue.clear()
 
 
 def test_a_job_is_late_only_once_it_is_the_first() -> None:

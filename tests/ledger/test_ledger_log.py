@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aoffload.trace.links import HOPS
 from engine_driving import EngineDriven
 from page_data import column, columns, page_data
 from prometheus_client import CollectorRegistry
@@ -32,7 +33,6 @@ from aoffload.ledger import (
 from aoffload.metrics import Metrics
 from aoffload.trace.command import main
 from aoffload.trace.figures import Figures
-from aoffload.trace.hops import HOPS
 from aoffload.trace.listener import Listener
 from aoffload.trace.occupancy import MEASURES, Usage
 from aoffload.trace.parse_errors import ParseError
@@ -91,12 +91,12 @@ def test_the_trace_tool_reads_every_line_and_finds_every_request_and_job(program
             assert not any(scan.reader.parse_errors.num_lines(kind) for kind in ParseError)
             assert scan.remarks() == []
         requests = [one for one in timelines.found if one.kind.value == "request"]
-        assert Counter(one.outcome for one in requests) == Counter(h.state.value for h in seen.holdings)
-        assert len(requests) == len(seen.holdings) > 4
-        for hop in HOPS:
-            found = figures.jobs[hop].outcomes
+        assert Counter(one.outcome for one in requests) == Counter(h.state.value for h in seen.records)
+        assert len(requests) == len(seen.records) > 4
+        for link in HOPS:
+            found = figures.jobs[link].outcomes
             for state in (JobState.COMPLETED, JobState.FAILED, JobState.DISCARDED):
-                counted = seen.jobs.get((hop.direction, state), 0) if hop.tier is Tier.HOST else 0
+                counted = seen.jobs.get((link.direction, state), 0) if link.tier is Tier.HOST else 0
                 also = found.count(Outcome.REFUSED.value) if state is JobState.FAILED else 0  # a word of its own there
                 assert found.count(state.value) + also == counted
         skipped = figures.skipped_blocks
@@ -121,7 +121,7 @@ def test_an_engine_s_pending_matches_and_lost_loads_are_in_the_trace(tmp_path: P
         assert all(one.states[0] == "matched" for one in timelines.found)
         ran = [one for one in timelines.found if "running" in one.states]
         lost = sum(one.facts["num_lost_tokens"] for one in ran)
-        assert lost == sum(holding.num_lost_tokens for holding in seen.holdings)
+        assert lost == sum(request.num_lost_tokens for request in seen.records)
         num_pending, num_lost = num_pending + len(pending), num_lost + lost
     assert num_pending > 10 and num_lost > 10
 
@@ -158,7 +158,7 @@ def test_a_page_and_a_perfetto_trace_are_drawn(
     data = page_data(page)
     timelines, jobs = columns(data["timelines"]), columns(data["jobs"])
     num_requests = sum(data["kinds"][kind] == "request" for kind in timelines["kind"])
-    assert num_requests == len(seen.holdings)
+    assert num_requests == len(seen.records)
     num_launched = seen.num_jobs(JobState.LAUNCHED)
     assert len(jobs["job_id"]) == num_launched + seen.num_jobs(JobState.DISCARDED)
     (life,) = data["runtimes"]
@@ -223,8 +223,8 @@ def test_a_copy_queue_reports_to_the_log_and_the_metrics(
         log.ledger_opened(driven.ledger)
         config, transport = driven.ledger.config, Hanging()
         queue = CopyQueue(driven.ledger, transport, config, clock=lambda: now, block_bytes=1, observer=told)
-        holding, tables = driven.computed(range(16))
-        (plan,) = driven.offer(holding, 16, tables)
+        request, tables = driven.computed(range(16))
+        (plan,) = driven.offer(request, 16, tables)
         queue.submit([plan])
         now = 1e6
         queue.advance()
@@ -237,7 +237,7 @@ def test_a_copy_queue_reports_to_the_log_and_the_metrics(
         assert not queue.is_accepting
         lost = CopyQueue(driven.ledger, transport, config, clock=lambda: now, block_bytes=1, observer=told)
         transport.is_lost = True
-        driven.release(holding)
+        driven.release(request)
         other, tables = driven.computed(range(100, 116))
         lost.submit(driven.offer(other, 16, tables))
         lost.advance()
@@ -262,8 +262,8 @@ def test_a_job_that_a_disabled_storage_refuses_is_no_warning(tmp_path: Path, out
     path = tmp_path / "log"
     with path.open("w") as file:
         driven = EngineDriven(observer=LedgerLog(make_logger(file)))
-        holding, tables = driven.computed(range(16))
-        (plan,) = driven.offer(holding, 16, tables)
+        request, tables = driven.computed(range(16))
+        (plan,) = driven.offer(request, 16, tables)
         driven.ledger.launch(plan.job_id)
         driven.ledger.settle(Completion(plan.job_id, outcome, error="the storage is left alone"))
     events = [json.loads(line) for line in path.read_text().splitlines()]
@@ -277,9 +277,9 @@ def test_a_request_that_asks_with_other_tokens_of_its_engine_s_is_one_timeline(t
     with path.open("w") as file:
         driven = EngineDriven(observer=LedgerLog(make_logger(file)))
         driven.serve(range(16))
-        holding = driven.admit(range(17), request_id="asker")
-        assert driven.ask(holding, 8) == (8, 8, "hit")
-        driven.release(holding, "left")
+        request = driven.admit(range(17), request_id="asker")
+        assert driven.ask(request, 8) == (8, 8, "hit")
+        driven.release(request, "left")
     timelines = Timelines()
     scanned(path, timelines)
     (asker,) = [one for one in timelines.found if one.name == "asker"]
@@ -304,7 +304,7 @@ def test_a_logger_that_raises_costs_its_event_and_nothing_else(tmp_path: Path) -
     log.ledger_opened(steps.ledger)
     steps.drive(40)
     log.ledger_closed(steps.ledger)
-    events = 2 + sum(seen.jobs.values()) + 3 * len(seen.holdings)
+    events = 2 + sum(seen.jobs.values()) + 3 * len(seen.records)
     assert log.num_lost_events > events > 20
     steps.ledger.check_integrity()
 

@@ -45,7 +45,7 @@ class Measured:
         live, over = scrape.sum("aoffload_requests"), scrape.sum("aoffload_requests_finished_total")
         assert (live, live + over) == (found.num_requests, scrape.sum("aoffload_requests_admitted_total"))
         for state in ("matched", "pinned", "loading", "running"):
-            really = sum(holding.state.value == state for holding in ledger.holdings.values())
+            really = sum(request.state.value == state for request in ledger.live_requests.values())
             assert scrape.sum("aoffload_requests", state=state) == really
         assert scrape.sum("aoffload_requests_waiting") == found.num_waiting
         under_way = scrape.sum("aoffload_jobs") - scrape.sum("aoffload_jobs", state="quarantined")
@@ -124,11 +124,11 @@ def test_tokens_are_counted_by_where_they_came_from() -> None:
     assert declined.match.num_host_tokens == 12
     driven.land(driven.offer(declined, 17, driven.fresh(17)))
     driven.release(declined)
-    holding = driven.admit(range(17), 4)  # has 4, loads 12 and computes 1
+    request = driven.admit(range(17), 4)  # has 4, loads 12 and computes 1
     tables = driven.fresh(17)
-    driven.land(driven.load(holding, tables))
-    driven.land(driven.offer(holding, 17, tables))
-    driven.release(holding)
+    driven.land(driven.load(request, tables))
+    driven.land(driven.offer(request, 17, tables))
+    driven.release(request)
     assert metrics.tokens == {"device_hit": 0 + 4 + 4, "host_hit": 12, "computed": 16 + 13 + 1}
     short = driven.admit(range(17), 6)  # has 6, of which one block counts; of 12 tokens 4 are brought
     tables = driven.fresh(17)
@@ -145,13 +145,13 @@ def test_a_request_that_was_told_to_ask_again_is_shown_as_matched() -> None:
     registry = CollectorRegistry()
     registry.register(LedgerCollector(driven.ledger, metrics, threading.Lock()))
     driven.serve(range(16))
-    holding, plans = driven.loading(range(17))
+    request, plans = driven.loading(range(17))
     asker = driven.pending(range(17), [])
     scrape = Scrape.of(registry)
     assert scrape.sum("aoffload_requests", state="matched") == scrape.sum("aoffload_requests", state="loading") == 1
     num_before = scrape.sum("aoffload_request_seconds_count", state="matched")
     driven.land(plans)
-    driven.release(holding, "left")
+    driven.release(request, "left")
     assert driven.ask(asker)[1] == 16
     scrape = Scrape.of(registry)
     assert scrape.sum("aoffload_requests", state="matched") == 0
@@ -215,8 +215,8 @@ def test_latency_losses_and_a_cache_that_is_off_count_once_they_are_told() -> No
     driven = EngineDriven(observer=told)
     registry = CollectorRegistry()
     registry.register(LedgerCollector(driven.ledger, metrics, threading.Lock()))
-    holding, tables = driven.computed(range(16))
-    (plan,) = driven.launch(driven.offer(holding, 16, tables))
+    request, tables = driven.computed(range(16))
+    (plan,) = driven.launch(driven.offer(request, 16, tables))
     settle = told.hearing(driven.ledger.settle)
     settle(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
     told.store_skipped(None, 3, "host_full")
@@ -227,7 +227,7 @@ def test_latency_losses_and_a_cache_that_is_off_count_once_they_are_told() -> No
     assert scrape.sum("aoffload_observer_failures_total") == told.num_failures == 1
     assert scrape.sum("aoffload_skipped_store_blocks_total", reason="host_full") == 3
     assert scrape.sum("aoffload_cache_off") == 1
-    assert holding.state is RequestState.RUNNING
+    assert request.state is RequestState.RUNNING
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

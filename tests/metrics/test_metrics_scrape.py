@@ -15,7 +15,7 @@ from scraping import BACKENDS, GUARD_S, Scrape, client, measured, prompt, serve
 from aoffload import InvalidArgument, RequestState, RuntimeObserver
 from aoffload._runtime.worker import CopyWorker
 from aoffload._transfer.backends.scripted import ScriptedTransport
-from aoffload.ledger import Completion, Holding, Outcome
+from aoffload.ledger import Completion, LedgerRequest, Outcome
 from aoffload.metrics import MetricsCollector, collector
 from aoffload.metrics.observer import MAX_REPORTS
 
@@ -68,8 +68,8 @@ class Scraper(RuntimeObserver):
         """Or is over already, as it must not be."""
         self.was_answered_inside = False
 
-    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
-        if holding.state is not RequestState.DONE or self.thread is not None:
+    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
+        if record.state is not RequestState.DONE or self.thread is not None:
             return
 
         def scrape() -> None:

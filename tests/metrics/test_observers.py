@@ -13,7 +13,7 @@ from scraping import BACKENDS, measured, prompt, serve
 
 from aoffload import InvalidArgument, RequestState, RuntimeObserver
 from aoffload._kernel.records import Job
-from aoffload.ledger import Completion, Holding, JobState
+from aoffload.ledger import Completion, JobState, LedgerRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -30,8 +30,8 @@ class Recorder(RuntimeObserver):
         self.threads: set[int] = set()
         self.waits: list[float] = []
 
-    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
-        self.moves.append(holding.state.value)
+    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
+        self.moves.append(record.state.value)
 
     def job_moved(self, job: Job, old: JobState, reason: str) -> None:
         self.jobs.append(job.state)
@@ -39,14 +39,14 @@ class Recorder(RuntimeObserver):
     def completion_delivered(self, completion: Completion) -> None:
         self.threads.add(threading.get_ident())
 
-    def waited_for_room(self, holding: Holding, seconds: float) -> None:
+    def waited_for_room(self, record: LedgerRequest, seconds: float) -> None:
         self.waits.append(seconds)
 
 
 class Broken(RuntimeObserver):
     """Raises at everything that it is told."""
 
-    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
+    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
         raise OSError("a full disk")
 
     def job_moved(self, job: Job, old: JobState, reason: str) -> None:

@@ -110,15 +110,15 @@ def spoken(
         said += [999_999] * (not len(said) % BLOCK_TOKENS)  # else a block less could be hit than the prompt has
         num_answered += not (len(said) + num_answered - 1) % BLOCK_TOKENS  # its last block is never full
         answer = [1000 * number + 500 + at for at in range(num_answered)]
-        holding = ledger.admit(Prefix.of(Root("model"), said))
-        ledger.allocate_nowait(holding)
-        hits.append((holding.match.num_device_tokens // BLOCK_TOKENS, holding.match.num_host_tokens // BLOCK_TOKENS))
-        land(ledger, ledger.plan_load(holding))
-        land(ledger, chain(ledger.commit(holding, len(said), answer[:1]), ledger.plan_write_back()))
+        record = ledger.admit(Prefix.of(Root("model"), said))
+        ledger.allocate_nowait(record)
+        hits.append((record.match.num_device_tokens // BLOCK_TOKENS, record.match.num_host_tokens // BLOCK_TOKENS))
+        land(ledger, ledger.plan_load(record))
+        land(ledger, chain(ledger.commit(record, len(said), answer[:1]), ledger.plan_write_back()))
         for at, token in enumerate(answer[1:], len(said) + 1):
-            ledger.extend_nowait(holding, at)
-            land(ledger, chain(ledger.commit(holding, at, (token,)), ledger.plan_write_back()))
-        land(ledger, chain(ledger.release(holding), ledger.plan_write_back()))
+            ledger.extend_nowait(record, at)
+            land(ledger, chain(ledger.commit(record, at, (token,)), ledger.plan_write_back()))
+        land(ledger, chain(ledger.release(record), ledger.plan_write_back()))
         heard.append(said + answer)
     return hits
 

@@ -45,12 +45,12 @@ def serve(ledger: Ledger, prompt: Any, answer: tuple[int, ...] = (), **identity:
     """One request, whose answer is computed but for its last token."""
     tokens = np.array(prompt, np.int32)
     root = Root("model", identity.pop("salt", None))
-    holding = ledger.admit(Prefix.of(root, tokens, identity.pop("spans", ())), **identity)
+    record = ledger.admit(Prefix.of(root, tokens, identity.pop("spans", ())), **identity)
     num_tokens = len(tokens) + max(0, len(answer) - 1)
-    ledger.allocate_nowait(holding, num_tokens)
-    ledger.abandon_load(holding) if holding.load is not None else ledger.plan_load(holding)
-    ledger.commit(holding, num_tokens, answer)
-    ledger.release(holding)
+    ledger.allocate_nowait(record, num_tokens)
+    ledger.abandon_load(record) if record.load is not None else ledger.plan_load(record)
+    ledger.commit(record, num_tokens, answer)
+    ledger.release(record)
 
 
 def recorded(path: Path, *prompts: Any, secret: bytes | None = None, **options: Any) -> list[dict[str, Any]]:
@@ -126,13 +126,13 @@ def test_forks_are_not_recorded(tmp_path: Path) -> None:
     """They ask for nothing: they go on with what they share."""
     with Recorder(tmp_path / "a", block_tokens=BLOCK) as one:
         ledger = Ledger(config(), 200, observer=one)
-        holding = ledger.admit(Prefix.of(ROOT, range(8)))
-        ledger.allocate_nowait(holding)
-        ledger.plan_load(holding)
-        ledger.commit(holding, 8, (1,))
-        child = ledger.fork(holding, num_tokens=12).holding
+        record = ledger.admit(Prefix.of(ROOT, range(8)))
+        ledger.allocate_nowait(record)
+        ledger.plan_load(record)
+        ledger.commit(record, 8, (1,))
+        child = ledger.fork(record, num_tokens=12).request
         ledger.commit(child, 9, (2,))
-        for each in (child, holding):
+        for each in (child, record):
             ledger.release(each)
     assert len(requests_of(tmp_path / "a")) == 1
 
@@ -304,11 +304,11 @@ def test_times_are_those_of_arrivals(tmp_path: Path) -> None:
     with Recorder(tmp_path / "a", block_tokens=BLOCK, env=Clock()) as one:
         ledger = Ledger(config(), 200, observer=one)
         first, second = (ledger.admit(Prefix.of(ROOT, [number] * 8)) for number in (1, 2))
-        for holding in (second, first):
-            ledger.allocate_nowait(holding)
-            ledger.plan_load(holding)
-            ledger.commit(holding, 8)
-            ledger.release(holding)
+        for record in (second, first):
+            ledger.allocate_nowait(record)
+            ledger.plan_load(record)
+            ledger.commit(record, 8)
+            ledger.release(record)
     assert [each["timestamp"] for each in requests_of(tmp_path / "a")] == [3500.0, 1000.0]
     assert [request.at_s for request in read_trace(tmp_path / "a").requests] == [1.0, 3.5]
 

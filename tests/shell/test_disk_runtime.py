@@ -426,7 +426,7 @@ async def test_a_load_from_the_disk_that_is_given_up_leaves_the_others_alone() -
                 await pending.wait()
                 assert runtime.statistics().host.num_quarantined == 4
                 runtime.check_integrity()
-                assert await engine.serve(B) == 0  # no fetch is begun on a hop that stalls
+                assert await engine.serve(B) == 0  # no fetch is begun on a link that stalls
                 assert not runtime.worker.off_reason
                 await engine.serve(C)
                 await runtime.reset(Tier.DEVICE)

@@ -246,7 +246,7 @@ async def test_an_abandoned_request_that_waits_for_another_is_noticed() -> None:
                 requests.clear()
             gc.collect()
             await turns()
-            assert list(engine.runtime.ledger.holdings) == [bringer.request_id]
+            assert list(engine.runtime.ledger.live_requests) == [bringer.request_id]
         engine.transport.land_all()
         await turns()
         engine.pool.let_go(table)

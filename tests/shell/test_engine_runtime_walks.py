@@ -90,9 +90,9 @@ class Walk:
         await anyio.sleep(0.1)  # time passes once nobody has anything left to do: all that was reported is settled
 
     def preempt(self, odds: float) -> None:
-        holdings = list(self.engine.runtime.ledger.holdings)
-        if holdings and self.random.random() < odds:
-            self.counts["preempted"] += self.engine.runtime.cancel(self.random.choice(holdings), "preempted")
+        records = list(self.engine.runtime.ledger.live_requests)
+        if records and self.random.random() < odds:
+            self.counts["preempted"] += self.engine.runtime.cancel(self.random.choice(records), "preempted")
 
     async def run(self) -> None:
         async with anyio.create_task_group() as ending:

@@ -146,10 +146,10 @@ async def test_a_request_that_fetches_keeps_its_place_in_line() -> None:
                     while "first" not in runtime._session.requests:
                         await turns(1)
                     group.start_soon(serve, "second", prompt(4, 17))
-                    while not runtime.ledger.admission.line.allocating:
+                    while not runtime.ledger.admission.queue.allocating:
                         await turns(1)
                     hanging.let_go()
-                    while len(runtime.ledger.admission.line.allocating) < 2:
+                    while len(runtime.ledger.admission.queue.allocating) < 2:
                         await turns(1)
                     assert not order
         finally:

@@ -38,8 +38,8 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 def references(request: Request, tier: Tier) -> list[int]:
     """The count of every run that the request's lease pins, last first."""
-    assert request._holding is not None
-    return [run.parts[tier].num_references for run in request._holding.leases[tier].run.path()]
+    assert request._record is not None
+    return [run.parts[tier].num_references for run in request._record.leases[tier].run.path()]
 
 
 def runs(engine: Engine) -> list[Run]:

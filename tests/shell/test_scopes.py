@@ -141,7 +141,7 @@ async def test_an_abandoned_request_that_another_thread_collects() -> None:
             """Entered without a scope, so that nothing of its task refers to it."""
 
         request = Entered(engine.runtime._session, *_parts_of(engine.runtime.request(A, "lost")))
-        request._holding = engine.runtime._session.admit(request, request._prompt, request._options)
+        request._record = engine.runtime._session.admit(request, request._prompt, request._options)
         request.allocate_nowait()
         holder.append(request)
         del request

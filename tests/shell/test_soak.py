@@ -13,7 +13,7 @@ import pytest
 from aoffload import Request, WrongState
 from aoffload._kernel.leases import RequestLeases
 from aoffload._kernel.plans import TransferPlan
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Direction
 from aoffload._transfer.backends.cpu import CpuBackend
 from proof import soak as soak_module
@@ -60,9 +60,9 @@ def test_a_release_that_is_skipped_fails_it(monkeypatch: pytest.MonkeyPatch) -> 
     """One request of hundreds keeps its pins: the next rest says so."""
     let_go, skips = RequestLeases.let_go, only_once(at=150)
 
-    def forgetful(self: RequestLeases, holding: Holding) -> None:
-        if not holding.table or not skips():  # who never had room may have nothing to let go of
-            let_go(self, holding)
+    def forgetful(self: RequestLeases, record: LedgerRequest) -> None:
+        if not record.table or not skips():  # who never had room may have nothing to let go of
+            let_go(self, record)
 
     monkeypatch.setattr(RequestLeases, "let_go", forgetful)
     monkeypatch.setattr(soak_module, "PATIENCE_S", 0.2)  # what was forgotten stays for ever

@@ -137,8 +137,8 @@ async def test_the_log_of_a_fetch_names_who_waits(tmp_path: Path, capsys: pytest
     assert [(event["event"], event["waiter"], event["num_blocks"]) for event in moves] == [
         ("fetch_moving", "late", 6), ("fetch_done", "late", 6),
     ]  # fmt: skip
-    hops = {(event["source"], event["destination"]) for event in events if event["event"] == "job_completed"}
-    assert hops == {("device", "host"), ("host", "disk"), ("disk", "host"), ("host", "device")}
+    links = {(event["source"], event["destination"]) for event in events if event["event"] == "job_completed"}
+    assert links == {("device", "host"), ("host", "disk"), ("disk", "host"), ("host", "device")}
     file = tmp_path / "log"
     file.write_text(log.getvalue())
     assert main([str(file), "request", "late"]) == 0

@@ -210,7 +210,7 @@ async def test_a_step_that_is_abandoned_ends_in_the_loop() -> None:
             steps[0].__enter__()
             with pytest.warns(ResourceWarning, match="step was abandoned"):
                 drop(steps.pop())
-            assert request._holding is not None and request._holding.num_steps == 1  # not before that turn
+            assert request._record is not None and request._record.num_steps == 1  # not before that turn
             with anyio.fail_after(10):
                 await request.preempt()
         await assert_at_rest(engine.runtime)

@@ -184,11 +184,11 @@ class Cache:
         self.foreign = other.admit(prefix(2))
 
     def at(self, name: str, num_tokens: int) -> Any:
-        holding = self.ledger.admit(prefix(len(name), num_tokens), request_id=name)
-        self.ledger.allocate_nowait(holding, num_tokens + 8)
-        self.ledger.plan_load(holding)
-        self.ledger.commit(holding, num_tokens)
-        return holding
+        record = self.ledger.admit(prefix(len(name), num_tokens), request_id=name)
+        self.ledger.allocate_nowait(record, num_tokens + 8)
+        self.ledger.plan_load(record)
+        self.ledger.commit(record, num_tokens)
+        return record
 
     @property
     def fresh(self) -> Any:
@@ -197,35 +197,35 @@ class Cache:
         return self.ledger.admit(prefix(20 + self.num_others, 8))
 
     def digest(self) -> Any:
-        holdings = [(h.request_id, h.state, h.num_computed_tokens) for h in self.ledger.holdings.values()]
-        tables = [[list(t.ids) for t in h.tables] for h in self.ledger.holdings.values()]
+        records = [(h.request_id, h.state, h.num_computed_tokens) for h in self.ledger.live_requests.values()]
+        tables = [[list(t.ids) for t in h.tables] for h in self.ledger.live_requests.values()]
         self.ledger.check_integrity()
-        return self.ledger.statistics(), holdings, tables
+        return self.ledger.statistics(), records, tables
 
 
 def allocated(cache: Cache) -> Any:
-    holding = cache.fresh
-    cache.ledger.allocate_nowait(holding)
-    return holding
+    record = cache.fresh
+    cache.ledger.allocate_nowait(record)
+    return record
 
 
 def preempted(cache: Cache) -> Any:
-    holding = allocated(cache)
-    cache.ledger.plan_load(holding)
-    cache.ledger.preempt_nowait(holding)
-    return holding
+    record = allocated(cache)
+    cache.ledger.plan_load(record)
+    cache.ledger.preempt_nowait(record)
+    return record
 
 
 def with_holding(make: Callable[[Cache], Any], call: Callable[[Ledger, Any, Any], Any]) -> Callable[[Cache, Any], Any]:
     """A call of a request that is there before; it is gone again whatever the call does, if it was refused."""
 
     def made(cache: Cache, value: Any) -> Any:
-        holding = make(cache)
+        record = make(cache)
         try:
-            return call(cache.ledger, holding, value)
+            return call(cache.ledger, record, value)
         finally:
-            if not holding.is_over:
-                cache.ledger.release(holding, "tried")
+            if not record.is_over:
+                cache.ledger.release(record, "tried")
 
     return made
 
@@ -239,7 +239,7 @@ def completed(**values: Any) -> Completion:
     return attrs.evolve(Completion(0, Outcome.LANDED), **values)
 
 
-HOLDING, PREFIX = "holding", "prefix"
+HOLDING, PREFIX = "record", "prefix"
 ANY_COUNT = "None 0 1 huge 2**70"
 LEDGER: dict[str, Row] = {
     "lookup": Row(lambda c, v: c.ledger.lookup(v), PREFIX),
@@ -322,9 +322,9 @@ LEDGER: dict[str, Row] = {
     ),
     "invalidate": Row(lambda c, v: c.ledger.invalidate(v, 0), HOLDING),
     "invalidate from_token": Row(lambda c, v: c.ledger.invalidate(c.running, v), "from_token", "0", skip="1"),
-    "step": Row(lambda c, v: entered(c.ledger.step(v)), "holdings holding", EMPTY),
+    "step": Row(lambda c, v: entered(c.ledger.step(v)), "records record", EMPTY),
     "step of one": Row(lambda c, v: entered(c.ledger.step([v])), HOLDING),
-    "step arriving": Row(lambda c, v: entered(c.ledger.step([], v)), "arriving holding", EMPTY),
+    "step arriving": Row(lambda c, v: entered(c.ledger.step([], v)), "arriving record", EMPTY),
     "can_start_early": Row(lambda c, v: c.ledger.can_start_early(v), HOLDING),
     "lost_to_reset": Row(lambda c, v: c.ledger.lost_to_reset(v), HOLDING),
     "num_expected_tokens": Row(lambda c, v: c.ledger.num_expected_tokens(v), HOLDING),
@@ -384,9 +384,9 @@ def test_holdings_of_others() -> None:
     """Requests of another ledger are nobody's here, and those that are over are told from them."""
     cache = Cache()
     for name, row in LEDGER.items():
-        if row.names in (HOLDING, "holdings holding", "arriving holding") and " " not in name:
+        if row.names in (HOLDING, "records record", "arriving record") and " " not in name:
             before = cache.digest()
-            with pytest.raises(InvalidArgument, match="holding"):
+            with pytest.raises(InvalidArgument, match="record"):
                 row.call(cache, cache.foreign if name != "step" else [cache.foreign])
             assert cache.digest() == before
 

@@ -8,7 +8,7 @@ import pytest
 
 from aoffload._host_cache.host_cache import EngineOwned
 from aoffload._host_cache.matches import Arrivals, EngineTier
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload.testing.programs import Broken, GroupShape, Program, World, call, check_program, explore_programs
 
 ZEROS = [0] * 9
@@ -66,7 +66,7 @@ def test_what_the_engine_is_told_wrongly_is_noticed(name: str, law: str, monkeyp
 def test_who_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever goes on with what a failed forward has left in the engine's cache breaks a law."""
 
-    def nobody(self: EngineOwned, other: Holding, holding: Holding, from_token: int) -> bool:
+    def nobody(self: EngineOwned, other: LedgerRequest, record: LedgerRequest, from_token: int) -> bool:
         return False
 
     monkeypatch.setattr(EngineOwned, "_may_have_read", nobody)
@@ -76,7 +76,7 @@ def test_who_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.pure("plants a defect in the core")
 def test_a_wait_that_nobody_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is told to ask again is woken when there is no more to wait for."""
-    monkeypatch.setattr(Arrivals, "over", lambda self, holding: [])
+    monkeypatch.setattr(Arrivals, "over", lambda self, record: [])
     assert found().violation.startswith("a wait without a need")
 
 

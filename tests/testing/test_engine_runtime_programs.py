@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aoffload._host_cache.matches import Arrivals, EngineTier
-from aoffload._runtime.request import EngineCalls
+from aoffload._runtime.request import Request
 from aoffload._runtime.session import Session
 from aoffload.testing.programs import (
     Broken,
@@ -74,8 +74,8 @@ def test_the_same_seed_is_the_same_in_every_process() -> None:
 # -- planted defects --------------------------------------------------------------------------------------------------
 
 
-def _nobody_told(self: Session, holding: Any, from_token: int) -> None:
-    self.ledger.invalidate(holding, from_token)
+def _nobody_told(self: Session, record: Any, from_token: int) -> None:
+    self.ledger.invalidate(record, from_token)
 
 
 def _given_before_proof(self: EngineTier, block_ids: Any) -> None:
@@ -93,10 +93,10 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = {
     "given back before the proof": (EngineTier, "quarantine", _given_before_proof, ("a job's blocks", "conservation")),
     "readers of a failed forward go on": (Session, "invalidate", _nobody_told, ("not told", "wrong bytes")),
     "who waits for another's load is not woken": (
-        EngineCalls, "match_again_nowait", _asks_without_a_wake, ("a wait without a need",),
+        Request, "match_again_nowait", _asks_without_a_wake, ("a wait without a need",),
     ),
     "a wait for another's load is not bounded": (
-        Arrivals, "pending_until", lambda self, holding: 1e9, ("a wait past its bound",),
+        Arrivals, "pending_until", lambda self, record: 1e9, ("a wait past its bound",),
     ),
     "found blocks hold something else": (
         EngineTier, "find", lambda self, request_id, group, start, stop: [1] * (stop - start),

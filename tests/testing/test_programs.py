@@ -14,7 +14,7 @@ from aoffload import Ledger, Tier
 from aoffload._kernel.cache import FullComponent, PrefixCache
 from aoffload._kernel.leases import RequestLeases
 from aoffload._kernel.pools import TierBlocks
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.waiting import Admission
 from aoffload.errors import OutOfBlocks
 from aoffload.testing import Violation
@@ -107,11 +107,11 @@ def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch)
     """A refusal that counts something is found by looking at everything before and after."""
     refuse = Admission._check_fits
 
-    def forgetful(self: Admission, holding: Holding, num_units: int) -> None:
+    def forgetful(self: Admission, record: LedgerRequest, num_units: int) -> None:
         try:
-            refuse(self, holding, num_units)
+            refuse(self, record, num_units)
         except OutOfBlocks:
-            holding.hit_limit += 1
+            record.hit_limit += 1
             raise
 
     monkeypatch.setattr(Admission, "_check_fits", forgetful)
@@ -124,14 +124,14 @@ def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_wait_for_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room that comes back without anybody being told is found: who waits would wait for ever."""
-    monkeypatch.setattr(Admission, "serve_line", lambda self, wakes=(): [wake() for wake in wakes])
+    monkeypatch.setattr(Admission, "serve_queue", lambda self, wakes=(): [wake() for wake in wakes])
     assert found().violation.partition(":")[0] in ("progress", "a wait without a need")
 
 
 @pytest.mark.pure("plants a defect in the core")
 def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that is not given back is found at the latest when everybody has left."""
-    monkeypatch.setattr(RequestLeases, "end_host_lease", lambda self, holding: holding.leases.clear())
+    monkeypatch.setattr(RequestLeases, "end_host_lease", lambda self, record: record.leases.clear())
     assert found().violation.partition(":")[0] in ("integrity", "at rest")
 
 

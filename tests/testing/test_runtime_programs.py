@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aoffload._kernel.ledger import Ledger
-from aoffload._kernel.requests import Holding
+from aoffload._kernel.requests import LedgerRequest
 from aoffload._runtime.session import Session
 from aoffload.testing.programs import GroupShape, Program, World, as_test, call, check_program, run_program
 from aoffload.testing.programs.program import Call, Face
@@ -80,8 +80,8 @@ def first_broken(backend: Face) -> Program:
 def test_a_reader_that_is_not_told_is_found(backend: Face, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has computed on what a failed forward wrote has to hear of it."""
 
-    def tells_nobody(self: Session, holding: Holding, from_token: int) -> None:
-        self.ledger.invalidate(holding, from_token)
+    def tells_nobody(self: Session, record: LedgerRequest, from_token: int) -> None:
+        self.ledger.invalidate(record, from_token)
 
     monkeypatch.setattr(Session, "invalidate", tells_nobody)
     assert_found(backend, {"not told", "wrong bytes"})
@@ -92,8 +92,8 @@ def test_a_step_that_holds_nothing_is_found(backend: Face, monkeypatch: pytest.M
     """A block that a forward touches is nobody else's until it ends."""
 
     @contextmanager
-    def holds_nothing(self: Ledger, holdings: Any, arriving: Any = ()) -> Iterator[None]:
-        self._check_step(tuple(holdings), tuple(arriving))
+    def holds_nothing(self: Ledger, records: Any, arriving: Any = ()) -> Iterator[None]:
+        self._check_step(tuple(records), tuple(arriving))
         yield
 
     monkeypatch.setattr(Ledger, "step", holds_nothing)

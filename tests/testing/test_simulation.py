@@ -155,7 +155,7 @@ def unreleased(sim: Simulation) -> None:
     ledger: Any = sim.engines[-1].runtime.ledger
     release = ledger.release
     kept = ("cancelled", "abandoned")
-    ledger.release = lambda holding, reason="": () if reason in kept else release(holding, reason)
+    ledger.release = lambda record, reason="": () if reason in kept else release(record, reason)
 
 
 async def leaking(sim: Simulation) -> None:

@@ -17,7 +17,7 @@ from benchmarks.trace_page import CHROMIUM
 
 PICTURES = Path(__file__).parents[2] / "build" / "trace"
 NUM_EVENTS = 200_000
-LOADS, STORES = (f"[data-hop='{hop}'] canvas" for hop in ("load from host", "store to host"))
+LOADS, STORES = (f"[data-link='{link}'] canvas" for link in ("load from host", "store to host"))
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")]
 

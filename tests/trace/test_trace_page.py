@@ -63,7 +63,7 @@ def test_the_data_are_those_of_the_log(real: tuple[Path, list[dict[str, Any]]]) 
     assert sum(timelines["moves"]) == len(moves["state"]) == len(moves["at_s"])
     launched = [event for event in events if event["event"] == "job_launched"]
     assert sorted(jobs["num_blocks"]) == sorted(event["num_blocks"] for event in launched)
-    assert Counter(data["hops"][at]["direction"] for at in jobs["hop"]) == Counter(e["direction"] for e in launched)
+    assert Counter(data["links"][at]["direction"] for at in jobs["link"]) == Counter(e["direction"] for e in launched)
     assert set(jobs["timeline"]) <= {0, *timelines["number"]}
     assert [(life["num_device_blocks"], life["num_host_blocks"]) for life in data["runtimes"]] == [(8, 9), (8, 9)]
     assert "Derived, since no event carries the counts of a pool" in data["derived"]

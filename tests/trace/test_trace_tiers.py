@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aoffload.trace.links import HOPS
 from page_data import column, columns, page_data
 from test_trace_events import line
 
 from aoffload._kernel.states import TIERS
 from aoffload.trace.command import main
-from aoffload.trace.hops import HOPS
 
 NAMES = [row.tier.name.lower() for row in TIERS]
 MATCH = {"num_tokens": 40, "num_device_tokens": 0, "num_host_tokens": 16, "num_disk_tokens": 16}
 ENDS = {"outcome": "landed", "num_bytes": 1_000, "duration_s": 0.5}
 
 
-def job(at_s: float, state: str, job_id: int, num_blocks: int, hop: str, **more: Any) -> str:
-    source, destination = hop.split(">")
+def job(at_s: float, state: str, job_id: int, num_blocks: int, link: str, **more: Any) -> str:
+    source, destination = link.split(">")
     direction = "load" if NAMES.index(destination) < NAMES.index(source) else "store"
     ends = ENDS if state == "completed" else {}
     about = {"job_id": job_id, "direction": direction, "source": source, "destination": destination}
@@ -46,8 +46,8 @@ def usage(page: Path) -> dict[str, list[int]]:
 
 def test_each_tier_has_its_hops() -> None:
     """A tier more is a row more, here as well."""
-    assert [hop.tier for hop in HOPS] == [row.tier for row in TIERS if row.above is not None for _ in range(2)]
-    assert [hop.name for hop in HOPS][:4] == ["load from host", "store to host", "load from disk", "store to disk"]
+    assert [link.tier for link in HOPS] == [row.tier for row in TIERS if row.above is not None for _ in range(2)]
+    assert [link.name for link in HOPS][:4] == ["load from host", "store to host", "load from disk", "store to disk"]
 
 
 def test_copies_fill_the_tier_that_they_go_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_copies_fill_the_tier_that_they_go_to(tmp_path: Path, capsys: pytest.Cap
     assert max(found["device_filling"]) == 2
     data = page_data(page)
     assert data["runtimes"][0]["num_disk_blocks"] == 40
-    names = [data["hops"][hop]["name"] for hop in columns(data["jobs"])["hop"]]
+    names = [data["links"][link]["name"] for link in columns(data["jobs"])["link"]]
     assert names == ["store to host", "store to disk", "load from disk", "load from host", "load from disk"]
 
 

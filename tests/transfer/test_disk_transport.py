@@ -102,11 +102,11 @@ def test_a_reset_that_fails_ends_the_use_of_the_disk(open_disk: Callable[..., Di
 
 
 @pytest.mark.parametrize(
-    ("kind", "hop", "other"),
+    ("kind", "link", "other"),
     [("write", (HOST, DISK), (DISK, HOST)), ("read", (DISK, HOST), (HOST, DISK))],
 )
 def test_a_direction_that_hangs_leaves_threads_to_the_other(
-    open_disk: Callable[..., DiskCopies], kind: str, hop: tuple[Tier, Tier], other: tuple[Tier, Tier]
+    open_disk: Callable[..., DiskCopies], kind: str, link: tuple[Tier, Tier], other: tuple[Tier, Tier]
 ) -> None:
     """However many of its jobs hang; copies of the device go on, too."""
     disk = simulated()
@@ -114,7 +114,7 @@ def test_a_direction_that_hangs_leaves_threads_to_the_other(
     copies.move(HOST, DISK, list(range(6)), list(range(6)), LABELS)
     hanging = Hanging(disk, lambda call: call.kind == kind and call.name == "slab")
     try:
-        hung = {copies.launch(*hop, [number], [number + 8]) for number in range(6)}
+        hung = {copies.launch(*link, [number], [number + 8]) for number in range(6)}
         hanging.wait_for(2)
         copies.guard_s = 10.0
         assert copies.move(DEVICE, HOST, [1], [0]).outcome is Outcome.LANDED
@@ -278,12 +278,12 @@ def test_what_is_forgotten_is_found_by_nobody(open_disk: Callable[..., DiskCopie
     assert [found.slots[0].tolist() for found in open_disk(disk).read_back()] == [[4]]
 
 
-@pytest.mark.parametrize("hop", [(DISK, DEVICE), (DEVICE, DISK), (DISK, DISK)])
-def test_the_disk_has_ways_to_the_host_only(open_disk: Callable[..., DiskCopies], hop: tuple[Tier, Tier]) -> None:
+@pytest.mark.parametrize("link", [(DISK, DEVICE), (DEVICE, DISK), (DISK, DISK)])
+def test_the_disk_has_ways_to_the_host_only(open_disk: Callable[..., DiskCopies], link: tuple[Tier, Tier]) -> None:
     """And its slots have bounds, as all blocks do."""
     copies = open_disk()
     with pytest.raises(TransferRefused, match="no way from"):
-        copies.launch(*hop, [1], [2])
+        copies.launch(*link, [1], [2])
     with pytest.raises(TransferRefused, match="destination_ids must be in"):
         copies.launch(HOST, DISK, [1], [copies.disk.num_slots])
 

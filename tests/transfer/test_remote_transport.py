@@ -24,7 +24,7 @@ from aoffload._tiers.remote.cells import HEADER, OVERHEAD_BYTES
 from aoffload._tiers.remote.questions import positions
 from aoffload._tiers.remote.removals import Removals
 from aoffload._transfer.breaker import Closed, Opened, Use
-from aoffload._transfer.link import hop_of
+from aoffload._transfer.link import link_of
 from aoffload._transfer.local import LocalTransport
 from aoffload.errors import StoreError, TransferRefused, WrongState
 from aoffload.testing import SimulatedStore, StoreFault
@@ -378,13 +378,13 @@ def test_a_hop_of_a_remote_store_is_never_in_doubt() -> None:
     """What is late has failed, and others go on; its bounds are those of its tier."""
     tier = RemoteTier(SimulatedStore(), load_timeout_s=2.0, store_timeout_s=3.0)
     config = OffloadConfig(groups=[KVCacheGroup("full")], num_host_blocks=8, namespace="model", remote=tier)
-    load, store = (hop_of(*hop, config) for hop in ((Tier.REMOTE, Tier.HOST), (Tier.HOST, Tier.REMOTE)))
+    load, store = (link_of(*link, config) for link in ((Tier.REMOTE, Tier.HOST), (Tier.HOST, Tier.REMOTE)))
     assert load.late_outcome is Outcome.FAILED is store.late_outcome
     assert (load.timeout_s, store.timeout_s, load.max_bytes) == (4.0, 6.0, 64 * 2**20)
     load.begin(1, 10, 0.0)
     load.give_up([1])
     assert not load.overdue and not load.in_flight and load.may_settle(1)
-    disk = hop_of(Tier.DISK, Tier.HOST, config)
+    disk = link_of(Tier.DISK, Tier.HOST, config)
     assert disk.late_outcome is Outcome.UNPROVEN and not disk.may_settle(1)
 
 

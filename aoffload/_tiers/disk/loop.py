@@ -184,8 +184,8 @@ class DiskWork:
 
     @property
     def _is_idle(self) -> bool:
-        hops = ((Tier.HOST, Tier.DISK), (Tier.DISK, Tier.HOST))
-        return not any(self.worker.copies.num_under_way(*hop) for hop in hops)
+        links = ((Tier.HOST, Tier.DISK), (Tier.DISK, Tier.HOST))
+        return not any(self.worker.copies.num_under_way(*link) for link in links)
 
     def _num_storable(self) -> int:
         """Blocks that may be stored now: none on a disk that fails or has not heard of the last reset, more only when
@@ -225,9 +225,9 @@ class DiskWork:
 
     def fetch_s(self, prefix: Prefix) -> float:
         """Seconds until a fetch of `prefix` that begins now would be over; 0 if nothing is known of the disk yet."""
-        copies, hop = self.worker.copies, (Tier.DISK, Tier.HOST)
+        copies, link = self.worker.copies, (Tier.DISK, Tier.HOST)
         num_blocks = self.worker.copies.tell(self.ledger.num_fetch_blocks, prefix) or 0
-        return copies.seconds(*hop, num_blocks)
+        return copies.seconds(*link, num_blocks)
 
     # -- reset ----------------------------------------------------------------------------------------------------
 

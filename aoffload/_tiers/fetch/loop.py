@@ -10,7 +10,7 @@ from __future__ import annotations
 import attrs
 
 from ..._kernel.prefix import TOKEN_BYTES, Prefix
-from ..._kernel.requests import Holding
+from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import RequestState
 from ..._runtime.costs import fetch_bound_s
 from ..._runtime.loading import wait_until_woken
@@ -20,26 +20,28 @@ from ..remote.loop import RemoteWork
 __all__ = ["fetch"]
 
 
-async def fetch(request: Entered, holding: Holding, prefix: Prefix) -> None:
-    """Fetch what lower tiers have of `prefix` behind the hit of `holding`, and match again: for as long as computing it
+async def fetch(request: Entered, record: LedgerRequest, prefix: Prefix) -> None:
+    """Fetch what lower tiers have of `prefix` behind the hit of `record`, and match again: for as long as computing it
     would take, and `fetch_timeout_s` at most. What would arrive later than that is not fetched.
 
     However it ends, the request has what was in host memory at that moment. A cancellation leaves launched jobs alone:
     what they bring is there for the next one.
     """
-    if not _may_match_again(holding):
+    if not _may_match_again(record):
         return
-    found = await _Offer(request, holding, prefix).complete()
-    if found is None or not _may_match_again(holding):
+    found = await _Offer(request, record, prefix).complete()
+    if found is None or not _may_match_again(record):
         return
 
     def arrived() -> None:
         # In the step that ends the fetch: its blocks are evictable from now on.
-        _match_again(request, holding)
+        _match_again(request, record)
         request._wake()
 
     session = request._session
-    transfer = session.ledger.fetch(found.wanted, arrived, num_remote_tokens=found.num_remote_tokens, request=holding)
+    transfer = session.ledger.fetch(
+        found.wanted, arrived, num_remote_tokens=found.num_remote_tokens, for_request=record
+    )
     session.worker.submit(transfer.plans)
     deadline = session.now() + found.bound_s
     try:
@@ -50,7 +52,7 @@ async def fetch(request: Entered, holding: Holding, prefix: Prefix) -> None:
         if not transfer.is_over:
             session.ledger.cancel(transfer)
     request._live()
-    _match_again(request, holding)
+    _match_again(request, record)
 
 
 @attrs.frozen
@@ -67,7 +69,7 @@ class _Offer:
     """What lower tiers have for one request."""
 
     request: Entered
-    holding: Holding
+    record: LedgerRequest
     prefix: Prefix
 
     async def complete(self) -> _Worth | None:
@@ -91,21 +93,21 @@ class _Offer:
 
     @property
     def _hit(self) -> int:
-        return self.holding.match.num_tokens
+        return self.record.match.num_tokens
 
     @property
     def _limit_tokens(self) -> int:
         """Up to where the request may hit."""
         unit_tokens = self.request._session.ledger.layout.unit_tokens
-        return min(self.holding.hit_limit * unit_tokens, self.prefix.num_tokens - 1)
+        return min(self.record.hit_limit * unit_tokens, self.prefix.num_tokens - 1)
 
     def _of_disk(self) -> tuple[int, float]:
         """The token up to which the disk could bring the hit, and the seconds that it would take."""
-        disk, match = self.request._session.disk, self.holding.match
+        disk, match = self.request._session.disk, self.record.match
         if disk is None or not match.num_disk_tokens:
             return 0, 0.0
         if not disk.may_fetch:
-            disk.skip_fetch(self.holding.request_id)
+            disk.skip_fetch(self.record.request_id)
             return 0, 0.0
         stop = match.num_tokens + match.num_disk_tokens
         return stop, disk.fetch_s(self._first(stop))
@@ -117,7 +119,7 @@ class _Offer:
         if stop <= behind:
             return 0
         if not remote.may_fetch:
-            remote.skip_fetch(self.holding.request_id)
+            remote.skip_fetch(self.record.request_id)
             return 0
         fetch_s = remote.fetch_s(prefix, stop)
         if not self._bound_s(stop, fetch_s):
@@ -125,7 +127,7 @@ class _Offer:
             return 0
         labels = await remote.labels(prefix, behind)
         answers: list[int] = []
-        wake = self.holding.when_idle  # not `request._wake`: an answer that is late would keep the request alive
+        wake = self.record.when_idle  # not `request._wake`: an answer that is late would keep the request alive
 
         def answered(num_cells: int) -> None:
             answers.append(num_cells)
@@ -133,14 +135,14 @@ class _Offer:
 
         session = self.request._session
         question = remote.ask(labels, answered)
-        session.ledger.situation.asking[self.holding] = session.now()
+        session.ledger.situation.asking[self.record] = session.now()
         try:
             while not answers:
                 await wait_until_woken(self.request, None)
                 self.request._live()
         finally:
             question.cancel()
-            session.ledger.situation.asking.pop(self.holding, None)
+            session.ledger.situation.asking.pop(self.record, None)
         if not remote.is_on:
             return 0  # a reset has come in between: what the store has is of before
         num_cells = min(answers[0], len(labels))
@@ -155,7 +157,7 @@ class _Offer:
     def _declined(self, stop: int, fetch_s: float) -> None:
         session = self.request._session
         session.num_fetches_declined += 1
-        session.telemetry.fetch_declined(self.holding.request_id, stop - self._hit, fetch_s)
+        session.telemetry.fetch_declined(self.record.request_id, stop - self._hit, fetch_s)
 
     def _first(self, num_tokens: int) -> Prefix:
         """The first tokens of the prompt, and one more, which is computed."""
@@ -165,11 +167,11 @@ class _Offer:
         return Prefix(prefix.root, prefix.tokens[: (num_tokens + 1) * TOKEN_BYTES])
 
 
-def _may_match_again(holding: Holding) -> bool:
-    return holding.state is RequestState.PINNED and holding.waiter is None
+def _may_match_again(record: LedgerRequest) -> bool:
+    return record.state is RequestState.PINNED and record.waiter is None
 
 
-def _match_again(request: Entered, holding: Holding) -> None:
-    if _may_match_again(holding):
-        request._session.ledger.match_fetched(holding)
-        request._session.bound(holding, request._left_s())
+def _match_again(request: Entered, record: LedgerRequest) -> None:
+    if _may_match_again(record):
+        request._session.ledger.match_fetched(record)
+        request._session.bound(record, request._left_s())

@@ -19,7 +19,7 @@ from ..._kernel.jobs import Stores, left_of
 from ..._kernel.leases import RequestLeases
 from ..._kernel.plans import CellLabel
 from ..._kernel.records import Job, Run
-from ..._kernel.requests import Fetch, Holding
+from ..._kernel.requests import Fetch, LedgerRequest
 from ..._kernel.states import CACHE_TIERS, Tier
 from ..._kernel.tokens import TokenSequence
 from ..remote.rules import RemoteStores, cells_before, places_in_cells
@@ -43,12 +43,12 @@ class Fetches:
         wake: Callable[[], object],
         ledger: object,
         remote_stop: int = 0,
-        request: Holding | None = None,
+        for_request: LedgerRequest | None = None,
     ) -> Fetch:
         """Copy into the host what the disk has of `sequence` behind its hit, and the cells that a remote store has of
-        it before unit `remote_stop`, as far as there is room. `request` waits for it."""
+        it before unit `remote_stop`, as far as there is room. `for_request` waits for it."""
         layout, limit = self.cache.layout, self._limit(sequence)
-        transfer = Fetch(self.transfers.new_holding("fetch", sequence, limit, ledger), wake, request=request)
+        transfer = Fetch(self.transfers.new_request("fetch", sequence, limit, ledger), wake, for_request=for_request)
         hit = find_hit(self.cache.index, sequence, layout, limit).stop
         room = self._room()
         path, on_disk = self._on_disk(sequence, limit, room)
@@ -59,21 +59,21 @@ class Fetches:
             cells = self._cells(self.remote, sequence, start, min(limit, remote_stop, start + left // layout.width))
         stop = cells[-1].stop if cells else start
         if stop > hit:
-            holding = transfer.holding
-            holding.narrow_hit(stop)
+            request = transfer.request
+            request.narrow_hit(stop)
             run = self.cache.path_to(sequence, stop) if stop > on_disk else self.cache.cut(path[-1], stop)
-            self.request_leases.keep(holding, Tier.HOST, run)
+            self.request_leases.keep(request, Tier.HOST, run)
             jobs = self._load(transfer, on_disk, start, cells, room)
             transfer.num_blocks = sum(job.plan.num_blocks for job in jobs)
             transfer.plans = tuple(job.plan for job in jobs)
-            self.transfers.wait_for_jobs(holding)
+            self.transfers.wait_for_jobs(request)
         self.transfers.begin(transfer)
         return transfer
 
-    def keep(self, holding: Holding) -> None:
-        """Keep in the host what was fetched for `holding` until it has room, within the share of all fetches."""
+    def keep(self, request: LedgerRequest) -> None:
+        """Keep in the host what was fetched for `request` until it has room, within the share of all fetches."""
         host = self.cache.tiers[Tier.HOST]
-        self.request_leases.keep_fetched(holding, int(host.pool.num_blocks * self.max_share))
+        self.request_leases.keep_fetched(request, int(host.pool.num_blocks * self.max_share))
 
     def num_blocks(self, sequence: TokenSequence) -> int:
         """Blocks that a fetch of `sequence` would copy from the disk: none that others bring already."""
@@ -95,7 +95,7 @@ class Fetches:
         under_way = self.transfers.under_way.values()
         taken = sum(transfer.num_blocks for transfer in under_way if isinstance(transfer, Fetch))
         host = self.cache.tiers[Tier.HOST]
-        return min(int(host.pool.num_blocks * self.max_share) - taken, host.room)
+        return min(int(host.pool.num_blocks * self.max_share) - taken, host.num_available)
 
     def _on_disk(self, sequence: TokenSequence, limit: int, room: int) -> tuple[list[Run], int]:
         """The path of `sequence`, and the unit up to which `room` blocks let the host hold it, with what the disk
@@ -135,12 +135,12 @@ class Fetches:
 
     def _load(self, transfer: Fetch, on_disk: int, start: int, cells: tuple[CellLabel, ...], room: int) -> list[Job]:
         """Load units before `on_disk` from the disk, and those from `start` on from `cells`."""
-        holding, jobs = transfer.holding, list[Job]()
-        run = holding.leases[Tier.HOST].run
+        request, jobs = transfer.request, list[Job]()
+        run = request.leases[Tier.HOST].run
         if self.from_disk is not None and on_disk:
-            jobs = self.from_disk.offer(holding, run, 0, on_disk, with_windows=True, most=room)
+            jobs = self.from_disk.offer(request, run, 0, on_disk, with_windows=True, most=room)
         if self.from_remote is not None and cells:
             full, over = self.cache.layout.full, stretches(run, start, cells[-1].stop)
             places = places_in_cells(start, cells[-1].stop, cells[0].stop - cells[0].start, full.width)
-            jobs += self.from_remote.store(holding, full, over, places, left_of(room, jobs), cells)
+            jobs += self.from_remote.store(request, full, over, places, left_of(room, jobs), cells)
         return jobs

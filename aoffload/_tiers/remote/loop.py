@@ -120,9 +120,9 @@ class RemoteWork:
 
     def fetch_s(self, prefix: Prefix, num_remote_tokens: int) -> float:
         """Seconds until so many tokens of `prefix` would be in host memory; 0 if nothing is known of the store yet."""
-        copies, hop = self.worker.copies, (Tier.REMOTE, Tier.HOST)
+        copies, link = self.worker.copies, (Tier.REMOTE, Tier.HOST)
         num_blocks = copies.tell(self.ledger.num_remote_fetch_blocks, prefix, num_remote_tokens) or 0
-        return copies.seconds(*hop, num_blocks)
+        return copies.seconds(*link, num_blocks)
 
     async def labels(self, prefix: Prefix, behind: int) -> Sequence[CellLabel]:
         """The whole cells of `prefix` that end behind its token `behind`."""
@@ -160,7 +160,7 @@ class RemoteWork:
     def _num_storable(self) -> int:
         """Blocks that may be stored now: whole cells."""
         cell_bytes, copies, now = self.cell_blocks * self.block_bytes, self.worker.copies, self.now()
-        self._rate.spend_up_to(copies.hop(Tier.HOST, Tier.REMOTE).bytes_begun, now)
+        self._rate.spend_up_to(copies.link(Tier.HOST, Tier.REMOTE).bytes_begun, now)
         left = min(self._rate.left(now), MAX_BYTES, copies.room_bytes(Tier.HOST, Tier.REMOTE))
         num_cells = max(1, left // cell_bytes) if left > 0 else 0
         return num_cells * self.cell_blocks

@@ -51,10 +51,10 @@ class Computing:
 
     def chosen(self, found: EngineRequest, match: PrefixMatch) -> PrefixMatch:
         """What of `match` is loaded, decided once for each match: vLLM is bound to what it is told."""
-        if self.costs is None or found.holding is None or match is found.chosen:
+        if self.costs is None or found.record is None or match is found.chosen:
             return match
-        self.costs.bound(found.holding)
-        found.chosen = found.holding.match
+        self.costs.bound(found.record)
+        found.chosen = found.record.match
         return found.chosen
 
     def forget(self, request_id: str) -> None:

@@ -32,7 +32,7 @@ class RankCopies:
 
     def begin(self, plan: TransferPlan) -> None:
         """Before it is launched: its end may come before the launch returns."""
-        if Tier.DEVICE not in plan.hop:
+        if Tier.DEVICE not in plan.link:
             return  # whatever becomes of the tensors, it goes on
         with self._ended:
             self._under_way.add(plan.job_id)

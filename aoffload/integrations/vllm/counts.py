@@ -15,7 +15,7 @@ from aoffload import RuntimeObserver, Tier
 
 from ..._kernel.pools import TierBlocks
 from ..._kernel.records import Job
-from ...ledger import Holding, JobState, Outcome
+from ...ledger import JobState, LedgerRequest, Outcome
 
 __all__ = ["Counts", "blocks_of"]
 
@@ -44,18 +44,18 @@ class Counts(RuntimeObserver):
         if job.state is JobState.LAUNCHED:
             return
         plan, completion, counted = job.plan, job.completion, self.counted
-        hop = _hop(*plan.hop)
+        link = _hop(*plan.link)
         if job.state is JobState.DISCARDED:
-            counted[f"jobs|{hop}|discarded"] += 1
+            counted[f"jobs|{link}|discarded"] += 1
         elif completion is not None:
             has_landed = completion.outcome is Outcome.LANDED
             self.num_failed += not has_landed
-            counted[f"jobs|{hop}|{'landed' if has_landed else completion.outcome.value}"] += 1
-            counted[f"copied_blocks|{hop}"] += completion.num_landed
-            counted[f"copied_bytes|{hop}"] += completion.num_bytes
-            counted[f"copy_seconds|{hop}"] += completion.duration_s
+            counted[f"jobs|{link}|{'landed' if has_landed else completion.outcome.value}"] += 1
+            counted[f"copied_blocks|{link}"] += completion.num_landed
+            counted[f"copied_bytes|{link}"] += completion.num_bytes
+            counted[f"copy_seconds|{link}"] += completion.duration_s
 
-    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
+    def store_skipped(self, record: LedgerRequest | None, num_blocks: int, reason: str) -> None:
         self.counted[f"skipped_store_blocks|{reason}"] += num_blocks
 
     def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:

@@ -65,7 +65,7 @@ class DiskSide:
 
     def __attrs_post_init__(self) -> None:
         self.budget = DailyBudget(self.tier.daily_bytes)
-        self._breakers = {hop: Breaker() for hop in (LOADS, STORES)}
+        self._breakers = {link: Breaker() for link in (LOADS, STORES)}
 
     @property
     def is_busy(self) -> bool:
@@ -74,7 +74,7 @@ class DiskSide:
 
     def gauges(self) -> dict[str, float]:
         """What may still be written today, whether the disk is off, and what of it is left alone."""
-        alone = {f"left_alone|disk|{USES[hop].value}": float(one.is_on_trial) for hop, one in self._breakers.items()}
+        alone = {f"left_alone|disk|{USES[link].value}": float(one.is_on_trial) for link, one in self._breakers.items()}
         is_off = self.state is DiskState.OFF
         return {"disk_budget_bytes": self.budget.left(self.clock()), "disk_off": float(is_off), **alone}
 
@@ -98,7 +98,7 @@ class DiskSide:
 
     def copied(self, plan: TransferPlan, completion: Completion) -> None:
         """A copy is over: a disk that fails is left alone for a while."""
-        breaker = self._breakers.get(plan.hop)
+        breaker = self._breakers.get(plan.link)
         if breaker is None:
             return
         move: BreakerMove | None = None
@@ -107,7 +107,7 @@ class DiskSide:
         elif completion.outcome is not Outcome.UNPROVEN:
             move = breaker.succeeded(self.clock())
         if move is not None:
-            _log.warning("aoffload: %s", in_words(StorageMove(Tier.DISK, USES[plan.hop], "", move)))
+            _log.warning("aoffload: %s", in_words(StorageMove(Tier.DISK, USES[plan.link], "", move)))
 
     def _take_in(self) -> None:
         """What was read back, for a part of a step."""
@@ -157,8 +157,8 @@ class DiskSide:
             self._store(self.ledger.plan_disk_flush(most))
         return bool(self._num_under_way(STORES))
 
-    def _num_under_way(self, hop: tuple[Tier, Tier]) -> int:
-        return self.queue.num_under_way(*hop)
+    def _num_under_way(self, link: tuple[Tier, Tier]) -> int:
+        return self.queue.num_under_way(*link)
 
     def _num_storable(self) -> int:
         """Blocks that may be stored now: none on a disk that fails, more only when what is queued gets done."""

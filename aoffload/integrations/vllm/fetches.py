@@ -59,7 +59,7 @@ class Fetches:
 
     def copied(self, plan: TransferPlan) -> None:
         """A copy is over."""
-        self._num_loads_over += plan.hop in (FROM_DISK, FROM_REMOTE)
+        self._num_loads_over += plan.link in (FROM_DISK, FROM_REMOTE)
 
     def fetched(self, found: EngineRequest, match: PrefixMatch) -> PrefixMatch:
         """`match` of `found`, once what only lower tiers have of it has come, or its time is over. Pending until
@@ -92,10 +92,10 @@ class Fetches:
         asked = found.asked
         if asked is not None:
             return asked.num_cells is None and self.clock() < asked.until
-        if self.remote is None or found.holding is None or not self.remote.may_fetch:
+        if self.remote is None or found.record is None or not self.remote.may_fetch:
             return False
         unit_tokens = self.ledger.layout.unit_tokens
-        most = min(found.holding.hit_limit * unit_tokens, found.prefix.num_tokens - 1)
+        most = min(found.record.hit_limit * unit_tokens, found.prefix.num_tokens - 1)
         stop, behind = self.remote.cells_stop(most), self._disk_stop(match)
         if stop <= behind or not self._bound_s(match, self._offer_of(found, match, behind, stop)):
             return False
@@ -128,8 +128,8 @@ class Fetches:
             seconds = max(seconds, self._seconds(FROM_REMOTE, num_blocks))
         return Offer(stop, remote_stop, seconds)
 
-    def _seconds(self, hop: tuple[Tier, Tier], num_blocks: int) -> float:
-        return self.queue.seconds(*hop, num_blocks)
+    def _seconds(self, link: tuple[Tier, Tier], num_blocks: int) -> float:
+        return self.queue.seconds(*link, num_blocks)
 
     def _bound_s(self, match: PrefixMatch, offer: Offer) -> float:
         """How long the request may wait for `offer`; 0: it computes."""
@@ -140,7 +140,7 @@ class Fetches:
 
     def _bring(self, found: EngineRequest, match: PrefixMatch, offer: Offer) -> PrefixMatch:
         """Fetch what there is room for. What has none waits for the fetches of others, if there are any."""
-        are_others = any(self.queue.num_under_way(*hop) for hop in (FROM_DISK, FROM_REMOTE))
+        are_others = any(self.queue.num_under_way(*link) for link in (FROM_DISK, FROM_REMOTE))
         if found.num_tried == self._num_loads_over and are_others:
             return PENDING
         if match.num_tokens <= found.num_fetched and not are_others:  # the last fetch has loaded nothing
@@ -153,16 +153,16 @@ class Fetches:
         return PENDING
 
     def _begin(self, found: EngineRequest, match: PrefixMatch, offer: Offer) -> Fetch:
-        holding = found.holding
-        assert holding is not None, "a match without a request"
+        record = found.record
+        assert record is not None, "a match without a request"
 
         def arrived() -> None:
             # In the step that ends the fetch: its blocks are evictable from now on.
-            if holding.state is RequestState.PINNED:
-                self.ledger.match_fetched(holding)
+            if record.state is RequestState.PINNED:
+                self.ledger.match_fetched(record)
 
         wanted = _first(found.prefix, offer.stop)
-        fetch = self.ledger.fetch(wanted, arrived, num_remote_tokens=offer.remote_stop, request=holding)
+        fetch = self.ledger.fetch(wanted, arrived, num_remote_tokens=offer.remote_stop, for_request=record)
         if found.num_tried < 0:
             found.fetch_until = self.clock() + self._bound_s(match, offer)
             self.counts.counted["fetches"] += 1

@@ -95,7 +95,7 @@ class RemoteSide:
 
     def copied(self, plan: TransferPlan, completion: Completion) -> None:
         """A copy is over."""
-        if plan.hop == STORES and plan.cell is not None and completion.outcome is Outcome.LANDED:
+        if plan.link == STORES and plan.cell is not None and completion.outcome is Outcome.LANDED:
             self._are_there([plan.cell])
 
     def _are_there(self, labels: Iterable[CellLabel]) -> None:
@@ -123,7 +123,7 @@ class RemoteSide:
     def _num_storable(self) -> int:
         """Blocks that may be stored now: whole cells."""
         now = self.clock()
-        self._rate.spend_up_to(self.queue.hop(*STORES).bytes_begun, now)
+        self._rate.spend_up_to(self.queue.link(*STORES).bytes_begun, now)
         left = min(self._rate.left(now), MAX_BYTES, self.queue.room_bytes(*STORES))
         num_cells = max(1, left // self._cell_bytes) if left > 0 else 0
         return num_cells * self._cell_bytes // self.block_bytes

@@ -10,7 +10,7 @@ import attrs
 
 from aoffload import Ledger, PrefixMatch, RequestState
 
-from ...ledger import Fetch, Holding, Prefix
+from ...ledger import Fetch, LedgerRequest, Prefix
 from .keys import grown
 from .messages import AdapterUse
 from .remote import Asked
@@ -44,7 +44,7 @@ class EngineRequest:
     request_id: str
     prefix: Prefix
     """Its tokens when it was last admitted; a long list of ids is read once."""
-    holding: Holding | None = None
+    record: LedgerRequest | None = None
     """None before it asks, and once it was preempted or its load was lost."""
     num_known: int = 0
     """Tokens that the ledger knows."""
@@ -91,7 +91,7 @@ class EngineRequest:
 
     @property
     def is_asking(self) -> bool:
-        return self.holding is not None and self.holding.state in _ASKING
+        return self.record is not None and self.record.state in _ASKING
 
     @property
     def has_asked_again(self) -> bool:
@@ -100,37 +100,37 @@ class EngineRequest:
 
     @property
     def is_running(self) -> bool:
-        return self.holding is not None and self.holding.state is RequestState.RUNNING
+        return self.record is not None and self.record.state is RequestState.RUNNING
 
     def ask_now(self) -> None:
         self.ask_at = -math.inf
 
     def answer(self, num_local: int, num_failed: int, now: float) -> PrefixMatch | None:
         """The last answer, if the question is the same and nothing can have changed it."""
-        holding = self.holding
-        if holding is None or num_local != self.num_local or num_failed != self.num_failed or now >= self.ask_at:
+        record = self.record
+        if record is None or num_local != self.num_local or num_failed != self.num_failed or now >= self.ask_at:
             return None
-        return holding.match if holding.state in _ASKING else None
+        return record.match if record.state in _ASKING else None
 
     def ask(self, ledger: Ledger, num_local: int, num_failed: int) -> PrefixMatch:
         """Match what the host has behind `num_local` tokens, with all tokens that the request has by now."""
-        holding = self._match(ledger, num_local)
+        record = self._match(ledger, num_local)
         self.num_failed = num_failed
         # What was found is pinned.
-        self.ask_at = ledger.pending_until(holding) if holding.match.is_pending else math.inf
-        return holding.match
+        self.ask_at = ledger.pending_until(record) if record.match.is_pending else math.inf
+        return record.match
 
-    def _match(self, ledger: Ledger, num_local: int) -> Holding:
+    def _match(self, ledger: Ledger, num_local: int) -> LedgerRequest:
         self.num_local = num_local
-        holding = self.holding
-        if holding is not None and self.is_asking:
-            ledger.match_again(holding, num_device_tokens=num_local, wake=self.ask_now)
-            return holding
+        record = self.record
+        if record is not None and self.is_asking:
+            ledger.match_again(record, num_device_tokens=num_local, wake=self.ask_now)
+            return record
         if self.num_known:  # it was admitted before
             self.leave(ledger, "preempted")
         self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
         self.num_known, self.offered_stop, self.next_offer = self.prefix.num_tokens, -1, 0
-        self.holding = ledger.admit(
+        self.record = ledger.admit(
             self.prefix,
             request_id=self.request_id,
             reads_cache=not self.engine.skip_reading_prefix_cache,
@@ -138,14 +138,14 @@ class EngineRequest:
             num_device_tokens=num_local,
             wake=self.ask_now,
         )
-        return self.holding
+        return self.record
 
     def ask_late(self, ledger: Ledger) -> None:
         """Admit it to the ledger although it runs already. It loads nothing."""
         self.is_late = False
         self.prefix = prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
         self.num_known = prefix.num_tokens
-        self.holding = ledger.admit(
+        self.record = ledger.admit(
             prefix, request_id=self.request_id, reads_cache=False, num_device_tokens=self.num_local
         )
 
@@ -169,14 +169,14 @@ class EngineRequest:
 
     def leave(self, ledger: Ledger, reason: str) -> None:
         """Let the ledger forget the request. Copies that are under way hold their blocks themselves."""
-        holding, self.holding = self.holding, None
+        record, self.record = self.record, None
         fetch, self.fetch, self.fetching = self.fetch, None, Fetching.OPEN
         self.asked, self.fetch_until, self.num_tried, self.num_fetched = None, math.inf, -1, -1
         self.has_to_be_compared = False
         if fetch is not None:
             ledger.cancel(fetch)
-        if holding is not None:
-            ledger.release(holding, reason)
+        if record is not None:
+            ledger.release(record, reason)
 
     def new_tokens(self) -> list[int]:
         """The tokens that the ledger does not know yet."""

@@ -125,7 +125,7 @@ class SchedulerSide:
         if found is None:
             return self._ended.get(request_id, ())
         lora = found.engine.lora_request
-        is_sure = lora is None or (found.holding is not None and not self.adapters.is_mixed(lora))
+        is_sure = lora is None or (found.record is not None and not self.adapters.is_mixed(lora))
         return found.engine.block_hashes if is_sure else ()
 
     # -- a request begins -----------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class SchedulerSide:
         reads_kept = num_local or found.engine.mm_features
         if found.use is not None and reads_kept and self.adapters.is_mixed(lora):
             found.bar(self.ledger)
-        found.num_local = num_local if found.holding is None else found.num_local
+        found.num_local = num_local if found.record is None else found.num_local
         found.is_late = found.use is None and not found.is_barred
         return found.use is not None and not found.is_barred
 
@@ -184,9 +184,9 @@ class SchedulerSide:
             return
         found = self.requests[request.request_id]
         found.promised, found.wait = found.num_local + num_external, Wait.LOAD
-        assert found.holding is not None, "blocks for a request that has not asked"
+        assert found.record is not None, "blocks for a request that has not asked"
         wake, tables = partial(self._over.append, found), self._tables_of(found)
-        plans = self.ledger.plan_load(found.holding, found.promised, wake, into=tables)
+        plans = self.ledger.plan_load(found.record, found.promised, wake, into=tables)
         if plans:
             self._note(found, plans)
             self._loads += plans
@@ -255,7 +255,7 @@ class SchedulerSide:
             found = self.requests.get(request_id)
             if found is not None and found.is_late and found.use is not None:
                 self._admit_late(found)
-            if found is None or found.holding is None:
+            if found is None or found.record is None:
                 continue
             engine = found.engine
             if found.has_to_be_compared:
@@ -266,7 +266,7 @@ class SchedulerSide:
             num_computed = min(num_computed, engine.num_tokens)
             if num_computed // self._unit > found.offered_stop:
                 found.offers_up_to(num_computed // self._unit, self._unit)
-                offered = self.ledger.offer(found.holding, num_computed, self._tables_of(found), found.new_tokens())
+                offered = self.ledger.offer(found.record, num_computed, self._tables_of(found), found.new_tokens())
                 self._note(found, offered)
                 plans += offered
         return plans
@@ -345,7 +345,7 @@ class SchedulerSide:
 
     @staticmethod
     def _has_landed(found: EngineRequest) -> bool:
-        has_all = found.holding is not None and found.holding.num_computed_tokens >= found.promised
+        has_all = found.record is not None and found.record.num_computed_tokens >= found.promised
         return has_all and not found.is_barred
 
     def _tell(self, found: EngineRequest) -> None:
@@ -354,8 +354,8 @@ class SchedulerSide:
             found.wait = Wait.NONE
             self._reports.append(LoadReport(found.request_id))
             return
-        assert found.holding is not None, "a load without a request"
-        found.wait, found.max_hit_tokens = Wait.TOLD, found.holding.retry_max_hit_tokens
+        assert found.record is not None, "a load without a request"
+        found.wait, found.max_hit_tokens = Wait.TOLD, found.record.retry_max_hit_tokens
         invalid = () if found.is_barred else self._invalid_blocks(found)
         if not invalid:
             found.leave(self.ledger, "load_lost")
@@ -364,8 +364,8 @@ class SchedulerSide:
     def _invalid_blocks(self, found: EngineRequest) -> tuple[int, ...]:
         """The blocks that the load has not brought, if vLLM can compute into them and go on behind what has landed:
         with one group, whose ids it can tell apart, and if no copy may still write to them. Else none."""
-        assert found.holding is not None, "a load without a request"
-        ready = found.holding.num_computed_tokens
+        assert found.record is not None, "a load without a request"
+        ready = found.record.num_computed_tokens
         self.counts.lost(found.promised - ready)
         if len(self._manager.get_blocks(found.request_id).blocks) > 1 or not ready:
             return ()
@@ -388,12 +388,12 @@ class SchedulerSide:
         self.forget(found.request_id)
 
     def _offer_last(self, found: EngineRequest, tables: list[list[int]]) -> None:
-        assert found.holding is not None, "an offer without a request"
+        assert found.record is not None, "an offer without a request"
         num_computed = min(found.engine.num_computed_tokens, found.engine.num_tokens)
         if self._is_plain and num_computed // self._unit == found.offered_stop:
             return  # all of it was offered before
-        if num_computed >= found.holding.num_computed_tokens:
-            plans = self.ledger.offer(found.holding, num_computed, tables, found.new_tokens(), is_last=True)
+        if num_computed >= found.record.num_computed_tokens:
+            plans = self.ledger.offer(found.record, num_computed, tables, found.new_tokens(), is_last=True)
             self._note(found, plans)
             self._queue.submit(plans)
 

@@ -95,7 +95,7 @@ class DiskDraw(ABC):
         return Call("fetch", {"name": f"fetch{self.num_named}", **self.prompts.identity()})
 
     def _match_fetched(self) -> Call | None:
-        found = [client for client in self.machine.clients.values() if client.holding.state is RequestState.PINNED]
+        found = [client for client in self.machine.clients.values() if client.record.state is RequestState.PINNED]
         if not found or self.rng.random() < 0.03:
             found = list(self.machine.clients.values())
         return Call("match_fetched", {"who": self.rng.choice(found).name}) if found else None

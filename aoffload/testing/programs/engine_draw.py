@@ -63,7 +63,7 @@ class EngineDraw(RemoteDraw, JobDraw):
         return f"{stem}{self.num_named}"
 
     def _one(self, *states: RequestState) -> EngineClient | None:
-        found = [client for client in self.machine.clients.values() if not states or client.holding.state in states]
+        found = [client for client in self.machine.clients.values() if not states or client.record.state in states]
         return self.rng.choice(found) if found else None
 
     # -- a request's life -----------------------------------------------------------------------------------------
@@ -116,14 +116,14 @@ class EngineDraw(RemoteDraw, JobDraw):
             return None
         if client.is_told:
             return Call("release", {"who": client.name, "reason": "prefix_invalidated"})
-        if client.holding.state is _S.MATCHED:
+        if client.record.state is _S.MATCHED:
             return Call("ask", {"who": client.name})
-        if client.holding.state is _S.PINNED and rng.random() < 0.85:
+        if client.record.state is _S.PINNED and rng.random() < 0.85:
             args: dict[str, Any] = {"who": client.name, "sparse": rng.random() < 0.5}
             if rng.random() < 0.15:
                 args["max_tokens"] = rng.randrange(30)
             return Call("load", args)
-        if client.holding.state is _S.LOADING:
+        if client.record.state is _S.LOADING:
             return self._transfer()
         return self._compute(client)
 
@@ -154,7 +154,7 @@ class EngineDraw(RemoteDraw, JobDraw):
         client = self._one(_S.PINNED)
         if client is None:
             return None
-        return Call("decline", {"who": client.name, "from_token": self.rng.randint(0, client.holding.match.num_tokens)})
+        return Call("decline", {"who": client.name, "from_token": self.rng.randint(0, client.record.match.num_tokens)})
 
     def _ask(self) -> Call | None:
         client = self._one(_S.MATCHED, _S.PINNED)
@@ -165,7 +165,7 @@ class EngineDraw(RemoteDraw, JobDraw):
         if client is None:
             return None
         first = client.num_computed - len(client.marks) if self.rng.random() < 0.2 else 0
-        stop = client.holding.num_computed_tokens
+        stop = client.record.num_computed_tokens
         return Call("invalidate", {"who": client.name, "from_token": self.rng.randint(min(first, stop), stop)})
 
     def _release(self) -> Call | None:

@@ -56,20 +56,20 @@ class EngineLaws(Laws):
 
     def _readable(self) -> None:
         for client in self._machine.clients.values():
-            if client.holding.state is RequestState.RUNNING and not client.is_told:
+            if client.record.state is RequestState.RUNNING and not client.is_told:
                 self._machine.read(client, client.tables, client.num_computed)
 
     def _progress(self, call: Call) -> None:
         """A request that was told to ask again waits for a request that brings its next blocks, or was woken."""
         for client in self._machine.clients.values():
-            if client.holding.match.is_pending and not client.is_woken and not self._is_brought(client):
+            if client.record.match.is_pending and not client.is_woken and not self._is_brought(client):
                 raise Violation("a wait without a need", f"after {call}: {client.name} waits for nobody")
 
     def _is_brought(self, waiting: EngineClient) -> bool:
         stop = waiting.num_computed + self._machine.unit
         return any(
             other.has_loaded
-            and (other.holding.state is RequestState.LOADING or other.holding.num_computed_tokens >= stop)
+            and (other.record.state is RequestState.LOADING or other.record.num_computed_tokens >= stop)
             and len(other.text.prefixes) > stop
             and other.text.prefixes[stop] == waiting.text.prefixes[stop]
             for other in self._machine.clients.values()

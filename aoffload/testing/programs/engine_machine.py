@@ -52,7 +52,7 @@ class EngineMachine(EngineState, Machine):
         num_hit, tables = self.own.hit(client.prefix, len(text.tokens), fewer)
         client.num_computed = num_hit
         prefix = Prefix.of(Root("programs", salt), tokens, key_spans)
-        client.holding = self.ledger.admit(
+        client.record = self.ledger.admit(
             prefix, request_id=who, num_device_tokens=num_hit, wake=client.wake, **options
         )
         self.own.change(client, tables)
@@ -64,40 +64,40 @@ class EngineMachine(EngineState, Machine):
         self.features.update(f"admit {name}" for name in options)
         self._matched(client)
         reads_cache = options.get("reads_cache", True)
-        self._require(reads_cache or not client.holding.match.num_host_tokens, "a hit that was not wanted", client.name)
-        return f"{client.holding.match}"
+        self._require(reads_cache or not client.record.match.num_host_tokens, "a hit that was not wanted", client.name)
+        return f"{client.record.match}"
 
     def _matched(self, client: EngineClient) -> None:
-        holding, match = client.holding, client.holding.match
-        self._require(match.num_tokens < len(client.text.tokens), "a token is always left to compute", holding)
+        record, match = client.record, client.record.match
+        self._require(match.num_tokens < len(client.text.tokens), "a token is always left to compute", record)
         self._require(match.num_device_tokens == client.num_computed, "what the engine has is as it said", match)
-        self._require(not (match.is_pending and holding.leases), "who is told to ask again pins nothing", holding)
+        self._require(not (match.is_pending and record.leases), "who is told to ask again pins nothing", record)
         state = _S.MATCHED if match.is_pending else _S.PINNED
-        self._require(holding.state is state, "the state says what the answer is", f"{holding} {match}")
+        self._require(record.state is state, "the state says what the answer is", f"{record} {match}")
         self._note("host hit", match.num_host_tokens)
         self._note("pending", match.is_pending)
 
     def do_ask(self, who: str, fewer: int = 0) -> str:
         """The engine matches again, with what its own cache has at this moment."""
         client = self.clients.get(who)
-        if client is None or client.holding.state not in (_S.MATCHED, _S.PINNED) or client.marks:
+        if client is None or client.record.state not in (_S.MATCHED, _S.PINNED) or client.marks:
             return "skipped"
         num_hit, tables = self.own.hit(client.prefix, len(client.text.tokens), fewer)
         client.is_woken = False
-        self.ledger.match_again(client.holding, num_device_tokens=num_hit, wake=client.wake)
+        self.ledger.match_again(client.record, num_device_tokens=num_hit, wake=client.wake)
         self.own.change(client, tables)
         client.num_computed = num_hit
         self.features.add("asked again")
         self._matched(client)
-        return f"{client.holding.match}"
+        return f"{client.record.match}"
 
     def do_decline(self, who: str, from_token: int) -> str:
         """Compute what the host has behind `from_token`."""
         client = self.clients.get(who)
-        if client is None or client.holding.state is not _S.PINNED or client.marks:
+        if client is None or client.record.state is not _S.PINNED or client.marks:
             return "skipped"
-        before = client.holding.match.num_tokens
-        match = self.ledger.decline(client.holding, from_token)
+        before = client.record.match.num_tokens
+        match = self.ledger.decline(client.record, from_token)
         most = max(match.num_device_tokens, from_token)
         self._require(match.num_tokens <= min(before, most), "what is declined is no hit", match)
         self._note("declined", match.num_tokens < before)
@@ -107,20 +107,20 @@ class EngineMachine(EngineState, Machine):
     def do_load(self, who: str, max_tokens: int | None = None, sparse: bool = False) -> str:
         """Take blocks for the prompt and load into them; `sparse`: null blocks where a window is past after that."""
         client = self.clients.get(who)
-        if client is None or client.holding.state not in (_S.PINNED, _S.LOADING, _S.RUNNING):
+        if client is None or client.record.state not in (_S.PINNED, _S.LOADING, _S.RUNNING):
             return "skipped"
-        if client.holding.state is _S.PINNED and client.marks:
+        if client.record.state is _S.PINNED and client.marks:
             return "skipped"  # it has computed instead, without an offer so far
-        holding, before = client.holding, client.num_computed
-        if is_new := holding.state is _S.PINNED:
-            hit_stop = holding.match.num_tokens
+        record, before = client.record, client.num_computed
+        if is_new := record.state is _S.PINNED:
+            hit_stop = record.match.num_tokens
             if max_tokens is not None:
                 hit_stop = max(before, min(hit_stop, max_tokens // self.unit * self.unit))
             if not self.own.grow(client, len(client.text.tokens), hit_stop if sparse else 0):
                 return "no room"
         try:
             # A load that has begun knows its blocks: whoever asks again names none.
-            plans = self.ledger.plan_load(holding, max_tokens, client.wake, into=client.tables if is_new else None)
+            plans = self.ledger.plan_load(record, max_tokens, client.wake, into=client.tables if is_new else None)
         except AoffloadError:
             if is_new:
                 self.own.shrink(client, before)
@@ -130,7 +130,7 @@ class EngineMachine(EngineState, Machine):
         client.has_loaded |= bool(plans)
         if is_new:
             self._loaded(client, before)
-        return f"{holding.state.name} {client.tables}"
+        return f"{record.state.name} {client.tables}"
 
     def do_settle(self, job: str, outcome: str = "landed", at: int = 0) -> str:
         return self._loads_over(partial(super().do_settle, job, outcome, at))
@@ -141,22 +141,22 @@ class EngineMachine(EngineState, Machine):
     def _loads_over(self, ends_a_job: Callable[[], str]) -> str:
         """Requests whose load is over compute the rest. Tokens that were not loaded get other blocks: a copy may still
         write to the old ones."""
-        loading = [client for client in self.clients.values() if client.holding.state is _S.LOADING]
+        loading = [client for client in self.clients.values() if client.record.state is _S.LOADING]
         said = ends_a_job()
         for client in loading:
-            if client.holding.state is not _S.RUNNING:
+            if client.record.state is not _S.RUNNING:
                 continue
-            self._note("load lost", client.holding.num_lost_tokens > 0)
+            self._note("load lost", client.record.num_lost_tokens > 0)
             self._loaded(client, client.num_computed)
         return said
 
     def _loaded(self, client: EngineClient, before: int) -> None:
         """Let a running request go on from what is there; `before`: the tokens that it had before the load."""
-        holding = client.holding
-        if holding.state is not _S.RUNNING:
+        record = client.record
+        if record.state is not _S.RUNNING:
             return
-        client.num_computed = holding.num_computed_tokens
-        is_whole = client.num_computed >= holding.match.num_tokens
+        client.num_computed = record.num_computed_tokens
+        is_whole = client.num_computed >= record.match.num_tokens
         self.own.loaded(client, before, client.num_computed, is_whole=is_whole)
 
     def do_compute(
@@ -164,10 +164,10 @@ class EngineMachine(EngineState, Machine):
     ) -> str:
         """A forward up to token `stop`, which samples `new`. `offers`: the result is offered at once."""
         client = self.clients.get(who)
-        if client is None or client.holding.state not in (_S.PINNED, _S.RUNNING) or client.is_told:
+        if client is None or client.record.state not in (_S.PINNED, _S.RUNNING) or client.is_told:
             return "skipped"
         start = client.num_computed
-        stop = max(start, client.holding.num_computed_tokens, min(stop, len(client.text.tokens) + len(new)))
+        stop = max(start, client.record.num_computed_tokens, min(stop, len(client.text.tokens) + len(new)))
         if not self.own.grow(client, stop):
             return "no room"
         num_drafts = max(0, stop - len(client.text.tokens))
@@ -190,8 +190,8 @@ class EngineMachine(EngineState, Machine):
             client.text.sampled_marks += [seen | (client.marks[-1] if client.marks else 0)] * len(sampled)
 
     def _offer(self, client: EngineClient, *, is_last: bool = False) -> str:
-        holding = client.holding
-        plans = self.ledger.offer(holding, client.num_computed, client.tables, client.unoffered, is_last=is_last)
+        record = client.record
+        plans = self.ledger.offer(record, client.num_computed, client.tables, client.unoffered, is_last=is_last)
         self.take(plans)
         client.unoffered, client.has_loaded = [], False
         self._note("store", plans)
@@ -202,7 +202,7 @@ class EngineMachine(EngineState, Machine):
     def do_offer(self, who: str, is_last: bool = False) -> str:
         """Offer again, or offer what was not offered so far."""
         client = self.clients.get(who)
-        if client is None or client.holding.state not in (_S.PINNED, _S.RUNNING):
+        if client is None or client.record.state not in (_S.PINNED, _S.RUNNING):
             return "skipped"
         return self._offer(client, is_last=is_last)
 
@@ -216,9 +216,9 @@ class EngineMachine(EngineState, Machine):
     def do_invalidate(self, who: str, from_token: int) -> str:
         """Tokens from `from_token` on were computed wrongly. The engine's cache forgets them; the request goes back."""
         client = self.clients.get(who)
-        if client is None or client.unoffered or client.holding.num_computed_tokens != client.num_computed:
+        if client is None or client.unoffered or client.record.num_computed_tokens != client.num_computed:
             return "skipped"
-        told = self.ledger.invalidate(client.holding, from_token)
+        told = self.ledger.invalidate(client.record, from_token)
         self._forget(client, from_token, told)
         for block_id in self.pool.all_cached():
             if any(cell.marks & self.bytes.invalid for cell in self.bytes.tiers[0][block_id]):
@@ -227,7 +227,7 @@ class EngineMachine(EngineState, Machine):
         self.features.add("invalidate")
         self._note("told", told)
         self._nobody_else_has_it(client)
-        return f"{[holding.request_id for holding in told]}"
+        return f"{[record.request_id for record in told]}"
 
     def _go_back(self, client: EngineClient, start: int) -> None:
         client.num_computed = min(client.num_computed, start)
@@ -248,11 +248,11 @@ class EngineMachine(EngineState, Machine):
         """The engine may reuse its blocks at once, except those that jobs hold."""
         if (client := self.clients.pop(who, None)) is None:
             return "skipped"
-        self.take(self.ledger.release(client.holding, reason))
+        self.take(self.ledger.release(client.record, reason))
         self.own.let_go(client)
         self._ended.append(who)
         self._forget_ended()
-        return client.holding.state.name
+        return client.record.state.name
 
     def _forget_ended(self) -> None:
         """The engine keeps the tokens of a request that is over until no block of it is deferred."""
@@ -302,7 +302,7 @@ class EngineMachine(EngineState, Machine):
             arguments = {"num_computed_tokens": client.num_computed, "block_ids": client.tables, **arguments}
 
         def make() -> str:
-            getattr(self.ledger, method)(client.holding, **arguments)
+            getattr(self.ledger, method)(client.record, **arguments)
             return "taken"
 
         return self._loads_over(make)  # a load that is under way may be abandoned

@@ -1,7 +1,7 @@
 """The fingerprint of a ledger: everything that is reachable from it, as one value that can be compared.
 
 It names no field (except those that it leaves out), so a new field of the ledger is included without a change here:
-pools, orders, runs with parts and references, jobs, the line, holdings, counters.
+pools, orders, runs with parts and references, jobs, the line, records, counters.
 """
 
 from __future__ import annotations

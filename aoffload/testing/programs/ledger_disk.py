@@ -88,8 +88,8 @@ class DiskCalls(JobCalls):
     def do_match_fetched(self, who: str) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        before = client.holding.match
-        found = self.ledger.match_fetched(client.holding)
+        before = client.record.match
+        found = self.ledger.match_fetched(client.record)
         self._note("match fetched", found.num_tokens > before.num_tokens)
         return f"{found}"
 

@@ -77,7 +77,7 @@ class LedgerDraw(RemoteDraw, JobDraw):
         return f"{stem}{self.num_named}"
 
     def _one(self, *states: RequestState) -> Client | None:
-        found = [client for client in self.machine.clients.values() if not states or client.holding.state in states]
+        found = [client for client in self.machine.clients.values() if not states or client.record.state in states]
         recent = [client for client in found if client.name == self.recent]
         if recent and self.rng.random() < 0.4:
             return recent[0]
@@ -107,23 +107,23 @@ class LedgerDraw(RemoteDraw, JobDraw):
         client = self._one()
         if client is None:
             return None
-        holding, rng, who = client.holding, self.rng, client.name
+        record, rng, who = client.record, self.rng, client.name
         if client.is_told:
             return Call("release", {"who": who, "reason": "prefix_invalidated"})
-        if holding.waiter is not None:
-            return Call("accept", {"who": who}) if holding.waiter.is_over else None
-        if holding.state is _S.PINNED:
-            queues = not self.machine.ledger.admission.line.is_empty or rng.random() < 0.3
+        if record.waiter is not None:
+            return Call("accept", {"who": who}) if record.waiter.is_over else None
+        if record.state is _S.PINNED:
+            queues = not self.machine.ledger.admission.queue.is_empty or rng.random() < 0.3
             return Call("queue" if queues else "allocate", self._room(client))
-        if holding.state is _S.ALLOCATED:
-            return self._load(client) if rng.random() < 0.9 or has_holes(holding) else self._compute(client)
-        if holding.state in (_S.LOADING, _S.DRAINING):
-            if self.starts_early and not holding.num_steps and self.machine.ledger.can_start_early(holding):
+        if record.state is _S.ALLOCATED:
+            return self._load(client) if rng.random() < 0.9 or has_holes(record) else self._compute(client)
+        if record.state in (_S.LOADING, _S.DRAINING):
+            if self.starts_early and not record.num_steps and self.machine.ledger.can_start_early(record):
                 return Call("begin", {"step": self._name("s"), "who": [], "arriving": [who]})
             return self._transfer()
-        if holding.state is _S.PREEMPTED:
+        if record.state is _S.PREEMPTED:
             return Call("resume", {"who": who})
-        if holding.overlap is not None:
+        if record.overlap is not None:
             return Call("begin_again", {"who": who})
         return self._compute(client)
 
@@ -140,11 +140,11 @@ class LedgerDraw(RemoteDraw, JobDraw):
         return Call("load", args)
 
     def _compute(self, client: Client) -> Call | None:
-        holding, rng = client.holding, self.rng
-        if holding.num_steps:
+        record, rng = client.record, self.rng
+        if record.num_steps:
             return self._end()
-        done, length = holding.num_computed_tokens, self._length(client)
-        room = holding.num_units * self.machine.unit
+        done, length = record.num_computed_tokens, self._length(client)
+        room = record.num_units * self.machine.unit
         if done >= length and length >= self.prompts.most_tokens + 6:
             return Call("release", {"who": client.name})
         if done >= length - 1 and room < length + 1 and rng.random() < 0.7:
@@ -174,14 +174,14 @@ class LedgerDraw(RemoteDraw, JobDraw):
 
     def _extend(self) -> Call | None:
         client = self._one(_S.RUNNING, _S.ALLOCATED)
-        if client is None or client.holding.waiter is not None:
+        if client is None or client.record.waiter is not None:
             return None
-        reach = client.holding.num_units * self.machine.unit
+        reach = client.record.num_units * self.machine.unit
         name = self.rng.choice(("extend", "extend", "queue_extension"))
         return Call(name, {"who": client.name, "num_tokens": reach + self.rng.randint(1, 8)})
 
     def _withdraw(self) -> Call | None:
-        found = [client for client in self.machine.clients.values() if client.holding.waiter is not None]
+        found = [client for client in self.machine.clients.values() if client.record.waiter is not None]
         return Call("withdraw", {"who": self.rng.choice(found).name}) if found else None
 
     def _abandon(self) -> Call | None:
@@ -218,8 +218,8 @@ class LedgerDraw(RemoteDraw, JobDraw):
         client = self._one(_S.RUNNING)
         if client is None:
             return None
-        first = client.holding.ready_stop * self.machine.unit
-        start = self.rng.randint(first, max(first, client.holding.num_computed_tokens))
+        first = client.record.ready_stop * self.machine.unit
+        start = self.rng.randint(first, max(first, client.record.num_computed_tokens))
         return Call("invalidate", {"who": client.name, "from_token": start})
 
     def _preempt(self) -> Call | None:
@@ -248,12 +248,12 @@ class LedgerDraw(RemoteDraw, JobDraw):
             return self._end()
         ready, early = [], []
         for client in self.machine.clients.values():
-            holding = client.holding
-            if holding.num_steps:
+            record = client.record
+            if record.num_steps:
                 continue
-            if holding.state is _S.RUNNING or (holding.state is _S.ALLOCATED and not has_holes(holding)):
+            if record.state is _S.RUNNING or (record.state is _S.ALLOCATED and not has_holes(record)):
                 ready.append(client.name)
-            elif holding.state in (_S.LOADING, _S.DRAINING) and self.machine.ledger.can_start_early(holding):
+            elif record.state in (_S.LOADING, _S.DRAINING) and self.machine.ledger.can_start_early(record):
                 early.append(client.name)
         who = self.rng.sample(ready, self.rng.randint(0, len(ready)))
         arriving = self.rng.sample(early, self.rng.randint(0, len(early)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..._kernel.ledger import Ledger
 from ..._kernel.records import Job, Part
-from ..._kernel.requests import Holding
+from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import NoEpoch, RequestState, Tier
 from ..violations import Violation
 from .ledger_state import Forward, LedgerState
@@ -62,9 +62,9 @@ class Laws:
 
     def after_reset(self, tier: Tier | None) -> None:
         """No lookup finds KV from before the reset, and no request without blocks keeps a hit."""
-        for holding in self._ledger.holdings.values() if tier is None else ():
-            if holding.may_match_again and (holding.leases or holding.reserve is not None):
-                raise Violation("may not hit", f"{holding} keeps {holding.match} after a reset")
+        for record in self._ledger.live_requests.values() if tier is None else ():
+            if record.may_match_again and (record.leases or record.reserve is not None):
+                raise Violation("may not hit", f"{record} keeps {record.match} after a reset")
         for run in self._ledger.cache.index.runs.values():
             for part in run.parts:
                 if part.blocks and tier in (None, part.tier):
@@ -73,10 +73,10 @@ class Laws:
     def _readable(self) -> None:
         """Every running request could go on with the right bytes, unless it was told to abort."""
         for client in self._machine.clients.values():
-            holding = client.holding
-            if holding.state is RequestState.RUNNING and not client.is_told and not _in_doubt(holding):
-                tables = self._ledger.block_ids(holding)
-                self._machine.read(client, tables, holding.num_computed_tokens)
+            record = client.record
+            if record.state is RequestState.RUNNING and not client.is_told and not _in_doubt(record):
+                tables = self._ledger.block_ids(record)
+                self._machine.read(client, tables, record.num_computed_tokens)
 
     def _nobody_elses(self) -> None:
         """Blocks that a step or a job touches are neither free nor private to another request."""
@@ -93,36 +93,36 @@ class Laws:
                 raise Violation("a job's blocks", f"{job} reads blocks that are free")
 
     def _held(self, forward: Forward, free: set[int]) -> None:
-        machine, mine = self._machine, forward.client.holding
+        machine, mine = self._machine, forward.client.record
         held = set(machine.written_by(forward))
         if not forward.is_early:  # else the load may fail, and its blocks may get another owner
             held.update(machine.read_by(forward))
         if not free.isdisjoint(held):
             raise Violation("a step's blocks", f"{sorted(held & free)} of {mine} are free")
         for client in machine.clients.values():
-            if client.holding is not mine and not held.isdisjoint(client.holding.private_blocks()):
-                raise Violation("a step's blocks", f"some of {sorted(held)} of {mine} are private to {client.holding}")
+            if client.record is not mine and not held.isdisjoint(client.record.private_blocks()):
+                raise Violation("a step's blocks", f"some of {sorted(held)} of {mine} are private to {client.record}")
         for job in self._ledger.jobs.unsettled.values():
             if self._is_anothers(job, mine) and not held.isdisjoint(job.plan.destination_ids):
                 raise Violation("a step's blocks", f"{job} writes to some of {sorted(held)} of {mine}")
 
     @staticmethod
-    def _is_anothers(job: Job, mine: Holding) -> bool:
+    def _is_anothers(job: Job, mine: LedgerRequest) -> bool:
         return job.plan.destination is Tier.DEVICE and mine not in job.claims
 
     def _progress(self, call: Call) -> None:
         """The first waiter waits only while its room is missing. If only waiters hold room, one of them is granted room
         or fails."""
         ledger = self._ledger
-        line = ledger.admission.line
+        line = ledger.admission.queue
         for first in (line.extending or line.allocating)[:1]:
-            if ledger.admission.num_missing(first.holding, first.num_units) <= ledger.admission.room:
+            if ledger.admission.num_missing(first.request, first.num_units) <= ledger.admission.num_available:
                 raise Violation("a wait without a need", f"after {call}: {first} waits and there is room")
         if line.is_empty or ledger.jobs.unsettled or self._machine.steps:
             return
-        for holding in ledger.holdings.values():
-            waits = holding.waiter is not None and not holding.waiter.is_over
-            if holding.holds_room and not waits:
+        for record in ledger.live_requests.values():
+            waits = record.waiter is not None and not record.waiter.is_over
+            if record.holds_room and not waits:
                 return
         raise Violation("progress", f"after {call}: {line} waits for nobody, {ledger.statistics()}")
 
@@ -138,9 +138,9 @@ class Laws:
             raise Violation("at rest", f"somebody is still there: {found}")
 
 
-def _in_doubt(holding: Holding) -> bool:
+def _in_doubt(record: LedgerRequest) -> bool:
     """Whether its forward started early and the engine still has to begin again."""
-    return holding.overlap is not None
+    return record.overlap is not None
 
 
 class _Watcher:

@@ -53,7 +53,7 @@ class Recorder:
 
         def calls_to(ledger: Ledger) -> None:
             nonlocal calls
-            held = ledger.holdings
+            held = ledger.live_requests
             calls = itertools.cycle((
                 ledger.reset, lambda: ledger.release(next(iter(held.values()))), ledger.drop_pins,
                 lambda: ledger.admit(PREFIX), lambda: ledger.lapse(0.0), lambda: ledger.discard(1),

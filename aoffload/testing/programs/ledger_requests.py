@@ -31,55 +31,55 @@ class RequestCalls(StepCalls):
         **options: Any,
     ) -> str:
         root, key_spans = Root("programs", salt), tuple(KeySpan(*span) for span in spans)
-        holding = self.ledger.admit(Prefix.of(root, tokens, key_spans), request_id=who, **options)
+        record = self.ledger.admit(Prefix.of(root, tokens, key_spans), request_id=who, **options)
         text = self.bytes.text((salt,), tokens, key_spans)
-        self.clients[who] = Client(who, holding, text, len(tokens), born=self.bytes.weights)
-        self._require(holding.match.num_tokens < len(tokens), "a token is always left to compute", holding)
+        self.clients[who] = Client(who, record, text, len(tokens), born=self.bytes.weights)
+        self._require(record.match.num_tokens < len(tokens), "a token is always left to compute", record)
         self._require(
-            options.get("reads_cache", True) or not holding.match.num_tokens, "a hit that was not wanted", holding
+            options.get("reads_cache", True) or not record.match.num_tokens, "a hit that was not wanted", record
         )
-        self._note("device hit", holding.match.num_device_tokens)
-        self._note("host hit", holding.match.num_host_tokens)
+        self._note("device hit", record.match.num_device_tokens)
+        self._note("host hit", record.match.num_host_tokens)
         self._note("salt", salt)
         self._note("span", spans)
         self.features.update(f"admit {name}" for name in options)
-        return f"{holding.match}"
+        return f"{record.match}"
 
     def do_allocate(self, who: str, num_tokens: int | None = None) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        self.ledger.allocate_nowait(client.holding, num_tokens)
+        self.ledger.allocate_nowait(client.record, num_tokens)
         return self._tables(client)
 
     def do_queue(self, who: str, num_tokens: int | None = None) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        waiter = self.ledger.queue_allocation(client.holding, num_tokens)
+        waiter = self.ledger.queue_allocation(client.record, num_tokens)
         self.features.add("queue")
         return f"{waiter}"
 
     def do_extend(self, who: str, num_tokens: int) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        before = client.holding.state
-        added = self.ledger.extend_nowait(client.holding, num_tokens)
+        before = client.record.state
+        added = self.ledger.extend_nowait(client.record, num_tokens)
         self.features.add("extend before load" if before is _S.ALLOCATED else "extend")
         return f"{added}"
 
     def do_queue_extension(self, who: str, num_tokens: int) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        waiter = self.ledger.queue_extension(client.holding, num_tokens)
+        waiter = self.ledger.queue_extension(client.record, num_tokens)
         self.features.add("queue extension")
         return f"{waiter}"
 
     def do_accept(self, who: str) -> str:
         client = self.clients.get(who)
-        if client is None or client.holding.waiter is None:
+        if client is None or client.record.waiter is None:
             return "skipped"
-        is_over = client.holding.waiter.error is not None
+        is_over = client.record.waiter.error is not None
         try:
-            said = f"{self.ledger.accept(client.holding.waiter)}"
+            said = f"{self.ledger.accept(client.record.waiter)}"
         except OutOfBlocks as error:
             if not is_over:
                 raise
@@ -89,36 +89,36 @@ class RequestCalls(StepCalls):
 
     def do_withdraw(self, who: str) -> str:
         client = self.clients.get(who)
-        if client is None or client.holding.waiter is None:
+        if client is None or client.record.waiter is None:
             return "skipped"
-        self.ledger.withdraw(client.holding.waiter)
+        self.ledger.withdraw(client.record.waiter)
         self.features.add("withdraw")
         return "withdrawn"
 
     def do_load(self, who: str, max_tokens: int | None = None, max_job_bytes: int | None = None) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        found = self.ledger.loadable(client.holding, max_tokens)
-        plans = self.ledger.plan_load(client.holding, max_tokens, max_job_bytes=max_job_bytes)
+        found = self.ledger.loadable(client.record, max_tokens)
+        plans = self.ledger.plan_load(client.record, max_tokens, max_job_bytes=max_job_bytes)
         most = 0 if found is None else found.num_blocks
-        self._require(sum(plan.num_blocks for plan in plans) <= most, "a load copies what it has said", client.holding)
+        self._require(sum(plan.num_blocks for plan in plans) <= most, "a load copies what it has said", client.record)
         self.take(plans)
         self._note("load", plans)
-        self._note("load shared", client.holding.load is not None and not plans)
+        self._note("load shared", client.record.load is not None and not plans)
         return self._tables(client)
 
     def do_abandon(self, who: str) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        self.ledger.abandon_load(client.holding)
+        self.ledger.abandon_load(client.record)
         self.features.add("load abandoned")
         return self._tables(client)
 
     def do_release(self, who: str, reason: str = "closed_early") -> str:
         if (client := self.clients.pop(who, None)) is None:
             return "skipped"
-        self.take(self.ledger.release(client.holding, reason))
-        return client.holding.state.name
+        self.take(self.ledger.release(client.record, reason))
+        return client.record.state.name
 
     def do_serve(self, tokens: Sequence[int], salt: str | None = None, new: Sequence[int] = ()) -> str:
         """Serve a whole request if there is room: load, compute, store as far as the policy wants it, release."""
@@ -127,10 +127,10 @@ class RequestCalls(StepCalls):
         self.do_admit(who, tokens, salt)
         client = self.clients[who]
         try:
-            self.ledger.allocate_nowait(client.holding, len(tokens) + len(new))
+            self.ledger.allocate_nowait(client.record, len(tokens) + len(new))
             self.do_load(who)
             self.do_land(who)
-            if client.holding.state is _S.RUNNING:
+            if client.record.state is _S.RUNNING:
                 self.do_compute(who, len(tokens), new)
         except OutOfBlocks:
             return "no room"
@@ -141,20 +141,20 @@ class RequestCalls(StepCalls):
 
     def do_evict(self, num_tokens: int, token: int) -> str:
         """A request that shares nothing takes its room, and is released without computing."""
-        holding = self.ledger.admit(Prefix.of(Root("programs", "pressure"), [token] * num_tokens))
+        record = self.ledger.admit(Prefix.of(Root("programs", "pressure"), [token] * num_tokens))
         try:
-            self.ledger.allocate_nowait(holding)
+            self.ledger.allocate_nowait(record)
             self.features.add("evict")
         except OutOfBlocks:
             return "no room"
         finally:
-            self.take(self.ledger.release(holding))
+            self.take(self.ledger.release(record))
         return "evicted"
 
     def do_preempt(self, who: str) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        found = self.ledger.preempt_nowait(client.holding)
+        found = self.ledger.preempt_nowait(client.record)
         self.take(found.plans)
         self.features.add("preempt")
         client.marks.clear()
@@ -163,14 +163,14 @@ class RequestCalls(StepCalls):
     def do_resume(self, who: str, num_tokens: int | None = None) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        self.ledger.resume(client.holding, num_tokens)
+        self.ledger.resume(client.record, num_tokens)
         self.features.add("resume")
-        return f"{client.holding.match}"
+        return f"{client.record.match}"
 
     def do_fork(self, who: str, child: str, num_tokens: int = 0) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        fork = self.ledger.fork(client.holding, child, num_tokens=num_tokens)
+        fork = self.ledger.fork(client.record, child, num_tokens=num_tokens)
         for source, destination in fork.copies:
             self.bytes.copy(0, source, 0, destination)
         text = attrs.evolve(
@@ -180,7 +180,7 @@ class RequestCalls(StepCalls):
             sampled_marks=client.text.sampled_marks[:],
         )
         self.clients[child] = Client(
-            child, fork.holding, text, client.num_prompt, client.is_told, client.born, oldest=client.oldest
+            child, fork.request, text, client.num_prompt, client.is_told, client.born, oldest=client.oldest
         )
         self.features.add("fork")
         return f"{fork.copies}" + self._tables(self.clients[child])
@@ -188,7 +188,7 @@ class RequestCalls(StepCalls):
     def do_invalidate(self, who: str, from_token: int) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        told = self.ledger.invalidate(client.holding, from_token)
+        told = self.ledger.invalidate(client.record, from_token)
         self._forget(client, from_token, told)
         for other in self.clients.values():
             if other is not client and not other.is_told and other.text.marks & self.bytes.invalid:
@@ -201,6 +201,6 @@ class RequestCalls(StepCalls):
         self.features.add("invalidate")
         self._note("told", told)
         self._require(
-            client.holding.sequence.num_tokens == len(client.text.tokens), "tokens are kept or lost", client.holding
+            client.record.sequence.num_tokens == len(client.text.tokens), "tokens are kept or lost", client.record
         )
-        return f"{[holding.request_id for holding in told]}"
+        return f"{[record.request_id for record in told]}"

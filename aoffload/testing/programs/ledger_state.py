@@ -11,7 +11,7 @@ import attrs
 from ..._kernel.ledger import Ledger
 from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.records import Job
-from ..._kernel.requests import CacheTransfer, Holding, Pin
+from ..._kernel.requests import CacheTransfer, LedgerRequest, Pin
 from ..._kernel.states import RequestState, Tier
 from ..violations import Violation
 from .ledger_recorder import Recorder
@@ -29,7 +29,7 @@ class Client:
     """One request as its engine knows it."""
 
     name: str
-    holding: Holding
+    record: LedgerRequest
     text: Text
     num_prompt: int
     is_told: bool = False
@@ -108,14 +108,14 @@ class LedgerState:
 
     def read(self, client: Client, tables: Sequence[Sequence[int]], stop: int) -> int:
         """Read the KV that computing token `stop` of `client` reads, except for hits in an engine's own cache."""
-        start = client.holding.engine_tokens
+        start = client.record.engine_tokens
         return self.bytes.read(client.text, tables, stop, client.name, client.oldest, start)
 
     def note_answers(self, call: str) -> None:
         """Note the oldest weights whose KV each request may read: the weights when the request got its blocks, or, if
         it loads, when its load ended."""
         for client in self.clients.values():
-            before, client.state = client.state, client.holding.state
+            before, client.state = client.state, client.record.state
             is_loaded = before in _LOADING or call == "load"
             if client.state is before or not (
                 client.state is RequestState.ALLOCATED or (client.state is RequestState.RUNNING and is_loaded)
@@ -124,9 +124,9 @@ class LedgerState:
             client.oldest = self.bytes.weights
 
     def _tables(self, client: Client) -> str:
-        return f"{client.holding.state.name} {self.ledger.block_ids(client.holding)}"
+        return f"{client.record.state.name} {self.ledger.block_ids(client.record)}"
 
-    def _forget(self, client: Client, from_token: int, told: Sequence[Holding]) -> None:
+    def _forget(self, client: Client, from_token: int, told: Sequence[LedgerRequest]) -> None:
         """Mark as invalid what `client` has computed from `from_token` on, drop the tokens sampled behind it, and mark
         the requests that were told."""
         for marks in client.marks[from_token:]:
@@ -135,8 +135,8 @@ class LedgerState:
         del client.text.tokens[max(client.num_prompt, from_token + 1) :]
         del client.text.prefixes[len(client.text.tokens) + 1 :]
         del client.text.sampled_marks[max(0, from_token + 1 - client.num_prompt) :]
-        for holding in told:
-            self.clients[holding.request_id].is_told = True
+        for record in told:
+            self.clients[record.request_id].is_told = True
 
     def written_by(self, forward: Forward) -> list[int]:
         """The blocks that a forward writes to."""

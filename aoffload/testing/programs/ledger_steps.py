@@ -24,15 +24,15 @@ class StepCalls(JobCalls):
     def do_compute(self, who: str, stop: int, new: Sequence[int] = ()) -> str:
         """A forward up to token `stop`, and its commit with the `new` tokens that it has sampled."""
         client = self.clients.get(who)
-        if client is None or client.holding.num_steps or client.holding.state not in (_S.ALLOCATED, _S.RUNNING):
+        if client is None or client.record.num_steps or client.record.state not in (_S.ALLOCATED, _S.RUNNING):
             return "skipped"
-        holding, start = client.holding, client.holding.num_computed_tokens
+        record, start = client.record, client.record.num_computed_tokens
         if start > stop:
             stop = start
-        self.ledger.check_commit(holding, stop, new)
+        self.ledger.check_commit(record, stop, new)
         forward = self._forward(client, start, stop, is_early=False)
         num_drafts = max(0, stop - len(client.text.tokens))
-        with self.ledger.step([holding]):
+        with self.ledger.step([record]):
             self.bytes.append(client.text, new[:num_drafts])  # drafts: computed in the forward that accepts them
             marks = self._run(forward)
         client.text.sampled_marks += marks[len(marks) - num_drafts :]
@@ -41,19 +41,19 @@ class StepCalls(JobCalls):
     def do_commit(self, who: str, num_computed_tokens: int) -> str:
         """A commit without a forward, of tokens that are committed already."""
         client = self.clients.get(who)
-        if client is None or num_computed_tokens > client.holding.num_computed_tokens:
+        if client is None or num_computed_tokens > client.record.num_computed_tokens:
             return "skipped"
-        self.take(self.ledger.commit(client.holding, num_computed_tokens))
+        self.take(self.ledger.commit(client.record, num_computed_tokens))
         return "committed again"
 
     def do_begin(self, step: str, who: Sequence[str], arriving: Sequence[str] = ()) -> str:
         """Begin a forward. It computes as many tokens of each client as there is room for."""
         clients = [self.clients[name] for name in who if name in self.clients]
         early = [self.clients[name] for name in arriving if name in self.clients]
-        if step in self.steps or not (clients or early) or any(c.holding.num_steps for c in (*clients, *early)):
+        if step in self.steps or not (clients or early) or any(c.record.num_steps for c in (*clients, *early)):
             return "skipped"
         stack = ExitStack()
-        stack.enter_context(self.ledger.step([c.holding for c in clients], [c.holding for c in early]))
+        stack.enter_context(self.ledger.step([c.record for c in clients], [c.record for c in early]))
         forwards = [self._whole_forward(client, client in early) for client in (*clients, *early)]
         self.steps[step] = Step(stack, forwards)
         self.features.add("step")
@@ -81,22 +81,22 @@ class StepCalls(JobCalls):
     def do_begin_again(self, who: str) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        found = self.ledger.begin_again(client.holding)
+        found = self.ledger.begin_again(client.record)
         self._note("begin again", found is not None)
         return f"{found}"
 
     def _whole_forward(self, client: Client, is_arriving: bool) -> Forward:
-        holding = client.holding
-        is_early = is_arriving and holding.load is not None and bool(holding.load.jobs)
-        start = self.ledger.num_expected_tokens(holding) if is_early else holding.num_computed_tokens
-        stop = max(start, min(len(client.text.tokens), holding.num_units * self.unit))
+        record = client.record
+        is_early = is_arriving and record.load is not None and bool(record.load.jobs)
+        start = self.ledger.num_expected_tokens(record) if is_early else record.num_computed_tokens
+        stop = max(start, min(len(client.text.tokens), record.num_units * self.unit))
         forward = self._forward(client, start, stop, is_early=is_early)
         if is_early:
-            forward.tables = self.ledger.expected_block_ids(holding)
+            forward.tables = self.ledger.expected_block_ids(record)
         return forward
 
     def _forward(self, client: Client, start: int, stop: int, *, is_early: bool) -> Forward:
-        return Forward(client, start, stop, self.ledger.block_ids(client.holding), is_early)
+        return Forward(client, start, stop, self.ledger.block_ids(client.record), is_early)
 
     def _run(self, forward: Forward) -> list[int]:
         """Do the reads and writes of a forward, at its end. Returns the marks of the tokens that it has computed.
@@ -111,10 +111,10 @@ class StepCalls(JobCalls):
         return self.bytes.write(client.text, forward.tables, forward.start, forward.stop, marks)
 
     def _may_commit(self, forward: Forward) -> bool:
-        client, holding = forward.client, forward.client.holding
-        if self.clients.get(client.name) is not client or holding.state is not _S.RUNNING or forward.is_void:
+        client, record = forward.client, forward.client.record
+        if self.clients.get(client.name) is not client or record.state is not _S.RUNNING or forward.is_void:
             return False
-        return forward.start == holding.num_computed_tokens and forward.stop <= len(client.text.tokens)
+        return forward.start == record.num_computed_tokens and forward.stop <= len(client.text.tokens)
 
     def _sampled(self, forward: Forward, new: Sequence[int]) -> Sequence[int]:
         return new if forward.stop == len(forward.client.text.tokens) else ()
@@ -122,7 +122,7 @@ class StepCalls(JobCalls):
     def _commit(
         self, client: Client, forward: Forward, marks: list[int], new: Sequence[int], num_drafts: int = 0
     ) -> str:
-        plans = self.ledger.commit(client.holding, forward.stop, new)
+        plans = self.ledger.commit(client.record, forward.stop, new)
         self.take(plans)
         self.take(self.ledger.plan_write_back())
         client.computed(forward.start, marks)
@@ -131,7 +131,7 @@ class StepCalls(JobCalls):
         if client.is_told:
             client.text.sampled_marks += [0] * len(sampled)
         else:
-            seen = self.read(client, self.ledger.block_ids(client.holding), forward.stop)
+            seen = self.read(client, self.ledger.block_ids(client.record), forward.stop)
             if (client.text.marks | seen) & self.bytes.invalid:
                 raise Violation("bytes taken back", f"{client.name} goes on with what a failed forward has sampled")
             client.text.sampled_marks += [seen | (marks[-1] if marks else 0)] * len(sampled)

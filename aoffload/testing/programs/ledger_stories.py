@@ -168,7 +168,7 @@ class LedgerStories(LedgerDraw):
 
         def goes_on() -> Call | None:
             client = self.machine.clients.get(child)
-            return self._compute(client) if client is not None and client.holding.num_units else None
+            return self._compute(client) if client is not None and client.record.num_units else None
 
         def was_wrong() -> Call | None:
             return Call("invalidate", {"who": names[0], "from_token": self.rng.randrange(6)}) if names else None
@@ -198,7 +198,7 @@ class LedgerStories(LedgerDraw):
         client = self.machine.clients.get(name)
         if client is None:
             return None
-        reach = client.holding.num_units * self.machine.unit
+        reach = client.record.num_units * self.machine.unit
         return Call("extend", {"who": name, "num_tokens": reach + self.rng.choice((1, 4, self.capacity))})
 
     def _squeeze(self, name: str) -> Call:
@@ -210,14 +210,14 @@ class LedgerStories(LedgerDraw):
 
     def _start_early(self, name: str) -> Call | None:
         client = self.machine.clients.get(name)
-        if client is None or client.holding.num_steps or not self.machine.ledger.can_start_early(client.holding):
+        if client is None or client.record.num_steps or not self.machine.ledger.can_start_early(client.record):
             return None
         return Call("begin", {"step": self._name("s"), "who": [], "arriving": [name]})
 
     def _lose(self, name: str) -> Call | None:
         """Launch one of the copies that a load waits for, or let it fail."""
         client = self.machine.clients.get(name)
-        jobs = client.holding.load.jobs if client is not None and client.holding.load is not None else ()
+        jobs = client.record.load.jobs if client is not None and client.record.load is not None else ()
         for planned in self.machine.plans:
             job = self.machine.job(planned)
             if job is not None and job in jobs:

@@ -150,9 +150,9 @@ class Machine(RemoteCalls):
     def do_lookup(self, tokens: Sequence[int], salt: str | None = None) -> str:
         """A lookup reports what a request would match."""
         found = self.ledger.lookup(Prefix.of(Root("programs", salt), tokens))
-        holding = self.ledger.admit(Prefix.of(Root("programs", salt), tokens))
-        match = holding.match
-        self.take(self.ledger.release(holding))
+        record = self.ledger.admit(Prefix.of(Root("programs", salt), tokens))
+        match = record.match
+        self.take(self.ledger.release(record))
         self._require(found == match or match.is_pending, "a lookup says what a request matches", f"{found}, {match}")
         return f"{found}"
 
@@ -160,5 +160,5 @@ class Machine(RemoteCalls):
         """A call with an argument that no caller should give."""
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        getattr(self.ledger, method)(client.holding, **arguments)
+        getattr(self.ledger, method)(client.record, **arguments)
         return "taken"

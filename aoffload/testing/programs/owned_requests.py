@@ -79,10 +79,10 @@ class EngineServed(Served):
 
     def computes_now(self) -> None:
         """It begins to compute, in place of a load."""
-        self.has_computed, holding = True, self.request._holding
-        assert holding is not None
-        self.engine.answered(holding)
-        self.engine.computing.add(holding)
+        self.has_computed, record = True, self.request._record
+        assert record is not None
+        self.engine.answered(record)
+        self.engine.computing.add(record)
 
     def load_refused(self) -> None:
         """The load was not planned: its blocks go back, unless a forward has begun to compute into them meanwhile."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._kernel.requests import Holding
+from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import RequestState, Tier
 from ..._runtime.request import Request
 from ..memory import Memory
@@ -103,17 +103,17 @@ class EngineStage(Stage):
             for block_id in self.pool.all_cached() if tier is None else ():
                 self.pool.forget(block_id)
 
-        def planned(holding: Holding, *args: Any, **kwargs: Any) -> Any:
-            plans = plan_load(holding, *args, **kwargs)
-            served = self._of(holding)
+        def planned(record: LedgerRequest, *args: Any, **kwargs: Any) -> Any:
+            plans = plan_load(record, *args, **kwargs)
+            served = self._of(record)
             if served is not None and plans:
                 served.has_loaded = True
             return plans
 
         ledger.plan_load, ledger.reset = planned, forgets
 
-    def _of(self, holding: Holding) -> EngineServed | None:
-        return next((one for one in self._all() if one.request._holding is holding), None)
+    def _of(self, record: LedgerRequest) -> EngineServed | None:
+        return next((one for one in self._all() if one.request._record is record), None)
 
     def _all(self) -> list[EngineServed]:
         return [served for served in self.live if isinstance(served, EngineServed)]
@@ -124,9 +124,9 @@ class EngineStage(Stage):
         check_held(self.runtime.ledger, self.pool)
         check_written_to(self.runtime.ledger, {served.name: served for served in self._all()})
 
-    def _is_brought(self, holding: Holding) -> bool:
-        """Whether the next block of `holding` comes with another request's load."""
-        waiting, stop = self._of(holding), holding.engine_tokens + self.own.unit
+    def _is_brought(self, record: LedgerRequest) -> bool:
+        """Whether the next block of `record` comes with another request's load."""
+        waiting, stop = self._of(record), record.engine_tokens + self.own.unit
         return waiting is None or any(
             other.has_loaded and len(other.chain) >= stop and other.chain[stop - 1] == waiting.chain[stop - 1]
             for other in self._all()

@@ -161,7 +161,7 @@ class ArgumentDrawing:
         if rng.random() < 0.2:
             found["how"] = "error"
         if rng.random() < 0.3:
-            found["holding"] = True
+            found["record"] = True
         return found
 
     def _abort(self) -> dict[str, Any]:

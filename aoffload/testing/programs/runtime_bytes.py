@@ -14,7 +14,7 @@ from typing import TypeAlias
 import attrs
 
 from ..._kernel.prefix import KeySpan
-from ..._kernel.requests import Holding
+from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import Tier
 from ..asks import Ask
 from ..engine import first_read
@@ -94,9 +94,9 @@ class ProgramEngine(SimulatedEngine):
     """The number of every prefix, by the number of the prefix before its last token, that token, and its span."""
     weights: int = 0
     """The version of the weights. Each reset of everything, also one of an earlier runtime, increments it."""
-    oldest: dict[Holding, int] = attrs.field(factory=dict)
+    oldest: dict[LedgerRequest, int] = attrs.field(factory=dict)
     """By request: the version of the weights when it got its blocks or its load ended. It reads no KV of older ones."""
-    computing: set[Holding] = attrs.field(factory=set)
+    computing: set[LedgerRequest] = attrs.field(factory=set)
     """Requests that have begun to compute in place of a load: no answer comes any more."""
 
     def chain(self, roots: tuple[object, object], tokens: Sequence[int], spans: Iterable[KeySpan] = ()) -> list[int]:
@@ -120,10 +120,10 @@ class ProgramEngine(SimulatedEngine):
         super().forget_everything()
         self.weights += 1
 
-    def answered(self, holding: Holding) -> None:
+    def answered(self, record: LedgerRequest) -> None:
         """The request has just got its blocks, or its load has just ended."""
-        if holding not in self.computing:
-            self.oldest[holding] = self.weights if self.num_resets else 0
+        if record not in self.computing:
+            self.oldest[record] = self.weights if self.num_resets else 0
 
     def may_be_cached(self, chain: Sequence[int]) -> None:
         """From now on, whole blocks of this prefix may hit."""

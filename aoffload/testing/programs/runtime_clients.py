@@ -135,7 +135,7 @@ class Actor(ClientCalls):
                 self.calls.appendleft(call)
                 break
             if call.name == "leave":
-                if not call.args.get("holding"):
+                if not call.args.get("record"):
                     await self._finish_steps()
                 if call.args.get("how") == "error":
                     self.stage.met("leave with an error")

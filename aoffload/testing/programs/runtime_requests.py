@@ -117,11 +117,11 @@ class Served:
             raise Violation("wrong bytes", f"{self.name} reads {read.problem}, {what}")
         if read.stale:
             raise Violation("not told", f"{self.name} reads {read.stale}, {what}")
-        holding = self.request._holding
-        assert holding is not None
-        oldest = self.engine.oldest.get(holding, 0)
+        record = self.request._record
+        assert record is not None
+        oldest = self.engine.oldest.get(record, 0)
         for forward, stop in read.forwards.items():
-            if forward.weights < oldest and stop > holding.engine_tokens:  # not an engine's own hit
+            if forward.weights < oldest and stop > record.engine_tokens:  # not an engine's own hit
                 raise Violation("old weights", f"{self.name} reads {forward}, from before a reset, {what}")
 
     def check_match(self, *, is_first: bool) -> None:

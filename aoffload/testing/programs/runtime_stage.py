@@ -13,7 +13,7 @@ import attrs
 
 from ..._kernel.plans import Preemption
 from ..._kernel.prefix import KeySpan
-from ..._kernel.requests import Holding
+from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import RequestState, Tier
 from ..._observe.observers import RuntimeObserver
 from ..._runtime.request import Request
@@ -261,17 +261,17 @@ class Stage:
         ledger: Any = self.runtime.ledger
         reset, preempt, plan_load = ledger.reset, ledger.preempt_nowait, ledger.plan_load
 
-        def planned(holding: Holding, *args: Any, **kwargs: Any) -> Any:
-            before = holding.state
-            plans = plan_load(holding, *args, **kwargs)
-            if holding.state is not before and holding.state is RequestState.RUNNING:
-                self.engine.answered(holding)
+        def planned(record: LedgerRequest, *args: Any, **kwargs: Any) -> Any:
+            before = record.state
+            plans = plan_load(record, *args, **kwargs)
+            if record.state is not before and record.state is RequestState.RUNNING:
+                self.engine.answered(record)
             return plans
 
-        def preempted(holding: Holding) -> Preemption:
-            found: Preemption = preempt(holding)
+        def preempted(record: LedgerRequest) -> Preemption:
+            found: Preemption = preempt(record)
             for served in self.live:
-                if served.name == holding.request_id:
+                if served.name == record.request_id:
                     served.start_again()
             self.met("preempt")
             return found

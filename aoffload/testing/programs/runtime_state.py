@@ -9,7 +9,7 @@ from typing import Any
 from ..._kernel.cache import PrefixCache
 from ..._kernel.ledger import Ledger
 from ..._kernel.records import Job, Part
-from ..._kernel.requests import CacheTransfer, Holding, LoadOverlap, Pin
+from ..._kernel.requests import CacheTransfer, LedgerRequest, LoadOverlap, Pin
 from ..._kernel.states import CacheTransferState, JobState, OverlapState, PinState, RequestState, Tier
 from ..._observe.observers import RuntimeObserver
 from ..._runtime.runtime import OffloadRuntime
@@ -20,18 +20,18 @@ __all__ = ["Told", "picture"]
 
 def picture(ledger: Ledger) -> tuple[Any, ...]:
     """Everything that a call may change, except counters and how the index is cut into runs."""
-    line = ledger.admission.line
+    line = ledger.admission.queue
     return (
         [
             (tier.pool.num_free, tier.num_cached, tier.num_quarantined, _in_order(tier.order))
             for tier in ledger.cache.tiers
         ],
         ledger.cache.epoch,
-        [_of_holding(holding) for holding in ledger.holdings.values()],
-        [(holding.request_id, holding.num_steps) for holding in ledger._closing if holding.num_steps],
+        [_of_request(record) for record in ledger.live_requests.values()],
+        [(record.request_id, record.num_steps) for record in ledger._closing if record.num_steps],
         [(job.job_id, job.state, len(job.claims)) for job in ledger.jobs.unsettled.values()],
         [(pin.pin_id, pin.state) for pin in ledger._pins.pins],
-        [(waiter.holding.ticket, waiter.num_units) for waiter in (*line.extending, *line.allocating)],
+        [(waiter.request.ticket, waiter.num_units) for waiter in (*line.extending, *line.allocating)],
         len(ledger._cache_transfers.under_way),
     )
 
@@ -40,16 +40,16 @@ def _in_order(order: Any) -> list[int]:
     return [block_id for part in order for block_id in part.blocks]
 
 
-def _of_holding(holding: Holding) -> tuple[Any, ...]:
-    waiter = holding.waiter
+def _of_request(record: LedgerRequest) -> tuple[Any, ...]:
+    waiter = record.waiter
     return (
-        holding.request_id, holding.state, holding.match, holding.epoch, holding.sequence.num_tokens,
-        [table.ids.tobytes() for table in holding.tables], holding.num_units, holding.published, holding.ready_stop,
-        holding.num_computed_tokens, holding.has_committed, holding.num_steps,
-        [(tier, lease.run.stop, list(lease.starts)) for tier, lease in holding.leases.items()],
-        None if holding.reserve is None else holding.reserve.run.stop,
+        record.request_id, record.state, record.match, record.epoch, record.sequence.num_tokens,
+        [table.ids.tobytes() for table in record.tables], record.num_units, record.published, record.ready_stop,
+        record.num_computed_tokens, record.has_committed, record.num_steps,
+        [(tier, lease.run.stop, list(lease.starts)) for tier, lease in record.leases.items()],
+        None if record.reserve is None else record.reserve.run.stop,
         None if waiter is None else (waiter.granted, waiter.error),
-        None if holding.load is None else sorted(job.job_id for job in holding.load.jobs),
+        None if record.load is None else sorted(job.job_id for job in record.load.jobs),
     )  # fmt: skip
 
 
@@ -64,14 +64,14 @@ class Told(RuntimeObserver):
         """Cached units as reported, by tier and band."""
         self._epoch = 0
         self.problem = ""
-        self.answered: Callable[[Holding], None] = lambda holding: None
+        self.answered: Callable[[LedgerRequest], None] = lambda record: None
         """Called when a request got its blocks, or when its load is over."""
 
-    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
-        self._moved(holding, old, RequestState.QUEUED, (RequestState.DONE, RequestState.ABORTED))
-        is_loaded = holding.state is RequestState.RUNNING and old in (RequestState.LOADING, RequestState.DRAINING)
-        if holding.state is RequestState.ALLOCATED or is_loaded:
-            self.answered(holding)
+    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
+        self._moved(record, old, RequestState.QUEUED, (RequestState.DONE, RequestState.ABORTED))
+        is_loaded = record.state is RequestState.RUNNING and old in (RequestState.LOADING, RequestState.DRAINING)
+        if record.state is RequestState.ALLOCATED or is_loaded:
+            self.answered(record)
 
     def job_moved(self, job: Job, old: JobState, reason: str) -> None:
         self._moved(job, old, JobState.QUEUED, (JobState.COMPLETED, JobState.FAILED, JobState.DISCARDED))
@@ -109,9 +109,9 @@ class Told(RuntimeObserver):
         """The reported states and counts are those of the ledger."""
         if self.problem:
             raise Violation("told otherwise", self.problem)
-        for holding in runtime.ledger.holdings.values():
-            if self.states.get(holding) is not holding.state:
-                raise Violation("told otherwise", f"{holding!r} was told to be {self.states.get(holding)}")
+        for record in runtime.ledger.live_requests.values():
+            if self.states.get(record) is not record.state:
+                raise Violation("told otherwise", f"{record!r} was told to be {self.states.get(record)}")
         cached = _cached(runtime.ledger.cache)
         if +cached != +self.num_cached:
             raise Violation("told otherwise", f"units cached, by part: {dict(cached)}, told: {dict(self.num_cached)}")

@@ -98,7 +98,7 @@ WORLD = (
 OPTIONS = [field.name for field in attrs.fields(OffloadConfig) if field.name not in WORLD]
 RUNTIME_CALLS = _table({
     "configure": " ".join(OPTIONS), "fault": "kind! at lasting", "cancel": "who! how! after", "close": "",
-    "request": f"{CLIENT} {ASK}", "serve": f"{CLIENT} {ASK} new", "leave": f"{CLIENT} how holding",
+    "request": f"{CLIENT} {ASK}", "serve": f"{CLIENT} {ASK} new", "leave": f"{CLIENT} how record",
     "allocate": f"{CLIENT} num by", "allocate_nowait": f"{CLIENT} num by", "extend": f"{CLIENT} num by",
     "extend_nowait": f"{CLIENT} num by", "load": f"{CLIENT} max_tokens", "load_nowait": f"{CLIENT} max_tokens",
     "wait": CLIENT, "step": f"{CLIENT} {FORWARD}", "end_step": CLIENT, "commit": f"{CLIENT} num back new",
@@ -144,7 +144,7 @@ CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {
 """The values of arguments that the program itself interprets."""
 COUNTS = ("after", "at", "back", "fewer", "token", "stop", "most", "told")
 FLAGS = (
-    "hurry", "early", "holding", "lasting", "commits", "sparse", "offers", "is_last", "is_idle", "only_asked_twice",
+    "hurry", "early", "record", "lasting", "commits", "sparse", "offers", "is_last", "is_idle", "only_asked_twice",
     "blind",
 )  # fmt: skip
 SECONDS = ("give_up_s", "s", "seconds")

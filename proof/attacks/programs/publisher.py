@@ -18,10 +18,10 @@ def main() -> None:
     config = OffloadConfig(groups=[KVCacheGroup("all", block_size=16)], num_host_blocks=16)
     ledger = Ledger(config, NUM_TOKENS // 16 + 2)
     with KVEventPublisher(ledger, bind=ANY_PORT, replay=ANY_PORT, replay_bytes=REPLAY_BYTES) as publisher:
-        holding = ledger.admit(Prefix.of(Root("m"), range(1_000_000, 1_000_000 + NUM_TOKENS)))
-        ledger.allocate_nowait(holding)
-        ledger.plan_load(holding, 0)
-        ledger.commit(holding, NUM_TOKENS)
+        record = ledger.admit(Prefix.of(Root("m"), range(1_000_000, 1_000_000 + NUM_TOKENS)))
+        ledger.allocate_nowait(record)
+        ledger.plan_load(record, 0)
+        ledger.commit(record, NUM_TOKENS)
         while publisher._buffer.num_bytes < REPLAY_BYTES * 0.9:
             publisher.tell_anew()
             time.sleep(0.05)

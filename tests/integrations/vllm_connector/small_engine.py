@@ -109,9 +109,9 @@ class SmallEngine:
 
     def _make_room(self) -> None:
         """Requests that have loaded hold all blocks between them, and none can go on: the last one gives its up."""
-        holding = [one for one in self.waiting if one.num_computed_tokens]
-        if len(holding) > 1:
-            self._take_blocks(holding[-1])
+        record = [one for one in self.waiting if one.num_computed_tokens]
+        if len(record) > 1:
+            self._take_blocks(record[-1])
 
     def _num_next(self, request: Request) -> int:
         return min(self.most_tokens, request.num_tokens - request.num_computed_tokens)

@@ -70,14 +70,14 @@ def loaded(engine: SmallEngine, tier: str) -> float:
     return counted(engine, f"copied_blocks|load|{tier}")
 
 
-def instead(engine: SmallEngine, hop: tuple[Tier, Tier], end: Callable[[TransferPlan], Completion | None]) -> None:
-    """Copies of this hop end like that instead of being made."""
+def instead(engine: SmallEngine, link: tuple[Tier, Tier], end: Callable[[TransferPlan], Completion | None]) -> None:
+    """Copies of this link end like that instead of being made."""
 
     def alter(commands: Commands) -> Commands:
         for plan in (*commands.loads, *commands.stores):
-            if plan.hop == hop and (completion := end(plan)) is not None:
+            if plan.link == link and (completion := end(plan)) is not None:
                 engine.workers[0].copies.end(completion)
-        loads, stores = ([plan for plan in plans if plan.hop != hop] for plans in (commands.loads, commands.stores))
+        loads, stores = ([plan for plan in plans if plan.link != link] for plans in (commands.loads, commands.stores))
         return attrs.evolve(commands, loads=tuple(loads), stores=tuple(stores))
 
     engine.alter = alter

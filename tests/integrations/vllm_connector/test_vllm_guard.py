@@ -30,8 +30,8 @@ def serve(engine: SmallEngine) -> None:
 
 def narrow(engine: SmallEngine) -> SmallEngine:
     """From now on copies wait for room in flight: one at a time."""
-    for hop in engine.half._queue._hops.values():
-        hop.max_bytes, hop.follows = 1, False
+    for link in engine.half._queue._links.values():
+        link.max_bytes, link.follows = 1, False
     engine.most_tokens, engine.may_be_off = 12, True
     return engine
 

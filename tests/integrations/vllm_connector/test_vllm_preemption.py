@@ -12,7 +12,7 @@ from aoffload import RequestState
 
 def resident(engine: SmallEngine) -> list[RequestState]:
     """States of the requests that the ledger knows."""
-    return [holding.state for holding in engine.connector.ledger.holdings.values()]
+    return [record.state for record in engine.connector.ledger.live_requests.values()]
 
 
 def settle(engine: SmallEngine) -> None:

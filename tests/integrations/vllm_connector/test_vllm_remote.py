@@ -273,8 +273,8 @@ def test_what_is_computed_sooner_is_not_fetched(filled: Callable[..., SmallEngin
     held_back: list[TransferPlan] = []
 
     def alter(commands: Commands) -> Commands:
-        held_back.extend(plan for plan in commands.loads if plan.hop == FETCH)
-        return attrs.evolve(commands, loads=tuple(plan for plan in commands.loads if plan.hop != FETCH))
+        held_back.extend(plan for plan in commands.loads if plan.link == FETCH)
+        return attrs.evolve(commands, loads=tuple(plan for plan in commands.loads if plan.link != FETCH))
 
     engine.alter = alter
     engine.submit(Request("there", TEXT))

@@ -95,9 +95,9 @@ def test_a_step_that_fills_no_block_reads_no_table(
     offers: list[int] = []
     offer = engine.connector.ledger.offer
 
-    def seen(holding: Any, num_computed_tokens: int, *arguments: Any, **options: Any) -> Any:
+    def seen(record: Any, num_computed_tokens: int, *arguments: Any, **options: Any) -> Any:
         offers.append(num_computed_tokens)
-        return offer(holding, num_computed_tokens, *arguments, **options)
+        return offer(record, num_computed_tokens, *arguments, **options)
 
     monkeypatch.setattr(engine.connector.ledger, "offer", seen)
     engine.run()
@@ -150,7 +150,7 @@ def test_an_aborted_load_that_has_not_started_is_over(warm: Callable[..., SmallE
     engine = warm(num_blocks=40, num_host_blocks=40)
     engine.run(Request("other", range(100, 130)))
     engine.manager.evict_all()
-    engine.half._queue.hop(Tier.HOST, Tier.DEVICE).max_bytes = 1
+    engine.half._queue.link(Tier.HOST, Tier.DEVICE).max_bytes = 1
     plans = instead(engine, lambda plan: None)
     first, second = Request("again", TEXT), Request("another", range(100, 130))
     engine.submit(first, second)

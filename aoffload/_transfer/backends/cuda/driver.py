@@ -197,7 +197,7 @@ class CudaDriver(Protocol):
     def query_event(self, event: Handle) -> bool: ...
 
     def synchronize_event(self, event: Handle) -> None:
-        """Block this thread until the event has passed, without holding the GIL."""
+        """Block this thread until the event has passed, without record the GIL."""
         ...
 
     def wait_event(self, stream: Handle, event: Handle) -> None:

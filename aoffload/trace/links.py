@@ -1,4 +1,4 @@
-"""Hops: the pairs of tiers that jobs copy between, and tiers in words. Both follow from `TIERS`."""
+"""Links: the pairs of tiers that jobs copy between, and tiers in words. Both follow from `TIERS`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 from .._kernel.states import BELOW, TIERS, Direction, Tier
 from .events import Event, FieldError
 
-__all__ = ["HOPS", "HopRow", "hop_of", "in_words", "name_of", "pool_field"]
+__all__ = ["HOPS", "HopRow", "link_of", "in_words", "name_of", "pool_field"]
 
 _WORDS = {"HOST": "host memory", "DISK": "the disk", "REMOTE": "the remote store"}
 
@@ -56,22 +56,22 @@ def _hops_of(tier: Tier, above: Tier) -> tuple[HopRow, HopRow]:
     )
 
 
-HOPS = tuple(hop for row in TIERS if row.above is not None for hop in _hops_of(row.tier, row.above))
+HOPS = tuple(link for row in TIERS if row.above is not None for link in _hops_of(row.tier, row.above))
 """Nearest to the compute first, loads before stores."""
-_BY_ENDS = {(name_of(hop.source), name_of(hop.destination)): hop for hop in HOPS}
-_BY_DIRECTION = {hop.direction.value: hop for hop in HOPS if hop.tier is BELOW}
+_BY_ENDS = {(name_of(link.source), name_of(link.destination)): link for link in HOPS}
+_BY_DIRECTION = {link.direction.value: link for link in HOPS if link.tier is BELOW}
 """Of older logs, whose jobs do not name tiers: all of them are of the tier below the device."""
 
 
-def hop_of(event: Event) -> HopRow:
+def link_of(event: Event) -> HopRow:
     """Of the job of an event. May raise `FieldError`."""
     fields = event.fields
     if "source" not in fields and "destination" not in fields:
         return _found(_BY_DIRECTION, fields.get("direction"), "direction")
-    hop = _found(_BY_ENDS, (fields.get("source"), fields.get("destination")), "source")
-    if fields.get("direction") != hop.direction.value:
+    link = _found(_BY_ENDS, (fields.get("source"), fields.get("destination")), "source")
+    if fields.get("direction") != link.direction.value:
         raise FieldError("direction")
-    return hop
+    return link
 
 
 def _found(rows: dict[Any, HopRow], key: object, field: str) -> HopRow:
