@@ -290,7 +290,7 @@ def test_requests_in_line_keep_no_more_than_the_share_of_all_fetches() -> None:
     assert waiters[0].request.match.num_host_tokens == 8 * BLOCK
     disk.release(waiters[0].request, "cancelled")
     disk.ledger.accept(waiters[1])
-    assert waiters[1].record.match.num_host_tokens < 8 * BLOCK
+    assert waiters[1].request.match.num_host_tokens < 8 * BLOCK
 
 
 @pytest.mark.parametrize("how", ["release", "reset", "host", "invalidate"])
