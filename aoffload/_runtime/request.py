@@ -22,6 +22,7 @@ from weakref import ref
 import anyio
 
 from .._arguments import check_text
+from .._kernel.events import WaitedForBlocks
 from .._kernel.plans import NO_MATCH, Extension, Preemption, PrefixMatch
 from .._kernel.prefix import LongList, Prefix, TokenIds
 from .._kernel.requests import LedgerRequest, Waiter
@@ -456,7 +457,7 @@ class Request:
             return self._session.ledger.accept(waiter)
         finally:  # leave the line, or give an unused grant back, however the wait ends
             self._session.ledger.withdraw(waiter)
-            session.observers.waited_for_room(waiter.request, session.env.now() - began_s)
+            session.observers.observe(WaitedForBlocks(waiter.request, session.env.now() - began_s))
 
     # -- preemption -----------------------------------------------------------------------------------------------
 

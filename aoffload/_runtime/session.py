@@ -23,6 +23,7 @@ import attrs
 from .._arguments import check_has
 from .._config.config import OffloadConfig
 from .._extensions.store_policies import StoreScope
+from .._kernel.events import RequestCancelled
 from .._kernel.ledger import Ledger
 from .._kernel.plans import TransferPlan
 from .._kernel.prefix import Prefix, TokenIds
@@ -318,7 +319,7 @@ class Session:
     def cancelled(self, record: LedgerRequest, reason: str) -> None:
         """Its block is being cancelled. It holds what it has until its task has left the block."""
         record.ends_for(reason)
-        self.observers.request_cancelled(record, reason)
+        self.observers.observe(RequestCancelled(record, reason))
 
     def close_requests(self) -> None:
         """End all requests, pins, prefetches and demotions."""

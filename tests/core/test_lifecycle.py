@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from driving import Driven, prompt
 
-from aoffload._kernel.events import Moves
+from aoffload._kernel.moves import Moves
 from aoffload._kernel.protocols import NullObserver
 from aoffload._kernel.requests import LoadOverlap
 from aoffload._kernel.states import (

@@ -16,7 +16,7 @@ from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._extensions.integrity import check_integrity
 from aoffload._extensions.pins import Pins
 from aoffload._kernel.cache import PrefixCache
-from aoffload._kernel.events import Moves
+from aoffload._kernel.moves import Moves
 from aoffload._kernel.eviction import LeastRecentlyUsed
 from aoffload._kernel.index import find_hit, held_stop, jobs_bringing, present_stop
 from aoffload._kernel.jobs import JobBook, Stores
