@@ -150,6 +150,7 @@ class CopyQueue:
         self.regions.end(plan.job_id, "never started")
 
     def _dispatch(self) -> None:
+        """Launch what the bounds of each link allow, loads first."""
         for link in self._links.values():
             while link.queue:
                 plan, after = link.queue[0]
@@ -159,9 +160,10 @@ class CopyQueue:
                 link.queue.popleft()
                 link.queued_bytes -= num_bytes
                 if self.tell(self.ledger.launch, plan.job_id):
-                    self._launch(link, plan, after, num_bytes)
+                    link.begin(plan.job_id, num_bytes, self.clock())
+                    self._launch(link, plan, after)
                 else:
-                    self.regions.end(plan.job_id, "nobody waits for it any more")
+                    self.regions.end(plan.job_id, "no request waits for it any more")
 
     def _may_launch(self, link: Link, num_bytes: int) -> bool:
         num_jobs = len(link.in_flight) - len(link.reported)
@@ -169,8 +171,8 @@ class CopyQueue:
         fits = link.num_bytes + num_bytes <= most and num_jobs < link.max_jobs
         return fits or not link.in_flight  # a job above the bound runs alone
 
-    def _launch(self, link: Link, plan: TransferPlan, after: Fence | None, num_bytes: int) -> None:
-        link.begin(plan.job_id, num_bytes, self.clock())
+    def _launch(self, link: Link, plan: TransferPlan, after: Fence | None) -> None:
+        """Start a copy. Whatever the transport raises becomes the completion of the job."""
         try:
             self.regions.launch(plan.job_id)
             self.transport.launch(plan, after)
@@ -206,7 +208,17 @@ class CopyQueue:
             job = self.ledger.jobs.unsettled.get(completion.job_id)
             if job is not None and job.state is JobState.QUEUED:
                 continue  # it was never launched: the report is of something else
-            self._note_end(completion)
+            for link in self._links.values():
+                if completion.job_id in link.in_flight:
+                    link.end(completion, self.clock())
+                # An UNPROVEN report is no end: the copy may still be moving bytes, and a copy that follows it on this
+                # link could not be told apart from it. Without a late proof, the link stays stopped. A fence that has
+                # raised is asked no second time: what it would say then is of the device's state after an error, and
+                # no proof.
+                if completion.job_id in link.overdue and completion.outcome is not Outcome.UNPROVEN:
+                    link.overdue.discard(completion.job_id)
+                    if not link.overdue:
+                        self._report(TransportRecovered(link.source, link.destination))
             if completion.outcome is Outcome.UNPROVEN:
                 self._tell_given_up(completion.job_id)
             self.tell(self.ledger.settle, completion)
@@ -218,18 +230,6 @@ class CopyQueue:
             link.step_ended()
         self._dispatch()
         self.ended()
-
-    def _note_end(self, completion: Completion) -> None:
-        for link in self._links.values():
-            if completion.job_id in link.in_flight:
-                link.end(completion, self.clock())
-            # An UNPROVEN report is no end: the copy may still be moving bytes, and a copy that follows it on this link
-            # could not be told apart from it. Without a late proof, the link stays stopped. A fence that has raised is
-            # asked no second time: what it would say then is of the device's state after an error, and no proof.
-            if completion.job_id in link.overdue and completion.outcome is not Outcome.UNPROVEN:
-                link.overdue.discard(completion.job_id)
-                if not link.overdue:
-                    self._report(TransportRecovered(link.source, link.destination))
 
     def tell(self, function: Callable[..., Any], *args: object) -> Any:
         """Call into the ledger. A bug there turns the cache off, but must not end the caller: a loop, or a request."""
