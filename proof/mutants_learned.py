@@ -100,7 +100,7 @@ LEARNED_MUTANTS: tuple[Mutant, ...] = (
         "what_becomes_of_hints_is_told",
         "hints that a reset ends without a word",
         HINTS,
-        "            self._moves.told.hint_ended(hint.hint_id, hint.category, HintEnd.DROPPED)\n",
+        "            self._moves.note(HintEnded(hint.hint_id, hint.category, HintEnd.DROPPED))\n",
         "            pass\n",
         "each hint has an end",
     ),

@@ -28,7 +28,7 @@ LOSS_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "cache turned off in silence",
         COPIES,
-        "            self.observer.cache_turned_off(reason)\n",
+        "            self._report(CacheTurnedOff(reason))\n",
         "",
         "a lost device turns the cache off, which is told once",
         scenarios=("lost_device",),

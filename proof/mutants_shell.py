@@ -156,8 +156,8 @@ _WORKER = (
     Mutant(
         "discarded job launched",
         COPIES,
-        "                if self.tell(self.ledger.launch, plan.job_id):\n                    self._launch",
-        "                if self.tell(self.ledger.launch, plan.job_id) is not None:\n                    self._launch",
+        "                if self.tell(self.ledger.launch, plan.job_id):\n",
+        "                if self.tell(self.ledger.launch, plan.job_id) is not None:\n",
         "a discarded load is never copied",
         scenarios=("loads_first",),
     ),
@@ -202,7 +202,7 @@ _WORKER = (
     Mutant(
         "transport never recovers",
         COPIES,
-        "                link.overdue.discard(completion.job_id)\n",
+        "                    link.overdue.discard(completion.job_id)\n",
         "",
         "a transport that reports again is used again",
     ),

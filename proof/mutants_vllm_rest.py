@@ -109,8 +109,8 @@ COUNTED = (
     Mutant(
         "vLLM: stalls not said",
         COUNTS,
-        '        self.counted[f"overdue_jobs|{_hop(source, destination)}"] += num_jobs\n',
-        '        self.counted[f"overdue_jobs|{_hop(destination, source)}"] += num_jobs\n',
+        'f"overdue_jobs|{_link(event.source, event.destination)}"',
+        'f"overdue_jobs|{_link(event.destination, event.source)}"',
         "a copy that takes too long is counted where it hangs",
         test=f"{METRICS}test_copies_that_take_too_long_are_counted",
     ),

