@@ -49,7 +49,15 @@ def odd_arguments() -> Iterator[tuple[str, str]]:
 def public_calls(kind: type) -> Iterator[tuple[str, list[inspect.Parameter]]]:
     for name, call in inspect.getmembers(kind, callable):
         if not name.startswith("_"):
-            yield name, list(inspect.signature(call).parameters.values())[1:]
+            taken = list(inspect.signature(call).parameters.values())[1:]
+            options = [one for one in taken if one.kind is not one.VAR_KEYWORD]
+            if options != taken:  # of `admit`
+                options += [
+                    one.replace(name=key, kind=one.KEYWORD_ONLY, default=None)
+                    for one in taken[-1:]
+                    for key in public.RequestOptions.__annotations__
+                ]
+            yield name, options
 
 
 def called(call: Callable[..., Any], given: dict[str, Any]) -> Any:

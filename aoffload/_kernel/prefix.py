@@ -10,7 +10,7 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import attrs
 import numpy as np
@@ -18,7 +18,18 @@ import numpy as np
 from .._arguments import as_tuple, check_type, shown
 from ..errors import InvalidArgument
 
-__all__ = ["KeySpan", "LongList", "Prefix", "Root", "Roots", "TokenIds", "check_prefix", "encode_tokens", "prompt_of"]
+__all__ = [
+    "Identity",
+    "KeySpan",
+    "LongList",
+    "Prefix",
+    "Root",
+    "Roots",
+    "TokenIds",
+    "check_prefix",
+    "encode_tokens",
+    "prompt_of",
+]
 
 
 if TYPE_CHECKING:
@@ -59,6 +70,17 @@ class KeySpan:
 
     def record(self) -> bytes:
         return _SPAN_MARK + struct.pack("<qqq", self.start, self.stop, len(self.digest)) + self.digest
+
+
+class Identity(TypedDict, total=False):
+    """The arguments that identify KV besides the token ids. KV is shared only where all of them are equal."""
+
+    cache_salt: str | bytes | None
+    """For example the tenant. Default: None."""
+    adapter_key: str | bytes | None
+    """For example the name and version of a LoRA adapter. Default: None."""
+    key_spans: Iterable[KeySpan]
+    """The content that placeholder tokens stand for. Default: none."""
 
 
 @attrs.frozen

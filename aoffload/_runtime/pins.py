@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
-from typing import Generic, Self, TypedDict, TypeVar
+from typing import Generic, Self, TypeVar
 
 import anyio
 
 from .._arguments import number_of, shown
 from .._config.config import MAX_SECONDS
 from .._kernel.plans import NO_MATCH, PrefixMatch
-from .._kernel.prefix import KeySpan, Prefix
+from .._kernel.prefix import Prefix
 from .._kernel.requests import CacheTransfer, Demotion, Fetch, Pin, Prefetch
 from .._kernel.states import PinState
 from .._tiers.remote.loop import Question, RemoteWork
@@ -28,21 +28,6 @@ __all__ = ["PendingDemotion", "PendingFetch", "PendingPrefetch", "PinScope"]
 
 
 AnyTransfer = TypeVar("AnyTransfer", bound=CacheTransfer)
-
-
-class Identity(TypedDict, total=False):
-    """The arguments that identify KV besides the token ids, as in `OffloadRuntime.request`."""
-
-    cache_salt: str | bytes | None
-    adapter_key: str | bytes | None
-    key_spans: Iterable[KeySpan]
-
-
-def check_identity(call: str, identity: Identity) -> None:
-    """Refuse a keyword argument that the public method `call` does not have, as Python does where it has a name."""
-    unknown = next((name for name in identity if name not in Identity.__annotations__), None)
-    if unknown is not None:
-        raise TypeError(f"{call}() got an unexpected keyword argument {unknown!r}")
 
 
 def time_to_live(value: object, name: str = "ttl_s") -> float:

@@ -280,7 +280,7 @@ class DiskWork:
         if self.state is DiskState.READY:
             self.state = DiskState.FLUSHING
         self._forget_more()
-        while self.state is DiskState.FLUSHING and self.worker.is_accepting:
+        while self.state is DiskState.FLUSHING and self.worker.copies.is_accepting:
             if most := self._num_storable():
                 self._store(self.worker.copies.tell(self.ledger.plan_disk_flush, most) or ())
             if not self.worker.copies.num_under_way(Tier.HOST, Tier.DISK):

@@ -13,7 +13,6 @@ from ..._kernel.prefix import TOKEN_BYTES, Prefix
 from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import RequestState
 from ..._runtime.costs import fetch_bound_s
-from ..._runtime.loading import wait_until_woken
 from ..._runtime.session import Entered
 from ..remote.loop import RemoteWork
 
@@ -46,7 +45,7 @@ async def fetch(request: Entered, record: LedgerRequest, prefix: Prefix) -> None
     deadline = session.now() + found.bound_s
     try:
         while not transfer.is_over and (left_s := deadline - session.now()) > 0:
-            await wait_until_woken(request, left_s)
+            await request._wait(left_s)
             request._live()  # raises if the request is over, or the runtime closed
     finally:
         if not transfer.is_over:
@@ -138,7 +137,7 @@ class _Offer:
         session.ledger.situation.asking[self.record] = session.now()
         try:
             while not answers:
-                await wait_until_woken(self.request, None)
+                await self.request._wait()
                 self.request._live()
         finally:
             question.cancel()

@@ -98,8 +98,9 @@ class RemoteWork:
     @property
     def may_fetch(self) -> bool:
         """Whether a fetch is worth its time: not from a store that has failed lately, or hangs."""
-        is_off = not self.is_on or not self.worker.is_accepting or self.remote.refuses(Direction.LOAD)
-        return not is_off and not self.worker.copies.is_stalled(Tier.REMOTE, Tier.HOST)
+        copies = self.worker.copies
+        is_off = not self.is_on or not copies.is_accepting or self.remote.refuses(Direction.LOAD)
+        return not is_off and not copies.is_stalled(Tier.REMOTE, Tier.HOST)
 
     def skip_fetch(self, request_id: str) -> None:
         """A request computes what the store may have, since all of its nodes are left alone."""
