@@ -108,7 +108,7 @@ _OTHER_THREADS = (
     Mutant(
         "looks at a ledger that changes in another thread",
         SESSION_LIFE,
-        "        if self._process_id and not self.is_over and (self.is_in_fork or self.is_elsewhere):\n",
+        "        if self._process_id and not self.is_over and not self.is_here:\n",
         "        if self.is_in_fork:\n",
         _THREADS,
         test=f"{_ELSEWHERE}every_public_call_in_another_thread_is_refused_or_right",
@@ -116,8 +116,8 @@ _OTHER_THREADS = (
     Mutant(
         "closed runtime answers one thread only",
         SESSION_LIFE,
-        "        if self._process_id and not self.is_over and (",
-        "        if self._process_id and (",
+        "        if self._process_id and not self.is_over and not",
+        "        if self._process_id and not",
         _THREADS,
         test=f"{_ELSEWHERE}before_opening_and_after_closing_every_thread_may_look",
     ),
@@ -132,7 +132,7 @@ _OTHER_THREADS = (
     Mutant(
         "request released in another thread",
         BLOCK,
-        "        if self._session.is_elsewhere:\n",
+        "        if not self._session.is_here:\n",
         "        if False:\n",
         _THREADS,
         test=f"{_ELSEWHERE}a_request_that_is_left_in_another_thread_ends_in_the_loop",

@@ -482,9 +482,9 @@ class Request:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if self._session.is_in_fork:
-            return False  # the request belongs to the parent, and this is a copy of it
-        if self._session.is_elsewhere:
+        if not self._session.is_here:
+            if self._session.is_in_fork:
+                return False  # the request belongs to the parent, and this is a copy of it
             self._session.call_in_loop(partial(self._left_elsewhere, self._why(error)))
             warnings.warn(f"{self!r} was left in another thread than it was entered in", ResourceWarning, stacklevel=2)
             return False

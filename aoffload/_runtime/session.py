@@ -167,6 +167,11 @@ class Session:
         return bool(self._process_id)
 
     @property
+    def is_here(self) -> bool:
+        """Whether this is the process of the runtime, and the thread of its event loop."""
+        return os.getpid() == self._process_id and get_ident() == self._thread_id
+
+    @property
     def is_in_fork(self) -> bool:
         """Whether this process is a forked child, which has only a copy of the runtime and must not use it."""
         return bool(self._process_id) and os.getpid() != self._process_id
@@ -184,15 +189,13 @@ class Session:
     def check_may_look(self) -> None:
         """Raise if the runtime belongs to another process, or if another thread may be changing it. The runtime does
         not change before it is opened, nor after it is closed."""
-        if self._process_id and not self.is_over and (self.is_in_fork or self.is_elsewhere):
+        if self._process_id and not self.is_over and not self.is_here:
             raise self._why_not_here()
 
     def check_loop(self) -> None:
         """Raise in any event loop other than that of the runtime, even in the same thread. No wait would end there,
         because completions wake the loop in which the runtime was opened."""
-        if self.env.running_loop() is self.loop or self.life is not SessionLife.OPEN:
-            return
-        if not self.is_in_fork and not self.is_elsewhere:
+        if self.env.running_loop() is not self.loop and self.life is SessionLife.OPEN and self.is_here:
             raise WrongThread("the runtime belongs to the event loop that it was opened in: make one for each loop")
 
     def _why_not(self) -> AoffloadError:

@@ -147,7 +147,7 @@ class CopyWorker:
             self.ledger,
             self.transport,
             self.config,
-            clock=lambda: self._clock(),  # `start` sets it
+            clock=self._clock,
             block_bytes=self.transport.block_bytes,
             observer=self.telemetry,
             wake=self._signal,
@@ -235,7 +235,7 @@ class CopyWorker:
         """Bind to the running event loop."""
         self.has_begun = anyio.Event()
         self._sleep, self._scope = anyio.CancelScope(), anyio.CancelScope(shield=True)
-        self._clock = self.env.loop_clock()
+        self.copies.clock = self._clock = self.env.loop_clock()
         # In the context of the task that opens the runtime, as the worker's task: loggers find its context variables.
         self._wake_loop = self.env.loop_waker(partial(copy_context().run, self._wake))
 
