@@ -400,9 +400,9 @@ class Request:
         for tainted in session.ledger.invalidate(record, from_token):
             session.cancel(tainted.request_id, "prefix_invalidated")
         if session.disk is not None:
-            session.disk.take_back()
+            session.disk.invalidate()
         if session.remote is not None:
-            session.remote.look()
+            session.remote.store_more()
 
     # -- preemption -----------------------------------------------------------------------------------------------
 

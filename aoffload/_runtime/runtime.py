@@ -278,7 +278,7 @@ class OffloadRuntime:
             session.remote = RemoteWork(self.ledger, self.worker, remote, block_bytes, self.env, self.telemetry)
         if disk is not None or remote is not None:
             session.speed = PrefillSpeed(config.prefill_tokens_per_s)
-            self.worker.after_settled = session.look_below
+            self.worker.after_settled = session.store_below
         if config.load_choice != "always":
             session.speed = speed = session.speed or PrefillSpeed(config.prefill_tokens_per_s)
             session.costs = LoadCosts(self.ledger, self.worker.copies, speed, self.telemetry.load_declined)

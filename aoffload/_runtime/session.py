@@ -382,14 +382,14 @@ class Session:
         if self.ledger.writes_back and (plans := self.ledger.plan_write_back()):
             self.worker.submit(plans)
         if self.disk is not None or self.remote is not None:
-            self.look_below()
+            self.store_below()
 
-    def look_below(self) -> None:
+    def store_below(self) -> None:
         """Have the lower tiers store what they should have. Called after each change that may affect this."""
         if self.disk is not None:
-            self.disk.look()
+            self.disk.store_more()
         if self.remote is not None:
-            self.remote.look()
+            self.remote.store_more()
 
 
 def _has_passed(fence: Fence) -> bool:
