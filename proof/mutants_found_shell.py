@@ -97,8 +97,8 @@ _RUNTIMES = (
     Mutant(
         "forked child that ends steps and pins",
         SESSION_LIFE,
-        "        if os.getpid() == self._process_id:\n            if get_ident() == self._thread_id:\n",
-        "        if True:\n            if get_ident() == self._thread_id:\n",
+        "        if os.getpid() == self._process_id:\n            self.call_in_loop(function)\n",
+        "        self.call_in_loop(function)\n",
         "a forked child harms nobody",
         test=f"{_TESTS}a_forked_child_leaves_all_blocks_and_harms_nobody",
     ),

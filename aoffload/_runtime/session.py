@@ -222,21 +222,18 @@ class Session:
 
     def call_in_loop(self, function: Callable[[], None]) -> None:
         """Call `function` now in the event loop's thread; from another thread, have it called there soon."""
-        if self.is_in_fork:
-            raise self._why_not()
-        if self.is_elsewhere:
-            self.worker.call_soon(function)
-        else:
+        if self.is_here:
             function()
+        elif self.is_in_fork:
+            raise self._why_not_here()
+        else:
+            self.worker.call_soon(function)
 
     def leave_in_loop(self, function: Callable[[], None]) -> None:
         """As `call_in_loop`, for the end of a `with` block. In a forked child it does nothing, because the child owns
         nothing that has to end."""
         if os.getpid() == self._process_id:
-            if get_ident() == self._thread_id:
-                function()
-            else:
-                self.worker.call_soon(function)
+            self.call_in_loop(function)
 
     def call_later(self, function: Callable[[], None]) -> None:
         """For finalisers, which run in any thread, or in the middle of a ledger change. Does nothing once closed."""
