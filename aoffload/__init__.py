@@ -21,7 +21,6 @@ from ._kernel.ledger import Ledger
 from ._kernel.plans import Extension, Preemption, PrefixMatch
 from ._kernel.prefix import KeySpan
 from ._kernel.states import RequestState, Tier
-from ._observe.observers import RuntimeObserver
 from ._runtime.loading import PendingLoad
 from ._runtime.request import Request
 from .errors import (
@@ -102,7 +101,6 @@ __all__ = [
     "RequestAborted",
     "RequestState",
     "RuntimeClosed",
-    "RuntimeObserver",
     "RuntimeStatistics",
     "SelectiveStore",
     "SlidingWindow",

@@ -8,6 +8,33 @@ from ._config.groups import AttentionKind
 from ._config.tiers import LearnedEviction
 from ._extensions.load_choice import CostChoice, Loadable, LoadChoice, LoadOffer
 from ._extensions.store_policies import StorePolicy
+from ._kernel.events import (
+    CacheTransferMoved,
+    CacheTurnedOff,
+    CompletionDelivered,
+    Event,
+    EvictionSwitched,
+    ExtensionRefused,
+    HintEnded,
+    HintGiven,
+    JobMoved,
+    LoadsPaused,
+    LoadsResumed,
+    Observer,
+    OverlapMoved,
+    PinMoved,
+    RequestCancelled,
+    RequestMoved,
+    SlowStep,
+    SlowWait,
+    StepBegun,
+    StepEnded,
+    StoreSkipped,
+    TransportRecovered,
+    TransportStalled,
+    WaitedForBlocks,
+    WorkerFailed,
+)
 from ._kernel.eviction import EvictionOrder
 from ._kernel.ledger import LedgerStatistics, RemoteCounts
 from ._kernel.plans import (
@@ -21,7 +48,7 @@ from ._kernel.plans import (
     TransferPlan,
 )
 from ._kernel.prefix import Prefix, Root
-from ._kernel.protocols import BlockWatcher, DevicePool, EngineBlocks, Observer
+from ._kernel.protocols import BlockWatcher, DevicePool, EngineBlocks
 from ._kernel.requests import CacheTransfer, Demotion, Fetch, LedgerRequest, LoadOverlap, Pin, Prefetch, Step, Waiter
 from ._kernel.states import CacheTransferState, Direction, JobState, Outcome, OverlapState, PinState, is_compiled
 from ._kernel.status import (
@@ -39,7 +66,7 @@ from ._observe.log import LedgerLog
 from ._observe.observers import Observers
 from ._runtime.costs import LoadCosts
 from ._tiers.remote.rules import cells_of
-from ._transfer.copy_queue import CopyObserver, CopyQueue, Launches
+from ._transfer.copy_queue import CopyQueue, Launches
 from .errors import IllegalTransition, LeaseError
 
 __all__ = [
@@ -48,57 +75,80 @@ __all__ = [
     "BlockLabel",
     "BlockWatcher",
     "CacheTransfer",
+    "CacheTransferMoved",
     "CacheTransferState",
+    "CacheTurnedOff",
     "CellLabel",
     "Completion",
-    "CopyObserver",
+    "CompletionDelivered",
     "CopyQueue",
     "CostChoice",
     "Demotion",
     "DevicePool",
     "Direction",
     "EngineBlocks",
+    "Event",
     "EvictionOrder",
     "EvictionRule",
     "EvictionStatistics",
+    "EvictionSwitched",
+    "ExtensionRefused",
     "Fetch",
     "Fork",
     "HintEnd",
+    "HintEnded",
+    "HintGiven",
     "Holder",
-    "LedgerRequest",
     "IllegalTransition",
+    "JobMoved",
     "JobState",
     "Launches",
     "LearnedEviction",
     "LeaseError",
     "LedgerLog",
+    "LedgerRequest",
     "LedgerStatistics",
     "LoadChoice",
     "LoadCosts",
     "LoadOffer",
     "LoadOverlap",
     "Loadable",
+    "LoadsPaused",
+    "LoadsResumed",
     "Observer",
     "Observers",
     "Outcome",
+    "OverlapMoved",
     "OverlapState",
     "Pin",
+    "PinMoved",
     "PinState",
     "Prefetch",
     "Prefix",
     "RemoteCounts",
+    "RequestCancelled",
+    "RequestMoved",
     "RequestOptions",
     "RequestStatus",
     "RestoredRun",
     "Root",
+    "SlowStep",
+    "SlowWait",
     "Step",
+    "StepBegun",
+    "StepEnded",
     "StorePolicy",
     "StoreScope",
+    "StoreSkipped",
     "TierEviction",
     "TierStatistics",
     "TransferPlan",
+    "TransportRecovered",
+    "TransportStalled",
+    "WaitedForBlocks",
     "Waiter",
     "WaitsFor",
+    "WorkerFailed",
     "cells_of",
     "is_compiled",
 ]

@@ -329,7 +329,7 @@ _STEPS = (
     ),
     Mutant(
         "illegal move made",
-        "aoffload._kernel.events",
+        "aoffload._kernel.moves",
         "            raise _illegal(request, state)\n",
         "            return\n",
         "an illegal move raises",

@@ -81,7 +81,7 @@ _REQUEST = (
         REQUEST,
         "        finally:  # leave the wait queue, or give an unused grant back, however the wait ends\n"
         "            session.ledger.withdraw(waiter)\n"
-        "            session.observers.waited_for_room(waiter.request, session.env.now() - began_s)\n",
+        "            session.observers.observe(WaitedForBlocks(waiter.request, session.env.now() - began_s))\n",
         "        except OutOfBlocks:\n            session.ledger.withdraw(waiter)\n            raise\n",
         "a cancelled waiter leaves the line and returns its grant",
         scenarios=("retries",),

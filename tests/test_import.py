@@ -53,8 +53,8 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 """
 LEDGER_ALONE = """
-from aoffload import InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, RequestState, RuntimeObserver
-from aoffload.ledger import Completion, LedgerLog, Observers, Outcome, Prefix, Root
+from aoffload import InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, RequestState
+from aoffload.ledger import JobMoved, Completion, LedgerLog, Observers, Outcome, Prefix, Root
 
 
 class Pool:
@@ -79,11 +79,12 @@ class Logger:
     debug = warning = error = info
 
 
-class Moves(RuntimeObserver):
+class Moves:
     jobs = []
 
-    def job_moved(self, job, old, reason):
-        self.jobs.append(job.state.value)
+    def observe(self, event):
+        if isinstance(event, JobMoved):
+            self.jobs.append(event.new.value)
 
 
 def land(ledger, plans):

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from .._extensions.store_policies import StorePolicy
 from .._kernel.cache import PrefixCache
-from .._kernel.events import Moves
+from .._kernel.events import HintEnded, HintGiven
 from .._kernel.layout import Layout
+from .._kernel.moves import Moves
 from .._kernel.records import Run
 from .._kernel.requests import LedgerRequest
 from .._kernel.status import HintEnd
@@ -99,7 +100,7 @@ class Hints:
             hint.last = self._last_cached(sequence, stop)
         spared = 0 if hint.last is None else hint.last.stop
         self._change(hint.last, 1)
-        self._moves.told.hint_given(hint.hint_id, category, spared * self._cache.layout.unit_tokens)
+        self._moves.note(HintGiven(hint.hint_id, category, spared * self._cache.layout.unit_tokens))
         if len(self._by_expiry) > MAX_HINTS:
             self._end(self._by_expiry[0], HintEnd.DROPPED)
         self._learning.trim()
@@ -147,14 +148,14 @@ class Hints:
         dropped = self._by_expiry
         self._by_run, self._forgotten, self._by_expiry = {}, {}, []
         for hint in dropped:
-            self._moves.told.hint_ended(hint.hint_id, hint.category, HintEnd.DROPPED)
+            self._moves.note(HintEnded(hint.hint_id, hint.category, HintEnd.DROPPED))
 
     def _end(self, hint: _Hint, end: HintEnd) -> None:
         if self._by_run.pop(hint.about, None) is None:
             del self._forgotten[hint]
         self._by_expiry.remove(hint)
         self._change(hint.last, -1)
-        self._moves.told.hint_ended(hint.hint_id, hint.category, end)
+        self._moves.note(HintEnded(hint.hint_id, hint.category, end))
 
     def _last_cached(self, sequence: TokenSequence, stop: int) -> Run | None:
         """The run in which what is cached of `sequence`, at most up to unit `stop`, ends."""

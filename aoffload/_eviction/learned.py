@@ -43,9 +43,10 @@ from math import inf
 from typing import Protocol
 
 from .._kernel.cache import PrefixCache
-from .._kernel.events import Moves
+from .._kernel.events import EvictionSwitched
 from .._kernel.eviction import EvictionOrder, LeastRecentlyUsed
 from .._kernel.layout import Layout
+from .._kernel.moves import Moves
 from .._kernel.prefix import TOKEN_BYTES
 from .._kernel.records import Part, Run
 from .._kernel.requests import LedgerRequest
@@ -631,7 +632,7 @@ class Rulings:
         if was_learned:
             ruled.num_by_learned += num_evicted - ruled.num_before
         ruled.num_before = num_evicted
-        self._moves.told.eviction_switched(self._tier(tier))
+        self._moves.note(EvictionSwitched(self._tier(tier)))
 
     def _tier(self, tier: Tier) -> TierEviction:
         ruled, num_evicted, is_learned = self._ruled[tier], self._cache.tiers[tier].num_evicted, tier in self._learned

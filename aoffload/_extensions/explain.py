@@ -8,8 +8,8 @@ from itertools import islice
 import attrs
 
 from .._host_cache.matches import Arrivals
-from .._kernel.events import Moves
 from .._kernel.jobs import JobBook
+from .._kernel.moves import Moves
 from .._kernel.records import Job, Lease
 from .._kernel.requests import Fetch, LedgerRequest, Step, Waiter
 from .._kernel.states import RequestState as State

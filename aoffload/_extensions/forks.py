@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .._kernel.cache import PrefixCache
-from .._kernel.events import Moves
 from .._kernel.index import held_ids, stretches
 from .._kernel.layout import Band
 from .._kernel.leases import RequestLeases
+from .._kernel.moves import Moves
 from .._kernel.plans import PrefixMatch
 from .._kernel.records import BlockTable, nulls
 from .._kernel.requests import LedgerRequest

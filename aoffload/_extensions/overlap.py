@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Sequence
 
 from .._kernel.cache import PrefixCache
-from .._kernel.events import Moves
 from .._kernel.index import Stretch, jobs_into, stretches
 from .._kernel.layout import Band
+from .._kernel.moves import Moves
 from .._kernel.records import BlockTable, Job, Load, Part
 from .._kernel.requests import LedgerRequest, LoadOverlap
 from .._kernel.states import OverlapState, Tier

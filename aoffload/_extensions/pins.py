@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from .._arguments import number_of, shown
 from .._kernel.cache import PrefixCache
-from .._kernel.events import Moves
 from .._kernel.index import Hit, find_hit, held_stop, stretches
+from .._kernel.moves import Moves
 from .._kernel.plans import PrefixMatch
 from .._kernel.records import Lease, Part
 from .._kernel.requests import Pin

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .._kernel.cache import PrefixCache
-from .._kernel.events import Moves
 from .._kernel.jobs import JobBook, Stores
 from .._kernel.leases import RequestLeases
+from .._kernel.moves import Moves
 from .._kernel.plans import Preemption, TransferPlan
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import RequestState as State

@@ -27,10 +27,11 @@ from dataclasses import dataclass, field
 from .._arguments import check_has
 from .._extensions.load_choice import Loadable
 from .._kernel.cache import PrefixCache
-from .._kernel.events import Moves
+from .._kernel.events import LoadsPaused, LoadsResumed
 from .._kernel.eviction import EvictionOrder
 from .._kernel.index import Hit, find_hit_behind, held_stop
 from .._kernel.leases import RequestLeases
+from .._kernel.moves import Moves
 from .._kernel.plans import PrefixMatch
 from .._kernel.pools import TierBlocks
 from .._kernel.protocols import EngineBlocks
@@ -100,13 +101,13 @@ class EngineTier(TierBlocks):
         could_load = self.may_load
         TierBlocks.quarantine(self, block_ids)
         if could_load and not self.may_load:
-            self.moves.told.loads_paused(self.num_quarantined)
+            self.moves.note(LoadsPaused(self.num_quarantined))
 
     def end_quarantine(self, block_ids: array[int]) -> None:
         could_load = self.may_load
         TierBlocks.end_quarantine(self, block_ids)
         if self.may_load and not could_load:
-            self.moves.told.loads_resumed(self.num_quarantined)
+            self.moves.note(LoadsResumed(self.num_quarantined))
 
     def hold(self, block_ids: array[int]) -> None:
         self.held.hold(block_ids)

@@ -24,10 +24,11 @@ from .._eviction.learned import Learning
 from .._extensions.store_policies import StorePolicy
 from .._kernel.cache import PrefixCache
 from .._kernel.commits import is_at_end
-from .._kernel.events import Moves
+from .._kernel.events import StoreSkipped
 from .._kernel.index import covered, covered_stop, stretches
 from .._kernel.jobs import JobBook, Stores, first_stored
 from .._kernel.layout import Band, without
+from .._kernel.moves import Moves
 from .._kernel.records import NO_LIMIT, Job, Run
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import BELOW, Tier
@@ -303,16 +304,16 @@ class EngineOffers:
             self.deferred[request.request_id] = Deferred(request, wanted.stop, dict(unwritten), num_left)
             if len(self.deferred) > MOST_DEFERRED:
                 oldest = self.deferred.pop(next(iter(self.deferred)))
-                self.moves.told.store_skipped(oldest.request, oldest.num_blocks, "in_flight")
+                self.moves.note(StoreSkipped(oldest.request, oldest.num_blocks, "in_flight"))
         elif num_left:
-            self.moves.told.store_skipped(request, num_left, "in_flight")
+            self.moves.note(StoreSkipped(request, num_left, "in_flight"))
         return jobs
 
     def _store(self, request: LedgerRequest, wanted: Wanted) -> tuple[list[Job], int]:
         """The jobs, and the number of blocks above the bound."""
         jobs, found, num_left = list[Job](), wanted.offers, wanted.num_left
         if wanted.num_evicted:
-            self.moves.told.store_skipped(request, wanted.num_evicted, "evicted")
+            self.moves.note(StoreSkipped(request, wanted.num_evicted, "evicted"))
         if not found:
             if wanted.end is not None:
                 self._ends[request] = wanted.end
@@ -333,7 +334,7 @@ class EngineOffers:
                 is_full |= sum(job.plan.num_blocks for job in planned) < len(taken.blocks)
                 jobs += planned
         if is_full and num_left:  # there is no room for what comes after, either
-            self.moves.told.store_skipped(request, num_left, "host_full")
+            self.moves.note(StoreSkipped(request, num_left, "host_full"))
             num_left = 0
         if pin is not None:
             self.cache.release(pin)
@@ -368,7 +369,7 @@ class EngineOffers:
             try:
                 wanted = self._found_of(old, room)
             except InvalidArgument:
-                self.moves.told.store_skipped(old.request, old.num_blocks, "in_flight")
+                self.moves.note(StoreSkipped(old.request, old.num_blocks, "in_flight"))
                 del self.deferred[request_id]
                 raise
             self._planned += self.store(old.request, wanted, old.unwritten)
@@ -393,7 +394,7 @@ class EngineOffers:
         if not named.are_distinct or named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
             wanted = Wanted([], num_missing=old.num_blocks)
         if wanted.num_missing:  # a lookup never finds blocks after a gap
-            self.moves.told.store_skipped(request, wanted.num_missing + wanted.num_left, "in_flight")
+            self.moves.note(StoreSkipped(request, wanted.num_missing + wanted.num_left, "in_flight"))
             wanted.num_left = 0
         return wanted
 

@@ -448,7 +448,7 @@ class PrefixCache:
     def watch(self, watcher: BlockWatcher | None) -> None:
         """Report to `watcher` every change of what is cached, in all tiers but engine-owned ones."""
         for tier in self.tiers:
-            tier.watcher = None if tier.is_outside or watcher is None else shielded(watcher, "part_changed all_cleared")
+            tier.watcher = None if tier.is_outside or watcher is None else shielded(watcher)
 
     # -- leases ---------------------------------------------------------------------------------------------------
 

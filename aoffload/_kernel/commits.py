@@ -14,7 +14,7 @@ from .._extensions.pins import Pins
 from .._extensions.store_policies import StorePolicy
 from ..errors import CommitError
 from .cache import PrefixCache
-from .events import Moves
+from .events import StoreSkipped
 from .jobs import Stores
 from .leases import (
     RequestLeases,
@@ -28,6 +28,7 @@ from .leases import (
     take_private,
 )
 from .loads import require_no_holes
+from .moves import Moves
 from .plans import TransferPlan
 from .prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .records import Run
@@ -138,7 +139,7 @@ class Commits:
         host = self.cache.tiers[self.stores.destination]
         if first and host.num_evicted != request.evictions_before and not is_last and self._lacks(lease.run, first):
             if first < stop:
-                self.moves.told.store_skipped(request, (stop - first) * self.cache.layout.full.width, "evicted")
+                self.moves.note(StoreSkipped(request, (stop - first) * self.cache.layout.full.width, "evicted"))
             return ()
         with_windows = False
         if self.cache.layout.windows:

@@ -1,104 +1,280 @@
-"""`Moves`, the only place that moves states."""
+"""Events: what a ledger, a copy queue and a runtime report to their observers.
+
+An observer has one method, `observe(event)`. Each kind of event is a class, so an observer tells them apart by class:
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case RequestMoved(new=RequestState.DONE):
+                ...
+            case StoreSkipped():
+                ...
+
+A ledger reports after the change. It notes events while a call changes it, and reports them, in order, when the call
+has completed the change and the wait queue is served. So an observer may call the ledger: nothing is half done. Because
+a record may have changed since the event, an event carries what its readers print.
+
+What an observer raises is counted and dropped, even a `BaseException`, because the caller of the ledger has to get its
+answer: plans that nobody launches would hold their blocks for ever. Such an exception never is a cancellation of the
+task that makes the call, because a task is cancelled only where it waits, and a report never waits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import Protocol
 
-from ..errors import IllegalTransition
-from .protocols import OBSERVES, NullObserver, Observer, shielded
+import attrs
+
+from .plans import Completion, PrefixMatch
 from .records import Job
 from .requests import CacheTransfer, LedgerRequest, LoadOverlap, Pin, Step
-from .states import (
-    CACHE_TRANSFER_MOVES,
-    JOB_MOVES,
-    OVERLAP_MOVES,
-    PIN_MOVES,
-    REQUEST_MOVES,
-    CacheTransferState,
-    JobState,
-    OverlapState,
-    PinState,
-    RequestState,
-    State,
-    Stateful,
-)
+from .states import CacheTransferState, JobState, OverlapState, PinState, RequestState, Tier
+from .status import HintEnd, Holder, RequestStatus, TierEviction
 
-__all__ = ["Moves"]
-
-
-@dataclass(slots=True, eq=False)
-class Moves:
-    """Moves states as their tables allow, and reports each move to the observer. Exceptions of the observer are
-    dropped. An illegal move raises and changes nothing."""
-
-    observer: Observer | None
-    clock: Callable[[], float] | None = None
-    """Ages of states count by it; None: nobody asks for them."""
-    is_telling: bool = field(default=False, init=False)
-    """Whether a report is under way, in the middle of a change. The ledger then refuses the observer's calls."""
-    told: Observer = field(init=False)
-    """The observer, with its exceptions dropped; without an observer, one that does nothing."""
-
-    def __post_init__(self) -> None:
-        self.told = NullObserver() if self.observer is None else shielded(self.observer, OBSERVES, self)
-
-    def request(self, request: LedgerRequest, state: RequestState) -> None:
-        old = request.state
-        if state not in REQUEST_MOVES[old]:
-            raise _illegal(request, state)
-        if self.clock is not None:
-            request.since_s = self.clock()
-        request.state = state
-        if self.observer is not None:
-            self.told.request_moved(request, old, request.reason)
-
-    def job(self, job: Job, state: JobState, reason: str = "") -> None:
-        old = job.state
-        if state not in JOB_MOVES[old]:
-            raise _illegal(job, state)
-        if self.clock is not None:
-            job.since_s = self.clock()
-        job.state = state
-        if self.observer is not None:
-            self.told.job_moved(job, old, reason)
-
-    def pin(self, pin: Pin, state: PinState) -> None:
-        old = pin.state
-        if state not in PIN_MOVES[old]:
-            raise _illegal(pin, state)
-        if self.clock is not None:
-            pin.since_s = self.clock()
-        pin.state = state
-        if self.observer is not None:
-            self.told.pin_moved(pin, old)
-
-    def cache_transfer(self, transfer: CacheTransfer, state: CacheTransferState) -> None:
-        old = transfer.state
-        if state not in CACHE_TRANSFER_MOVES[old]:
-            raise _illegal(transfer, state)
-        transfer.state = state
-        if self.observer is not None:
-            self.told.cache_transfer_moved(transfer, old)
-
-    def overlap(self, overlap: LoadOverlap, state: OverlapState) -> None:
-        old = overlap.state
-        if state not in OVERLAP_MOVES[old]:
-            raise _illegal(overlap, state)
-        overlap.state = state
-        if self.observer is not None:
-            self.told.overlap_moved(overlap, old)
-
-    def step_begun(self, step: Step) -> None:
-        if self.clock is not None:
-            step.begun_s = self.clock()
-        if self.observer is not None:
-            self.told.step_begun(step)
-
-    def step_ended(self, step: Step) -> None:
-        if self.observer is not None:
-            self.told.step_ended(step)
+__all__ = [
+    "CacheTransferMoved",
+    "CacheTurnedOff",
+    "CompletionDelivered",
+    "Event",
+    "EvictionSwitched",
+    "ExtensionRefused",
+    "HintEnded",
+    "HintGiven",
+    "JobMoved",
+    "LoadsPaused",
+    "LoadsResumed",
+    "Observer",
+    "OverlapMoved",
+    "PinMoved",
+    "RequestCancelled",
+    "RequestMoved",
+    "SlowStep",
+    "SlowWait",
+    "StepBegun",
+    "StepEnded",
+    "StoreSkipped",
+    "TransportRecovered",
+    "TransportStalled",
+    "WaitedForBlocks",
+    "WorkerFailed",
+]
 
 
-def _illegal(entity: Stateful, new: State) -> IllegalTransition:
-    return IllegalTransition(str(entity), entity.state.name, new.name)
+class Event:
+    """Base class of all events."""
+
+    __slots__ = ()
+
+
+class Observer(Protocol):
+    """Receives events in the thread of the ledger, except for `CompletionDelivered`. It must not block."""
+
+    def observe(self, event: Event, /) -> object: ...
+
+
+# -- of a ledger -------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class RequestMoved(Event):
+    """A request has entered another state."""
+
+    request: LedgerRequest
+    old: RequestState
+    new: RequestState
+    reason: str
+    """Why it was aborted. Empty for every other move."""
+    match: PrefixMatch
+    num_blocks: int
+    """Positions in its block tables after `ALLOCATED`, null blocks included; 0 after any other move."""
+    num_computed_tokens: int
+    num_lost_tokens: int
+    """Tokens that its loads have failed to bring so far."""
+
+
+@attrs.frozen
+class JobMoved(Event):
+    """A copy was launched, has ended, or was discarded."""
+
+    job: Job
+    old: JobState
+    new: JobState
+    reason: str
+
+
+@attrs.frozen
+class StoreSkipped(Event):
+    """Blocks that the store policy wanted are not stored."""
+
+    request: LedgerRequest | None
+    """None for a write-back."""
+    num_blocks: int
+    reason: str
+    """`host_full`, `disk_full`, `evicted` or `in_flight`."""
+
+
+@attrs.frozen
+class PinMoved(Event):
+    """A pin of `Ledger.pin` is held, or has ended."""
+
+    pin: Pin
+    old: PinState
+    new: PinState
+
+
+@attrs.frozen
+class CacheTransferMoved(Event):
+    """A prefetch, demotion or fetch has begun or ended."""
+
+    transfer: CacheTransfer
+    old: CacheTransferState
+    new: CacheTransferState
+
+
+@attrs.frozen
+class OverlapMoved(Event):
+    """A step overlaps a load, or it has turned out whether the load brought what the step assumed."""
+
+    overlap: LoadOverlap
+    old: OverlapState
+    new: OverlapState
+
+
+@attrs.frozen
+class LoadsPaused(Event):
+    """With `engine_blocks`: so many blocks are in quarantine that nothing is loaded any more."""
+
+    num_quarantined: int
+
+
+@attrs.frozen
+class LoadsResumed(Event):
+    """Copies were proven over, and loading goes on."""
+
+    num_quarantined: int
+
+
+@attrs.frozen
+class StepBegun(Event):
+    """A step holds the blocks of its requests."""
+
+    step: Step
+    num_blocks: int
+    """Positions in the block tables of its requests."""
+
+
+@attrs.frozen
+class StepEnded(Event):
+    """Blocks that only this step held are free. For a request that is over, these are its last blocks."""
+
+    step: Step
+    over: tuple[str, ...]
+    """The ids of its requests that are over."""
+
+
+@attrs.frozen
+class ExtensionRefused(Event):
+    """`extend_nowait` has raised `OutOfBlocks`, and nothing has changed. `extend` waits in the queue then."""
+
+    request: LedgerRequest
+    num_needed: int
+    num_available: int
+
+
+@attrs.frozen
+class EvictionSwitched(Event):
+    """Eviction that learns has switched between what was learned and the last use. `tier.rule` rules from now on."""
+
+    tier: TierEviction
+
+
+@attrs.frozen
+class HintGiven(Event):
+    """A hint spares a prompt from eviction."""
+
+    hint_id: int
+    category: str
+    num_tokens: int
+    """The tokens that it spares. 0 also if too few hints of its category come true."""
+
+
+@attrs.frozen
+class HintEnded(Event):
+    """A hint spares nothing any more."""
+
+    hint_id: int
+    category: str
+    end: HintEnd
+
+
+# -- of a copy queue ---------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class TransportStalled(Event):
+    """`num_jobs` copies of a link took too long. The link launches nothing until they are over."""
+
+    source: Tier
+    destination: Tier
+    num_jobs: int
+
+
+@attrs.frozen
+class TransportRecovered(Event):
+    """These copies are over, and the link launches again."""
+
+    source: Tier
+    destination: Tier
+
+
+@attrs.frozen
+class WorkerFailed(Event):
+    """The ledger raised what it never should."""
+
+    error: BaseException
+
+
+@attrs.frozen
+class CacheTurnedOff(Event):
+    """Nothing is launched any more."""
+
+    reason: str
+
+
+# -- of a runtime ------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class RequestCancelled(Event):
+    """The block of a request is being cancelled. `RequestMoved` follows once its task has left the block."""
+
+    request: LedgerRequest
+    reason: str
+
+
+@attrs.frozen
+class WaitedForBlocks(Event):
+    """A wait for free blocks is over, however it ended."""
+
+    request: LedgerRequest
+    seconds: float
+
+
+@attrs.frozen
+class SlowWait(Event):
+    """A request has waited for free blocks for `slow_wait_s`. Reported once a wait."""
+
+    status: RequestStatus
+
+
+@attrs.frozen
+class SlowStep(Event):
+    """A step has been open for `slow_step_s`. Reported once a step."""
+
+    step: Holder
+
+
+@attrs.frozen
+class CompletionDelivered(Event):
+    """The transport has delivered a completion. Reported in the transport's thread, before the ledger settles it."""
+
+    completion: Completion

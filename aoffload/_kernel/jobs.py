@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 import attrs
 
 from .cache import PrefixCache, brings
-from .events import Moves
+from .events import StoreSkipped
 from .index import Stretch, covered, held_ids, stretches
 from .layout import Band
+from .moves import Moves
 from .plans import BlockLabel, CellLabel, Completion, TransferPlan
 from .pools import TierBlocks
 from .records import NO_LIMIT, Job, Lease, Part, Run
@@ -440,7 +441,7 @@ class Stores:
             )  # fmt: skip
         if fit < wanted:
             reason = f"{self.destination.name.lower()}_full"
-            self.moves.told.store_skipped(request, (wanted - fit) * band.width, reason)
+            self.moves.note(StoreSkipped(request, (wanted - fit) * band.width, reason))
         if not is_handed:
             self.cache.release(pin)
         return jobs

@@ -61,13 +61,14 @@ from .._tiers.remote.rules import RemoteStores
 from ..errors import ConfigError, DuplicateRequest, InvalidArgument, WrongState
 from .cache import PrefixCache
 from .commits import Commits
-from .events import Moves
+from .events import Observer
 from .eviction import EvictionOrder, LeastRecentlyUsed
 from .index import fetchable_path, find_hit
 from .jobs import JobBook, Stores
 from .layout import Layout
 from .leases import RequestLeases, slide
 from .loads import Loads, require_no_holes
+from .moves import Moves
 from .plans import (
     CellLabel,
     Completion,
@@ -82,7 +83,7 @@ from .plans import (
 )
 from .pools import DiskBlocks, ExtentPool, FreeList, LastUses, RemoteBlocks, SlotPool, TierBlocks
 from .prefix import Prefix, TokenIds, check_prefix
-from .protocols import OBSERVES, BlockWatcher, DevicePool, EngineBlocks, Observer
+from .protocols import BlockWatcher, DevicePool, EngineBlocks
 from .records import NO_LIMIT, Job
 from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, nobody
 from .states import BELOW, Outcome, PinState, RequestState, Tier, check_tier, require
@@ -194,7 +195,7 @@ class Ledger:
         check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
         check_int("block_bytes", block_bytes, 1)
         if observer is not None:
-            check_has("observer", observer, "Observer", OBSERVES)
+            check_has("observer", observer, "Observer", "observe")
         _check_engine(device_pool, engine_blocks, clock)
         self.config, self.layout = config, Layout.of(_groups_of(config))
         self.live_requests: dict[str, LedgerRequest] = {}
@@ -331,33 +332,19 @@ class Ledger:
 
     # -- how a call begins and ends -------------------------------------------------------------------------------
 
-    def _in_report(self, call: str) -> WrongState:
-        """The error for a `call` by an observer during a report, because the change that is reported is not
-        complete."""
-        return WrongState(f"{call}: an observer must not call the ledger, which is in the middle of a change")
-
     def _own(self, request: object) -> LedgerRequest:
-        """Refuse a request of another ledger, and any call about a request that an observer makes during a report."""
-        if self._moves.is_telling:
-            raise self._in_report("a call about a request")
+        """Refuse a request of another ledger."""
         if not isinstance(request, LedgerRequest) or request.ledger is not self:
             raise InvalidArgument("request", f"was not admitted by this ledger: {shown(request)}")
         return request
 
     def _require_own_device(self, call: str) -> None:
-        if self._moves.is_telling:
-            raise self._in_report(call)
         if self._engine is not None:
             raise WrongState(f"{call}: an engine has the device blocks of this ledger: see docs/engines.md")
 
     def _on_own_device(self, request: object, call: str) -> LedgerRequest:
         """Refuse a request of another ledger, and `call` if an engine owns the device blocks."""
-        if (
-            self._engine is None
-            and isinstance(request, LedgerRequest)
-            and request.ledger is self
-            and not self._moves.is_telling
-        ):
+        if self._engine is None and isinstance(request, LedgerRequest) and request.ledger is self:
             return request
         self._require_own_device(call)
         return self._own(request)
@@ -430,8 +417,6 @@ class Ledger:
         them. The answer may be `PENDING`: see `match_again`.
         """
         check_names("Ledger.admit", options, RequestOptions)
-        if self._moves.is_telling:
-            raise self._in_report("admit")
         unit = self.layout.unit_tokens
         reads_cache, max_hit_tokens = options.get("reads_cache", True), options.get("max_hit_tokens")
         store, max_store_tokens = options.get("store", StoreScope.ALL), options.get("max_store_tokens")
@@ -464,10 +449,11 @@ class Ledger:
         if self._engine is not None:
             self._engine.offers.deferred.pop(name, None)  # of an earlier request with this id
             self._engine.matches.match(request, num_device_tokens, wake)
-            return request
-        self._request_leases.pin(request)
-        self._moves.request(request, State.MATCHED)
-        self._moves.request(request, State.PINNED)
+        else:
+            self._request_leases.pin(request)
+            self._moves.request(request, State.MATCHED)
+            self._moves.request(request, State.PINNED)
+        self._moves.tell()
         return request
 
     def _check_device_tokens(self, num_device_tokens: int, num_tokens: int) -> None:
@@ -490,6 +476,7 @@ class Ledger:
         if wake is not nobody:
             check_callable("wake", wake)
         engine.matches.match(request, num_device_tokens, wake)
+        self._moves.tell()
         return request.match
 
     def pending_until(self, request: LedgerRequest) -> float:
@@ -512,6 +499,7 @@ class Ledger:
     def allocate_nowait(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
         """Take blocks for `num_tokens` (None: the prompt), all or nothing; `OutOfBlocks` changes nothing."""
         self.admission.allocate_nowait(self._on_own_device(request, "allocate"), num_tokens)
+        self._moves.tell()
 
     def queue_allocation(
         self, request: LedgerRequest, num_tokens: int | None = None, wake: Callable[[], object] = nobody
@@ -526,7 +514,10 @@ class Ledger:
 
     def extend_nowait(self, request: LedgerRequest, num_tokens: int) -> Extension:
         """Extend the block table to `num_tokens` in all; `OutOfBlocks` changes nothing."""
-        return self.admission.extend_nowait(self._on_own_device(request, "extend"), num_tokens)
+        try:
+            return self.admission.extend_nowait(self._on_own_device(request, "extend"), num_tokens)
+        finally:
+            self._moves.tell()
 
     def queue_extension(self, request: LedgerRequest, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
         """Join the line for more room, ahead of all allocations."""
@@ -538,7 +529,10 @@ class Ledger:
     def accept(self, waiter: Waiter) -> Extension:
         """Take what `waiter` was granted, or raise what it failed with."""
         self._own(check_type("waiter", waiter, Waiter).request)
-        return self.admission.accept(waiter)
+        try:
+            return self.admission.accept(waiter)
+        finally:
+            self._moves.tell()
 
     def withdraw(self, waiter: Waiter) -> None:
         """Stop waiting: give back an unused grant and serve the line."""
@@ -572,7 +566,9 @@ class Ledger:
         blocks = self._forks.take(request, shared, num_units)
         self._num_admitted += 1
         self.live_requests[name] = unborn
-        return self._forks.share(request, unborn, shared, num_units, blocks)
+        fork = self._forks.share(request, unborn, shared, num_units, blocks)
+        self._moves.tell()
+        return fork
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -604,6 +600,7 @@ class Ledger:
             units_per_job = self._units_per_job(check_int("max_job_bytes", max_job_bytes, 1) // self._block_bytes)
         if self._engine is not None:
             jobs = self._engine.plan_load(self._own(request), into, max_tokens, wake, units_per_job)
+            self._moves.tell()
             return tuple([job.plan for job in jobs])
         if into is not None:
             raise InvalidArgument("into", "is for `engine_blocks`: this ledger has device blocks itself")
@@ -639,6 +636,7 @@ class Ledger:
         engine = self._engine_of(request, "decline")
         require(request, "decline", State.PINNED)
         engine.matches.decline(request, check_int("from_token", from_token, 0) // self.layout.unit_tokens)
+        self._moves.tell()
         return request.match
 
     def abandon_load(self, request: LedgerRequest) -> None:
@@ -655,22 +653,18 @@ class Ledger:
 
     def launch(self, job_id: int) -> bool:
         """Mark a queued job as launched: it cannot be recalled. False: the job is no longer wanted."""
-        if self._moves.is_telling:
-            raise self._in_report("launch")
         job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
-        return job is not None and self.jobs.launch(job)
+        is_wanted = job is not None and self.jobs.launch(job)
+        self._moves.tell()
+        return is_wanted
 
     def settle(self, completion: Completion) -> None:
         """Settle a launched job: publish, release its leases, serve the line, wake; in this order."""
-        if self._moves.is_telling:
-            raise self._in_report("settle")
         check_completion(completion)
         self.admission.serve_queue(self._concluded(self.jobs.settle(completion)))
 
     def discard(self, job_id: int) -> None:
         """Give up a job that was never launched; the requests that wait for it compute instead."""
-        if self._moves.is_telling:
-            raise self._in_report("discard")
         job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
         if job is not None:
             self._settled(self.jobs.discard(job))
@@ -710,7 +704,10 @@ class Ledger:
         """
         engine = self._engine_of(request, "offer")
         check_bool("is_last", is_last)
-        jobs = engine.offer(request, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        try:
+            jobs = engine.offer(request, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        finally:
+            self._moves.tell()
         return tuple([job.plan for job in jobs])
 
     def offer_deferred(self) -> tuple[TransferPlan, ...]:
@@ -723,11 +720,12 @@ class Ledger:
         deferred: the next offer of the request tries the skipped blocks again. The copies have to wait for all compute
         submitted to the device so far.
         """
-        if self._moves.is_telling:
-            raise self._in_report("offer_deferred")
         if self._engine is None:
             raise WrongState("offer_deferred: this ledger has device blocks itself: it takes no others")
-        return tuple([job.plan for job in self._engine.offers.offer_deferred()])
+        try:
+            return tuple([job.plan for job in self._engine.offers.offer_deferred()])
+        finally:
+            self._moves.tell()
 
     @property
     def deferred_requests(self) -> tuple[str, ...]:
@@ -740,9 +738,9 @@ class Ledger:
         Call it after `commit` and `release`; it is cheap if nothing has changed. The blocks may have been computed at
         any time, so the copies have to wait for all compute submitted to the device so far.
         """
-        if self._moves.is_telling:
-            raise self._in_report("plan_write_back")
-        return self._commits.plan_write_back()
+        plans = self._commits.plan_write_back()
+        self._moves.tell()
+        return plans
 
     def invalidate(self, request: LedgerRequest, from_token: int) -> tuple[LedgerRequest, ...]:
         """Take back what a failed forward committed: all KV from `from_token` on is wrong.
@@ -817,6 +815,7 @@ class Ledger:
             begin_step(self.cache, self._moves, request)
             request.began_step()
         step = self._begun(held)
+        self._moves.tell()
         try:
             yield
         finally:
@@ -876,6 +875,7 @@ class Ledger:
         assumed; None: nothing to compute again. After an invalid overlap, commits need this call and a new step."""
         require(self._on_own_device(request, "begin_again"), "begin_again", State.RUNNING)
         tell(self._moves, request)
+        self._moves.tell()
         return first_invalid_token(request)
 
     def first_invalid_token(self, request: LedgerRequest) -> int | None:
@@ -958,8 +958,6 @@ class Ledger:
         is over: if it calls `match_fetched` itself, nothing can be evicted in between. `for_request` waits for it:
         `requests()` and the log say so.
         """
-        if self._moves.is_telling:
-            raise self._in_report("fetch")
         check_callable("wake", wake)
         if for_request is not None:
             self._own(for_request)
@@ -968,7 +966,9 @@ class Ledger:
         cell_tokens = 0 if self._remote_stores is None else self._remote_stores.cell_units * self.layout.unit_tokens
         if num_remote_tokens and (not cell_tokens or num_remote_tokens % cell_tokens):
             raise InvalidArgument("num_remote_tokens", f"must be whole cells of {cell_tokens} tokens")
-        return self._need_fetches("fetch").fetch(sequence, wake, self, remote_stop, for_request)
+        fetch = self._need_fetches("fetch").fetch(sequence, wake, self, remote_stop, for_request)
+        self._moves.tell()
+        return fetch
 
     def num_fetch_blocks(self, prefix: Prefix) -> int:
         """Blocks that a fetch of `prefix` would copy from the disk now: none that others bring already."""
@@ -1002,8 +1002,6 @@ class Ledger:
     ) -> tuple[TransferPlan, ...]:
         """Stores on the disk of what the host is about to evict, at most `max_blocks` blocks; with `is_idle`, also of
         what was asked for twice. `only_asked_twice`: nothing else. Cheap if nothing has changed."""
-        if self._moves.is_telling:
-            raise self._in_report("plan_disk_stores")
         check_int("max_blocks", max_blocks, 0)
         check_bool("is_idle", is_idle)
         check_bool("only_asked_twice", only_asked_twice)
@@ -1018,8 +1016,6 @@ class Ledger:
 
     def plan_disk_flush(self, max_blocks: int) -> tuple[TransferPlan, ...]:
         """Stores on the disk of what is in the host, at most `max_blocks` blocks, what was used last first."""
-        if self._moves.is_telling:
-            raise self._in_report("plan_disk_flush")
         check_int("max_blocks", max_blocks, 0)
         if self._disk_stores is None:
             return ()
@@ -1028,6 +1024,7 @@ class Ledger:
     def _stored(self, jobs: list[Job]) -> tuple[TransferPlan, ...]:
         if jobs:
             self._restores = None  # what they write to may be what a restart has found
+        self._moves.tell()
         return tuple([job.plan for job in jobs])
 
     def take_forgotten_slots(self) -> array[int]:
@@ -1047,8 +1044,6 @@ class Ledger:
         Runs are given a prefix before what follows it. Requests may go on meanwhile, but all are to be given before the
         first store on the disk: after that, and after a reset, nothing is taken up. What follows nothing that is there
         is left out, and so is what is there already."""
-        if self._moves.is_telling:
-            raise self._in_report("restore")
         if not self.cache.has_disk:
             raise WrongState("restore: this ledger has no disk: see `OffloadConfig.disk`")
         found = check_restored(run, self.cache)
@@ -1069,8 +1064,6 @@ class Ledger:
         asked for last comes first. Cheap if nothing has changed.
 
         `is_wanted` is asked for each cell, with the ledger in the middle of this call: False for what the store has."""
-        if self._moves.is_telling:
-            raise self._in_report("plan_remote_stores")
         check_int("max_blocks", max_blocks, 0)
         check_callable("is_wanted", is_wanted)
         if self._remote_stores is None:
@@ -1093,14 +1086,12 @@ class Ledger:
     def pin(self, prefix: Prefix, *, expires_at: float = math.inf) -> Pin:
         """Pin what is cached of `prefix` until `unpin`, or until `lapse` is called with `expires_at` or a later time.
         `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
-        if self._moves.is_telling:
-            raise self._in_report("pin")
-        return self._pins.pin(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), expires_at, self)
+        pin = self._pins.pin(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), expires_at, self)
+        self._moves.tell()
+        return pin
 
     def unpin(self, pin: Pin) -> None:
         """End a pin. One that has ended by itself is left as it is; a second `unpin` raises."""
-        if self._moves.is_telling:
-            raise self._in_report("unpin")
         if not isinstance(pin, Pin) or pin.ledger is not self:
             raise InvalidArgument("pin", f"was not made by this ledger: {shown(pin)}")
         if pin.state in (PinState.HELD, PinState.RELEASED):
@@ -1116,20 +1107,17 @@ class Ledger:
 
     def lapse(self, now: float) -> None:
         """End the pins and hints that expire at `now` or before."""
-        if self._moves.is_telling:
-            raise self._in_report("lapse")
         if self._pins.lapse(now):
             self.admission.serve_queue()
         if self._hints is not None:
             self._hints.lapse(now)
+        self._moves.tell()
 
     def hint(self, prefix: Prefix, *, expires_at: float, category: str = "") -> int:
         """Spare what is cached of `prefix` until it is asked for, or until `lapse` is called with `expires_at` or a
         later time: it is evicted last. Pins nothing. Returns the tokens that are spared, 0 unless eviction learns.
 
         Hints of a `category`, at most 64 of them, spare nothing while less than a quarter of them comes true."""
-        if self._moves.is_telling:
-            raise self._in_report("hint")
         check_prefix(prefix)
         expires_at, category = check_time("expires_at", expires_at), check_text("category", category)
         if len(category) > MAX_CATEGORY:
@@ -1137,12 +1125,12 @@ class Ledger:
         if self._hints is None:
             return 0
         unit = self.layout.unit_tokens
-        return self._hints.hint(TokenSequence(prefix, unit), expires_at, category) * unit
+        num_spared = self._hints.hint(TokenSequence(prefix, unit), expires_at, category) * unit
+        self._moves.tell()
+        return num_spared
 
     def drop_pins(self) -> None:
         """End every pin: DROPPED."""
-        if self._moves.is_telling:
-            raise self._in_report("drop_pins")
         self._pins.end_all(PinState.DROPPED)
         self.admission.serve_queue()
 
@@ -1150,18 +1138,22 @@ class Ledger:
         """Start loading what a request for `prefix` would load: its `plans` have to be launched."""
         self._require_own_device("prefetch")
         check_callable("wake", wake)
-        return self._cache_transfers.prefetch(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
+        sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
+        transfer = self._cache_transfers.prefetch(sequence, wake, self)
+        self._moves.tell()
+        return transfer
 
     def demote(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Demotion:
         """Start moving `prefix` from the device to the host: its `plans` have to be launched."""
         self._require_own_device("demote")
         check_callable("wake", wake)
-        return self._cache_transfers.demote(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
+        sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
+        transfer = self._cache_transfers.demote(sequence, wake, self)
+        self._moves.tell()
+        return transfer
 
     def cancel(self, transfer: CacheTransfer) -> None:
         """Cancel a prefetch, a fetch or a demotion; nothing if it is over. Launched copies and all stores go on."""
-        if self._moves.is_telling:
-            raise self._in_report("cancel")
         if not isinstance(transfer, CacheTransfer) or transfer.request.ledger is not self:
             raise InvalidArgument("transfer", f"was not begun by this ledger: {shown(transfer)}")
         if not transfer.is_over:
@@ -1183,8 +1175,6 @@ class Ledger:
         request whose load is over, or that computes without a load, keeps its blocks and goes on, unless its caller was
         not told yet that the load is over: see `lost_to_reset`. Requests from before
         the reset publish and store nothing any more, unless only a tier below the device is reset."""
-        if self._moves.is_telling:
-            raise self._in_report("reset")
         if tier is not None and check_tier("tier", tier) is Tier.DEVICE:
             self._require_own_device("reset of this tier")
         if tier is Tier.DISK and not self.cache.has_disk:
@@ -1270,8 +1260,6 @@ class Ledger:
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block has exactly one owner and every reference belongs to a lease."""
-        if self._moves.is_telling:  # blocks on their way have no owner, or two
-            raise self._in_report("check_integrity")
         owners = (*self.live_requests.values(), *self._closing, *self._cache_transfers.under_way)
         check_integrity(self.cache, self.jobs, self.admission.queue, owners, self._pins.pins)
 

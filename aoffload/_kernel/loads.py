@@ -10,11 +10,11 @@ from .._extensions.load_choice import Loadable
 from .._extensions.overlap import compare, compare_job
 from ..errors import WrongState
 from .cache import PrefixCache
-from .events import Moves
 from .index import accepted, covered, held_ids, held_stop, jobs_bringing, jobs_into, present_stop, stretches
 from .jobs import JobBook
 from .layout import Band, outside
 from .leases import RequestLeases, slide_off, step_back
+from .moves import Moves
 from .plans import TransferPlan
 from .records import NO_LIMIT, BlockTable, Job, Load, Run
 from .requests import LedgerRequest, Waiter, nobody

@@ -1,36 +1,22 @@
-"""Who else may hand out device blocks: pools and engines of any class. This file is never compiled, so that they can
-derive from one of these.
+"""What a program may replace or add: pools of device blocks, engines that own them, watchers of blocks.
 
-Who is told which blocks are cached: of any class. This file is never compiled, so that it can derive from this.
-
-Observers of state moves. An observer may be of any class. This file is never compiled, so that observers can derive
-from its classes.
-
-A ledger reports in the middle of a change, and it has to complete the change whatever an observer does. So the ledger
-drops every exception of an observer, even a `BaseException`. Such an exception never is a cancellation of the task that
-makes the change, because a task is cancelled only where it waits, and a report never waits.
+Objects of any class will do. This file is never compiled, so classes may also derive from the protocols here.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Protocol
 
-from .records import Job, Part
-from .requests import CacheTransfer, LedgerRequest, LoadOverlap, Pin, Step
-from .states import CacheTransferState, JobState, OverlapState, PinState, RequestState
-from .status import HintEnd, TierEviction
+from .records import Part
 
 __all__ = [
     "BlockWatcher",
     "DevicePool",
     "EngineBlocks",
     "FindsBlocks",
-    "NullObserver",
-    "OBSERVES",
-    "Observer",
     "TakesIds",
     "shielded",
 ]
@@ -103,91 +89,19 @@ class BlockWatcher(Protocol):
         """Nothing is cached any more. What is cached later belongs to `epoch`."""
 
 
-OBSERVES = (
-    "request_moved job_moved store_skipped pin_moved cache_transfer_moved overlap_moved loads_paused loads_resumed "
-    "step_begun step_ended extension_refused eviction_switched hint_given hint_ended"
-)
-"""The methods of an `Observer`."""
-
-
-class Observer(Protocol):
-    """Called after every state move. It must not call the ledger. Its exceptions are dropped. The telemetry is an
-    observer."""
-
-    def request_moved(self, request: LedgerRequest, old: RequestState, reason: str) -> object: ...
-    def job_moved(self, job: Job, old: JobState, reason: str) -> object: ...
-    def store_skipped(self, request: LedgerRequest | None, num_blocks: int, reason: str) -> object:
-        """`request` is None for a write-back."""
-
-    def pin_moved(self, pin: Pin, old: PinState) -> object: ...
-    def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> object: ...
-    def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> object: ...
-    def loads_paused(self, num_quarantined: int) -> object:
-        """With `engine_blocks`: so many blocks are in quarantine that nothing is loaded any more."""
-
-    def loads_resumed(self, num_quarantined: int) -> object:
-        """Copies were proven over, and loading goes on."""
-
-    def step_begun(self, step: Step) -> object: ...
-    def step_ended(self, step: Step) -> object:
-        """Blocks that only this step held are free. Of requests that are over, it held the last ones."""
-
-    def extension_refused(self, request: LedgerRequest, num_needed: int, num_available: int) -> object:
-        """`extend_nowait` has raised `OutOfBlocks`; nothing has changed. `extend` waits in line then."""
-
-    def eviction_switched(self, tier: TierEviction) -> object:
-        """Where eviction learns: from what was learned to the last use, or back. `tier.rule` rules from now on."""
-
-    def hint_given(self, hint_id: int, category: str, num_tokens: int) -> object:
-        """It spares so many tokens; 0 also where too few hints of its category come true."""
-
-    def hint_ended(self, hint_id: int, category: str, end: HintEnd) -> object: ...
-
-
-class NullObserver:
-    """Does nothing: a base for observers of some moves only."""
-
-    def request_moved(self, request: LedgerRequest, old: RequestState, reason: str) -> None: ...
-    def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
-    def store_skipped(self, request: LedgerRequest | None, num_blocks: int, reason: str) -> None: ...
-    def pin_moved(self, pin: Pin, old: PinState) -> None: ...
-    def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None: ...
-    def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None: ...
-    def loads_paused(self, num_quarantined: int) -> None: ...
-    def loads_resumed(self, num_quarantined: int) -> None: ...
-    def step_begun(self, step: Step) -> None: ...
-    def step_ended(self, step: Step) -> None: ...
-    def extension_refused(self, request: LedgerRequest, num_needed: int, num_available: int) -> None: ...
-    def eviction_switched(self, tier: TierEviction) -> None: ...
-    def hint_given(self, hint_id: int, category: str, num_tokens: int) -> None: ...
-    def hint_ended(self, hint_id: int, category: str, end: HintEnd) -> None: ...
-
-
-class Teller(Protocol):
-    is_telling: bool
-
-
-def shielded(one: Any, calls: str, teller: Teller | None = None) -> Any:
-    """`one`, an observer or a watcher, in a wrapper that drops all exceptions of its `calls`. While a call is under
-    way, `teller.is_telling` is true."""
-    return _Shield(one, calls.split(), _Anybody() if teller is None else teller)
-
-
-class _Anybody:
-    is_telling = False
+def shielded(watcher: BlockWatcher) -> BlockWatcher:
+    """`watcher` in a wrapper that drops its exceptions, because the change that it is told of has to be completed."""
+    return _Shield(watcher)
 
 
 class _Shield:
-    def __init__(self, one: Any, calls: list[str], teller: Teller) -> None:
-        for call in calls:
-            setattr(self, call, partial(_tell, teller, getattr(one, call)))
+    def __init__(self, watcher: BlockWatcher) -> None:
+        self._watcher = watcher
 
+    def part_changed(self, part: Part, first: int, stop: int) -> None:
+        with suppress(BaseException):
+            self._watcher.part_changed(part, first, stop)
 
-def _tell(teller: Teller, hear: Callable[..., object], *args: object) -> None:
-    teller.is_telling = True
-    try:
-        hear(*args)
-    except BaseException:  # noqa: BLE001 - the change that is reported has to be completed
-        pass
-    finally:
-        teller.is_telling = False
+    def all_cleared(self, epoch: int) -> None:
+        with suppress(BaseException):
+            self._watcher.all_cleared(epoch)

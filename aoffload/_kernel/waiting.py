@@ -18,8 +18,9 @@ from operator import attrgetter
 from .._arguments import check_int
 from ..errors import OutOfBlocks, WrongState
 from .cache import PrefixCache
-from .events import Moves
+from .events import ExtensionRefused
 from .leases import RequestLeases
+from .moves import Moves
 from .plans import Extension
 from .requests import LedgerRequest, Waiter, call_all, nobody
 from .states import RequestState as State
@@ -113,7 +114,7 @@ class Admission:
         try:
             blocks = self._take_nowait(request, num_units, behind=bool(self.queue.extending))
         except OutOfBlocks as error:
-            self.moves.told.extension_refused(request, error.num_needed, error.num_available)
+            self.moves.note(ExtensionRefused(request, error.num_needed, error.num_available))
             raise
         self.request_leases.lengthen_tables(request, num_units, blocks)
         return self.extension(request, before)
@@ -305,6 +306,8 @@ class Admission:
         over: list[Waiter] = []
         if self.queue.allocating or self.queue.extending:
             self._serve(over)
+        if self.moves.untold:
+            self.moves.tell()
         rest = chain(map(_wake_of, over), wakes)
         try:
             for wake in rest:  # after all decisions: `wake` may call the ledger

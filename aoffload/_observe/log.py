@@ -17,12 +17,34 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import attrs
 
 from .._arguments import check_has, check_type
+from .._kernel.events import (
+    CacheTransferMoved,
+    CacheTurnedOff,
+    Event,
+    EvictionSwitched,
+    ExtensionRefused,
+    HintEnded,
+    HintGiven,
+    JobMoved,
+    LoadsPaused,
+    LoadsResumed,
+    OverlapMoved,
+    PinMoved,
+    RequestCancelled,
+    RequestMoved,
+    SlowStep,
+    SlowWait,
+    StepBegun,
+    StepEnded,
+    StoreSkipped,
+    TransportRecovered,
+    TransportStalled,
+    WorkerFailed,
+)
 from .._kernel.ledger import Ledger
 from .._kernel.plans import PrefixMatch
-from .._kernel.records import Job
-from .._kernel.requests import CacheTransfer, Demotion, Fetch, LedgerRequest, LoadOverlap, Pin, Prefetch, Step
+from .._kernel.requests import Demotion, Fetch, Prefetch
 from .._kernel.states import CacheTransferState, JobState, Outcome, OverlapState, PinState, RequestState, Tier
-from .._kernel.status import HintEnd, Holder, RequestStatus, TierEviction
 from .._transfer.breaker import Closed, StorageMove
 from .._transfer.transport import PinProgress
 from ..errors import InvalidArgument
@@ -39,6 +61,10 @@ _FETCH_EVENTS = {state: f"fetch_{state.value}" for state in CacheTransferState}
 _OVERLAP_EVENTS = {state: f"load_overlap_{state.value}" for state in OverlapState}
 _DEBUG, _INFO, _WARNING = 10, 20, 30
 _REQUEST_LEVELS = {**dict.fromkeys(RequestState, _DEBUG), RequestState.DONE: _INFO, RequestState.ABORTED: _INFO}
+_LEVELS: dict[type[Event], int] = dict.fromkeys(
+    (StoreSkipped, CacheTransferMoved, StepBegun, StepEnded, ExtensionRefused, HintGiven, HintEnded), _DEBUG
+)
+"""Events that are always of this level: a filtered one costs one check."""
 _JOB_LEVELS = {**dict.fromkeys(JobState, _DEBUG), JobState.FAILED: _WARNING}
 
 
@@ -93,6 +119,211 @@ def _below_host(found: PrefixMatch) -> dict[str, int]:
     return {"num_disk_tokens": found.num_disk_tokens} if found.num_disk_tokens else {}
 
 
+def _request_moved(log: Any, event: RequestMoved) -> None:
+    state, match = event.new, event.match
+    name, about = _REQUEST_EVENTS[state], event.request.request_id
+    if state is RequestState.MATCHED:
+        log.debug(
+            name,
+            request_id=about,
+            num_tokens=event.request.sequence.num_tokens,
+            num_device_tokens=match.num_device_tokens,
+            num_host_tokens=match.num_host_tokens,
+            answer=match.answer.value,
+            **_below_host(match),
+        )
+    elif state is RequestState.ALLOCATED:  # a request that waited for blocks was matched again at the grant
+        log.debug(
+            name,
+            request_id=about,
+            num_blocks=event.num_blocks,
+            num_device_tokens=match.num_device_tokens,
+            num_host_tokens=match.num_host_tokens,
+            **_below_host(match),
+        )
+    elif state is RequestState.RUNNING:
+        ready, lost = event.num_computed_tokens, event.num_lost_tokens
+        log.debug(name, request_id=about, num_ready_tokens=ready, num_lost_tokens=lost)
+    elif state is RequestState.DONE:
+        log.info(name, request_id=about, num_computed_tokens=event.num_computed_tokens)
+    elif state is RequestState.ABORTED:
+        log.info(name, request_id=about, reason=event.reason, previous=event.old.value)
+    else:
+        log.debug(name, request_id=about)
+
+
+def _job_moved(log: Any, event: JobMoved) -> None:
+    plan, completion = event.job.plan, event.job.completion
+    name = _JOB_EVENTS[event.new]
+    about: dict[str, Any] = {
+        "job_id": plan.job_id,
+        "direction": plan.direction.value,
+        "source": plan.source.name.lower(),
+        "destination": plan.destination.name.lower(),
+        "num_blocks": plan.num_blocks,
+        "request_id": event.job.request_id,
+    }
+    if completion is not None and event.new is not JobState.LAUNCHED:
+        about |= {"outcome": completion.outcome.value, "num_bytes": completion.num_bytes}
+        about["duration_s"] = round(completion.duration_s, 6)
+    if event.new is JobState.FAILED:
+        # What is refused is no news: `storage_left_alone` has said why, and there may be one for each cell.
+        is_refused = completion is not None and completion.outcome is Outcome.REFUSED
+        write = log.debug if is_refused else log.warning
+        write(name, error=completion.error if completion is not None else "", **about)
+    else:
+        log.debug(name, **about)
+
+
+def _store_skipped(log: Any, event: StoreSkipped) -> None:
+    request_id = "" if event.request is None else event.request.request_id
+    log.debug("store_skipped", request_id=request_id, num_blocks=event.num_blocks, reason=event.reason)
+
+
+def _pin_moved(log: Any, event: PinMoved) -> None:
+    write = log.info if event.new in (PinState.YIELDED, PinState.DROPPED) else log.debug
+    write(_PIN_EVENTS[event.new], pin_id=event.pin.pin_id, num_tokens=event.pin.match.num_tokens)
+
+
+def _cache_transfer_moved(log: Any, event: CacheTransferMoved) -> None:
+    transfer, name = event.transfer, event.transfer.request.request_id
+    if isinstance(transfer, Prefetch):
+        about = {"num_blocks": transfer.num_blocks, "num_tokens": transfer.num_tokens}
+        log.debug(_PREFETCH_EVENTS[event.new], request_id=name, **about)
+    elif isinstance(transfer, Demotion):
+        log.debug(_DEMOTION_EVENTS[event.new], request_id=name, num_blocks=transfer.num_blocks)
+    elif isinstance(transfer, Fetch):
+        waiter = {} if transfer.for_request is None else {"waiter": transfer.for_request.request_id}
+        log.debug(_FETCH_EVENTS[event.new], request_id=name, num_blocks=transfer.num_blocks, **waiter)
+
+
+def _overlap_moved(log: Any, event: OverlapMoved) -> None:
+    write = log.info if event.new is OverlapState.INVALID else log.debug
+    overlap = event.overlap
+    write(_OVERLAP_EVENTS[event.new], request_id=overlap.request.request_id, num_tokens=overlap.num_tokens)
+
+
+def _loads_paused(log: Any, event: LoadsPaused) -> None:
+    log.error("loads_paused", num_quarantined=event.num_quarantined)
+
+
+def _loads_resumed(log: Any, event: LoadsResumed) -> None:
+    log.warning("loads_resumed", num_quarantined=event.num_quarantined)
+
+
+def _step_begun(log: Any, event: StepBegun) -> None:
+    ids = [request.request_id for request in event.step.requests]
+    log.debug("step_begun", step_id=event.step.step_id, request_ids=ids, num_blocks=event.num_blocks)
+
+
+def _step_ended(log: Any, event: StepEnded) -> None:
+    log.debug("step_ended", step_id=event.step.step_id, over=list(event.over))
+
+
+def _extension_refused(log: Any, event: ExtensionRefused) -> None:
+    free = {"num_needed": event.num_needed, "num_available": event.num_available}
+    log.debug("extension_refused", request_id=event.request.request_id, **free)
+
+
+def _eviction_switched(log: Any, event: EvictionSwitched) -> None:
+    tier = event.tier
+    log.info(
+        "eviction_switched",
+        tier=tier.tier.name.lower(),
+        order=tier.rule.value,
+        learned_hits=round(tier.learned_hits, 1),
+        lru_hits=round(tier.lru_hits, 1),
+        num_switches=tier.num_switches,
+        num_evicted_learned=tier.num_evicted_learned,
+        num_evicted_lru=tier.num_evicted_lru,
+    )
+
+
+def _hint_given(log: Any, event: HintGiven) -> None:
+    log.debug("hint_given", hint_id=event.hint_id, category=event.category, num_tokens=event.num_tokens)
+
+
+def _hint_ended(log: Any, event: HintEnded) -> None:
+    log.debug("hint_ended", hint_id=event.hint_id, category=event.category, outcome=event.end.value)
+
+
+def _request_cancelled(log: Any, event: RequestCancelled) -> None:
+    log.info("request_cancelled", request_id=event.request.request_id, reason=event.reason)
+
+
+def _slow_wait(log: Any, event: SlowWait) -> None:
+    status = event.status
+    biggest = f"{status.held_by[0].kind} {status.held_by[0].name}" if status.held_by else "nobody"
+    log.warning(
+        "slow_wait",
+        request_id=status.request_id,
+        num_blocks=status.num_missing,
+        waited_s=round(status.waited_s or 0.0, 3),
+        place=status.place,
+        holder=biggest,
+        holders=[str(holder) for holder in status.held_by],
+    )
+
+
+def _slow_step(log: Any, event: SlowStep) -> None:
+    step = event.step
+    log.warning(
+        "slow_step",
+        step_id=int(step.name),
+        num_blocks=step.num_blocks,
+        open_s=round(step.age_s or 0.0, 3),
+        request_ids=list(step.request_ids),
+        over=list(step.over),
+    )
+
+
+def _transport_stalled(log: Any, event: TransportStalled) -> None:
+    log.error("transport_stalled", **_link(event), num_jobs=event.num_jobs)
+
+
+def _transport_recovered(log: Any, event: TransportRecovered) -> None:
+    log.warning("transport_recovered", **_link(event))
+
+
+def _link(event: TransportStalled | TransportRecovered) -> dict[str, str]:
+    return {"source": event.source.name.lower(), "destination": event.destination.name.lower()}
+
+
+def _worker_failed(log: Any, event: WorkerFailed) -> None:
+    # As text: not every logger knows what an exception is.
+    log.error("worker_failed", error=repr(event.error), traceback="".join(format_exception(event.error)))
+
+
+def _cache_turned_off(log: Any, event: CacheTurnedOff) -> None:
+    log.error("cache_turned_off", reason=event.reason)
+
+
+_WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
+    RequestMoved: _request_moved,
+    JobMoved: _job_moved,
+    StoreSkipped: _store_skipped,
+    PinMoved: _pin_moved,
+    CacheTransferMoved: _cache_transfer_moved,
+    OverlapMoved: _overlap_moved,
+    LoadsPaused: _loads_paused,
+    LoadsResumed: _loads_resumed,
+    StepBegun: _step_begun,
+    StepEnded: _step_ended,
+    ExtensionRefused: _extension_refused,
+    EvictionSwitched: _eviction_switched,
+    HintGiven: _hint_given,
+    HintEnded: _hint_ended,
+    RequestCancelled: _request_cancelled,
+    SlowWait: _slow_wait,
+    SlowStep: _slow_step,
+    TransportStalled: _transport_stalled,
+    TransportRecovered: _transport_recovered,
+    WorkerFailed: _worker_failed,
+    CacheTurnedOff: _cache_turned_off,
+}
+"""What writes an event. The other events are not logged."""
+
+
 class LedgerLog:
     """An observer that writes a ledger's events to `logger`, and what a `CopyQueue` reports.
 
@@ -110,201 +341,20 @@ class LedgerLog:
         self.num_lost_events = 0
         """Events lost because the logger raised."""
 
-    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
-        # `harmless` written out: requests and jobs have the most events, and these are mostly filtered.
-        try:
-            if self._is_heard(_REQUEST_LEVELS[record.state]):
-                self._tell_of_request(record, old, reason)
-        except BaseException:  # noqa: BLE001 - see `harmless`
-            self.num_lost_events += 1
-
-    def _tell_of_request(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
-        state, log = record.state, self.logger
-        event, name = _REQUEST_EVENTS[state], record.request_id
-        if state is RequestState.MATCHED:
-            found = record.match
-            log.debug(
-                event,
-                request_id=name,
-                num_tokens=record.sequence.num_tokens,
-                num_device_tokens=found.num_device_tokens,
-                num_host_tokens=found.num_host_tokens,
-                answer=found.answer.value,
-                **_below_host(found),
-            )
-        elif state is RequestState.ALLOCATED:
-            found = record.match  # a request that waited for room was matched again at the grant
-            log.debug(
-                event,
-                request_id=name,
-                num_blocks=record.num_blocks,
-                num_device_tokens=found.num_device_tokens,
-                num_host_tokens=found.num_host_tokens,
-                **_below_host(found),
-            )
-        elif state is RequestState.RUNNING:
-            ready, lost = record.num_computed_tokens, record.num_lost_tokens
-            log.debug(event, request_id=name, num_ready_tokens=ready, num_lost_tokens=lost)
-        elif state is RequestState.DONE:
-            log.info(event, request_id=name, num_computed_tokens=record.num_computed_tokens)
-        elif state is RequestState.ABORTED:
-            log.info(event, request_id=name, reason=reason, previous=old.value)
+    def observe(self, event: Event) -> None:
+        """Write `event`, unless its level is filtered. What the logger raises is counted."""
+        kind = type(event)
+        if kind is RequestMoved:
+            level = _REQUEST_LEVELS[event.new]  # type: ignore[attr-defined]
+        elif kind is JobMoved:
+            level = _JOB_LEVELS[event.new]  # type: ignore[attr-defined]
         else:
-            log.debug(event, request_id=name)
-
-    def job_moved(self, job: Job, old: JobState, reason: str) -> None:
+            level = _LEVELS.get(kind, _WARNING)
         try:
-            if self._is_heard(_JOB_LEVELS[job.state]):
-                self._tell_of_job(job)
-        except BaseException:  # noqa: BLE001 - see `harmless`
+            if self._is_heard(level) and (write := _WRITERS.get(kind)) is not None:
+                write(self.logger, event)
+        except BaseException:  # noqa: BLE001 - counted; must not reach the ledger
             self.num_lost_events += 1
-
-    def _tell_of_job(self, job: Job) -> None:
-        plan = job.plan
-        event, completion = _JOB_EVENTS[job.state], job.completion
-        about: dict[str, Any] = {
-            "job_id": plan.job_id,
-            "direction": plan.direction.value,
-            "source": plan.source.name.lower(),
-            "destination": plan.destination.name.lower(),
-            "num_blocks": plan.num_blocks,
-            "request_id": job.request_id,
-        }
-        if completion is not None:
-            about |= {"outcome": completion.outcome.value, "num_bytes": completion.num_bytes}
-            about["duration_s"] = round(completion.duration_s, 6)
-        if job.state is JobState.FAILED:
-            # What is refused is no news: `storage_left_alone` has said why, and there may be one for each cell.
-            is_refused = completion is not None and completion.outcome is Outcome.REFUSED
-            log = self.logger.debug if is_refused else self.logger.warning
-            log(event, error=completion.error if completion is not None else "", **about)
-        else:
-            self.logger.debug(event, **about)
-
-    @harmless
-    def store_skipped(self, record: LedgerRequest | None, num_blocks: int, reason: str) -> None:
-        request_id = "" if record is None else record.request_id
-        self.logger.debug("store_skipped", request_id=request_id, num_blocks=num_blocks, reason=reason)
-
-    @harmless
-    def pin_moved(self, pin: Pin, old: PinState) -> None:
-        log = self.logger.info if pin.state in (PinState.YIELDED, PinState.DROPPED) else self.logger.debug
-        log(_PIN_EVENTS[pin.state], pin_id=pin.pin_id, num_tokens=pin.match.num_tokens)
-
-    @harmless
-    def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None:
-        name = transfer.request.request_id
-        if isinstance(transfer, Prefetch):
-            event, num_tokens = _PREFETCH_EVENTS[transfer.state], transfer.num_tokens
-            self.logger.debug(event, request_id=name, num_blocks=transfer.num_blocks, num_tokens=num_tokens)
-        elif isinstance(transfer, Demotion):
-            self.logger.debug(_DEMOTION_EVENTS[transfer.state], request_id=name, num_blocks=transfer.num_blocks)
-        elif isinstance(transfer, Fetch):
-            waiter = {} if transfer.for_request is None else {"waiter": transfer.for_request.request_id}
-            self.logger.debug(_FETCH_EVENTS[transfer.state], request_id=name, num_blocks=transfer.num_blocks, **waiter)
-
-    @harmless
-    def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None:
-        log = self.logger.info if overlap.state is OverlapState.INVALID else self.logger.debug
-        log(_OVERLAP_EVENTS[overlap.state], request_id=overlap.request.request_id, num_tokens=overlap.num_tokens)
-
-    @harmless
-    def loads_paused(self, num_quarantined: int) -> None:
-        self.logger.error("loads_paused", num_quarantined=num_quarantined)
-
-    @harmless
-    def loads_resumed(self, num_quarantined: int) -> None:
-        self.logger.warning("loads_resumed", num_quarantined=num_quarantined)
-
-    def step_begun(self, step: Step) -> None:
-        try:
-            if self._is_heard(_DEBUG):
-                ids = [record.request_id for record in step.requests]
-                num_blocks = sum(record.num_blocks for record in step.requests)
-                self.logger.debug("step_begun", step_id=step.step_id, request_ids=ids, num_blocks=num_blocks)
-        except BaseException:  # noqa: BLE001 - see `harmless`
-            self.num_lost_events += 1
-
-    def step_ended(self, step: Step) -> None:
-        try:
-            if self._is_heard(_DEBUG):
-                over = [record.request_id for record in step.requests if record.is_over]
-                self.logger.debug("step_ended", step_id=step.step_id, over=over)
-        except BaseException:  # noqa: BLE001 - see `harmless`
-            self.num_lost_events += 1
-
-    @harmless
-    def extension_refused(self, record: LedgerRequest, num_needed: int, num_available: int) -> None:
-        room = {"num_needed": num_needed, "num_available": num_available}
-        self.logger.debug("extension_refused", request_id=record.request_id, **room)
-
-    @harmless
-    def eviction_switched(self, tier: TierEviction) -> None:
-        self.logger.info(
-            "eviction_switched",
-            tier=tier.tier.name.lower(),
-            order=tier.rule.value,
-            learned_hits=round(tier.learned_hits, 1),
-            lru_hits=round(tier.lru_hits, 1),
-            num_switches=tier.num_switches,
-            num_evicted_learned=tier.num_evicted_learned,
-            num_evicted_lru=tier.num_evicted_lru,
-        )
-
-    @harmless
-    def hint_given(self, hint_id: int, category: str, num_tokens: int) -> None:
-        self.logger.debug("hint_given", hint_id=hint_id, category=category, num_tokens=num_tokens)
-
-    @harmless
-    def hint_ended(self, hint_id: int, category: str, end: HintEnd) -> None:
-        self.logger.debug("hint_ended", hint_id=hint_id, category=category, outcome=end.value)
-
-    @harmless
-    def slow_wait(self, status: RequestStatus) -> None:
-        biggest = f"{status.held_by[0].kind} {status.held_by[0].name}" if status.held_by else "nobody"
-        self.logger.warning(
-            "slow_wait",
-            request_id=status.request_id,
-            num_blocks=status.num_missing,
-            waited_s=round(status.waited_s or 0.0, 3),
-            place=status.place,
-            holder=biggest,
-            holders=[str(holder) for holder in status.held_by],
-        )
-
-    @harmless
-    def slow_step(self, step: Holder) -> None:
-        self.logger.warning(
-            "slow_step",
-            step_id=int(step.name),
-            num_blocks=step.num_blocks,
-            open_s=round(step.age_s or 0.0, 3),
-            request_ids=list(step.request_ids),
-            over=list(step.over),
-        )
-
-    @harmless
-    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
-        link = {"source": source.name.lower(), "destination": destination.name.lower()}
-        self.logger.error("transport_stalled", **link, num_jobs=num_jobs)
-
-    @harmless
-    def transport_recovered(self, source: Tier, destination: Tier) -> None:
-        link = {"source": source.name.lower(), "destination": destination.name.lower()}
-        self.logger.warning("transport_recovered", **link)
-
-    @harmless
-    def transport_failed(self, error: BaseException) -> None:
-        self.logger.error("transport_failed", error=repr(error))
-
-    @harmless
-    def worker_failed(self, error: BaseException) -> None:
-        # As text: not every logger knows what an exception is.
-        self.logger.error("worker_failed", error=repr(error), traceback="".join(format_exception(error)))
-
-    @harmless
-    def cache_turned_off(self, reason: str) -> None:
-        self.logger.error("cache_turned_off", reason=reason)
 
     def ledger_opened(self, ledger: Ledger) -> None:
         """Call it once `ledger` is made: readers of the log learn where it begins, and the sizes of its pools."""
@@ -315,6 +365,10 @@ class LedgerLog:
     def ledger_closed(self, ledger: Ledger) -> None:
         """Call it when nothing is launched for `ledger` any more."""
         self._closed("ledger_closed", len(check_type("ledger", ledger, Ledger).jobs.quarantined))
+
+    @harmless
+    def transport_failed(self, error: BaseException) -> None:
+        self.logger.error("transport_failed", error=repr(error))
 
     @harmless
     def _opened(self, event: str, fields: dict[str, Any]) -> None:
@@ -328,10 +382,6 @@ class LedgerLog:
 
 class Telemetry(LedgerLog):
     """The log of a runtime: its ledger's events and its own."""
-
-    @harmless
-    def request_cancelled(self, record: LedgerRequest, reason: str) -> None:
-        self.logger.info("request_cancelled", request_id=record.request_id, reason=reason)
 
     @harmless
     def host_memory_page_locked(self, progress: PinProgress) -> None:

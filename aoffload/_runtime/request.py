@@ -38,6 +38,7 @@ from weakref import ref
 import anyio
 
 from .._arguments import check_text
+from .._kernel.events import RequestCancelled, WaitedForBlocks
 from .._kernel.plans import NO_MATCH, Extension, Preemption, PrefixMatch, RequestOptions
 from .._kernel.prefix import LongList, Prefix, TokenIds
 from .._kernel.requests import LedgerRequest, Waiter
@@ -332,7 +333,7 @@ class Request:
             return session.ledger.accept(waiter)
         finally:  # leave the wait queue, or give an unused grant back, however the wait ends
             session.ledger.withdraw(waiter)
-            session.observers.waited_for_room(waiter.request, session.env.now() - began_s)
+            session.observers.observe(WaitedForBlocks(waiter.request, session.env.now() - began_s))
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -476,7 +477,7 @@ class Request:
         """The request keeps what it holds until its task has left the block."""
         assert self._record is not None
         self._record.ends_for(self._cancel_reason)
-        self._session.observers.request_cancelled(self._record, self._cancel_reason)
+        self._session.observers.observe(RequestCancelled(self._record, self._cancel_reason))
         scope.cancel()
 
     async def __aexit__(

@@ -45,6 +45,7 @@ from .._arguments import (
     shown,
 )
 from .._config.config import OffloadConfig
+from .._kernel.events import Observer
 from .._kernel.ledger import Ledger, LedgerStatistics
 from .._kernel.plans import PrefixMatch
 from .._kernel.prefix import Identity, KeySpan, Prefix, Roots, TokenIds, prompt_of
@@ -52,7 +53,7 @@ from .._kernel.protocols import DevicePool, EngineBlocks
 from .._kernel.states import Tier
 from .._kernel.status import Holder, RequestStatus, printable
 from .._observe.log import Telemetry
-from .._observe.observers import Observers, RuntimeObserver
+from .._observe.observers import Observers
 from .._tiers.disk.loop import DiskWork
 from .._tiers.remote.loop import RemoteWork
 from .._transfer.claims import claim, unclaim
@@ -231,7 +232,7 @@ class OffloadRuntime:
         engine_blocks: EngineBlocks | None = None,
         env: Env | None = None,
         logger: Any = None,
-        observers: Iterable[RuntimeObserver] = (),
+        observers: Iterable[Observer] = (),
     ) -> None:
         check_type("config", config, OffloadConfig)
         if (kv_caches is None) == (transport is None):
@@ -255,7 +256,7 @@ class OffloadRuntime:
         check_block_sizes(self.transport, config.groups)
         self.env = env if env is not None else Env()
         self.telemetry = Telemetry(logger)
-        self.observers = Observers(self.telemetry, *as_tuple("observers", observers, "RuntimeObserver"))
+        self.observers = Observers(self.telemetry, *as_tuple("observers", observers, "Observer"))
         block_bytes = self.transport.block_bytes
         sessions: list[Session] = []  # not `self`: a thread of the transport would keep the runtime alive
         self.ledger = Ledger(

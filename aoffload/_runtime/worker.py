@@ -28,6 +28,7 @@ import anyio
 import attrs
 
 from .._config.config import OffloadConfig
+from .._kernel.events import SlowStep, SlowWait, WorkerFailed
 from .._kernel.ledger import Ledger
 from .._kernel.plans import TransferPlan
 from .._kernel.requests import Step, Waiter
@@ -78,7 +79,7 @@ class SlowWatch:
         self._said = {one for one in self._said if one.request.waiter is one and not one.is_over} | {waiter}
         waited_s, slow_s = self.now() - (waiter.joined_s or 0.0), self.config.slow_wait_s or math.inf
         if not waiter.is_over and waited_s >= slow_s - ROUNDING_S:
-            self.observers.slow_wait(self.ledger.situation.wait_for_room(waiter, [*self._holders()]))
+            self.observers.observe(SlowWait(self.ledger.situation.wait_for_room(waiter, [*self._holders()])))
 
     def _holders(self) -> tuple[Holder, ...]:
         if self.now() >= self._biggest_at + MAX_AGE_S:
@@ -105,7 +106,7 @@ class SlowWatch:
             if step is None or deadline > now:
                 return
             self._last_step = step.step_id
-            self.observers.slow_step(self.ledger.situation.step(step))
+            self.observers.observe(SlowStep(self.ledger.situation.step(step)))
 
 
 @attrs.define(eq=False)
@@ -280,7 +281,7 @@ class CopyWorker:
             self._ring(self._clock())
 
     def _fail(self, error: BaseException) -> None:
-        self.telemetry.worker_failed(error)
+        self.telemetry.observe(WorkerFailed(error))
         self._give_up("the worker failed")
 
     def _give_up(self, reason: str) -> None:

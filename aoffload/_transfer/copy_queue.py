@@ -1,6 +1,4 @@
-"""Who is told of stalls, and of a cache that turns itself off.
-
-The copy queue: launches planned jobs, bounds what is in flight, and gives up what takes too long.
+"""The copy queue: launches planned jobs, bounds what is in flight, and gives up what takes too long.
 
     submit(plans)     queue; launch what the bounds allow, loads before stores
     deliver(done)     from any thread: a copy has ended
@@ -15,15 +13,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
 from .._arguments import check_bool, check_callable, check_has, check_int, check_type
 from .._config.config import OffloadConfig
+from .._kernel.events import CacheTurnedOff, Event, Observer, TransportRecovered, TransportStalled, WorkerFailed
 from .._kernel.ledger import Ledger
 from .._kernel.plans import Completion, TransferPlan, check_completion
-from .._kernel.protocols import shielded
 from .._kernel.requests import nobody
 from .._kernel.states import JobState, Outcome, Tier
 from ..errors import DeviceGone, TransferRefused
@@ -31,36 +30,7 @@ from .fences import Fence, RegionWatch
 from .link import Link, link_of
 from .transport import CopiesAtOnce, GivesUp, KnowsItsLink
 
-__all__ = ["CopyObserver", "CopyQueue", "Launches", "NullCopyObserver", "OBSERVES"]
-
-
-OBSERVES = "transport_stalled transport_recovered worker_failed cache_turned_off"
-"""The methods of a `CopyObserver`."""
-
-
-class CopyObserver(Protocol):
-    """Receives events that concern no single job. It must not call the queue. Its exceptions are dropped."""
-
-    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
-        """`num_jobs` copies of this link took too long: the link launches nothing until they are over."""
-
-    def transport_recovered(self, source: Tier, destination: Tier) -> None:
-        """They are: the link launches again."""
-
-    def worker_failed(self, error: BaseException) -> None:
-        """The ledger raised what it never should."""
-
-    def cache_turned_off(self, reason: str) -> None:
-        """Nothing is launched any more."""
-
-
-class NullCopyObserver:
-    """Does nothing."""
-
-    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None: ...
-    def transport_recovered(self, source: Tier, destination: Tier) -> None: ...
-    def worker_failed(self, error: BaseException) -> None: ...
-    def cache_turned_off(self, reason: str) -> None: ...
+__all__ = ["CopyQueue", "Launches"]
 
 
 class Launches(Protocol):
@@ -92,7 +62,7 @@ class CopyQueue:
     launched any more, and requests see only misses.
 
     `clock` counts seconds, such as `time.monotonic`. All calls belong to the ledger's thread, except for `deliver`.
-    While the ledger reports to its observer, calls that change something raise `WrongState`.
+    `observer` receives the events of a copy queue, see `Event`. An exception of it is dropped.
     `block_bytes` is the size of a block over all regions. `wake` is called by `deliver`, in its thread; `ended` after
     jobs have ended, in the ledger's thread.
     """
@@ -102,7 +72,7 @@ class CopyQueue:
     config: OffloadConfig
     clock: Callable[[], float] = attrs.field(kw_only=True)
     block_bytes: int = attrs.field(kw_only=True)
-    observer: CopyObserver = attrs.field(kw_only=True, factory=NullCopyObserver)
+    observer: Observer | None = attrs.field(kw_only=True, default=None)
     wake: Callable[[], object] = attrs.field(kw_only=True, default=nobody)
     ended: Callable[[], object] = attrs.field(kw_only=True, default=nobody)
     in_steps: bool = attrs.field(kw_only=True, default=True)
@@ -123,12 +93,12 @@ class CopyQueue:
         check_type("ledger", self.ledger, Ledger)
         check_has("transport", self.transport, "transport", "launch")
         check_type("config", self.config, OffloadConfig)
-        check_has("observer", self.observer, "CopyObserver", OBSERVES)
+        if self.observer is not None:
+            check_has("observer", self.observer, "Observer", "observe")
         for name in ("clock", "wake", "ended"):
             check_callable(name, getattr(self, name))
         check_int("block_bytes", self.block_bytes, 1)
         check_bool("in_steps", self.in_steps)
-        self.observer = shielded(self.observer, OBSERVES)
         self.regions = RegionWatch(self.transport)
         self._gives_up = self.transport.give_up if isinstance(self.transport, GivesUp) else None
         self._begin_turn = self.transport.begin_turn if isinstance(self.transport, CopiesAtOnce) else nobody
@@ -145,7 +115,6 @@ class CopyQueue:
         """Queue `plans` (stores wait for `after`) and launch what may be launched now."""
         if not plans:
             return  # the usual case; queued jobs are launched when a completion makes room
-        self._refuse_in_report("submit")
         computed_bytes = 0
         for plan in plans:
             link = self.link(plan.source, plan.destination)
@@ -173,7 +142,6 @@ class CopyQueue:
 
     def refuse(self, plans: Iterable[TransferPlan]) -> None:
         """Discard planned jobs that were never queued."""
-        self._refuse_in_report("refuse")
         for plan in plans:
             self._discard(plan)
 
@@ -182,6 +150,7 @@ class CopyQueue:
         self.regions.end(plan.job_id, "never started")
 
     def _dispatch(self) -> None:
+        """Launch what the bounds of each link allow, loads first."""
         for link in self._links.values():
             while link.queue:
                 plan, after = link.queue[0]
@@ -191,9 +160,10 @@ class CopyQueue:
                 link.queue.popleft()
                 link.queued_bytes -= num_bytes
                 if self.tell(self.ledger.launch, plan.job_id):
-                    self._launch(link, plan, after, num_bytes)
+                    link.begin(plan.job_id, num_bytes, self.clock())
+                    self._launch(link, plan, after)
                 else:
-                    self.regions.end(plan.job_id, "nobody waits for it any more")
+                    self.regions.end(plan.job_id, "no request waits for it any more")
 
     def _may_launch(self, link: Link, num_bytes: int) -> bool:
         num_jobs = len(link.in_flight) - len(link.reported)
@@ -201,8 +171,8 @@ class CopyQueue:
         fits = link.num_bytes + num_bytes <= most and num_jobs < link.max_jobs
         return fits or not link.in_flight  # a job above the bound runs alone
 
-    def _launch(self, link: Link, plan: TransferPlan, after: Fence | None, num_bytes: int) -> None:
-        link.begin(plan.job_id, num_bytes, self.clock())
+    def _launch(self, link: Link, plan: TransferPlan, after: Fence | None) -> None:
+        """Start a copy. Whatever the transport raises becomes the completion of the job."""
         try:
             self.regions.launch(plan.job_id)
             self.transport.launch(plan, after)
@@ -217,12 +187,6 @@ class CopyQueue:
         except BaseException:  # the handler of a signal: the same, and whoever has sent it hears of it
             self.deliver(Completion(plan.job_id, Outcome.UNPROVEN, error="the launch was interrupted"))
             raise
-
-    def _refuse_in_report(self, call: str) -> None:
-        """The ledger would refuse what the queue then calls, and the queue would take that for a failure of the
-        ledger."""
-        if self.ledger._moves.is_telling:
-            raise self.ledger._in_report(call)
 
     # -- completions ----------------------------------------------------------------------------------------------
 
@@ -239,13 +203,22 @@ class CopyQueue:
         self.give_up_late()
 
     def settle_delivered(self) -> None:
-        self._refuse_in_report("settle_delivered")
         while self._inbox:
             completion = self._inbox.popleft()
             job = self.ledger.jobs.unsettled.get(completion.job_id)
             if job is not None and job.state is JobState.QUEUED:
                 continue  # it was never launched: the report is of something else
-            self._note_end(completion)
+            for link in self._links.values():
+                if completion.job_id in link.in_flight:
+                    link.end(completion, self.clock())
+                # An UNPROVEN report is no end: the copy may still be moving bytes, and a copy that follows it on this
+                # link could not be told apart from it. Without a late proof, the link stays stopped. A fence that has
+                # raised is asked no second time: what it would say then is of the device's state after an error, and
+                # no proof.
+                if completion.job_id in link.overdue and completion.outcome is not Outcome.UNPROVEN:
+                    link.overdue.discard(completion.job_id)
+                    if not link.overdue:
+                        self._report(TransportRecovered(link.source, link.destination))
             if completion.outcome is Outcome.UNPROVEN:
                 self._tell_given_up(completion.job_id)
             self.tell(self.ledger.settle, completion)
@@ -258,26 +231,19 @@ class CopyQueue:
         self._dispatch()
         self.ended()
 
-    def _note_end(self, completion: Completion) -> None:
-        for link in self._links.values():
-            if completion.job_id in link.in_flight:
-                link.end(completion, self.clock())
-            # An UNPROVEN report is no end: the copy may still be moving bytes, and a copy that follows it on this link
-            # could not be told apart from it. Without a late proof, the link stays stopped. A fence that has raised is
-            # asked no second time: what it would say then is of the device's state after an error, and no proof.
-            if completion.job_id in link.overdue and completion.outcome is not Outcome.UNPROVEN:
-                link.overdue.discard(completion.job_id)
-                if not link.overdue:
-                    self.observer.transport_recovered(link.source, link.destination)
-
     def tell(self, function: Callable[..., Any], *args: object) -> Any:
         """Call into the ledger. A bug there turns the cache off, but must not end the caller: a loop, or a request."""
         try:
             return function(*args)
         except Exception as error:  # noqa: BLE001 - see above
-            self.observer.worker_failed(error)
+            self._report(WorkerFailed(error))
             self.turn_off("the ledger failed")
             return None
+
+    def _report(self, event: Event) -> None:
+        if self.observer is not None:
+            with suppress(BaseException):
+                self.observer.observe(event)
 
     # -- giving up ------------------------------------------------------------------------------------------------
 
@@ -292,20 +258,18 @@ class CopyQueue:
 
     def give_up_late(self) -> None:
         """Give up the copies whose time is over, and let pins lapse."""
-        self._refuse_in_report("give_up_late")
         now = self.clock()
         for link in tuple(self._links.values()):
             if link.next_deadline <= now:
                 late = [job_id for job_id, job in link.in_flight.items() if job.deadline <= now]
                 if link.late_outcome is Outcome.UNPROVEN:
-                    self.observer.transport_stalled(link.source, link.destination, len(late))
+                    self._report(TransportStalled(link.source, link.destination, len(late)))
                 self._give_up(link, late, "no end within transfer_timeout_s")
         if self.ledger.next_lapse <= now:
             self.tell(self.ledger.lapse, now)
 
     def give_up(self, job_ids: Iterable[int], error: str) -> None:
         """Stop waiting for these launched jobs, as if their time were over."""
-        self._refuse_in_report("give_up")
         wanted = set(job_ids)
         for link in tuple(self._links.values()):
             if mine := [job_id for job_id in link.in_flight if job_id in wanted]:
@@ -339,15 +303,14 @@ class CopyQueue:
             try:
                 self._gives_up(job_id)
             except Exception as error:  # noqa: BLE001 - a transport's own mistake: the cache ends, the engine goes on
-                self.observer.worker_failed(error)
+                self._report(WorkerFailed(error))
                 self.turn_off("the transport failed")
 
     def turn_off(self, reason: str) -> None:
         """Launch nothing any more. Jobs in flight still report, or are given up at their deadline."""
-        self._refuse_in_report("turn_off")
         if self.is_accepting:
             self.is_accepting, self.off_reason = False, reason
-            self.observer.cache_turned_off(reason)
+            self._report(CacheTurnedOff(reason))
             self.discard_queued()
 
     def _ask_device(self) -> None:
@@ -362,7 +325,6 @@ class CopyQueue:
 
     def discard_queued(self) -> None:
         """Drop jobs that were never launched; requests that wait for them compute instead."""
-        self._refuse_in_report("discard_queued")
         for link in tuple(self._links.values()):
             self._discard_queued(link)
         self.ended()
@@ -372,7 +334,6 @@ class CopyQueue:
 
     def stop(self, error: str) -> None:
         """Launch nothing any more; what is still in flight is quarantined."""
-        self._refuse_in_report("stop")
         self.is_accepting = False
         self.discard_queued()
         self.settle_delivered()  # jobs without a completion are quarantined

@@ -15,7 +15,7 @@ from .._kernel.plans import Completion, TransferPlan
 from .._kernel.pools import are_neighbours
 from .._kernel.states import BELOW, TIERS, Direction, Tier
 from ..env import Env
-from ..errors import ConfigError, TransferRefused, WrongState
+from ..errors import ConfigError, DeviceGone, TransferRefused, WrongState
 from .backends.base import CopyBackend, HasHostRows
 from .backends.cpu import CpuBackend
 from .backends.cuda import CudaBackend
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from .._tiers.disk.local import LocalDisk
     from .._tiers.remote.local import LocalRemote
 
-_HOPS = {(BELOW, Tier.DEVICE): Direction.LOAD, (Tier.DEVICE, BELOW): Direction.STORE}
+_LINKS = {(BELOW, Tier.DEVICE): Direction.LOAD, (Tier.DEVICE, BELOW): Direction.STORE}
 """The links that copy backends serve, in the order in which their lanes begin."""
-_LOWER_HOPS = frozenset(link for tier in (Tier.DISK, Tier.REMOTE) for link in ((tier, Tier.HOST), (Tier.HOST, tier)))
+_LOWER_LINKS = frozenset(link for tier in (Tier.DISK, Tier.REMOTE) for link in ((tier, Tier.HOST), (Tier.HOST, tier)))
 """The links of tiers that this transport may have below host memory."""
 _IDLE_S = 10.0
 """How long idle threads may take to end."""
@@ -138,7 +138,7 @@ class LocalTransport:
             self._turns.end()
             deliver(completion)
 
-        for link, direction in _HOPS.items():
+        for link, direction in _LINKS.items():
             self._lanes[link] = CopyLane(direction, self.backend, checksums, over, env, self._loss)
         if isinstance(self.backend, HasHostRows):
             if self._disk is not None:
@@ -167,21 +167,43 @@ class LocalTransport:
         lost."""
         if not self._lanes:
             raise TransferRefused("the transport is not open")
-        self._loss.check()
-        self._check(plan)
-        lower = self._below_host(plan.link)
-        fences = () if lower is not None else self._fences(plan.direction, after)
-        num_bytes = plan.num_blocks * self.block_bytes
-        is_small = lower is None and self._at_once.allows(num_bytes)
-        if is_small and self._lanes[plan.link].copy_now(plan, fences, self._deliver):
+        if self._loss.reason:
+            raise DeviceGone(self._loss.reason)
+        link = plan.link
+        lower: LocalDisk | LocalRemote | None = None
+        if Tier.DISK in link and Tier.DISK in self._num_blocks:
+            lower = self._disk
+        elif Tier.REMOTE in link and Tier.REMOTE in self._num_blocks:
+            lower = self._remote
+        if link not in _LINKS and (link not in _LOWER_LINKS or lower is None):
+            raise TransferRefused(f"no way from {plan.source!r} to {plan.destination!r} here")
+        num_blocks = len(plan.source_ids)
+        if num_blocks != len(plan.destination_ids):
+            lengths = f"{num_blocks} source_ids, {len(plan.destination_ids)} destination_ids"
+            raise TransferRefused(f"job {plan.job_id}: {lengths}")
+        self._check_ids(plan, "source_ids", plan.source, plan.source_ids)
+        self._check_ids(plan, "destination_ids", plan.destination, plan.destination_ids)
+        if lower is not None:  # no compute touches host memory: there is no fence to wait for
+            self._launch_in_thread(lower.launch, plan)
+            return
+        # A load overwrites blocks that compute may still read, and a store without `after` reads blocks that it may
+        # still write, so both wait for all compute so far, too. `OnlyAfter` says that there is nothing else.
+        fences: tuple[Fence, ...] = () if after is None else (after,)
+        if isinstance(after, OnlyAfter):
+            fences = after.fences
+        elif plan.destination is Tier.DEVICE or after is None:
+            fences = (*fences, self.record_fence())
+        lane, num_bytes = self._lanes[link], num_blocks * self.backend.block_bytes
+        if self._at_once.allows(num_bytes) and lane.copy_now(plan, fences, self._deliver):
             self._at_once.copied(num_bytes)
             return
+        self._launch_in_thread(lane.launch, plan, fences)
+
+    def _launch_in_thread(self, launch: Callable[..., None], *args: object) -> None:
+        """Hand a plan to a thread, whose completion ends the turn that begins here."""
         self._turns.begin()
         try:
-            if lower is not None:
-                lower.launch(plan)  # no compute touches host memory: there is no fence to wait for
-            else:
-                self._lanes[plan.link].launch(plan, fences)
+            launch(*args)
         except TransferRefused:
             self._turns.end()
             raise
@@ -221,7 +243,7 @@ class LocalTransport:
         return all(ended)
 
     def statistics(self) -> TransferStatistics:
-        loads, stores = (self._counts(link) for link in _HOPS)
+        loads, stores = (self._counts(link) for link in _LINKS)
         return TransferStatistics(
             num_loads=loads.num_jobs,
             num_stores=stores.num_jobs,
@@ -241,32 +263,6 @@ class LocalTransport:
     def _counts(self, link: tuple[Tier, Tier]) -> LaneCounts:
         lane = self._lanes.get(link)
         return lane.counts if lane is not None else LaneCounts()
-
-    def _fences(self, direction: Direction, after: Fence | None) -> tuple[Fence, ...]:
-        """The fences to wait for. A load overwrites blocks that compute may still read, and a store without `after`
-        reads blocks that it may still write, so both wait for all compute so far, too. `OnlyAfter` says that there is
-        nothing else to wait for."""
-        if isinstance(after, OnlyAfter):
-            return after.fences
-        given = () if after is None else (after,)
-        if direction is Direction.LOAD or not given:
-            return (*given, self.record_fence())
-        return given
-
-    def _below_host(self, link: tuple[Tier, Tier]) -> LocalDisk | LocalRemote | None:
-        """The tier of this link that lies below host memory, if there is one and it is open."""
-        if Tier.DISK in link:
-            return self._disk if Tier.DISK in self._num_blocks else None
-        return self._remote if Tier.REMOTE in link and Tier.REMOTE in self._num_blocks else None
-
-    def _check(self, plan: TransferPlan) -> None:
-        if plan.link not in _HOPS and (plan.link not in _LOWER_HOPS or self._below_host(plan.link) is None):
-            raise TransferRefused(f"no way from {plan.source!r} to {plan.destination!r} here")
-        if len(plan.source_ids) != len(plan.destination_ids):
-            lengths = f"{len(plan.source_ids)} source_ids, {len(plan.destination_ids)} destination_ids"
-            raise TransferRefused(f"job {plan.job_id}: {lengths}")
-        self._check_ids(plan, "source_ids", plan.source, plan.source_ids)
-        self._check_ids(plan, "destination_ids", plan.destination, plan.destination_ids)
 
     def _check_ids(self, plan: TransferPlan, name: str, tier: Tier, ids: array[int]) -> None:
         """Refuse bad ids before anything is copied: the copy calls would clip them instead."""

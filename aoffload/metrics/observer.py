@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
 
-from aoffload import RequestState, RuntimeObserver, Tier
-from aoffload._kernel.records import Job
+from aoffload import RequestState, Tier
 from aoffload._kernel.states import TIERS
 from aoffload.env import Env
 from aoffload.ledger import (
-    CacheTransfer,
+    CacheTransferMoved,
     CacheTransferState,
+    CacheTurnedOff,
     Completion,
+    CompletionDelivered,
+    Event,
     Fetch,
-    HintEnd,
+    HintEnded,
+    JobMoved,
     JobState,
     LedgerRequest,
     Outcome,
+    RequestMoved,
+    StoreSkipped,
+    WaitedForBlocks,
 )
 
 from .families import LABEL_VALUES, reason_of
@@ -33,7 +41,7 @@ MAX_REPORTS = 1024
 """The most reports kept without a settlement. A job that was given up and still reports leaves one behind."""
 
 
-class Metrics(RuntimeObserver):
+class Metrics:
     """One of the `observers` of one runtime, or of one `Ledger`. `env` has its clock: give the runtime's, if that has
     one of its own."""
 
@@ -68,49 +76,55 @@ class Metrics(RuntimeObserver):
         """Job and time of each report, as the copy threads append them."""
         self._reported: dict[int, float] = {}
 
+    def observe(self, event: Event) -> None:
+        count = _COUNTED.get(type(event))
+        if count is not None:
+            count(self, event)
+
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
-        now, state = self.now(), record.state
+    def request_moved(self, event: RequestMoved) -> None:
+        now, record, old, state, reason = self.now(), event.request, event.old, event.new, event.reason
         since = self._since.get(record)
         if old is _S.QUEUED:
             self.num_admitted += 1
         if since is not None and old.value in self.state_seconds:
             self.state_seconds[old.value].add(now - since)
         if old is _S.RUNNING:
-            self._count_computed(record)
+            self._count_computed(event)
         if state in _OVER:
             self._since.pop(record, None)
             self.finished["done" if state is _S.DONE else "aborted", reason_of(reason) if reason else ""] += 1
             return
         self._since[record] = now
         if state is _S.RUNNING:
-            self._count_ready(record)
+            self._count_ready(event)
         elif state is _S.PREEMPTED:
             self.num_preempted += 1
 
-    def _count_ready(self, record: LedgerRequest) -> None:
+    def _count_ready(self, event: RequestMoved) -> None:
         """Count what it need not compute: hits that are ready after the load. Other ready tokens are a fork's copy."""
-        ready, match = record.num_computed_tokens, record.match
+        record, ready, match = event.request, event.num_computed_tokens, event.match
         on_device = min(ready, max(match.num_device_tokens, record.engine_tokens))  # an engine's hit needs no unit
         self.tokens["device_hit"] += on_device
         self.tokens["host_hit"] += min(ready - on_device, match.num_host_tokens)
         self._ready[record] = ready
 
-    def _count_computed(self, record: LedgerRequest) -> None:
-        ready = self._ready.pop(record, record.num_computed_tokens)
-        self.tokens["computed"] += max(0, record.num_computed_tokens - ready)  # a fork may be taken back further
+    def _count_computed(self, event: RequestMoved) -> None:
+        ready = self._ready.pop(event.request, event.num_computed_tokens)
+        self.tokens["computed"] += max(0, event.num_computed_tokens - ready)  # a fork may be taken back further
 
-    def waited_for_room(self, record: LedgerRequest, seconds: float) -> None:
-        self.room_wait.add(seconds)
+    def waited_for_blocks(self, event: WaitedForBlocks) -> None:
+        self.room_wait.add(event.seconds)
 
     # -- transfers ------------------------------------------------------------------------------------------------
 
-    def job_moved(self, job: Job, old: JobState, reason: str) -> None:
+    def job_moved(self, event: JobMoved) -> None:
+        job = event.job
         link, completion = (job.plan.direction.value, max(job.plan.link)), job.completion
-        if job.state is JobState.DISCARDED:
+        if event.new is JobState.DISCARDED:
             self.jobs[*_named(link), "discarded"] += 1
-        elif completion is not None:
+        elif completion is not None and event.new is not JobState.LAUNCHED:
             self._count_completion(link, completion)
             self._count_latency(link, completion.job_id)
 
@@ -122,9 +136,9 @@ class Metrics(RuntimeObserver):
             self.copy_seconds[link].add(completion.duration_s)
             self.throughput[link].add(completion.num_bytes / completion.duration_s)
 
-    def completion_delivered(self, completion: Completion) -> None:
+    def completion_delivered(self, event: CompletionDelivered) -> None:
         """In the copy thread."""
-        self._reports.append((completion.job_id, self.now()))
+        self._reports.append((event.completion.job_id, self.now()))
 
     def _count_latency(self, link: Link, job_id: int) -> None:
         while self._reports:
@@ -136,18 +150,30 @@ class Metrics(RuntimeObserver):
         while len(self._reported) > MAX_REPORTS:
             del self._reported[next(iter(self._reported))]
 
-    def cache_turned_off(self, reason: str) -> None:
+    def cache_turned_off(self, _: CacheTurnedOff) -> None:
         self.is_cache_off = True
 
-    def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None:
-        if isinstance(transfer, Fetch) and transfer.is_over:
-            self.fetches[transfer.state.value] += 1
+    def cache_transfer_moved(self, event: CacheTransferMoved) -> None:
+        if isinstance(event.transfer, Fetch) and event.new in (CacheTransferState.DONE, CacheTransferState.CANCELLED):
+            self.fetches[event.new.value] += 1
 
-    def hint_ended(self, hint_id: int, category: str, end: HintEnd) -> None:
-        self.hints[end.value] += 1
+    def hint_ended(self, event: HintEnded) -> None:
+        self.hints[event.end.value] += 1
 
-    def store_skipped(self, record: LedgerRequest | None, num_blocks: int, reason: str) -> None:
-        self.skipped_blocks[reason if reason in _SKIPPED else "other"] += num_blocks
+    def store_skipped(self, event: StoreSkipped) -> None:
+        self.skipped_blocks[event.reason if event.reason in _SKIPPED else "other"] += event.num_blocks
+
+
+_COUNTED: dict[type[Event], Callable[[Metrics, Any], None]] = {
+    RequestMoved: Metrics.request_moved,
+    WaitedForBlocks: Metrics.waited_for_blocks,
+    JobMoved: Metrics.job_moved,
+    CompletionDelivered: Metrics.completion_delivered,
+    CacheTurnedOff: Metrics.cache_turned_off,
+    CacheTransferMoved: Metrics.cache_transfer_moved,
+    HintEnded: Metrics.hint_ended,
+    StoreSkipped: Metrics.store_skipped,
+}
 
 
 def _named(link: Link) -> tuple[str, str]:

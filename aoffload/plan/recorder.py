@@ -20,10 +20,10 @@ from typing import Any, Self, TextIO
 import attrs
 
 from .._arguments import check_int, check_type
+from .._kernel.events import Event, RequestMoved
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import RequestState
 from .._kernel.tokens import TokenSequence
-from .._observe.observers import RuntimeObserver
 from ..env import Env
 from ..errors import InvalidArgument, TransferRefused
 from .digests import BlockDigests
@@ -52,7 +52,7 @@ class _Asked:
     num_computed_tokens: int
 
 
-class Recorder(RuntimeObserver):
+class Recorder:
     """One of the `observers` of one runtime, or of one `Ledger`: writes what is asked for into `path`, a new file.
 
     The file has times, lengths and a name for every `block_tokens` tokens of a prefix. Names are keyed with `secret`,
@@ -119,10 +119,13 @@ class Recorder(RuntimeObserver):
 
     # -- the ledger's thread --------------------------------------------------------------------------------------
 
-    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
-        if old is RequestState.QUEUED:
+    def observe(self, event: Event) -> None:
+        if not isinstance(event, RequestMoved):
+            return
+        record = event.request
+        if event.old is RequestState.QUEUED:
             self._arrived[record] = self._env.now()
-        elif record.state in _OVER:
+        elif event.new in _OVER:
             at_s = self._arrived.pop(record, None)
             if at_s is not None and record.has_committed and not record.origins:
                 self._add(at_s, record)

@@ -18,9 +18,9 @@ import attrs
 
 from .._config.config import OffloadConfig
 from .._config.groups import AttentionKind, FullAttention, KVCacheGroup
+from .._kernel.events import Observer
 from .._kernel.protocols import EngineBlocks
 from .._kernel.states import NoEpoch, Tier
-from .._observe.observers import RuntimeObserver
 from .._runtime.runtime import OffloadRuntime
 from .._transfer.ranks.rank import LocalRank
 from .._transfer.ranks.transport import RankTransport
@@ -133,7 +133,7 @@ class Simulation:
         *,
         stream: bool = False,
         num_ranks: int = 1,
-        observers: Iterable[RuntimeObserver] = (),
+        observers: Iterable[Observer] = (),
         kind: type[SimulatedEngine] = SimulatedEngine,
         blocks_on: Callable[[Memory], EngineBlocks] | None = None,
         slots: Slots | None = None,

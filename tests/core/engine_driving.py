@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from driving import BLOCK, ROOT, prompt
 
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, RequestState, Tier
-from aoffload._kernel.protocols import NullObserver
+from aoffload._kernel.events import Event, StoreSkipped
 from aoffload.ledger import Completion, Direction, JobState, LedgerRequest, Outcome, Prefix, TransferPlan
 
 __all__ = ["BLOCK", "Counted", "EngineDriven", "Finding", "Seen", "destinations", "loaded", "prompt", "sources"]
@@ -51,14 +51,15 @@ class Finding(Counted):
         return [self.known.get((request_id, group, at), 0) for at in range(start, stop)]
 
 
-class Seen(NullObserver):
+class Seen:
     """An observer that keeps what was skipped."""
 
     def __init__(self) -> None:
         self.skipped: list[tuple[int, str]] = []
 
-    def store_skipped(self, _: Any, num_blocks: int, reason: str) -> None:
-        self.skipped.append((num_blocks, reason))
+    def observe(self, event: Event) -> None:
+        if isinstance(event, StoreSkipped):
+            self.skipped.append((event.num_blocks, event.reason))
 
 
 class EngineDriven:

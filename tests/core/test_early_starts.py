@@ -13,8 +13,9 @@ from driving import BLOCK, Driven, prompt
 from aoffload._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import Outcome, OverlapState, RequestState, Tier
+from aoffload._kernel.states import Outcome, RequestState, Tier
 from aoffload.errors import CommitError, InvalidArgument, WrongState
+from aoffload.ledger import Event, OverlapMoved
 
 A = prompt(1, 17)
 """Four full blocks and a token to compute."""
@@ -359,11 +360,9 @@ def test_every_turn_of_an_early_start_is_told() -> None:
     told: list[str] = []
 
     class Witness:
-        def overlap_moved(self, early: Any, old: OverlapState) -> None:
-            told.append(f"{old.name}>{early.state.name} {early.num_tokens}")
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args: None
+        def observe(self, event: Event) -> None:
+            if isinstance(event, OverlapMoved):
+                told.append(f"{event.old.name}>{event.new.name} {event.overlap.num_tokens}")
 
     driven = on_host(observer=Witness())
     for outcome in (Outcome.LANDED, Outcome.FAILED):

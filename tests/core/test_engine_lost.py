@@ -8,7 +8,7 @@ from engine_driving import EngineDriven, Seen, destinations, loaded, prompt
 
 from aoffload import KVCacheGroup, OffloadConfig, RequestState, SlidingWindow
 from aoffload.errors import ConfigError
-from aoffload.ledger import Completion, LedgerRequest, Outcome, Prefix, TransferPlan
+from aoffload.ledger import Completion, Event, LedgerRequest, LoadsPaused, LoadsResumed, Outcome, Prefix, TransferPlan
 
 A, B, C = (prompt(seed, 17) for seed in (1, 2, 3))
 S = RequestState
@@ -21,11 +21,13 @@ class Heard(Seen):
         super().__init__()
         self.events: list[tuple[str, int]] = []
 
-    def loads_paused(self, num_quarantined: int) -> None:
-        self.events.append(("paused", num_quarantined))
-
-    def loads_resumed(self, num_quarantined: int) -> None:
-        self.events.append(("resumed", num_quarantined))
+    def observe(self, event: Event) -> None:
+        super().observe(event)
+        match event:
+            case LoadsPaused(num_quarantined):
+                self.events.append(("paused", num_quarantined))
+            case LoadsResumed(num_quarantined):
+                self.events.append(("resumed", num_quarantined))
 
 
 # -- what a next try needs ----------------------------------------------------------------------------------------

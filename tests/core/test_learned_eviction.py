@@ -23,13 +23,13 @@ from aoffload._eviction.learned import (
     num_sampled,
     sample_of,
 )
+from aoffload._kernel.events import Observer
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.prefix import Prefix, Root
-from aoffload._kernel.protocols import NullObserver, Observer
 from aoffload._kernel.states import Tier
 from aoffload._kernel.status import EvictionRule, HintEnd, TierEviction
 from aoffload._kernel.tokens import TokenSequence
-from aoffload.ledger import LearnedEviction
+from aoffload.ledger import Event, EvictionSwitched, HintEnded, HintGiven, LearnedEviction
 
 A, B, C, D = (prompt(name, 17) for name in (1, 2, 3, 4))
 """Four blocks and one more token each."""
@@ -205,19 +205,19 @@ def test_the_last_use_rules_where_it_hits_more() -> None:
         assert guard.is_learned is rules
 
 
-class Heard(NullObserver):
+class Heard:
     def __init__(self) -> None:
         self.switches: list[TierEviction] = []
         self.hints: list[tuple[int, str, int | HintEnd]] = []
 
-    def eviction_switched(self, tier: TierEviction) -> None:
-        self.switches.append(tier)
-
-    def hint_given(self, hint_id: int, category: str, num_tokens: int) -> None:
-        self.hints.append((hint_id, category, num_tokens))
-
-    def hint_ended(self, hint_id: int, category: str, end: HintEnd) -> None:
-        self.hints.append((hint_id, category, end))
+    def observe(self, event: Event) -> None:
+        match event:
+            case EvictionSwitched(tier):
+                self.switches.append(tier)
+            case HintGiven(hint_id, category, num_tokens):
+                self.hints.append((hint_id, category, num_tokens))
+            case HintEnded(hint_id, category, end):
+                self.hints.append((hint_id, category, end))
 
 
 def hit_lately(driven: Driven, learned: float, last_use: float) -> None:

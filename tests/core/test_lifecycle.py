@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from driving import Driven, prompt
 
-from aoffload._kernel.events import Moves
-from aoffload._kernel.protocols import NullObserver
+from aoffload._kernel.events import Event, JobMoved, RequestMoved
+from aoffload._kernel.moves import Moves
 from aoffload._kernel.requests import LoadOverlap
 from aoffload._kernel.states import (
     CACHE_TRANSFER_MOVES,
@@ -58,26 +58,14 @@ def entity_of(kind: str) -> Any:
     return transfer if kind == "cache_transfer" else driven.ledger.jobs.unsettled[transfer.plans[0].job_id]
 
 
-class Told(NullObserver):
+class Told:
     """What an observer was told of: the states that were left."""
 
     def __init__(self) -> None:
         self.left: list[State] = []
 
-    def request_moved(self, request: Any, old: RequestState, reason: str) -> None:
-        self.left.append(old)
-
-    def job_moved(self, job: Any, old: JobState, reason: str) -> None:
-        self.left.append(old)
-
-    def pin_moved(self, pin: Any, old: PinState) -> None:
-        self.left.append(old)
-
-    def cache_transfer_moved(self, transfer: Any, old: CacheTransferState) -> None:
-        self.left.append(old)
-
-    def overlap_moved(self, early: Any, old: OverlapState) -> None:
-        self.left.append(old)
+    def observe(self, event: Any) -> None:
+        self.left.append(event.old)
 
 
 def pairs(*, legal: bool) -> list[tuple[str, State, State]]:
@@ -109,8 +97,10 @@ def test_a_legal_move_happens(kind: str, old: State, new: State) -> None:
     for observer in (None, told):
         entity = entity_of(kind)
         entity.state = old
-        getattr(Moves(observer), kind)(entity, new)
-        assert entity.state is new
+        moves = Moves(observer)
+        getattr(moves, kind)(entity, new)
+        assert entity.state is new and not told.left
+        moves.tell()
     assert told.left == [old]
 
 
@@ -175,14 +165,11 @@ def test_every_move_is_told_once() -> None:
     """The observer hears of every move, with the state that was left, after it happened."""
     moves: list[str] = []
 
-    class Witness(NullObserver):
-        def request_moved(self, request: Any, old: RequestState, reason: str) -> None:
-            moves.append(f"{old.name}>{request.state.name} {reason}".strip())
-
-        def job_moved(self, job: Any, old: JobState, reason: str) -> None:
-            moves.append(f"job {old.name}>{job.state.name} {reason}".strip())
-
-        def store_skipped(self, request: Any, num_blocks: int, reason: str) -> None: ...
+    class Witness:
+        def observe(self, event: Event) -> None:
+            if isinstance(event, RequestMoved | JobMoved):
+                kind = "job " if isinstance(event, JobMoved) else ""
+                moves.append(f"{kind}{event.old.name}>{event.new.name} {event.reason}".strip())
 
     driven = Driven(num_device=8, observer=Witness())
     driven.serve(prompt(1, 9))

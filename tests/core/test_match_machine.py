@@ -16,10 +16,10 @@ from may_hit import Author, MayHit, Text
 
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
+from aoffload._kernel.events import Event, StoreSkipped
 from aoffload._kernel.ledger import Ledger
 from aoffload._kernel.plans import Completion, PrefixMatch, TransferPlan
 from aoffload._kernel.prefix import KeySpan, Prefix, Root
-from aoffload._kernel.protocols import NullObserver
 from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Direction, JobState, Outcome, RequestState
 from aoffload.errors import OutOfBlocks
@@ -72,13 +72,14 @@ class Client:
     has_read: bool = False
 
 
-class Losses(NullObserver):
+class Losses:
     """Stores that found no room."""
 
     num_skipped = 0
 
-    def store_skipped(self, request: LedgerRequest, num_blocks: int, reason: str) -> None:
-        self.num_skipped += num_blocks
+    def observe(self, event: Event) -> None:
+        if isinstance(event, StoreSkipped):
+            self.num_skipped += event.num_blocks
 
 
 class MatchMachine(RuleBasedStateMachine):

@@ -1,9 +1,10 @@
-"""Observers that raise anything, or that call the ledger which tells them: no change is left half made."""
+"""Observers that raise anything, or that call the ledger which reports to them: no change is left half made."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import cycle
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 from driving import ROOT, Driven, prompt
 from engine_driving import EngineDriven, Finding
 
-from aoffload import InvalidArgument, Ledger, WrongState
+from aoffload import AoffloadError, InvalidArgument, Ledger, RequestState
 from aoffload._extensions.store_policies import EagerStore
-from aoffload._kernel.protocols import OBSERVES
+from aoffload._kernel.events import Event, RequestMoved
 from aoffload._kernel.requests import call_all
 from aoffload.ledger import Completion, Observers, Outcome, Prefix
 
@@ -33,14 +34,9 @@ class Raises:
     def __init__(self, error: type[BaseException]) -> None:
         self.error, self.num_told = error, 0
 
-    def _hear(self, *told: object) -> None:
+    def observe(self, event: Event) -> None:
         self.num_told += 1
         raise self.error("an observer")
-
-    def __getattr__(self, name: str) -> Any:
-        if name in OBSERVES.split():
-            return self._hear
-        raise AttributeError(name)
 
 
 def live(driven: Driven) -> tuple[int, int]:
@@ -69,10 +65,10 @@ def live(driven: Driven) -> tuple[int, int]:
 @pytest.mark.parametrize("error", RAISED)
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_nothing_of_an_observers_goes_through(error: type[BaseException], is_counted: bool) -> None:
-    """A ledger reports in the middle of a change. Whatever an observer raises there, the change is completed, and the
-    call that made it says what it says without an observer. `Observers` counts what was raised."""
+    """Whatever an observer raises, the change is completed, and the call that made it says what it says without an
+    observer. `Observers` counts what was raised."""
     raises = Raises(error)
-    observers = Observers(raises)  # type: ignore[arg-type]
+    observers = Observers(raises)
     assert live(Driven(12, 16, observer=observers if is_counted else raises)) == live(Driven(12, 16)) == (16, 12)
     assert raises.num_told > 20
     assert not is_counted or observers.num_failures == raises.num_told
@@ -125,54 +121,102 @@ def _landed(ledger: Ledger) -> Any:
     return Completion(ledger.jobs.last_id, Outcome.LANDED)
 
 
+MOST_CALLS = 12
+"""Of an observer: a call of the ledger has events of its own."""
+
+
+def ends_at_rest(driven: Any) -> None:
+    """Whatever is under way ends, and nothing is held."""
+    ledger = driven.ledger
+    for request in tuple(ledger.live_requests.values()):
+        ledger.release(request, "the test is over")
+    ledger.drop_pins()
+    ledger.cancel_cache_transfers()
+    for job in tuple(ledger.jobs.unsettled.values()):
+        if ledger.launch(job.job_id) or job.job_id in ledger.jobs.unsettled:
+            ledger.settle(Completion(job.job_id, Outcome.LANDED, job.plan.num_blocks))
+    ledger.check_integrity()
+    found = ledger.statistics()
+    assert not found.num_requests and not found.num_jobs and not found.device.num_pinned and not found.host.num_pinned
+    assert not ledger._moves.untold
+
+
 @pytest.mark.parametrize("name", CALLS)
-def test_an_observer_cannot_call_the_ledger_that_tells_it(name: str) -> None:
-    """In the middle of a change a call would find blocks without an owner, or two. It is refused, and all goes on as if
-    it had not been made; what only looks is answered."""
-    said: list[BaseException | None] = []
+def test_an_observer_may_call_the_ledger_that_reports_to_it(name: str) -> None:
+    """The ledger reports after its change. So a call of an observer is answered like any other: it may be refused, and
+    whatever it does, no block is without an owner afterwards, and nothing is held."""
+    ledgers: list[Ledger] = []
+    num_calls = 0
+
+    class Calls:
+        def observe(self, event: Event) -> None:
+            nonlocal num_calls
+            if ledgers and num_calls < MOST_CALLS and isinstance(event, RequestMoved):
+                num_calls += 1
+                ledgers[0].check_integrity()
+                with suppress(AoffloadError):
+                    CALLS[name](ledgers[0], event.request)
+                ledgers[0].check_integrity()
+
+    driven = Driven(12, 16, observer=Calls())
+    ledgers.append(driven.ledger)
+    for tokens in (A, B, A, prompt(3, 30)):
+        with suppress(AoffloadError):
+            request = driven.admit(tokens)
+            driven.ledger.allocate_nowait(request)
+            driven.land(driven.ledger.plan_load(request))
+            driven.land(driven.ledger.commit(request, len(tokens)))
+            driven.land(driven.ledger.release(request))
+    assert num_calls == MOST_CALLS
+    ends_at_rest(driven)
+
+
+def test_events_of_an_observers_own_calls_come_after_those_before() -> None:
+    """An observer that calls the ledger receives the events in the order in which things happened."""
+    moves: list[str] = []
     ledgers: list[Ledger] = []
 
-    class Calls(Raises):
-        def _hear(self, *told: object) -> None:
-            if not ledgers:
-                return
-            ledgers[0].statistics()
-            try:
-                CALLS[name](ledgers[0], told[0])
-            except BaseException as error:
-                said.append(error)
-                raise
-            said.append(None)
+    class Calls:
+        def observe(self, event: Event) -> None:
+            assert isinstance(event, RequestMoved)
+            moves.append(f"{event.request.request_id} {event.new.value}")
+            if event.request.request_id == "a" and event.new is RequestState.MATCHED:
+                ledgers[0].release(ledgers[0].admit(Prefix.of(ROOT, B), request_id="b"))
 
-    driven = Driven(12, 16, observer=Calls(Own))
+    driven = Driven(12, 16, observer=Calls())
     ledgers.append(driven.ledger)
-    assert live(driven) == (16, 12)
-    assert len(said) > 20 and all(isinstance(error, WrongState) for error in said), said
-    driven.serve(B)  # the refusals end with the report
+    request = driven.admit(A, request_id="a")
+    assert moves == ["a matched", "a pinned", "b matched", "b pinned", "b aborted"]
+    driven.release(request)
 
 
-def test_an_engines_ledger_is_told_of_no_call_either() -> None:
+def test_an_observer_may_call_an_engines_ledger() -> None:
     """The same where an engine owns the device blocks."""
     engines: list[EngineDriven] = []
     calls: Iterator[Callable[[], object]] = cycle((
         lambda: engines[0].ledger.reset(), lambda: engines[0].ledger.admit(Prefix.of(ROOT, B)),
         lambda: engines[0].ledger.release(next(iter(engines[0].ledger.live_requests.values()))),
     ))  # fmt: skip
+    num_calls = 0
 
-    class Calls(Raises):
-        def _hear(self, *told: object) -> None:
-            self.num_told += 1
-            if engines:
-                next(calls)()
+    class Calls:
+        def observe(self, event: Event) -> None:
+            nonlocal num_calls
+            if engines and num_calls < MOST_CALLS:
+                num_calls += 1
+                with suppress(AoffloadError, StopIteration):
+                    next(calls)()
+                engines[0].ledger.check_integrity()
 
-    observer = Calls(Own)
-    engines.append(driven := EngineDriven(observer=observer))
-    driven.serve(A)
-    request, tables = driven.admit(A), driven.fresh(17)
-    driven.land(driven.load(request, tables))
-    assert request.num_computed_tokens == 16 and observer.num_told > 10
-    driven.release(request)
-    driven.assert_at_rest()
+    engines.append(driven := EngineDriven(observer=Calls()))
+    for tokens in (A, B, A):
+        with suppress(AoffloadError):
+            request, tables = driven.admit(tokens), driven.fresh(17)
+            driven.land(driven.load(request, tables))
+            driven.land(driven.offer(request, 17, tables))
+            driven.release(request)
+    assert num_calls == MOST_CALLS
+    ends_at_rest(driven)
 
 
 def test_one_that_is_woken_and_raises_keeps_no_other_from_being_woken() -> None:

@@ -22,9 +22,9 @@ from aoffload import (
 )
 from aoffload._config.groups import FullAttention
 from aoffload._eviction.counts import RUN_TOKENS, HitCounts
+from aoffload._kernel.events import Event, StoreSkipped
 from aoffload._kernel.eviction import LeastRecentlyUsed
 from aoffload._kernel.layout import Layout
-from aoffload._kernel.protocols import NullObserver
 from aoffload._kernel.records import Part
 from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Direction, Outcome, Tier
@@ -490,10 +490,10 @@ def test_a_refused_store_is_offered_again(policy: Any, again: str) -> None:
     hits the same device blocks."""
     skipped: list[int] = []
 
-    class Watcher(NullObserver):
-        def store_skipped(self, request: LedgerRequest | None, num_blocks: int, reason: str) -> None:
-            assert reason == "host_full"
-            skipped.append(num_blocks)
+    class Watcher:
+        def observe(self, event: Event) -> None:
+            if isinstance(event, StoreSkipped) and event.reason == "host_full":
+                skipped.append(event.num_blocks)
 
     driven = Driven(9, 4, store_policy=policy, observer=Watcher())
     driven.serve(B, store="all")
@@ -521,9 +521,10 @@ def test_the_watermark_says_what_it_could_not_store() -> None:
     """`store_skipped` without a request: it is on nobody's behalf. With room it is stored."""
     skipped: list[tuple[object, int]] = []
 
-    class Watcher(NullObserver):
-        def store_skipped(self, request: LedgerRequest | None, num_blocks: int, reason: str) -> None:
-            skipped.append((request, num_blocks))
+    class Watcher:
+        def observe(self, event: Event) -> None:
+            if isinstance(event, StoreSkipped):
+                skipped.append((event.request, event.num_blocks))
 
     driven = Lazy(9, 4, watermark=9, observer=Watcher())
     driven.serve(B)

@@ -13,12 +13,11 @@ from engine_driving import EngineDriven
 
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
+from aoffload._kernel.events import Event, ExtensionRefused
 from aoffload._kernel.eviction import LeastRecentlyUsed
 from aoffload._kernel.ledger import Ledger
 from aoffload._kernel.prefix import Prefix, Root
-from aoffload._kernel.protocols import NullObserver
 from aoffload._kernel.records import Part
-from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Outcome, RequestState, Tier
 from aoffload._kernel.status import Declined, Holder, RequestStatus, WaitsFor
 from aoffload.errors import OutOfBlocks
@@ -299,9 +298,10 @@ def test_a_refused_extension_is_told_and_changes_nothing() -> None:
     """Where there is no room, and where it can never fit."""
     heard: list[tuple[str, int, int]] = []
 
-    class Hears(NullObserver):
-        def extension_refused(self, request: LedgerRequest, num_needed: int, num_available: int) -> None:
-            heard.append((request.request_id, num_needed, num_available))
+    class Hears:
+        def observe(self, event: Event) -> None:
+            if isinstance(event, ExtensionRefused):
+                heard.append((event.request.request_id, event.num_needed, event.num_available))
 
     driven = Driven(8, observer=Hears())
     one = driven.running(prompt(1, 16), request_id="one")

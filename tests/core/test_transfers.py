@@ -8,9 +8,9 @@ from driving import BLOCK, Direction, Driven, Tier, prompt
 from aoffload import Ledger, OffloadConfig
 from aoffload._config.groups import KVCacheGroup
 from aoffload._extensions.store_policies import EagerStore
+from aoffload._kernel.events import Event, StoreSkipped
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.protocols import NullObserver
 from aoffload._kernel.records import Job
 from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import JobState, Outcome, RequestState
@@ -715,12 +715,13 @@ def test_whoever_matched_a_rotten_block_may_leave() -> None:
 # -- stores -------------------------------------------------------------------------------------------------------
 
 
-class Refusals(NullObserver):
+class Refusals:
     def __init__(self) -> None:
         self.skipped: list[tuple[int, str]] = []
 
-    def store_skipped(self, request: LedgerRequest | None, num_blocks: int, reason: str) -> None:
-        self.skipped.append((num_blocks, reason))
+    def observe(self, event: Event) -> None:
+        if isinstance(event, StoreSkipped):
+            self.skipped.append((event.num_blocks, event.reason))
 
 
 def test_a_store_never_waits_for_room_and_is_offered_again() -> None:

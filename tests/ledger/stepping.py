@@ -9,17 +9,21 @@ from typing import Any, TypeAlias
 import attrs
 from test_step_scheduler import Hostile
 
-from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState, RuntimeObserver, SlidingWindow
+from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState, SlidingWindow
 from aoffload.ledger import (
     Completion,
     Direction,
+    Event,
+    JobMoved,
     JobState,
     LedgerRequest,
     Observer,
     Outcome,
     Pin,
     Prefix,
+    RequestMoved,
     Root,
+    StoreSkipped,
     TransferPlan,
     Waiter,
 )
@@ -27,7 +31,7 @@ from aoffload.ledger import (
 __all__ = ["PROGRAMS", "EngineSteps", "OwnSteps", "Program", "Seen"]
 
 
-class Seen(RuntimeObserver):
+class Seen:
     """Keeps every request, and counts jobs by direction and last state."""
 
     def __init__(self) -> None:
@@ -35,15 +39,15 @@ class Seen(RuntimeObserver):
         self.jobs: dict[tuple[Direction, JobState], int] = {}
         self.num_skipped_blocks = 0
 
-    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
-        self.records[record] = None
-
-    def job_moved(self, job: Any, old: JobState, reason: str) -> None:
-        key = (job.plan.direction, job.state)
-        self.jobs[key] = self.jobs.get(key, 0) + 1
-
-    def store_skipped(self, record: LedgerRequest | None, num_blocks: int, reason: str) -> None:
-        self.num_skipped_blocks += num_blocks
+    def observe(self, event: Event) -> None:
+        match event:
+            case RequestMoved():
+                self.records[event.request] = None
+            case JobMoved():
+                key = (event.job.plan.direction, event.new)
+                self.jobs[key] = self.jobs.get(key, 0) + 1
+            case StoreSkipped():
+                self.num_skipped_blocks += event.num_blocks
 
     def num_jobs(self, state: JobState) -> int:
         return sum(number for (_, its_state), number in self.jobs.items() if its_state is state)

@@ -18,10 +18,22 @@ from aoffload import (
     OffloadConfig,
     RequestState,
     Tier,
-    WrongState,
 )
-from aoffload._kernel.protocols import NullObserver
-from aoffload.ledger import Completion, CopyQueue, LedgerRequest, Outcome, Prefix, Root, TransferPlan
+from aoffload.ledger import (
+    CacheTurnedOff,
+    Completion,
+    CopyQueue,
+    Event,
+    JobMoved,
+    LedgerRequest,
+    Outcome,
+    Prefix,
+    Root,
+    TransferPlan,
+    TransportRecovered,
+    TransportStalled,
+    WorkerFailed,
+)
 from aoffload.transport import DeviceGone, Fence, TransferRefused
 
 BLOCK, BLOCK_BYTES = 4, 100
@@ -48,17 +60,16 @@ class Copies:
 class Told:
     events: list[str] = attrs.field(factory=list)
 
-    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
-        self.events.append(f"{source.name} to {destination.name}: {num_jobs} late")
-
-    def transport_recovered(self, source: Tier, destination: Tier) -> None:
-        self.events.append(f"{source.name} to {destination.name}: again")
-
-    def worker_failed(self, error: BaseException) -> None:
-        self.events.append(f"bug: {error}")
-
-    def cache_turned_off(self, reason: str) -> None:
-        self.events.append(f"off: {reason}")
+    def observe(self, event: Event) -> None:
+        match event:
+            case TransportStalled(source, destination, num_jobs):
+                self.events.append(f"{source.name} to {destination.name}: {num_jobs} late")
+            case TransportRecovered(source, destination):
+                self.events.append(f"{source.name} to {destination.name}: again")
+            case WorkerFailed(error):
+                self.events.append(f"bug: {error}")
+            case CacheTurnedOff(reason):
+                self.events.append(f"off: {reason}")
 
 
 class Loop:
@@ -398,11 +409,9 @@ def test_nothing_of_an_observers_goes_through() -> None:
     class Raises:
         num_told = 0
 
-        def _hear(self, *told: object) -> None:
+        def observe(self, event: Event) -> None:
             self.num_told += 1
             raise GeneratorExit
-
-        transport_stalled = transport_recovered = worker_failed = cache_turned_off = _hear
 
     raises = Raises()
     loop.queue = CopyQueue(
@@ -434,20 +443,18 @@ CALLS: dict[str, Callable[[CopyQueue, Any], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_observer_of_the_ledger_cannot_drive_the_queue(name: str) -> None:
-    """The ledger would refuse what the queue calls, in the middle of a change. So the queue refuses first, and takes
-    nothing: all copies are settled, and the cache stays on."""
+def test_an_observer_of_the_ledger_may_drive_the_queue(name: str) -> None:
+    """The ledger reports after its change, so a call of the queue finds nothing half done: every copy that was launched
+    is settled once, and no job is left."""
     loop = Loop(max_jobs_in_flight=2)
-    said: list[BaseException | None] = []
+    num_calls = 0
 
-    class Calls(NullObserver):
-        def job_moved(self, job: Any, *_: object) -> None:
-            try:
-                CALLS[name](loop.queue, job)
-            except BaseException as error:
-                said.append(error)
-                raise
-            said.append(None)
+    class Calls:
+        def observe(self, event: Event) -> None:
+            nonlocal num_calls
+            if isinstance(event, JobMoved):
+                num_calls += 1
+                CALLS[name](loop.queue, event.job)
 
     loop.ledger = Ledger(loop.ledger.config, 40, block_bytes=BLOCK_BYTES, observer=Calls())
     loop.queue = CopyQueue(
@@ -458,8 +465,12 @@ def test_an_observer_of_the_ledger_cannot_drive_the_queue(name: str) -> None:
     for _ in range(3):
         loop.now += 4.0
         loop.land()
-    assert len(loop.copies.launched) == 4 and not loop.ledger.jobs.unsettled and loop.queue.is_accepting
-    assert len(said) == 8 and all(isinstance(error, WrongState) for error in said), said
+    loop.land()
+    launched = [plan.job_id for plan in loop.copies.launched]
+    assert num_calls and len(launched) == len(set(launched)) <= 4
+    loop.queue.stop("the test is over")
+    assert not loop.ledger.jobs.unsettled
+    loop.ledger.check_integrity()
 
 
 def test_a_late_copy_without_a_proof_keeps_its_hop_stopped() -> None:

@@ -14,7 +14,17 @@ from scraping import GUARD_S, Scrape
 from stepping import PROGRAMS, EngineSteps, Program, Seen
 
 from aoffload import InvalidArgument, RequestState, Tier
-from aoffload.ledger import Completion, Direction, JobState, LedgerLog, Observers, Outcome
+from aoffload.ledger import (
+    CacheTurnedOff,
+    Completion,
+    Direction,
+    Event,
+    JobState,
+    LedgerLog,
+    Observers,
+    Outcome,
+    StoreSkipped,
+)
 from aoffload.metrics import LedgerCollector, Metrics
 from aoffload.metrics.families import FAMILIES, ShownWith
 
@@ -207,8 +217,9 @@ def test_latency_losses_and_a_cache_that_is_off_count_once_they_are_told() -> No
         info = warning = error = debug
 
     class Broken(Seen):
-        def store_skipped(self, *args: Any) -> None:
-            raise OSError("no")
+        def observe(self, event: Event) -> None:
+            if isinstance(event, StoreSkipped):
+                raise OSError("no")
 
     metrics, log = Metrics(), LedgerLog(Full())
     told = Observers(log, Broken(), Observers(metrics))
@@ -219,8 +230,8 @@ def test_latency_losses_and_a_cache_that_is_off_count_once_they_are_told() -> No
     (plan,) = driven.launch(driven.offer(request, 16, tables))
     settle = told.hearing(driven.ledger.settle)
     settle(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
-    told.store_skipped(None, 3, "host_full")
-    told.cache_turned_off("the device is gone")
+    told.observe(StoreSkipped(None, 3, "host_full"))
+    told.observe(CacheTurnedOff("the device is gone"))
     scrape = Scrape.of(registry)
     assert scrape.sum("aoffload_fence_latency_seconds_count", direction="store") == 1
     assert scrape.sum("aoffload_lost_log_events_total") == log.num_lost_events > 3

@@ -14,9 +14,8 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, RuntimeObserver
-from aoffload._kernel.protocols import OBSERVES, shielded
-from aoffload.ledger import Observers
+from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
+from aoffload.ledger import Observer, Observers
 from aoffload.metrics import Metrics, MetricsCollector
 from aoffload.top.look import Look
 
@@ -80,7 +79,7 @@ class Measured:
 async def measured(
     num_blocks: int = 8,
     *,
-    others: tuple[RuntimeObserver, ...] = (),
+    others: tuple[Observer, ...] = (),
     timeout_s: float = GUARD_S,
     transport: Any = None,
     **options: Any,
@@ -128,7 +127,6 @@ def registry_of(runtime: OffloadRuntime) -> CollectorRegistry:
     """Of a runtime that is open already."""
     moves, registry, metrics = runtime.ledger._moves, CollectorRegistry(), Metrics(runtime.env)
     moves.observer = Observers(moves.observer, metrics)  # type: ignore[arg-type]
-    moves.told = shielded(moves.observer, OBSERVES, moves)
     registry.register(MetricsCollector(runtime, metrics))
     return registry
 

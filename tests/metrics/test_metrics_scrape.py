@@ -12,10 +12,10 @@ import anyio.to_thread
 import pytest
 from scraping import BACKENDS, GUARD_S, Scrape, client, measured, prompt, serve
 
-from aoffload import InvalidArgument, RequestState, RuntimeObserver
+from aoffload import InvalidArgument, RequestState
 from aoffload._runtime.worker import CopyWorker
 from aoffload._transfer.backends.scripted import ScriptedTransport
-from aoffload.ledger import Completion, LedgerRequest, Outcome
+from aoffload.ledger import Completion, Event, Outcome, RequestMoved
 from aoffload.metrics import MetricsCollector, collector
 from aoffload.metrics.observer import MAX_REPORTS
 
@@ -57,7 +57,7 @@ async def test_every_scrape_during_load_obeys_the_laws() -> None:
     assert any(one.sum("aoffload_requests") > 0 for one in scrapes)
 
 
-class Scraper(RuntimeObserver):
+class Scraper:
     """Begins a scrape in another thread in the middle of the change that ends a request, and waits for its question."""
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class Scraper(RuntimeObserver):
         """Or is over already, as it must not be."""
         self.was_answered_inside = False
 
-    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
-        if record.state is not RequestState.DONE or self.thread is not None:
+    def observe(self, event: Event) -> None:
+        if not isinstance(event, RequestMoved) or event.new is not RequestState.DONE or self.thread is not None:
             return
 
         def scrape() -> None:

@@ -11,9 +11,8 @@ import anyio
 import pytest
 from scraping import BACKENDS, measured, prompt, serve
 
-from aoffload import InvalidArgument, RequestState, RuntimeObserver
-from aoffload._kernel.records import Job
-from aoffload.ledger import Completion, JobState, LedgerRequest
+from aoffload import InvalidArgument
+from aoffload.ledger import CompletionDelivered, Event, JobMoved, JobState, RequestMoved, WaitedForBlocks
 
 pytestmark = pytest.mark.anyio
 
@@ -23,36 +22,29 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-class Recorder(RuntimeObserver):
+class Recorder:
     def __init__(self) -> None:
         self.moves: list[str] = []
         self.jobs: list[JobState] = []
         self.threads: set[int] = set()
         self.waits: list[float] = []
 
-    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
-        self.moves.append(record.state.value)
+    def observe(self, event: Event) -> None:
+        match event:
+            case RequestMoved():
+                self.moves.append(event.new.value)
+            case JobMoved():
+                self.jobs.append(event.new)
+            case CompletionDelivered():
+                self.threads.add(threading.get_ident())
+            case WaitedForBlocks():
+                self.waits.append(event.seconds)
 
-    def job_moved(self, job: Job, old: JobState, reason: str) -> None:
-        self.jobs.append(job.state)
 
-    def completion_delivered(self, completion: Completion) -> None:
-        self.threads.add(threading.get_ident())
+class Broken:
+    """Raises at every event."""
 
-    def waited_for_room(self, record: LedgerRequest, seconds: float) -> None:
-        self.waits.append(seconds)
-
-
-class Broken(RuntimeObserver):
-    """Raises at everything that it is told."""
-
-    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
-        raise OSError("a full disk")
-
-    def job_moved(self, job: Job, old: JobState, reason: str) -> None:
-        raise OSError("a full disk")
-
-    def completion_delivered(self, completion: Completion) -> None:
+    def observe(self, event: Event) -> None:
         raise OSError("a full disk")
 
 
@@ -75,8 +67,7 @@ async def test_an_observer_is_told_of_moves_reports_and_waits() -> None:
 
 
 async def test_an_observer_that_raises_breaks_nothing() -> None:
-    """The ledger is in the middle of a change when it reports: what is raised there is counted, and whoever comes
-    behind is told all the same."""
+    """What one observer raises is counted, and the other observers receive the event all the same."""
     recorder = Recorder()
     async with measured(4, others=(Broken(), recorder)) as found:
         await serve(found.runtime, prompt(1, 16))

@@ -9,9 +9,9 @@ import anyio
 import pytest
 from serving import BACKENDS, GUARD_S, assert_at_rest, prompt, with_bytes
 
-from aoffload import OffloadRuntime, RuntimeObserver
+from aoffload import OffloadRuntime
 from aoffload._transfer.local import LocalTransport
-from aoffload.ledger import JobState
+from aoffload.ledger import Event, JobMoved, JobState
 
 pytestmark = pytest.mark.anyio
 
@@ -30,28 +30,22 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-class Raises(RuntimeObserver):
-    """Raises at whatever it is told."""
+class Raises:
+    """Raises at every event."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error, self.num_told = error, 0
 
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("error", "num_told"):
-            return object.__getattribute__(self, name)
-
-        def hear(*told: object) -> None:
-            self.num_told += 1
-            raise self.error(name)
-
-        return hear
+    def observe(self, event: Event) -> None:
+        self.num_told += 1
+        raise self.error(event)
 
 
-class Counts(RuntimeObserver):
+class Counts:
     num_completed = 0
 
-    def job_moved(self, job: Any, old: Any, reason: str) -> None:
-        self.num_completed += job.state is JobState.COMPLETED
+    def observe(self, event: Event) -> None:
+        self.num_completed += isinstance(event, JobMoved) and event.new is JobState.COMPLETED
 
 
 @pytest.mark.parametrize("error", RAISED)

@@ -11,11 +11,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from aoffload import RuntimeObserver, Tier
+from aoffload import Tier
 
 from ..._kernel.pools import TierBlocks
-from ..._kernel.records import Job
-from ...ledger import JobState, LedgerRequest, Outcome
+from ...ledger import (
+    Event,
+    JobMoved,
+    JobState,
+    LoadsPaused,
+    LoadsResumed,
+    Outcome,
+    StoreSkipped,
+    TransportRecovered,
+    TransportStalled,
+    WorkerFailed,
+)
 
 __all__ = ["Counts", "blocks_of"]
 
@@ -27,8 +37,8 @@ REPORT_S = 1.0
 """Reporting in every step would cost more than counting."""
 
 
-class Counts(RuntimeObserver):
-    """Hears of the ledger's jobs, and of what the copy queue notices."""
+class Counts:
+    """An observer of the ledger's jobs and of the copy queue."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.failure: BaseException | None = None
@@ -40,12 +50,30 @@ class Counts(RuntimeObserver):
         self.clock, self.due_at = clock, -math.inf
         """What was counted has to be reported at that time of the clock."""
 
-    def job_moved(self, job: Job, old: JobState, reason: str) -> None:
-        if job.state is JobState.LAUNCHED:
-            return
-        plan, completion, counted = job.plan, job.completion, self.counted
-        link = _hop(*plan.link)
-        if job.state is JobState.DISCARDED:
+    def observe(self, event: Event) -> None:
+        match event:
+            case JobMoved() if event.new is not JobState.LAUNCHED:
+                self._count_job(event)
+            case StoreSkipped():
+                self.counted[f"skipped_store_blocks|{event.reason}"] += event.num_blocks
+            case TransportStalled():
+                self.counted[f"overdue_jobs|{_link(event.source, event.destination)}"] += event.num_jobs
+                late = "aoffload: %d copies take too long; until they end, there are no others of their kind"
+                _log.warning(late, event.num_jobs)
+            case TransportRecovered():
+                _log.warning("aoffload: the copies that took too long are over")
+            case LoadsPaused():
+                paused = "aoffload: nothing is loaded while %d blocks of vLLM are in quarantine"
+                _log.warning(paused, event.num_quarantined)
+            case LoadsResumed():
+                _log.warning("aoffload: there are loads again")
+            case WorkerFailed():
+                self.failure = event.error
+
+    def _count_job(self, event: JobMoved) -> None:
+        plan, completion, counted = event.job.plan, event.job.completion, self.counted
+        link = _link(*plan.link)
+        if event.new is JobState.DISCARDED:
             counted[f"jobs|{link}|discarded"] += 1
         elif completion is not None:
             has_landed = completion.outcome is Outcome.LANDED
@@ -54,28 +82,6 @@ class Counts(RuntimeObserver):
             counted[f"copied_blocks|{link}"] += completion.num_landed
             counted[f"copied_bytes|{link}"] += completion.num_bytes
             counted[f"copy_seconds|{link}"] += completion.duration_s
-
-    def store_skipped(self, record: LedgerRequest | None, num_blocks: int, reason: str) -> None:
-        self.counted[f"skipped_store_blocks|{reason}"] += num_blocks
-
-    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
-        self.counted[f"overdue_jobs|{_hop(source, destination)}"] += num_jobs
-        _log.warning("aoffload: %d copies take too long; until they end, there are no others of their kind", num_jobs)
-
-    def transport_recovered(self, source: Tier, destination: Tier) -> None:
-        _log.warning("aoffload: the copies that took too long are over")
-
-    def loads_paused(self, num_quarantined: int) -> None:
-        _log.warning("aoffload: nothing is loaded while %d blocks of vLLM are in quarantine", num_quarantined)
-
-    def loads_resumed(self, num_quarantined: int) -> None:
-        _log.warning("aoffload: there are loads again")
-
-    def worker_failed(self, error: BaseException) -> None:
-        self.failure = error
-
-    def cache_turned_off(self, reason: str) -> None:
-        """Nothing: the guard tells it, with the error."""
 
     def load_declined(self, request_id: str, num_tokens: int, load_s: float, compute_s: float) -> None:
         self.counted["declined_loads"] += 1
@@ -95,7 +101,7 @@ class Counts(RuntimeObserver):
         return found
 
 
-def _hop(source: Tier, destination: Tier) -> str:
+def _link(source: Tier, destination: Tier) -> str:
     """The direction, and the tier below: loads come from it, stores go to it."""
     return f"{'load' if destination < source else 'store'}|{max(source, destination).name.lower()}"
 

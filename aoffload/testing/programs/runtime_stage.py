@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import anyio
 import attrs
@@ -15,7 +15,6 @@ from ..._kernel.plans import Preemption
 from ..._kernel.prefix import KeySpan
 from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import RequestState, Tier
-from ..._observe.observers import RuntimeObserver
 from ..._runtime.request import Request
 from ...errors import AoffloadError, IntegrityError, OutOfBlocks
 from ..asks import Ask
@@ -94,7 +93,7 @@ class Stage:
         engine = self.simulation.engine_of(
             config,
             world.num_device_blocks - 1,
-            observers=[self.told, cast(RuntimeObserver, self.recorder)],
+            observers=[self.told, self.recorder],
             kind=ProgramEngine,
             slots=self.slots,
             **options,

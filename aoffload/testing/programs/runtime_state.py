@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..._kernel.cache import PrefixCache
+from ..._kernel.events import CacheTransferMoved, Event, JobMoved, OverlapMoved, PinMoved, RequestMoved
 from ..._kernel.ledger import Ledger
-from ..._kernel.records import Job, Part
-from ..._kernel.requests import CacheTransfer, LedgerRequest, LoadOverlap, Pin
-from ..._kernel.states import CacheTransferState, JobState, OverlapState, PinState, RequestState, Tier
-from ..._observe.observers import RuntimeObserver
+from ..._kernel.records import Part
+from ..._kernel.requests import LedgerRequest
+from ..._kernel.states import CacheTransferState, JobState, PinState, RequestState, Tier
 from ..._runtime.runtime import OffloadRuntime
 from ..violations import Violation
 
@@ -53,7 +53,7 @@ def _of_request(record: LedgerRequest) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-class Told(RuntimeObserver):
+class Told:
     """Remembers what it was told, as an observer and as a watcher of blocks."""
 
     def __init__(self) -> None:
@@ -67,30 +67,31 @@ class Told(RuntimeObserver):
         self.answered: Callable[[LedgerRequest], None] = lambda record: None
         """Called when a request got its blocks, or when its load is over."""
 
-    def request_moved(self, record: LedgerRequest, old: RequestState, reason: str) -> None:
-        self._moved(record, old, RequestState.QUEUED, (RequestState.DONE, RequestState.ABORTED))
-        is_loaded = record.state is RequestState.RUNNING and old in (RequestState.LOADING, RequestState.DRAINING)
-        if record.state is RequestState.ALLOCATED or is_loaded:
-            self.answered(record)
+    def observe(self, event: Event) -> None:
+        match event:
+            case RequestMoved(record, old, new):
+                self._moved(record, old, new, RequestState.QUEUED, (RequestState.DONE, RequestState.ABORTED))
+                is_loaded = new is RequestState.RUNNING and old in (RequestState.LOADING, RequestState.DRAINING)
+                if new is RequestState.ALLOCATED or is_loaded:
+                    self.answered(record)
+            case JobMoved(job, old_job, new_job):
+                last = (JobState.COMPLETED, JobState.FAILED, JobState.DISCARDED)
+                self._moved(job, old_job, new_job, JobState.QUEUED, last)
+            case PinMoved(pin, old_pin, new_pin):
+                ends = tuple(state for state in PinState if state is not PinState.HELD)
+                self._moved(pin, old_pin, new_pin, PinState.NEW, ends)
+            case CacheTransferMoved(transfer, old_one, new_one):
+                over = (CacheTransferState.DONE, CacheTransferState.CANCELLED)
+                self._moved(transfer, old_one, new_one, CacheTransferState.NEW, over)
+            case OverlapMoved():
+                self.counts[event.new.value] += 1
 
-    def job_moved(self, job: Job, old: JobState, reason: str) -> None:
-        self._moved(job, old, JobState.QUEUED, (JobState.COMPLETED, JobState.FAILED, JobState.DISCARDED))
-
-    def pin_moved(self, pin: Pin, old: PinState) -> None:
-        self._moved(pin, old, PinState.NEW, tuple(state for state in PinState if state is not PinState.HELD))
-
-    def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None:
-        self._moved(transfer, old, CacheTransferState.NEW, (CacheTransferState.DONE, CacheTransferState.CANCELLED))
-
-    def overlap_moved(self, early: LoadOverlap, old: OverlapState) -> None:
-        self.counts[early.state.value] += 1
-
-    def _moved(self, entity: Any, old: Any, first: Any, last: tuple[Any, ...]) -> None:
-        self.counts[entity.state.value] += 1
+    def _moved(self, entity: Any, old: Any, new: Any, first: Any, last: tuple[Any, ...]) -> None:
+        self.counts[new.value] += 1
         if self.states.get(entity, first) is not old:
             self.problem = self.problem or f"{entity} left {old}, and was told to be {self.states.get(entity)}"
-        self.states[entity] = entity.state
-        if entity.state in last:
+        self.states[entity] = new
+        if new in last:
             del self.states[entity]
 
     # -- as a watcher of blocks -----------------------------------------------------------------------------------
