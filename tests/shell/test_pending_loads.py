@@ -193,7 +193,7 @@ async def test_a_queued_load_that_nobody_wants_any_more_ends_its_regions() -> No
             await blocking.wait()
             await turns()
             assert fence.is_given, "or the next line would wait for ever"
-            with pytest.raises(RegionNotLoaded, match="nobody waits"):
+            with pytest.raises(RegionNotLoaded, match="no request waits"):
                 fence.wait()
         transport.auto = True
         transport.land_all()
