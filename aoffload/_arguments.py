@@ -6,7 +6,7 @@ Arguments may be arbitrary objects, including ones that raise when they are comp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from .errors import InvalidArgument
@@ -17,6 +17,7 @@ __all__ = [
     "check_callable",
     "check_has",
     "check_int",
+    "check_names",
     "check_text",
     "check_type",
     "number_of",
@@ -93,6 +94,13 @@ def check_has(
         found = False
     if not found:
         raise error(name, f"must be {_a(kind)} ({attributes.replace(' ', ', ')}), got {shown(value)}")
+
+
+def check_names(call: str, given: Mapping[str, object], known: type) -> None:
+    """Refuse an option of `call` that the TypedDict `known` does not have, with the error that Python raises."""
+    unknown = given.keys() - known.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"{call}() got an unexpected keyword argument {min(unknown)!r}")
 
 
 def as_tuple(

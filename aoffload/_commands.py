@@ -1,7 +1,4 @@
-"""How a command that reads a file ends: its exit status, and at most one line on standard error.
-
-Options of a command that have an effect only with another option.
-"""
+"""Helpers of the commands: exit status, one line on standard error, and options that need another option."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ INTERRUPTED = 130
 
 
 def print_any_name() -> None:
-    """Let standard output take the name of any file, also one with half a surrogate pair."""
+    """Let standard output accept the name of any file, also one with half a surrogate pair."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -29,7 +26,8 @@ def complain(command: str, problem: str) -> int:
 
 
 def ended_by(command: str, error: OSError) -> int:
-    """The status after `error`, with the file that it names. 0 where whoever reads has seen enough (`| head`)."""
+    """Report `error` with the file that it names. Returns the exit status: 0 if the reader of a pipe has closed it
+    (`| head`)."""
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -26,7 +26,7 @@ MODULES = {
     "uvloop": ("uvloop",),
     "vllm": ("vllm",),
 }
-"""Modules that are imported from what an extra installs. Nothing here imports uvloop: programs do."""
+"""Modules that an extra installs and that are imported. The package does not import uvloop: programs do."""
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""What surrounds the runtime: clock, randomness and threads, which a simulator replaces, and what is installed."""
+"""The environment of the runtime: clock, randomness and threads, which a simulator replaces, and the event loop.
+
+All differences between asyncio and trio that anyio does not hide are here: a clock and a current task that can be read
+outside of a task, a timer without a task, and a wake-up from any thread.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +132,7 @@ def _in_trio() -> bool:
     trio = sys.modules.get("trio")
     if trio is None:
         return False
-    try:  # in_trio_task() is newer than the oldest trio that somebody else may have imported
+    try:  # in_trio_task() is newer than the oldest trio that a program may have imported
         trio.lowlevel.current_task()
     except RuntimeError:
         return False

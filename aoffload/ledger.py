@@ -7,7 +7,7 @@ bookkeeping. Nothing here needs torch.
 from ._config.groups import AttentionKind
 from ._config.tiers import LearnedEviction
 from ._extensions.load_choice import CostChoice, Loadable, LoadChoice, LoadOffer
-from ._extensions.store_policies import StorePolicy, StoreScope
+from ._extensions.store_policies import StorePolicy
 from ._kernel.events import (
     CacheTransferMoved,
     CacheTurnedOff,
@@ -37,7 +37,16 @@ from ._kernel.events import (
 )
 from ._kernel.eviction import EvictionOrder
 from ._kernel.ledger import LedgerStatistics, RemoteCounts
-from ._kernel.plans import Answer, BlockLabel, CellLabel, Completion, RestoredRun, TransferPlan
+from ._kernel.plans import (
+    Answer,
+    BlockLabel,
+    CellLabel,
+    Completion,
+    RequestOptions,
+    RestoredRun,
+    StoreScope,
+    TransferPlan,
+)
 from ._kernel.prefix import Prefix, Root
 from ._kernel.protocols import BlockWatcher, DevicePool, EngineBlocks
 from ._kernel.requests import CacheTransfer, Demotion, Fetch, LedgerRequest, LoadOverlap, Pin, Prefetch, Step, Waiter
@@ -119,6 +128,7 @@ __all__ = [
     "RemoteCounts",
     "RequestCancelled",
     "RequestMoved",
+    "RequestOptions",
     "RequestStatus",
     "RestoredRun",
     "Root",

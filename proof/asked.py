@@ -49,7 +49,15 @@ def odd_arguments() -> Iterator[tuple[str, str]]:
 def public_calls(kind: type) -> Iterator[tuple[str, list[inspect.Parameter]]]:
     for name, call in inspect.getmembers(kind, callable):
         if not name.startswith("_"):
-            yield name, list(inspect.signature(call).parameters.values())[1:]
+            taken = list(inspect.signature(call).parameters.values())[1:]
+            options = [one for one in taken if one.kind is not one.VAR_KEYWORD]
+            if options != taken:  # of `admit`
+                options += [
+                    one.replace(name=key, kind=one.KEYWORD_ONLY, default=None)
+                    for one in taken[-1:]
+                    for key in public.RequestOptions.__annotations__
+                ]
+            yield name, options
 
 
 def called(call: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -62,7 +70,7 @@ def called(call: Callable[..., Any], given: dict[str, Any]) -> Any:
 
 def usual(name: str, ledger: Ledger, record: Any) -> Any:
     values = {
-        "record": record, "prefix": Prefix.of(ROOT, TOKENS), "records": [record], "num_tokens": 44, "job_id": 0,
+        "request": record, "prefix": Prefix.of(ROOT, TOKENS), "requests": [record], "num_tokens": 44, "job_id": 0,
         "num_computed_tokens": 40, "from_token": 8, "expires_at": 3.0, "now": 2.0, "block_ids": [[1, 2]],
         "num_device_tokens": 0, "max_blocks": 9, "is_wanted": bool, "num_remote_tokens": 0, "watcher": None,
         "waiter": record.waiter, "completion": Completion(0, Outcome.LANDED, 1), "plans": [], "pin": None,

@@ -156,7 +156,7 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a fetch that nobody matches",
         FETCHING,
-        "        request._session.ledger.match_fetched(request)\n",
+        "        request._session.ledger.match_fetched(record)\n",
         "        pass\n",
         "what was fetched is hit",
         f"{RUNTIME}::test_a_prompt_that_only_the_disk_has_is_hit",

@@ -157,8 +157,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "a wait for another's load without a bound",
         CALLS,
-        "session.ledger.pending_until(self._live()) - session.now())",
-        "None)",
+        "bound_s = session.ledger.pending_until(self._live()) - session.now()",
+        "bound_s = math.inf",
         "no hang: pending ends after pending_timeout_s",
         test=f"{RUNTIME}test_pending_is_bounded",
     ),
@@ -205,8 +205,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "asked again without end once the worker has ended",
         CALLS,
-        "        if self._session.worker.has_alarms:\n",
-        "        if self._session.worker is not None:\n",
+        "            if session.worker.has_alarms:\n",
+        "            if session.worker is not None:\n",
         "an engine that asks again lets time pass, also after its copy worker has ended",
         test=f"{RUNTIME}test_a_wait_for_what_others_bring_outlasts_the_copy_worker",
     ),

@@ -47,7 +47,7 @@ _RESETS = (
     Mutant(
         "step begins on a load that a reset has overtaken",
         "aoffload._runtime.loading",
-        "return not self._is_told and self._request._session.ledger.lost_to_reset(record)",
+        "return not self._has_returned and self._request._session.ledger.lost_to_reset(record)",
         "return False",
         _BETWEEN,
         test="tests/shell/test_reset.py::test_a_reset_between_a_landing_and_the_turn_of_the_task",

@@ -92,7 +92,7 @@ FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "remote: the first question connects",
         "aoffload._runtime.runtime",
-        "                await self._session.remote.connect()\n",
+        "                await session.remote.connect()\n",
         "                pass\n",
         _FIRST,
         test=f"{CONNECTING}the_first_request_of_a_process_hits",

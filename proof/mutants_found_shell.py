@@ -65,7 +65,7 @@ _RUNTIMES = (
     Mutant(
         "runtime that waits in another loop",
         LIFE,
-        "        if not self._session.is_own_loop(self.env.running_loop()):\n",
+        "        if self.env.running_loop() is not session.loop:\n",
         "        if False:\n",
         _ABANDONED,
         test=f"{_TESTS}a_runtime_whose_loop_was_closed_is_left_without_a_wait",
@@ -73,7 +73,7 @@ _RUNTIMES = (
     Mutant(
         "request entered in another loop",
         BLOCK,
-        "        self._session.check_loop(self._session.env.running_loop())\n",
+        "        session.check_loop()\n",
         "",
         "nothing waits in a loop where nobody wakes it",
         test=f"{_TESTS}a_runtime_whose_loop_was_closed_is_left_without_a_wait",
@@ -81,7 +81,7 @@ _RUNTIMES = (
     Mutant(
         "runtime left in another thread",
         LIFE,
-        "        if self._session.is_elsewhere:\n",
+        "        if session.is_elsewhere:\n",
         "        if False:\n",
         _THREADS,
         test=f"{_TESTS}a_runtime_is_not_left_in_another_thread",
@@ -89,7 +89,7 @@ _RUNTIMES = (
     Mutant(
         "forked child that closes the runtime",
         LIFE,
-        "        if self._session.is_in_fork:\n            return\n",
+        "        if session.is_in_fork:\n            return\n",
         "",
         "a forked child harms nobody",
         test=f"{_TESTS}a_forked_child_leaves_all_blocks_and_harms_nobody",
@@ -97,7 +97,7 @@ _RUNTIMES = (
     Mutant(
         "forked child that ends steps and pins",
         SESSION_LIFE,
-        "        if not self.is_in_fork:\n            self.call_in_loop(function)\n",
+        "        if os.getpid() == self._process_id:\n            self.call_in_loop(function)\n",
         "        self.call_in_loop(function)\n",
         "a forked child harms nobody",
         test=f"{_TESTS}a_forked_child_leaves_all_blocks_and_harms_nobody",
@@ -108,7 +108,7 @@ _OTHER_THREADS = (
     Mutant(
         "looks at a ledger that changes in another thread",
         SESSION_LIFE,
-        "        if self._process_id and not self.is_over and (self.is_in_fork or self.is_elsewhere):\n",
+        "        if self._process_id and not self.is_over and not self.is_here:\n",
         "        if self.is_in_fork:\n",
         _THREADS,
         test=f"{_ELSEWHERE}every_public_call_in_another_thread_is_refused_or_right",
@@ -116,8 +116,8 @@ _OTHER_THREADS = (
     Mutant(
         "closed runtime answers one thread only",
         SESSION_LIFE,
-        "        if self._process_id and not self.is_over and (",
-        "        if self._process_id and (",
+        "        if self._process_id and not self.is_over and not",
+        "        if self._process_id and not",
         _THREADS,
         test=f"{_ELSEWHERE}before_opening_and_after_closing_every_thread_may_look",
     ),
@@ -132,7 +132,7 @@ _OTHER_THREADS = (
     Mutant(
         "request released in another thread",
         BLOCK,
-        "        if self._session.is_elsewhere:\n",
+        "        if not self._session.is_here:\n",
         "        if False:\n",
         _THREADS,
         test=f"{_ELSEWHERE}a_request_that_is_left_in_another_thread_ends_in_the_loop",
@@ -140,7 +140,7 @@ _OTHER_THREADS = (
     Mutant(
         "forward told to call the loop",
         SESSION_LIFE,
-        "        if threading.get_ident() in self.step_threads:\n",
+        "        if get_ident() in self.step_threads:\n",
         "        if False:\n",
         _SAYS,
         test=f"{_ELSEWHERE}a_forward_that_reads_block_ids_is_told_to_read_them_before",
@@ -186,7 +186,7 @@ _ERRORS_SAY = (
     Mutant(
         "commit of a step that names no request",
         STEPS,
-        'raise type(error)(error.argument, f"{error.problem} ({request})") from error',
+        'raise type(error)(error.argument, f"{error.problem} ({record})") from error',
         "raise",
         _SAYS,
         test=f"{_ERRORS}a_refused_commit_of_a_step_names_the_request",
@@ -253,7 +253,8 @@ _NOT_SILENT = (
     Mutant(
         "abandoned step holds its blocks for ever",
         STEPS,
-        "            self._session.call_later(lambda: _end(held))  # before the warning, which may raise\n",
+        "            self._session.call_later(partial(_end, self._session, step))  # before the warning, "
+        "which may raise\n",
         "",
         "a step that is thrown away ends",
         test=f"{_ERRORS}a_step_that_is_abandoned_ends_in_the_loop",

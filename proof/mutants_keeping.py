@@ -113,7 +113,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "later pin delays an earlier deadline",
         WORKER,
-        "        if deadline < self._looks_at:\n            self._looks_at = self._sleep.deadline = deadline\n",
+        "        if deadline < self._wakes_at:\n            self._wakes_at = self._sleep.deadline = deadline\n",
         "        self._sleep.deadline = deadline\n",
         "a pin ends when its time is over, and so does a copy",
         scenarios=TRANSFERS_AMONG_REQUESTS,

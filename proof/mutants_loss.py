@@ -36,7 +36,7 @@ LOSS_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "cache that is off asks for fences",
         SESSION,
-        "        if not self.worker.is_accepting:\n            return None\n        try:\n",
+        "        if not self.worker.copies.is_accepting:\n            return None\n        try:\n",
         "        try:\n",
         "a lost device is asked nothing any more",
         test="tests/shell/test_device_loss.py::test_a_load_that_is_refused_for_good_turns_the_cache_off",

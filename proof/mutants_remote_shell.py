@@ -85,8 +85,8 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "what the request may not hit is fetched",
         FETCHING,
-        "        return min(self.request.hit_limit * unit_tokens, self.prefix.num_tokens - 1)\n",
-        "        return self.prefix.num_tokens - 1\n",
+        "self._first(min(limit_tokens, self.prefix.num_tokens - 1))",
+        "self._first(self.prefix.num_tokens - 1)",
         "a request that wants less fetches less",
         f"{TESTS}::test_a_request_that_wants_less_fetches_less",
     ),
@@ -109,7 +109,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a store that fails is asked on",
         WORK,
-        "        is_off = not self.is_on or not self.worker.is_accepting or self.remote.refuses(Direction.LOAD)\n",
+        "        is_off = not self.is_on or not copies.is_accepting or self.remote.refuses(Direction.LOAD)\n",
         "        is_off = not self.is_on\n",
         "a store that fails is left alone",
         f"{TESTS}::test_a_store_that_fails_is_left_alone",

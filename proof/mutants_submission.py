@@ -25,17 +25,17 @@ _STEPS = (
         also=(
             Patch(
                 SESSION,
-                "from .transfer.fence import Fence\n",
-                "from .transfer.fence import Fence, OnlyAfter\n",
+                "from .._transfer.fences import Fence, StepFences\n",
+                "from .._transfer.fences import Fence, OnlyAfter, StepFences\n",
             ),
         ),
         test="tests/shell/test_step_fences.py::test_a_load_waits_for_the_step_that_used_its_blocks",
     ),
     Mutant(
         "step's fence noted for the step after",
-        SESSION,
-        "self._step_fences.ended(self.ledger.num_steps_ended + 1, self._fence())",
-        "self._step_fences.ended(self.ledger.num_steps_ended + 2, self._fence())",
+        "aoffload._runtime.steps",
+        "session.step_fences.ended(session.ledger.num_steps_ended + 1, session.fence_after(None))",
+        "session.step_fences.ended(session.ledger.num_steps_ended + 2, session.fence_after(None))",
         _OWN_STEPS,
         test="tests/shell/test_step_fences.py::test_a_load_waits_for_the_step_that_used_its_blocks",
     ),

@@ -46,7 +46,9 @@ LONELY_BASES = {
     "DevicePool": "a protocol: the slots of a disk are taken by their ids, too",
     "EngineBlocks": "a protocol: an engine may also find blocks by their tokens",
     "ExtentPool": "the slots of a disk remember what they held",
+    "Identity": "a TypedDict: a request of a runtime takes these options, too",
     "LedgerStatistics": "a runtime adds the counts of its transfers",
+    "RequestOptions": "a TypedDict: a request of a runtime takes these options, too",
     "Stretch": "a protocol",
 }
 """Bases with one class derived from them, and why that is no chain."""

@@ -44,7 +44,7 @@ def _seconds(_: object, attribute: Any, value: object) -> None:
 
 
 MAX_STORE_S = 10.0
-"""A store may hold device blocks for so long, unless another time is set."""
+"""Default maximum of `store_timeout_s`, because a store holds device blocks until it ends."""
 BYTES_IN_FLIGHT = 128 * 2**20
 _SECONDS_OR_NONE: Any = attrs.validators.optional(_seconds)
 
@@ -96,14 +96,12 @@ def _load_choice(_: object, attribute: Any, value: object) -> None:
         check_has("load_choice", value, "name, or a LoadChoice", "stop", ConfigError)
 
 
-def _disk(_: object, attribute: Any, value: object) -> None:
-    if value is not None and not isinstance(value, DiskTier):
-        raise ConfigError(attribute.name, f"must be a DiskTier or None, got {shown(value)}")
+def _kind_or_none(kind: type[DiskTier] | type[RemoteTier]) -> Any:
+    def check(_: object, attribute: Any, value: object) -> None:
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(attribute.name, f"must be a {kind.__name__} or None, got {shown(value)}")
 
-
-def _remote(_: object, attribute: Any, value: object) -> None:
-    if value is not None and not isinstance(value, RemoteTier):
-        raise ConfigError(attribute.name, f"must be a RemoteTier or None, got {shown(value)}")
+    return check
 
 
 def _as_tuple(groups: Iterable[GroupLike]) -> tuple[GroupLike, ...]:
@@ -128,25 +126,26 @@ class OffloadConfig:
     store_policy: Any = attrs.field(default="eager", validator=_name_or_object("eager", "lazy", "selective", "off"))
     eviction: Any = attrs.field(default="lru", validator=_eviction)
     load_choice: Any = attrs.field(default="always", validator=_load_choice)
-    """What of a host hit is loaded: "always" all of it, "cost" what costs less than computing it, or a `LoadChoice`."""
+    """The part of a host hit that is loaded: "always" all of it, "cost" the part that costs less than computing it; or
+    a `LoadChoice`, which decides."""
     verify: bool = attrs.field(default=False, validator=_bool)
     """A checksum per block at store, compared at load; a mismatch is a miss."""
     max_jobs_in_flight: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(1, 1024)))
     """Maximum jobs in flight, counted for each link, so that a load never waits for stores. None: 4, or on one GPU as
     many of the largest jobs as fit in the byte bound, if that is more."""
     max_bytes_in_flight: int | str | None = None
-    """Maximum bytes in flight, counted for each link. A larger job goes alone. None: 128 MiB, or on one GPU what its
-    link copies in 20 ms, if that is more."""
+    """Maximum bytes in flight, counted for each link. A larger job goes alone. None: 128 MiB, or on one GPU the bytes
+    that its link copies in 20 ms, if that is more."""
     max_job_bytes: int | str = "32MiB"
     """Larger transfers are split into several jobs."""
     load_timeout_s: float = attrs.field(default=30.0, validator=_seconds)
     """A request stops waiting for a load after this long and computes instead."""
     fetch_timeout_s: float | None = attrs.field(default=None, validator=_SECONDS_OR_NONE)
-    """A request stops waiting for a fetch from the disk after this long and goes on with what it has; None:
+    """A request stops waiting for a fetch from a tier below the host after this long and computes the rest; None:
     `load_timeout_s`."""
     prefill_tokens_per_s: float | None = attrs.field(default=None, validator=_SPEED_OR_NONE)
-    """How many tokens of a prompt the engine computes a second: what arrives later than that is not fetched. None: as
-    the steps show."""
+    """Tokens of a prompt that the engine computes per second. Blocks that would arrive later than that are not fetched.
+    None: measured from the steps."""
     transfer_timeout_s: float = attrs.field(default=120.0, validator=_seconds)
     """After this time, the destination of a launched job without a completion is quarantined, and its link launches
     nothing more until it reports."""
@@ -156,23 +155,23 @@ class OffloadConfig:
     close_timeout_s: float = attrs.field(default=10.0, validator=_seconds)
     """How long closing waits for copies in flight before it quarantines them."""
     slow_wait_s: float | None = attrs.field(default=30.0, validator=_SECONDS_OR_NONE)
-    """A request in line for room this long is a warning (`slow_wait`), once. None: never."""
+    """A request that waits for blocks this long causes one warning (`slow_wait`). None: never."""
     slow_step_s: float | None = attrs.field(default=30.0, validator=_SECONDS_OR_NONE)
-    """A step open this long is a warning (`slow_step`), once. None: never."""
+    """A step open this long causes one warning (`slow_step`). None: never."""
     pending_timeout_s: float = attrs.field(default=2.0, validator=_seconds)
-    """With `engine_blocks`: how long a request is told to wait for another request's load of the same block before it
-    loads the block itself."""
+    """With `engine_blocks`: how long a match is PENDING because another request loads the same block. After that, the
+    request loads the block itself."""
     max_pinned_share: float = attrs.field(default=0.5, validator=_share)
     """Maximum share of each tier's blocks that `pin` may hold. Blocks held by requests and transfers do not count."""
     max_prefetch_share: float = attrs.field(default=0.25, validator=_share)
     """Maximum share of the device's blocks that prefetches under way may take."""
-    disk: DiskTier | None = attrs.field(default=None, validator=_disk)
-    """Where what the host evicts is kept, also over a restart; None: nowhere. Needs a `namespace`."""
+    disk: DiskTier | None = attrs.field(default=None, validator=_kind_or_none(DiskTier))
+    """Keeps the blocks that the host evicts, also over a restart. None: no disk. Needs a `namespace`."""
     max_fetch_share: float = attrs.field(default=0.25, validator=_share)
     """Maximum share of the host's blocks that fetches from the disk or the remote store under way may take."""
-    remote: RemoteTier | None = attrs.field(default=None, validator=_remote)
-    """A store that other processes use too, for what is asked for again; None: none. Needs a `namespace`, and groups
-    with full attention."""
+    remote: RemoteTier | None = attrs.field(default=None, validator=_kind_or_none(RemoteTier))
+    """A store that other processes use too, for blocks that were requested twice. None: no remote store. Needs a
+    `namespace`, and groups with full attention."""
     max_quarantined_share: float = attrs.field(default=0.25, validator=_share)
     """With `engine_blocks`: share of the engine's blocks in quarantine above which nothing is loaded any more."""
 
@@ -189,17 +188,17 @@ class OffloadConfig:
         if self.remote is not None and not self.namespace:
             raise ConfigError("namespace", "is empty: with a remote store, it has to name weights, revision and dtype")
         if self.num_host_blocks == 0 and (self.disk is not None or self.remote is not None):
-            raise ConfigError("num_host_blocks", "is 0: what a disk or a remote store has passes host memory")
+            raise ConfigError("num_host_blocks", "is 0: blocks of a disk or a remote store pass through host memory")
         for name in ("host_bytes", "max_bytes_in_flight", "max_job_bytes"):
             if getattr(self, name) is not None or name == "max_job_bytes":
                 parse_bytes(name, getattr(self, name))
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **arguments: Any) -> Self:
-        """The configuration in a TOML file, whose keys are the fields; `arguments` go before it.
+        """The configuration in a TOML file, whose keys are the fields; `arguments` replace its settings.
 
         A group is a table with `name`, `block_size`, and `window` or `chunk` unless it is full attention. `ConfigError`
-        names the key and the file, also where a key is unknown or the file cannot be read.
+        names the key and the file, also if a key is unknown or the file cannot be read.
         """
         return read_file(path, cls).build(cls, arguments)
 
@@ -207,8 +206,8 @@ class OffloadConfig:
     def from_env(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Self:
         """The configuration in environment variables: `AOFFLOAD_` and the name of the field in capitals.
 
-        `arguments` go before variables, and variables before the file that `AOFFLOAD_CONFIG_FILE` names. A list of
-        groups is written as in such a file. `environ`: instead of `os.environ`. `ConfigError` names the variable.
+        `arguments` replace variables, and variables replace settings of the file that `AOFFLOAD_CONFIG_FILE` names. A
+        list of groups is written as in such a file. `environ` replaces `os.environ`. `ConfigError` names the variable.
         """
         return read_environment(os.environ if environ is None else environ, cls).build(cls, arguments)
 
@@ -235,7 +234,7 @@ class OffloadConfig:
 
     @property
     def root_namespace(self) -> str:
-        """The namespace of root keys: `namespace` and the layout of groups, so that other layouts never share KV."""
+        """The namespace of root keys: `namespace` and the layout of groups: different layouts never share KV."""
         groups = ",".join(f"{group.name}:{group.block_size}" for group in self.groups)
         return f"{self.namespace}\n{groups}"
 

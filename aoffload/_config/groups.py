@@ -1,20 +1,20 @@
-"""The rules that an attention kind must keep, checked before a group of that kind is accepted.
+"""Groups of layers, and how far back each of them reads.
 
-Every token writes its own KV, into the block at its position, and later tokens read it. So:
+A group is a set of layers that share a block table. Its attention kind answers which blocks before a position are still
+read; all else follows from that. Every token writes its own KV, into the block at its position, and later tokens read
+it. An attention kind must keep four rules, which are checked before a group of that kind is accepted:
 
-1. The blocks needed at a token are contiguous and end with the last whole block before it: `commit` publishes every
-   block that was computed into, and a run holds one stretch of a band.
+1. The blocks needed at a token are contiguous and end with the last whole block before it, because `commit` publishes
+   every block that was computed into, and a run holds one stretch of a band.
 2. A block is needed if and only if one of its tokens is read. With a block size of 1 a kind answers which tokens these
    are. Bands round to units, the least common multiple of block sizes.
-3. A later token never reads further back. `slide` gives back the blocks before, and a match that lacks a block tries
-   only earlier ends.
-4. `free_end` is the last token, at most the one asked for, at which nothing is read. A match that lacks a block may
-   end there.
+3. A later token never reads further back, because `slide` gives back the blocks before, and a match that lacks a block
+   tries only earlier ends.
+4. `free_end` is the last token, up to the given one, at which nothing is read. A match that lacks a block may end
+   there.
 
 A recurrent state breaks the second rule. Its block stands for all tokens before it and is needed although none of its
 own tokens is read. A forward writes only its last state, while `commit` publishes all blocks.
-
-What a configuration says of a model: its groups of layers, and how far back each of them reads.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["AttentionKind", "ChunkedLocal", "FullAttention", "KVCacheGroup", "Sl
 
 
 EACH_TOKEN = 40
-"""This many first tokens are all checked."""
+"""The rules are checked at each of the first tokens, up to this number."""
 
 
 class AttentionKind(Protocol):
-    """Which blocks before a position attention still reads.
+    """Answers which blocks before a position attention still reads.
 
     Every token has its own KV, in the block at its position. A block is needed if one of its tokens is read, and a
     later token never reads further back. `KVCacheGroup` refuses other kinds, such as a recurrent state; all rules are

@@ -14,9 +14,9 @@ __all__ = ["fingerprint"]
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".h5")
-"""What the names of files with weights end with."""
+"""Suffixes of files with weights."""
 CONFIGURES = (".json", ".py")
-"""The same of files that say what is computed with them: configurations, and code of the model's own."""
+"""Suffixes of files that decide how the weights are used: configurations, and code of the model's own."""
 READ_BYTES = 2**20
 
 
@@ -25,8 +25,8 @@ def fingerprint(model_dir: str | os.PathLike[str]) -> str:
     `model_dir`. For `OffloadConfig.namespace`: KV of other weights or another configuration is then never used.
 
     It reads every byte: call it outside of the event loop, or once, and keep the result with the model. A cache built
-    with one more or one less of these files starts empty. `InvalidArgument("model_dir")` where there are no weights, or
-    where a file cannot be read.
+    with one more or one less of these files starts empty. `InvalidArgument("model_dir")` if there are no weights, or
+    if a file cannot be read.
     """
     try:
         root = Path(model_dir)
@@ -47,8 +47,8 @@ def fingerprint(model_dir: str | os.PathLike[str]) -> str:
 
 
 def _files(root: Path) -> Iterator[tuple[str, Path]]:
-    """The files that decide what is computed, by their path below `root`. Links are followed: downloads of model hubs
-    are links into a store. Hidden directories and files are not looked at."""
+    """The files that decide the KV, by their path below `root`. Links are followed, because downloads of model hubs are
+    links into a store. Hidden directories and files are skipped."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -62,7 +62,7 @@ def _files(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _content(path: Path) -> tuple[int, bytes]:
-    """How long a file is, and the SHA-256 of what is in it."""
+    """The length of a file, and the SHA-256 of its content."""
     hasher, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while part := file.read(READ_BYTES):

@@ -1,12 +1,11 @@
-"""Tables of a TOML file or a variable that stand for a tier: `disk` and `remote`.
+"""Sources of settings besides arguments: a TOML file, and environment variables.
 
-A secret is neither in a file that has other settings nor in a variable, which others may read: `secret_file` names a
-file that has nothing else in it.
+A setting has the name of its field in all of them; a variable has it in capitals after `AOFFLOAD_`. A later source
+replaces the settings of an earlier one: first the file, then variables, then arguments. An error names the setting and
+the source that it was read from.
 
-Where settings come from besides arguments: a TOML file, and environment variables.
-
-A setting has the name of its field in all of them; a variable has it in capitals behind `AOFFLOAD_`. What a later
-source says replaces what an earlier one says. A setting that is refused is named together with where it was read.
+`disk` and `remote` are tables. A secret is neither in a file that has other settings nor in a variable, because others
+may read these: `secret_file` names a file that has nothing else in it.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ __all__ = [
 
 
 NONE = "none"
-"""In a file or a variable, where a setting may be None: neither can say that otherwise."""
+"""Stands for None in a file or a variable, which have no other way to write it."""
 DISK_KEYS = ("path", "size", "daily_writes", "close_flush_s", "open_timeout_s")
 REMOTE_KEYS = (
     "url", "secret_file", "ask_timeout_s", "load_timeout_s", "store_timeout_s", "max_write_rate", "cell_bytes",
 )  # fmt: skip
 CLUSTER = "+cluster"
-"""Behind the scheme of a URL: a cluster of such servers."""
+"""Suffix of the scheme of a URL: a cluster of such servers."""
 STORES: dict[str, Callable[[str], ObjectStore]] = {
     "redis": RedisStore.from_url,
     "rediss": RedisStore.from_url,
@@ -53,13 +52,13 @@ STORES: dict[str, Callable[[str], ObjectStore]] = {
     "redis+cluster": RedisClusterStore.from_url,
     "rediss+cluster": RedisClusterStore.from_url,
 }
-"""By the scheme of a URL."""
+"""Stores by the scheme of their URL."""
 
 Tier = TypeVar("Tier")
 
 
 def disk_from_table(value: object, origin: str) -> DiskTier:
-    """The disk that a table says. `origin`: where it was read."""
+    """The disk tier of a table. `origin`: the source of the table."""
     table = _table("disk", value, DISK_KEYS, DISK_KEYS[:2], origin)
     if table.get("daily_writes") == NONE:
         table["daily_writes"] = None
@@ -67,14 +66,14 @@ def disk_from_table(value: object, origin: str) -> DiskTier:
 
 
 def remote_from_table(value: object, origin: str) -> RemoteTier:
-    """The remote tier that a table says."""
+    """The remote tier of a table."""
     table = _table("remote", value, REMOTE_KEYS, REMOTE_KEYS[:1], origin)
     url, secret_file = table.pop("url"), table.pop("secret_file", None)
     return _made("remote", origin, lambda: RemoteTier(store_of(url), secret_in(secret_file), **table))
 
 
 def store_of(url: object) -> ObjectStore:
-    """The store at `url`, which is not asked for anything yet. A URL may have a password: no error shows it."""
+    """The store at `url`. It is not contacted yet. No error shows the URL, because it may have a password."""
     scheme = url.partition("://")[0] if isinstance(url, str) else ""
     if not isinstance(url, str) or scheme not in STORES:
         raise ConfigError("url", f"must begin with one of {', '.join(f'{name}://' for name in STORES)}")
@@ -82,7 +81,7 @@ def store_of(url: object) -> ObjectStore:
 
 
 def secret_in(path: object) -> bytes | None:
-    """What the file `path` has, without a line's end behind it. None: there is no secret."""
+    """The content of the file `path`, without a line's end after it. None: there is no secret."""
     if path is None:
         return None
     if not isinstance(path, (str, os.PathLike)):
@@ -116,11 +115,11 @@ def _made(name: str, origin: str, make: Callable[[], Tier]) -> Tier:
 
 PREFIX = "AOFFLOAD_"
 FILE_VARIABLE = "AOFFLOAD_CONFIG_FILE"
-"""Names a file, whose settings the other variables replace."""
+"""Names a file. The other variables replace its settings."""
 KEY_VARIABLE = "AOFFLOAD_API_KEY"
-"""Of the HTTP server; no setting."""
+"""Belongs to the HTTP server; it is no setting."""
 HOST_POOL = {"num_host_blocks", "host_bytes"}
-"""Two ways to say one thing: a later source that has one of them replaces the other, too."""
+"""Two names for the size of the host pool: a later source that has one of them replaces the other, too."""
 GROUP_KEYS = ("name", "block_size", "window", "chunk")
 TABLES = {"disk": disk_from_table, "remote": remote_from_table}
 """Settings that are tiers, each a table."""
@@ -132,7 +131,7 @@ Config = TypeVar("Config")
 
 @attrs.frozen
 class Settings:
-    """What sources have said: values by field, and for each where it was read."""
+    """The settings of one or more sources: values by field, and the source of each."""
 
     values: dict[str, Any] = attrs.field(factory=dict)
     origins: dict[str, str] = attrs.field(factory=dict)
@@ -225,18 +224,16 @@ def _group(table: object, origin: str) -> KVCacheGroup:
     if "window" in table and "chunk" in table:
         raise ConfigError("groups.window", f"and groups.chunk are of different kinds of attention ({origin})")
     try:
-        kind = _attention(table)
+        kind: FullAttention | SlidingWindow | ChunkedLocal = FullAttention()
+        if "window" in table:
+            kind = SlidingWindow(table["window"])
+        elif "chunk" in table:
+            kind = ChunkedLocal(table["chunk"])
         named = {key: table[key] for key in ("name", "block_size") if key in table}
         return KVCacheGroup(**{"name": "", **named}, attention=kind)
     except ConfigError as error:
         argument = error.argument if error.argument.startswith("groups.") else f"groups.{error.argument}"
         raise ConfigError(argument, f"{error.problem} ({origin})") from error
-
-
-def _attention(table: dict[str, Any]) -> FullAttention | SlidingWindow | ChunkedLocal:
-    if "window" in table:
-        return SlidingWindow(table["window"])
-    return ChunkedLocal(table["chunk"]) if "chunk" in table else FullAttention()
 
 
 def _from_text(field: attrs.Attribute[Any], text: str, variable: str) -> object:
@@ -249,7 +246,9 @@ def _from_text(field: attrs.Attribute[Any], text: str, variable: str) -> object:
         return TABLES[field.name](_value(field.name, "be one table", text, variable), variable)
     annotation = str(field.type)
     if annotation.startswith("bool"):
-        return _bool(field.name, text, variable)
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(field.name, f"must be true or false, got {shown(text)} ({variable})")
+        return text.lower() == "true"
     if annotation.startswith("float"):
         return _number(field.name, text, variable, float)
     if annotation in ("int", "int | None"):
@@ -265,14 +264,8 @@ def _number(name: str, text: str, variable: str, kind: type[int] | type[float]) 
         raise ConfigError(name, f"must be {noun}, got {shown(text)} ({variable})") from error
 
 
-def _bool(name: str, text: str, variable: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ConfigError(name, f"must be true or false, got {shown(text)} ({variable})")
-    return text.lower() == "true"
-
-
 def _value(name: str, wanted: str, text: str, variable: str) -> object:
-    """As behind `name =` in a file."""
+    """The value of `text`, read as it would be after `name =` in a file."""
     try:
         found = tomllib.loads(f"{name} = {text}")
     except (ValueError, RecursionError) as error:

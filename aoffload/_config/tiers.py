@@ -1,10 +1,8 @@
-"""Sizes as people write them.
+"""The tiers below the host and the eviction, as a configuration names them, and sizes in the form that people write.
 
-The disk tier as a configuration names it: where it is, how much of the disk it takes, and how much it may write.
-
-The remote tier as a configuration names it: a store of objects that others share, and what may be asked of it.
-
-What may stand for `eviction` in a configuration: a name, eviction that learns, or a factory of orders.
+DiskTier     the directory, the size on the disk, and the daily writes
+RemoteTier   a store of objects that others share, with time-outs and a rate
+eviction     a name, `LearnedEviction`, or a factory of eviction orders
 """
 
 from __future__ import annotations
@@ -58,9 +56,9 @@ def parse_bytes(argument: str, value: int | str) -> int:
 
 SUPERBLOCK_BYTES = 4096
 ROUNDING_BYTES = 4 * 4096
-"""What a file system rounds up: two files and their directory."""
+"""Maximum bytes that a file system adds by rounding up: two files and their directory."""
 RECORD_BYTES = 144
-"""Of a record of the slot table, without the tokens of its unit."""
+"""Size of a record of the slot table, without the tokens of its unit."""
 TOKEN_BYTES = 4
 MAX_SLOTS = 2**31 - 1
 MAX_FLUSH_S = 1e9
@@ -72,8 +70,8 @@ def record_bytes(unit_tokens: int) -> int:
 
 
 def num_slots_in(size_bytes: int, block_bytes: int, unit_tokens: int) -> int:
-    """Blocks of `block_bytes` for which `size_bytes` on a disk have room, records included. `ConfigError("size")` if
-    there is room for none."""
+    """Blocks of `block_bytes` that fit into `size_bytes` on a disk, with their records. `ConfigError("size")` if
+    none fits."""
     found = (size_bytes - SUPERBLOCK_BYTES - ROUNDING_BYTES) // (block_bytes + record_bytes(unit_tokens))
     if found < 1:
         raise ConfigError("size", f"{size_bytes} bytes have no room for a block of {block_bytes}")
@@ -105,10 +103,10 @@ def _seconds(_: object, attribute: Any, value: object) -> None:
 class DiskTier:
     """A disk tier below host memory, in the directory `path`, which belongs to one process at a time.
 
-    `size` (bytes, or text such as "200GiB") is all that it ever takes on the disk, and is allocated at the start.
-    `daily_writes` bounds what it writes within any 24 hours; None: `size`. On closing, at most `close_flush_s` seconds
-    are spent on writing what host memory has and the disk lacks; 0: nothing is written then. A start fails if the files
-    are not open within `open_timeout_s`. See docs/disk.md.
+    `size` (bytes, or text such as "200GiB") is the maximum that it ever takes on the disk, and is allocated at the
+    start. `daily_writes` bounds the bytes that it writes within any 24 hours; None: `size`. On closing, the blocks of
+    host memory that the disk lacks are written for at most `close_flush_s` seconds; 0: none is written then. A start
+    fails if the files are not open within `open_timeout_s`. See docs/disk.md.
     """
 
     path: str = attrs.field(converter=_path)
@@ -132,13 +130,13 @@ class DiskTier:
 
 
 MAX_CELL_BYTES = 4 * 2**20
-"""What a cell has at most by default, unless one unit has more."""
+"""Default maximum size of a cell, unless one unit is larger."""
 MIN_SECRET_BYTES = 16
 MAX_SECONDS = 3600.0
 
 
 def cell_units(unit_bytes: int, max_bytes: int = MAX_CELL_BYTES) -> int:
-    """Units of one cell, a power of two: as many as fit into `max_bytes`, at least one. `unit_bytes`: of one rank."""
+    """Units of one cell, a power of two: as many as fit into `max_bytes`, at least one. `unit_bytes`: on one rank."""
     return 1 << max(0, (max_bytes // max(1, unit_bytes)).bit_length() - 1)
 
 
@@ -147,7 +145,7 @@ class ObjectStore(Protocol):
 
     Calls come from several threads at a time and may block, each for about `timeout_s` seconds at most. They raise
     `StoreError` if they fail; another exception, or an answer of another type, counts as a failure, too. An object may
-    vanish at any time: the store evicts what it likes.
+    vanish at any time, because the store evicts objects by its own rules.
     """
 
     def exist(self, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
@@ -155,13 +153,13 @@ class ObjectStore(Protocol):
         ...
 
     def get(self, key: bytes, timeout_s: float) -> bytes | memoryview | None:
-        """The object; None if there is none. A view is copied before it is proved: it may be of a buffer that is used
-        again. `bytes` are not copied."""
+        """The object; None if there is none. A view is copied before its content is verified, because the store may use
+        its buffer again. `bytes` are not copied."""
         ...
 
     def put(self, key: bytes, value: memoryview, timeout_s: float) -> None:
-        """Store an object, in place of an older one if the store can do that. `value` is the caller's again
-        afterwards."""
+        """Store an object, in place of an older one if the store can do that. After the call, the caller uses the
+        memory of `value` again."""
         ...
 
     def remove(self, key: bytes, timeout_s: float) -> None:
@@ -169,8 +167,8 @@ class ObjectStore(Protocol):
         ...
 
     def node_of(self, key: bytes) -> str:
-        """Which part of the store has this key: what fails together is left alone together. Does not block. Also called
-        in the event loop's thread, where a `KeyboardInterrupt` or `SystemExit` is passed on."""
+        """The part of the store that has this key. If calls to a part fail, that part is disabled for a while. Does not
+        block. Also called in the event loop's thread, where a `KeyboardInterrupt` or `SystemExit` is passed on."""
         ...
 
     def close(self) -> None:
@@ -201,12 +199,12 @@ def _rate(_: object, attribute: Any, value: Any) -> None:
 class RemoteTier:
     """A remote tier below host memory: `store` (see `aoffload.stores`), which other machines may share.
 
-    With a `secret` (at least 16 random bytes, the same for all who share the store) objects are encrypted and cannot
-    be forged; without, a sum finds accidents only, and whoever writes to the store decides what a model reads. Asking
-    what is there takes at most `ask_timeout_s`; a load or store of one cell that takes longer than `load_timeout_s` or
-    `store_timeout_s` has failed. At most `max_write_rate` bytes (a number, or text such as "64MiB") are written a
-    second. What is stored as one object, a cell, has at most `cell_bytes`: only whole cells hit, and only those who
-    have the same size share any. See docs/remote.md.
+    With a `secret` (at least 16 random bytes, the same for all processes that share the store) objects are encrypted
+    and cannot be forged; without one, a checksum finds accidents only, and any writer to the store can change the KV
+    that a model reads. A question to the store takes at most `ask_timeout_s`; a load or store of one cell that takes
+    longer than `load_timeout_s` or `store_timeout_s` has failed. At most `max_write_rate` bytes (a number, or text such
+    as "64MiB") are written per second. One object, a cell, has at most `cell_bytes`: only whole cells hit, and only
+    processes with the same size share cells. See docs/remote.md.
     """
 
     store: ObjectStore = attrs.field(validator=_store)
@@ -228,7 +226,7 @@ class RemoteTier:
 
 NAMES = ("lru", "learned")
 ORDER = "add add_newer add_back remove oldest __iter__"
-"""What orders of a program must have: they are not told what is `asked`, since nothing is counted for them."""
+"""Methods that an order of a program must have. `asked` is not one of them, because nothing is counted for it."""
 
 
 def _is_bool(_: object, attribute: Any, value: object) -> None:
@@ -243,7 +241,7 @@ class LearnedEviction:
 
 
 def check_eviction(value: object) -> None:
-    """Raise `ConfigError("eviction")` for what cannot be meant. A factory makes an order here, to be looked at."""
+    """Raise `ConfigError("eviction")` for an invalid value. A factory makes an order here, which is checked."""
     if type(value) is str:
         if value not in NAMES:
             raise ConfigError("eviction", f"must be one of {', '.join(NAMES)}, got {shown(value)}")

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Any, Protocol, Self
 
 import attrs
@@ -15,6 +14,7 @@ from .._arguments import check_has, check_int, shown
 from .._config.config import MAX_BLOCKS
 from .._eviction.counts import HitCounts, RecentPrompts
 from .._kernel.layout import Layout
+from .._kernel.plans import StoreScope
 from .._kernel.prefix import Prefix
 from .._kernel.records import NO_LIMIT
 from .._kernel.requests import LedgerRequest
@@ -28,7 +28,6 @@ __all__ = [
     "NoStore",
     "SelectiveStore",
     "StorePolicy",
-    "StoreScope",
     "checked",
     "store_limit",
     "store_policy_of",
@@ -37,15 +36,6 @@ __all__ = [
 
 MAX_SEEN = 1_000_000
 MAX_COUNTED_TOKENS = 2**34
-
-
-class StoreScope(enum.Enum):
-    """What of one request may be stored, whatever the policy wants."""
-
-    ALL = "all"
-    PROMPT = "prompt"
-    """No generated tokens."""
-    NONE = "none"
 
 
 class StorePolicy(Protocol):

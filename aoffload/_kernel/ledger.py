@@ -22,10 +22,21 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Unpack
 
 import attrs
 
-from .._arguments import as_tuple, check_bool, check_callable, check_has, check_int, check_text, check_type, shown
+from .._arguments import (
+    as_tuple,
+    check_bool,
+    check_callable,
+    check_has,
+    check_int,
+    check_names,
+    check_text,
+    check_type,
+    shown,
+)
 from .._config.config import MAX_BLOCKS, OffloadConfig
 from .._config.groups import KVCacheGroup
 from .._config.tiers import LearnedEviction, cell_units, new_order
@@ -40,7 +51,7 @@ from .._extensions.overlap import begin_step, can_start, expected_ids, first_inv
 from .._extensions.pins import Pins, check_time
 from .._extensions.preemption import Preemptions
 from .._extensions.prefetch import CacheTransfers
-from .._extensions.store_policies import AlsoCounts, StoreScope, checked, store_limit, store_policy_of
+from .._extensions.store_policies import AlsoCounts, checked, store_limit, store_policy_of
 from .._host_cache.host_cache import EngineOwned
 from .._host_cache.matches import Arrivals, EngineMatches, EngineTier
 from .._host_cache.offers import MOST_OF_POOL, EngineOffers
@@ -64,7 +75,9 @@ from .plans import (
     Extension,
     Preemption,
     PrefixMatch,
+    RequestOptions,
     RestoredRun,
+    StoreScope,
     TransferPlan,
     check_completion,
 )
@@ -393,24 +406,21 @@ class Ledger:
         prefix: Prefix,
         *,
         request_id: str | None = None,
-        max_hit_tokens: int | None = None,
-        hit_alignment: int = 1,
-        reads_cache: bool = True,
-        store: StoreScope | str = StoreScope.ALL,
-        max_store_tokens: int | None = None,
-        num_device_tokens: int = 0,
         wake: Callable[[], object] = nobody,
+        **options: Unpack[RequestOptions],
     ) -> LedgerRequest:
-        """Match `prefix` and pin the hit, in one step. All limits are in tokens.
+        """Match `prefix` and pin the hit, in one step. `RequestOptions` documents the options.
 
-        `reads_cache=False`: use no hit. `store` (all, the prompt only, nothing) and `max_store_tokens` (leading tokens)
-        limit what may be stored. At least one token is always left to compute: a fully cached prompt hits one block
-        less.
+        At least one token is always left to compute: a fully cached prompt hits one block less.
 
-        With `engine_blocks`, the engine has the first `num_device_tokens` on its device; the host is matched behind
+        With `engine_blocks`, the engine has the first `num_device_tokens` on its device; the host is matched after
         them. The answer may be `PENDING`: see `match_again`.
         """
+        check_names("Ledger.admit", options, RequestOptions)
         unit = self.layout.unit_tokens
+        reads_cache, max_hit_tokens = options.get("reads_cache", True), options.get("max_hit_tokens")
+        store, max_store_tokens = options.get("store", StoreScope.ALL), options.get("max_store_tokens")
+        hit_alignment, num_device_tokens = options.get("hit_alignment", 1), options.get("num_device_tokens", 0)
         if reads_cache is not True:
             check_bool("reads_cache", reads_cache)
         sequence = TokenSequence(check_prefix(prefix), unit)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from typing import TypedDict
 
 import attrs
 
@@ -29,10 +30,39 @@ __all__ = [
     "NO_MATCH",
     "Preemption",
     "PrefixMatch",
+    "RequestOptions",
     "RestoredRun",
+    "StoreScope",
     "TransferPlan",
     "check_completion",
 ]
+
+
+class StoreScope(enum.Enum):
+    """The part of one request that may be stored. It narrows what the store policy chooses."""
+
+    ALL = "all"
+    PROMPT = "prompt"
+    """No generated tokens."""
+    NONE = "none"
+
+
+class RequestOptions(TypedDict, total=False):
+    """The options of a request: the one list of them. `Ledger.admit` reads them, and has the defaults. All limits are
+    in tokens."""
+
+    max_hit_tokens: int | None
+    """Maximum hit. None (the default): no limit. At least one token is always left to compute."""
+    hit_alignment: int
+    """The hit is rounded down to a multiple of this number of tokens. Default: 1."""
+    reads_cache: bool
+    """False: use no hit. Default: True."""
+    store: StoreScope | str
+    """The part that may be stored in host memory. Default: `StoreScope.ALL`."""
+    max_store_tokens: int | None
+    """Maximum number of leading tokens that may be stored. None (the default): no limit."""
+    num_device_tokens: int
+    """With `engine_blocks`: the leading tokens that the engine has on its device. Default: 0."""
 
 
 @attrs.frozen(slots=True)

@@ -1,7 +1,19 @@
 """The identity of KV: root keys, token ids and key spans, in one canonical encoding.
 
+Two prompts share a block only if everything that the KV of the block depends on is equal: the model and its settings
+(the namespace), the tenant (`cache_salt`), the adapter (`adapter_key`), all token ids up to the end of the block, and
+the content that placeholder tokens stand for (`key_spans`). The encoding is canonical, so that equal identities are
+equal bytes, and unequal ones are unequal:
+
+    root      each key with its type and its length, so that no two pairs of keys run together to the same bytes
+    tokens    little-endian int32, 4 bytes an id
+    spans     a mark that no token id encodes to, the two positions, the length of the digest, the digest
+
 The digest of a prefix is SHA-256 over the digest of the root and every block up to its end. It does not depend on how
 the index cut its runs, so the same prefix has the same digest in every tier and every process (design, section 8b).
+
+Callers may change their arrays after a call, so the ids are copied. An array is copied in one call. A list is read id
+by id, which could block the event loop for milliseconds, so a long list is read in slices, on entering (`LongList`).
 """
 
 from __future__ import annotations
@@ -10,7 +22,7 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import attrs
 import numpy as np
@@ -18,7 +30,18 @@ import numpy as np
 from .._arguments import as_tuple, check_type, shown
 from ..errors import InvalidArgument
 
-__all__ = ["KeySpan", "LongList", "Prefix", "Root", "Roots", "TokenIds", "check_prefix", "encode_tokens", "prompt_of"]
+__all__ = [
+    "Identity",
+    "KeySpan",
+    "LongList",
+    "Prefix",
+    "Root",
+    "Roots",
+    "TokenIds",
+    "check_prefix",
+    "encode_tokens",
+    "prompt_of",
+]
 
 
 if TYPE_CHECKING:
@@ -61,6 +84,17 @@ class KeySpan:
         return _SPAN_MARK + struct.pack("<qqq", self.start, self.stop, len(self.digest)) + self.digest
 
 
+class Identity(TypedDict, total=False):
+    """The arguments that identify KV besides the token ids. KV is shared only where all of them are equal."""
+
+    cache_salt: str | bytes | None
+    """For example the tenant. Default: None."""
+    adapter_key: str | bytes | None
+    """For example the name and version of a LoRA adapter. Default: None."""
+    key_spans: Iterable[KeySpan]
+    """The content that placeholder tokens stand for. Default: none."""
+
+
 @attrs.frozen
 class Root:
     """The root keys. Prompts with different root keys share no blocks."""
@@ -78,7 +112,7 @@ class Root:
 
     @classmethod
     def of_digest(cls, digest: bytes) -> Root:
-        """The root with this digest, whose keys nobody has told: they are empty here."""
+        """The root with this digest, whose keys are unknown: they are empty here."""
         found = cls("")
         found._stand_for(digest)
         return found
@@ -149,7 +183,7 @@ def _utf8(name: str, value: str) -> bytes:
 
 @attrs.frozen
 class Prefix:
-    """A prompt as the index sees it. `tokens` are little-endian int32, a copy of the caller's ids."""
+    """A prompt, copied and encoded. `tokens` are little-endian int32."""
 
     root: Root
     tokens: bytes
@@ -184,10 +218,7 @@ class Prefix:
 
 @attrs.frozen
 class LongList:
-    """A prompt given as a list of more than `MAX_LIST` ids, to be read in slices.
-
-    A list is read id by id, which would block the event loop for milliseconds; an array is copied in one call.
-    """
+    """A prompt given as a list of more than `MAX_LIST` ids, to be read in slices."""
 
     root: Root
     token_ids: Sequence[int]
@@ -207,7 +238,7 @@ def prompt_of(root: Root, token_ids: TokenIds, key_spans: Iterable[KeySpan] = ()
     """The prefix, or a `LongList` that has to be read first."""
     if isinstance(token_ids, (list, tuple)) and len(token_ids) > MAX_LIST:
         return LongList(root, token_ids, key_spans)
-    return Prefix.of(root, token_ids, key_spans)
+    return Prefix._checked(root, encode_tokens(token_ids), key_spans)
 
 
 def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:

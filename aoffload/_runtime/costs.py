@@ -1,13 +1,17 @@
-"""The gate of fetches: what is computed sooner than it would arrive is not fetched.
+"""Loading or computing: estimates of what both cost now, and the decisions that the runtime derives from them.
 
-A fetch may take as long as computing its tokens would; after that the request computes what has not arrived.
+Loading a hit is worth it only if the copy takes less time than computing its tokens, and that changes from second to
+second: links are shared, and a request that computes delays the requests after it. Two questions are decided here:
 
-Loading or computing, by what both cost now: what the copy queue knows of the links, and the engine of computing.
+    fetch_bound_s     whether a fetch from a tier below the host begins, and how long its request waits: at most as long
+                      as computing its tokens would take. After that, the request computes what has not arrived
+    LoadCosts.limit   how much of its host hit a request loads: `plan_load(max_tokens=)`. `LoadCosts.bound` is the same
+                      for an engine that owns the device blocks: the engine has to know the answer at the match
 
-limit(record)           how much of its hit a request loads: `plan_load(max_tokens=)`
-bound(record)           the same where an engine owns the device blocks, which is told by the match
-computed, forget         tokens that are queued no longer
-report_queue, report_compute   what an engine knows better
+The links of the copy queue measure copies. `PrefillSpeed` measures computing, from the time between the begin of a step
+and its commits, unless the engine reports it (`report_compute`) or the configuration gives it. The tokens that requests
+still have to compute count as queued, unless the engine reports its queue (`report_queue`). As long as the speed of
+computing is unknown, everything is loaded, because there is no comparison.
 """
 
 from __future__ import annotations
@@ -33,15 +37,15 @@ __all__ = ["LoadCosts", "MOST_TOKENS", "PrefillSpeed", "check_report", "fetch_bo
 WORTH = 0.8
 """A fetch is worth it if it takes at most this share of the time to compute its tokens."""
 KEEP = 0.8
-"""Of what was measured before, at each step."""
+"""Weight of the earlier measurements, at each new one."""
 LEAST_TOKENS = 16
-"""A request that computes fewer in a step, as when it decodes, says nothing about prompts."""
+"""A request that computes fewer tokens in a step, as when it decodes, is no measurement of prompts."""
 
 
 def fetch_bound_s(num_tokens: int, tokens_per_s: float | None, fetch_s: float, most_s: float) -> float:
-    """How long a request may wait for a fetch of `num_tokens` that takes `fetch_s` seconds; 0: not at all.
+    """How long a request may wait for a fetch of `num_tokens` that takes `fetch_s` seconds; 0: it does not fetch.
 
-    `tokens_per_s` is the speed of computing them, if it is known. Nobody waits longer than `most_s`.
+    `tokens_per_s` is the speed of computing them, if it is known. No request waits longer than `most_s`.
     """
     compute_s = most_s if tokens_per_s is None else min(most_s, num_tokens / tokens_per_s)
     return compute_s if fetch_s < WORTH * compute_s else 0.0
@@ -55,9 +59,9 @@ class _Step:
 
 @attrs.define(eq=False)
 class PrefillSpeed:
-    """Tokens of prompts computed a second, from the time between the begin of a step and its commits.
+    """Tokens of prompts computed per second, from the time between the begin of a step and its commits.
 
-    `given` takes the place of what would be measured.
+    `given` replaces the measurement.
     """
 
     given: float | None = None
@@ -66,7 +70,7 @@ class PrefillSpeed:
     _num_tokens: float = 0.0
     _seconds: float = 0.0
     _steps: dict[str, _Step] = attrs.field(factory=dict)
-    """By request: its step that has not been committed."""
+    """The step of each request that has not committed it."""
 
     def __attrs_post_init__(self) -> None:
         self.tokens_per_s = self.given
@@ -78,7 +82,8 @@ class PrefillSpeed:
             self._steps[request_id] = step
 
     def computed(self, request_id: str, num_tokens: int, now: float) -> None:
-        """The step of this request has computed so many of its tokens. Those of all its requests count together."""
+        """The step of this request has computed `num_tokens` of its tokens. A step is one measurement, so the tokens of
+        all its requests count together."""
         step = self._steps.pop(request_id, None)
         if step is None or num_tokens < LEAST_TOKENS:
             return
@@ -89,7 +94,7 @@ class PrefillSpeed:
             self.report(num_tokens, now - step.begun_s)
 
     def report(self, num_tokens: int, seconds: float) -> None:
-        """Computing so many tokens took so long, as who computes says."""
+        """Computing `num_tokens` tokens took `seconds`."""
         if seconds > 0 and num_tokens >= LEAST_TOKENS:
             self._counted(KEEP * self._num_tokens + num_tokens, KEEP * self._seconds + seconds)
 
@@ -104,20 +109,21 @@ class PrefillSpeed:
 
 
 MOST_TOKENS, MOST_S = 2**53, 1e9
-"""More is no report: sums of these stay finite."""
+"""Maximum of a report, so that sums of reports stay finite."""
 _BEFORE_LOAD = (RequestState.ALLOCATED, RequestState.PINNED)
 
-TellsDeclined = Callable[[str, int, float, float], object]
-"""Told of a request's id, the tokens that it computes, and the seconds to its first token with and without them."""
+HearsDeclined = Callable[[str, int, float, float], object]
+"""Called with a request's id, the tokens that it computes instead of loading, and the seconds to its first token with
+and without loading them."""
 
 
-def _nobody(request_id: str, num_tokens: int, load_s: float, compute_s: float) -> None:
+def _ignore(request_id: str, num_tokens: int, load_s: float, compute_s: float) -> None:
     """Default `declined`: does nothing."""
 
 
 @attrs.define(eq=False)
 class LoadCosts:
-    """Decides what of a hit the requests of `ledger` load, as `load_choice` of its configuration says.
+    """Decides how much of its hit each request of `ledger` loads, as `load_choice` of its configuration says.
 
     A request counts as queued from `limit` or `bound` on, with the tokens that it has to compute, until `computed` or
     `forget`. The speed of computing is that of steps, of `report_compute`, or `prefill_tokens_per_s`; as long as it is
@@ -127,24 +133,23 @@ class LoadCosts:
     ledger: Ledger
     copies: CopyQueue
     speed: PrefillSpeed = attrs.field()
-    declined: TellsDeclined = _nobody
+    declined: HearsDeclined = _ignore
     num_declined: int = attrs.field(default=0, init=False)
-    """Times that a part of a hit was computed instead."""
+    """Number of times that a part of a hit was computed instead."""
     _choice: LoadChoice | None = attrs.field(init=False)
-    """None: whatever can be loaded is."""
-    _hop: Link = attrs.field(init=False)
+    """None: load everything."""
+    _link: Link = attrs.field(init=False)
     _rate: TransferRate = attrs.field(init=False)
-    _clock: Callable[[], float] = attrs.field(init=False)
     _block_bytes: int = attrs.field(init=False)
     _unit_tokens: int = attrs.field(init=False)
     _queued: dict[str, int] = attrs.field(init=False, factory=dict)
     """Tokens that requests have to compute, by id."""
-    _told: dict[str, Declined] = attrs.field(init=False)
-    """What was declined, as the ledger explains it."""
     _sum_queued: int = attrs.field(init=False, default=0)
-    """Of these."""
+    """The sum of `_queued`."""
     _reported: int = attrs.field(init=False, default=0)
-    """Queued before these, as `report_queue` said."""
+    """Tokens queued before those of `_queued`, from `report_queue`."""
+    _explained: dict[str, Declined] = attrs.field(init=False)
+    """The declined loads of live requests, for the ledger's `explain`."""
 
     @speed.default
     def _speed(self) -> PrefillSpeed:
@@ -154,10 +159,10 @@ class LoadCosts:
         check_type("ledger", self.ledger, Ledger)
         check_type("copies", self.copies, CopyQueue)
         self._choice = load_choice_of(self.ledger.config.load_choice)
-        self._hop = self.copies.link(BELOW, Tier.DEVICE)
-        self._rate = self._hop.rate or TransferRate()
-        self._clock, self._block_bytes = self.copies.clock, self.copies.block_bytes
-        self._unit_tokens, self._told = self.ledger.layout.unit_tokens, self.ledger.situation.declined
+        self._link = self.copies.link(BELOW, Tier.DEVICE)
+        self._rate = self._link.rate or TransferRate()
+        self._block_bytes, self._unit_tokens = self.copies.block_bytes, self.ledger.layout.unit_tokens
+        self._explained = self.ledger.situation.declined
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
@@ -165,17 +170,18 @@ class LoadCosts:
         """The `max_tokens` for the load of `record`; `left_s`: seconds until its deadline."""
         choice, unit, request_id = self._choice, self._unit_tokens, record.request_id
         if choice is None or (self.speed.tokens_per_s is None and type(choice) is CostChoice):
-            return max_tokens  # it would load all, having nothing to compare with
+            return max_tokens  # the choice would be to load everything, because there is no comparison
         found = self.ledger.loadable(record, max_tokens)
         if found is None:
             if record.state in _BEFORE_LOAD:
-                num_ready = max(record.published * unit, record.engine_tokens)
-                self._asks(request_id, record.sequence.num_tokens - num_ready)
+                num_tokens = record.sequence.num_tokens - max(record.published * unit, record.engine_tokens)
+                self._sum_queued += num_tokens - self._queued.get(request_id, 0)
+                self._queued[request_id] = num_tokens
             return max_tokens
-        link, rate, num_units = self._hop, self._rate, found.stop - found.start
+        link, rate, num_units = self._link, self._rate, found.stop - found.start
         rest_tokens = record.sequence.num_tokens - found.stop * unit
         others = self._sum_queued - self._queued.get(request_id, 0)
-        now = self._clock()
+        now = self.copies.clock()
         offer = LoadOffer(
             num_units, found.num_blocks * self._block_bytes, unit, rest_tokens,
             self.speed.tokens_per_s, self._reported + others,
@@ -183,35 +189,31 @@ class LoadCosts:
             max(0.0, now - rate.ended_s), left_s,
         )  # fmt: skip
         num_declined = num_units - chosen_stop(choice, offer, num_units)
-        self._queued[request_id] = num_asked = rest_tokens + num_declined * unit
-        self._sum_queued = others + num_asked
+        self._queued[request_id] = num_tokens = rest_tokens + num_declined * unit
+        self._sum_queued = others + num_tokens
         if not num_declined:
-            if self._told:
-                self._told.pop(request_id, None)
+            if self._explained:
+                self._explained.pop(request_id, None)
             return max_tokens
         self.num_declined += 1
-        told = Declined(num_declined * unit, offer.first_token_s(num_units), offer.first_token_s(0))
-        self._told[request_id] = told
-        self.declined(request_id, told.num_tokens, told.load_s, told.compute_s)
+        declined = Declined(num_declined * unit, offer.first_token_s(num_units), offer.first_token_s(0))
+        self._explained[request_id] = declined
+        self.declined(request_id, declined.num_tokens, declined.load_s, declined.compute_s)
         return (found.stop - num_declined) * unit
 
     def bound(self, record: LedgerRequest, left_s: float | None = None) -> None:
-        """Match `record` again with what it is to load, where an engine owns the device blocks."""
+        """Reduce the match of `record` to the part that is to be loaded, where an engine owns the device blocks."""
         if record.state is RequestState.PINNED:
             from_token = self.limit(record, None, left_s)
             if from_token is not None:
                 self.ledger.decline(record, from_token)
 
-    # -- what is to be computed -----------------------------------------------------------------------------------
-
-    def _asks(self, request_id: str, num_tokens: int) -> None:
-        self._sum_queued += num_tokens - self._queued.get(request_id, 0)
-        self._queued[request_id] = num_tokens
+    # -- the queue of tokens to compute ---------------------------------------------------------------------------
 
     def computed(self, request_id: str, num_tokens: int) -> None:
-        """`num_tokens` more of a request are computed."""
+        """`num_tokens` more tokens of a request are computed."""
         left = self._queued.get(request_id)
-        if left is None:  # a request of before the report; or it generates, which is no prompt
+        if left is None:  # a request from before the report; or it generates, which is no prompt
             if num_tokens >= LEAST_TOKENS:
                 self._reported = max(0, self._reported - num_tokens)
         elif num_tokens < left:
@@ -223,21 +225,21 @@ class LoadCosts:
     def forget(self, request_id: str) -> None:
         """The request is over."""
         self._sum_queued -= self._queued.pop(request_id, 0)
-        self._told.pop(request_id, None)
+        self._explained.pop(request_id, None)
 
     def report_queue(self, num_tokens: int) -> None:
-        """So many tokens of prompts will be computed before those of the next request."""
+        """`num_tokens` tokens of prompts will be computed before those of the next request."""
         self._reported, self._sum_queued = check_int("num_tokens", num_tokens, 0, MOST_TOKENS), 0
         self._queued.clear()
 
     def report_compute(self, num_tokens: int, seconds: float) -> None:
-        """Computing `num_tokens` of prompts has taken so long."""
+        """Computing `num_tokens` tokens of prompts has taken `seconds`."""
         check_report(num_tokens, seconds)
         self.speed.report(num_tokens, float(seconds))
 
 
 def check_report(num_tokens: object, seconds: object) -> None:
-    """Check what `report_compute` is given."""
+    """Check the arguments of `report_compute`."""
     check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
     found = number_of(seconds)
     if found is None or not 0 <= found <= MOST_S:

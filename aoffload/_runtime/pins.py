@@ -1,26 +1,27 @@
 """Pins, fetches, prefetches and demotions of prompts, independent of requests. Each is a context manager.
 
-A pin lasts until its `with` block ends or its time to live is over. A fetch, prefetch or demotion can be awaited,
-cancelled, or left to finish on its own.
+A pin lasts until its `with` block ends or its time to live is over. The others are transfers: each can be awaited,
+cancelled, or left to finish on its own, because the ledger owns its jobs. All of them yield to requests: a transfer
+takes only free blocks that no request waits for, and a pin ends early if a request could not be served otherwise.
 """
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
-from typing import Generic, Self, TypedDict, TypeVar
+from typing import Generic, Self, TypeVar
 
 import anyio
 
 from .._arguments import number_of, shown
 from .._config.config import MAX_SECONDS
 from .._kernel.plans import NO_MATCH, PrefixMatch
-from .._kernel.prefix import KeySpan, Prefix
+from .._kernel.prefix import Prefix
 from .._kernel.requests import CacheTransfer, Demotion, Fetch, Pin, Prefetch
 from .._kernel.states import PinState
-from .._tiers.remote.loop import Question, RemoteWork
+from .._tiers.remote.loop import Question
 from ..errors import InvalidArgument, WrongState
 from .session import Session
 
@@ -28,21 +29,6 @@ __all__ = ["PendingDemotion", "PendingFetch", "PendingPrefetch", "PinScope"]
 
 
 AnyTransfer = TypeVar("AnyTransfer", bound=CacheTransfer)
-
-
-class Identity(TypedDict, total=False):
-    """The arguments that identify KV besides the token ids, as in `OffloadRuntime.request`."""
-
-    cache_salt: str | bytes | None
-    adapter_key: str | bytes | None
-    key_spans: Iterable[KeySpan]
-
-
-def check_identity(call: str, identity: Identity) -> None:
-    """Refuse a keyword argument that the public method `call` does not have, as Python does where it has a name."""
-    unknown = next((name for name in identity if name not in Identity.__annotations__), None)
-    if unknown is not None:
-        raise TypeError(f"{call}() got an unexpected keyword argument {unknown!r}")
 
 
 def time_to_live(value: object, name: str = "ttl_s") -> float:
@@ -56,9 +42,9 @@ def time_to_live(value: object, name: str = "ttl_s") -> float:
 class PinScope:
     """Returned by `OffloadRuntime.pin`; enter it once, with `with`.
 
-    Blocks that were cached on entering stay cached inside, unless the pin ends early. `has_lapsed` tells that its time
-    to live was over. `state` tells that it yielded to a request that could not be served otherwise (YIELDED), or was
-    dropped by a reset, by closing, or by the end of the copy worker (DROPPED).
+    Blocks that were cached on entering stay cached inside, unless the pin ends early: its time to live was over
+    (`has_lapsed`); it yielded to a request that could not be served otherwise (`state` YIELDED); or a reset, closing or
+    the end of the copy worker dropped it (DROPPED).
     """
 
     def __init__(self, session: Session, prefix: Prefix, ttl_s: float) -> None:
@@ -181,50 +167,49 @@ class PendingPrefetch(_Pending[Prefetch]):
 
 
 class PendingFetch(_Pending[Fetch]):
-    """A fetch under way, as `OffloadRuntime.fetch_nowait` returns it. A remote store is asked while the disk is read;
-    what it has is fetched by a second transfer."""
+    """A fetch under way, as `OffloadRuntime.fetch_nowait` returns it. The remote store is queried while the disk is
+    read; a second transfer fetches the cells that the store has after the tokens of the disk."""
 
     def __init__(self, session: Session, prefix: Prefix) -> None:
         self._question: Question | None = None
-        self._behind: Fetch | None = None
-        """From the remote store."""
+        self._remote: Fetch | None = None
+        """The transfer from the remote store."""
         super().__init__(session, prefix)
-        if session.remote is not None and session.remote.may_fetch:
-            self._ask(session.remote, prefix)
-
-    def _start(self, prefix: Prefix, wake: Callable[[], None]) -> Fetch:
-        return self._session.ledger.fetch(prefix, wake)
-
-    def _ask(self, remote: RemoteWork, prefix: Prefix) -> None:
-        match = self._session.ledger.lookup(prefix)
+        remote, ledger = session.remote, session.ledger
+        if remote is None or not remote.may_fetch:
+            return
+        match = ledger.lookup(prefix)
         labels = remote.labels_nowait(prefix, match.num_tokens + match.num_disk_tokens)
 
         def answered(num_cells: int) -> None:
-            if num_cells and self._session.is_open:
-                num_tokens = labels[num_cells - 1].stop * self._session.ledger.layout.unit_tokens
-                self._behind = self._session.ledger.fetch(prefix, self._wake, num_remote_tokens=num_tokens)
-                self._session.worker.submit(self._behind.plans)
+            if num_cells and session.is_open:
+                num_tokens = labels[num_cells - 1].stop * ledger.layout.unit_tokens
+                self._remote = ledger.fetch(prefix, self._wake, num_remote_tokens=num_tokens)
+                session.worker.submit(self._remote.plans)
             self._wake()
 
         if labels:
             self._question = remote.ask(labels, answered)
 
+    def _start(self, prefix: Prefix, wake: Callable[[], None]) -> Fetch:
+        return self._session.ledger.fetch(prefix, wake)
+
     @property
     def is_over(self) -> bool:
         is_asking = self._question is not None and not self._question.is_over
-        return not is_asking and super().is_over and (self._behind is None or self._behind.is_over)
+        return not is_asking and super().is_over and (self._remote is None or self._remote.is_over)
 
     def _cancel(self) -> None:
         if self._question is not None:
             self._question.cancel()
         super()._cancel()
-        if self._behind is not None:
-            self._session.ledger.cancel(self._behind)
+        if self._remote is not None:
+            self._session.ledger.cancel(self._remote)
 
     async def wait(self) -> int:
         """Wait until it is over, however it ends. Returns how many tokens of the prompt a request would hit then."""
         await self._wait()
-        return (self._behind or self._transfer).num_tokens
+        return (self._remote or self._transfer).num_tokens
 
 
 class PendingDemotion(_Pending[Demotion]):

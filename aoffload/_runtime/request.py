@@ -1,10 +1,26 @@
-"""How the block of a request is entered, and why it is left.
+"""The request as its task sees it: an `async with` block that owns what the request holds.
 
-The `async with` block of a request: how it is entered, left and cancelled, and how its methods wait.
+The block is the one owner. Inside it the request holds a match, then blocks, then a load under way; at its end all of
+that is released, however the block is left. A call either waits or changes something: the calls named `..._nowait` and
+the commits never wait, and a call that waits changes nothing until its wait is over.
 
-The calls of a request whose device blocks are an engine's: see docs/engines.md.
+Leaving never awaits. `__aexit__` first releases the record in one synchronous call, because an await there could be
+cancelled once more, and the blocks would stay held. Stores that the release plans, and copies under way, hold their own
+references, so they go on without the request.
 
-The request as its task sees it. It holds blocks until its `async with` block ends, and no longer.
+A cancellation ends the block through a cancel scope around it, so the request is over only once the block has unwound:
+until then its task may still use the blocks. There are three exceptions, in which a scope would cancel other code:
+
+    async generator        suspended at a `yield`, its task runs other code. The block has no scope: `cancel` and the
+                           deadline release the blocks at once, and the next call raises `RequestAborted`
+    left in another task   the scope stays entered in its own task, and its deadline is removed
+    left in another thread the same, and the event loop releases the record at its next turn
+
+A deadline also has a timer besides the scope, because a scope reports nothing while its task waits for a thread.
+
+Several tasks may wait in one request. Each has an event in `_waiting`, and `_wake` sets all of them; then each task
+checks its own condition. The ledger gets only a weak reference to a request in which no task waits (`when_idle`), so
+the finaliser of an abandoned request runs and releases it.
 """
 
 from __future__ import annotations
@@ -22,16 +38,16 @@ from weakref import ref
 import anyio
 
 from .._arguments import check_text
-from .._kernel.events import WaitedForBlocks
-from .._kernel.plans import NO_MATCH, Extension, Preemption, PrefixMatch
+from .._kernel.events import RequestCancelled, WaitedForBlocks
+from .._kernel.plans import NO_MATCH, Extension, Preemption, PrefixMatch, RequestOptions
 from .._kernel.prefix import LongList, Prefix, TokenIds
 from .._kernel.requests import LedgerRequest, Waiter
 from .._kernel.states import RequestState, require
 from .._tiers.fetch.loop import fetch
 from .._transfer.fences import Fence
-from ..errors import OutOfBlocks, RequestAborted, RuntimeClosed, WrongState
-from .loading import AwaitedLoad, PendingLoad, wait_for_room, wait_until_woken
-from .session import RequestOptions, Session
+from ..errors import AoffloadError, OutOfBlocks, RequestAborted, RuntimeClosed, WrongState
+from .loading import PendingLoad
+from .session import Session
 
 __all__ = ["Request", "is_cancellation", "may_be_suspended"]
 
@@ -77,10 +93,6 @@ async def _read(prompt: LongList) -> Prefix:
     return prompt.prefix(slices)
 
 
-def _nothing() -> None:
-    """Default `_stop_timer`: does nothing."""
-
-
 def _expire(reference: ref[Request]) -> None:
     request = reference()
     if request is not None:
@@ -98,11 +110,20 @@ class Request:
     the next use of the request (or the method that is waiting) raises `RequestAborted`, which the block swallows.
     """
 
-    def __init__(self, session: Session, prompt: Prefix | LongList, options: RequestOptions) -> None:
+    def __init__(
+        self,
+        session: Session,
+        prompt: Prefix | LongList,
+        request_id: str | None,
+        deadline_s: float | None,
+        options: RequestOptions,
+    ) -> None:
         self._session = session
         self._runtime: object = None
         """The runtime that opened the session. A reference keeps it open as long as this request exists."""
         self._prompt = prompt
+        self._request_id = request_id
+        self._deadline_s = deadline_s
         self._options = options
         self._prefix: Prefix
         """The prompt, once it is entered."""
@@ -110,167 +131,43 @@ class Request:
         self._deadline = math.inf
         self._scope: anyio.CancelScope | None = None
         """Around the entered block; None in an async generator."""
+        self._task_id = 0
+        """The task that entered the block."""
         self._cancel_reason = ""
         self._aborted: RequestAborted | None = None
         """The error raised in a block without a scope."""
-        self._stop_timer: Callable[[], object] = _nothing
+        self._stop_timer: Callable[[], object] | None = None
         self._waiting: set[anyio.Event] = set()
         """One event per task that waits in a method of this request."""
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id!r} {self.state.name}>"
 
-    # -- life cycle -----------------------------------------------------------------------------------------------
+    # -- entering -------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         is_scoped = not may_be_suspended(sys._getframe(1))
-        self._session.check_loop(self._session.env.running_loop())
-        bound_s = self._options.deadline_s
-        deadline = None if bound_s is None else anyio.current_time() + bound_s
+        session = self._session
+        session.check_loop()
+        deadline = math.inf if self._deadline_s is None else anyio.current_time() + self._deadline_s
         prefix = self._prompt if isinstance(self._prompt, Prefix) else await _read(self._prompt)
         if self._record is not None:
             raise WrongState(f"request {self.request_id} was entered before: open another one")
         self._prefix = prefix
-        self._record = self._session.admit(self, prefix, self._options)
-        self._task_id = id(self._session.running_task())
-        if deadline is not None and deadline < math.inf:
+        self._record = session.admit(self, prefix, self._request_id, self._deadline_s, self._options)
+        self._task_id = id(session.running_task())
+        if deadline < math.inf:
             self._deadline = deadline
-            self._start_timer(deadline)
+            late = partial(_expire, ref(self))
+            self._stop_timer = session.env.call_at(deadline, partial(session.worker.call_soon, late))
         if is_scoped:
-            self._enter_scope(deadline)
+            self._scope = scope = anyio.CancelScope(deadline=deadline)
+            if self._cancel_reason:
+                self._cancel_scope(scope)
+            scope.__enter__()
         elif self._cancel_reason:
-            self._close(self._cancel_reason)
+            session.release(self._record, self._cancel_reason)
         return self
-
-    def _enter_scope(self, deadline: float | None) -> None:
-        self._scope = scope = anyio.CancelScope(deadline=math.inf if deadline is None else deadline)
-        if self._cancel_reason:
-            self._cancel_scope(scope)
-        scope.__enter__()
-
-    def _start_timer(self, deadline: float) -> None:
-        """Also beside a scope, which tells nobody that its deadline has passed: its task may wait for a thread."""
-        late = partial(_expire, ref(self))
-        self._stop_timer = self._session.env.call_at(deadline, partial(self._session.worker.call_soon, late))
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if self._session.is_in_fork:
-            return False  # the request belongs to the parent, and this is a copy of it
-        if self._session.is_elsewhere:
-            self._session.call_in_loop(partial(self._left_elsewhere, self._why(error)))
-            warnings.warn(f"{self!r} was left in another thread than it was entered in", ResourceWarning, stacklevel=2)
-            return False
-        # First and synchronously: nothing after this can keep blocks held, not even a second cancellation.
-        self._close(self._why(error))
-        self._stop_timer()
-        scope, is_elsewhere = self._scope, id(self._session.running_task()) != self._task_id
-        if is_elsewhere and (scope is not None or isinstance(error, GeneratorExit)):
-            warnings.warn(f"{self!r} was left in another task than it was entered in", ResourceWarning, stacklevel=2)
-        if scope is None:
-            return error is not None and error is self._aborted
-        if is_elsewhere:
-            scope.deadline = math.inf  # it stays around a task that no longer serves this request
-            return False
-        return bool(scope.__exit__(exc_type, error, trace))
-
-    def _left_elsewhere(self, reason: str) -> None:
-        """End the block in the event loop's thread. The scope stays entered in the task that entered it."""
-        self._close(reason)
-        self._stop_timer()
-        if self._scope is not None:
-            self._scope.deadline = math.inf
-
-    def __del__(self) -> None:
-        record = self._record
-        if record is not None and not record.is_over:
-            self._session.abandon(record, self._scope)  # first: a warning may be an error
-            warnings.warn(
-                f"{self!r} was abandoned: leave its async with block", ResourceWarning, stacklevel=2, source=self
-            )
-
-    def _why(self, error: BaseException | None) -> str:
-        """The reason to release with, when the block ends with `error`. `closed_early` is DONE after a commit."""
-        if self._cancel_reason:
-            return self._cancel_reason
-        if error is None:
-            return "closed_early"
-        if self._scope is not None and self._scope.cancel_called:
-            return "deadline"
-        if is_cancellation(error):
-            return "cancelled"
-        return "abandoned" if isinstance(error, GeneratorExit) else f"error: {type(error).__name__}"
-
-    def _left_s(self) -> float | None:
-        return None if self._deadline == math.inf else max(0.0, self._deadline - self._session.now())
-
-    def _close(self, reason: str) -> None:
-        if self._record is not None and not self._record.is_over:
-            self._session.release(self._record, reason)
-
-    def cancel(self, reason: str = "cancelled") -> None:
-        """Cancel the request's block. The request is over, and the cancellation swallowed, once the block has unwound:
-        until then its id is taken.
-
-        A request that is not entered yet is cancelled at the first wait in its block. Callable in any thread: outside
-        of the event loop's thread, it takes effect at the loop's next turn.
-        """
-        reason = check_text("reason", reason)
-        self._session.call_in_loop(partial(self._cancel, reason))
-
-    def _cancel(self, reason: str) -> None:
-        if self._record is not None and self._record.is_over:
-            return
-        is_first = not self._cancel_reason
-        self._cancel_reason = self._cancel_reason or reason
-        if self._scope is not None:
-            if is_first:
-                self._cancel_scope(self._scope)
-        elif self._record is not None:
-            self._close(self._cancel_reason)
-            self._wake()
-
-    def _cancel_scope(self, scope: anyio.CancelScope) -> None:
-        assert self._record is not None
-        self._session.cancelled(self._record, self._cancel_reason)
-        scope.cancel()
-
-    def _wake(self) -> None:
-        """Make waiting tasks check again: a load is over, room was granted, or the request or the runtime ended."""
-        for event in self._waiting:
-            event.set()
-
-    async def _wait(self, event: anyio.Event) -> None:
-        self._waiting.add(event)
-        try:
-            await event.wait()
-        finally:
-            self._waiting.discard(event)
-
-    def _entered(self) -> LedgerRequest:
-        self._session.check_usable()
-        if self._record is None:
-            raise WrongState(f"request {self.request_id} was not entered: use `async with`")
-        return self._record
-
-    def _with_blocks(self) -> LedgerRequest:
-        """Its record, for a call that reads the block tables."""
-        record = self._live()
-        if not self._session.ledger.is_engine_owned:  # the ledger itself refuses the call, in every state
-            require(record, "block_ids", *WITH_TABLES)
-        return record
-
-    def _live(self) -> LedgerRequest:
-        record = self._entered()
-        if record.is_over:
-            if record.reason == "runtime_closed":
-                raise RuntimeClosed(f"the runtime was closed under {record}")
-            if self._scope is None and self._cancel_reason:
-                self._aborted = RequestAborted(self.request_id, record.reason)
-                raise self._aborted
-            raise WrongState(f"{record} is {record.state.name}: it has given up its blocks")
-        return record
 
     # -- properties -----------------------------------------------------------------------------------------------
 
@@ -278,7 +175,7 @@ class Request:
     def request_id(self) -> str:
         if self._record is not None:
             return self._record.request_id
-        return self._options.request_id or "(not entered)"
+        return self._request_id or "(not entered)"
 
     @property
     def state(self) -> RequestState:
@@ -292,18 +189,13 @@ class Request:
 
     @property
     def match(self) -> PrefixMatch:
-        """The hit of the last matching: on entering, and again if the request had to wait for room."""
+        """The hit of the last match: on entering, and again if the request had to wait for blocks."""
         return NO_MATCH if self._record is None else self._record.match
 
     @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV is on the device: by a hit, a load or a commit. After the block: the last count."""
         return 0 if self._record is None else self._record.num_computed_tokens
-
-    @property
-    def log(self) -> Any:
-        """The runtime's logger, bound to this request."""
-        return self._session.telemetry.logger.bind(request_id=self.request_id)
 
     @property
     def num_lost_tokens(self) -> int:
@@ -316,6 +208,13 @@ class Request:
         same copy is not tried for ever. None: no load fell short."""
         return None if self._record is None else self._record.retry_max_hit_tokens
 
+    @property
+    def log(self) -> Any:
+        """The runtime's logger, bound to this request."""
+        return self._session.telemetry.logger.bind(request_id=self.request_id)
+
+    # -- the hit --------------------------------------------------------------------------------------------------
+
     def match_again_nowait(self, *, num_device_tokens: int) -> PrefixMatch:
         """Match again before the load: the engine's own prefix cache has the first `num_device_tokens` tokens now. With
         the same number the pins stay, with another they move."""
@@ -327,27 +226,150 @@ class Request:
         return record.match
 
     async def match_again(self, *, num_device_tokens: int) -> PrefixMatch:
-        """As `match_again_nowait`. If the answer is PENDING, waits until asking again may give another one, and at most
-        until `pending_timeout_s` is over. Returns that answer: by then the engine's own cache may have more, so ask
-        again with what it has.
+        """As `match_again_nowait`. If the answer is PENDING, waits until matching again may give another answer, and at
+        most until `pending_timeout_s` is over. Returns the answer from before the wait: by now the engine's own cache
+        may have more, so match again with that.
 
             while request.match.is_pending:
                 await request.match_again(num_device_tokens=own_hit(tokens))
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        found = self.match_again_nowait(num_device_tokens=num_device_tokens)
+        found, session = self.match_again_nowait(num_device_tokens=num_device_tokens), self._session
         if found.is_pending:
-            session = self._session
-            await self._wait_pending(session.ledger.pending_until(self._live()) - session.now())
+            bound_s = session.ledger.pending_until(self._live()) - session.now()
+            if session.worker.has_alarms:
+                await self._wait(bound_s)
+            else:  # a timer of its own: an engine that matches again at once, and again, would not let time pass
+                with anyio.move_on_after(bound_s):
+                    await self._wait()
             self._live()
         return found
 
-    async def _wait_pending(self, bound_s: float) -> None:
-        if self._session.worker.has_alarms:
-            await wait_until_woken(self, bound_s)
-        else:  # a timer of its own: an engine that asks again at once, and again, would not let time pass
-            with anyio.move_on_after(bound_s):
-                await self._wait(anyio.Event())
+    async def fetch(self) -> int:
+        """Fetch into host memory what the disk and the remote store have after the hit, and match again, while the
+        request has no blocks. Returns the whole hit in tokens. `allocate` does it; with `engine_blocks`, call it before
+        `load`.
+
+        It takes at most `fetch_timeout_s`, and never raises for a tier that fails: what is not there is computed.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        await fetch(self, self._live(), self._prefix)
+        return self.match.num_tokens
+
+    # -- allocation -----------------------------------------------------------------------------------------------
+
+    def allocate_nowait(self, num_tokens: int | None = None) -> None:
+        """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). `OutOfBlocks` changes nothing.
+
+        To allocate only the first part of a prompt, allocate whole blocks. A part that ends inside a block causes a
+        warning, because it is most often a mistake, and the rest of that block costs nothing.
+        """
+        record = self._live()
+        self._warn_of_part(record, num_tokens)
+        self._session.ledger.allocate_nowait(record, num_tokens)
+
+    async def allocate(self, num_tokens: int | None = None) -> None:
+        """As `allocate_nowait`, but waits for free blocks, and fetches before that from the tiers below the host.
+        `OutOfBlocks` only if the request can never fit."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        record = self._live()
+        self._warn_of_part(record, num_tokens)
+        await self._allocate(record, num_tokens)
+
+    def _warn_of_part(self, record: LedgerRequest, num_tokens: int | None) -> None:
+        num_known = record.sequence.num_tokens
+        if type(num_tokens) is not int or not 0 < num_tokens < num_known:
+            return
+        if num_tokens % self._session.ledger.layout.unit_tokens:
+            problem = (
+                f"{num_tokens} tokens in total are fewer than the {num_known} of {record}, and end inside of a block"
+            )
+            warnings.warn(f"allocate: {problem}", UserWarning, stacklevel=3)
+
+    async def _allocate(self, record: LedgerRequest, num_tokens: int | None) -> None:
+        ledger = self._session.ledger
+        if not ledger.is_engine_owned and (record.match.num_disk_tokens or self._session.remote is not None):
+            await fetch(self, record, self._prefix)
+        try:
+            ledger.allocate_nowait(record, num_tokens)
+            return
+        except OutOfBlocks as error:
+            if not error.retryable:
+                raise
+        await self._wait_for_grant(ledger.queue_allocation(record, num_tokens, self._wake))
+
+    @property
+    def block_ids(self) -> list[list[int]]:
+        """The block table, one list per group; null block 0 for blocks that are not needed or still loading.
+        `WrongState` before `allocate`; empty after `preempt`."""
+        return self._session.ledger.block_ids(self._with_blocks())
+
+    def extend_nowait(self, num_tokens: int) -> Extension:
+        """Allocate blocks for `num_tokens` tokens in total. Returns what was added to the block tables.
+
+        A refused request is not in the wait queue: blocks that another request frees for it by `preempt` go to the
+        requests that wait, so wait for them with `extend`.
+        """
+        return self._session.ledger.extend_nowait(self._live(), num_tokens)
+
+    async def extend(self, num_tokens: int) -> Extension:
+        """As `extend_nowait`, but waits. A retryable `OutOfBlocks`: only waiters hold blocks, so abort one of them."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        record = self._live()
+        try:
+            return self._session.ledger.extend_nowait(record, num_tokens)
+        except OutOfBlocks as error:
+            if not error.retryable:
+                raise
+        return await self._wait_for_grant(self._session.ledger.queue_extension(record, num_tokens, self._wake))
+
+    async def _wait_for_grant(self, waiter: Waiter) -> Extension:
+        session = self._session
+        began_s = session.env.now()
+        try:
+            while not waiter.is_over:  # a grant may be withdrawn before its task has run
+                await self._wait_for_blocks(waiter)
+                self._live()
+            return session.ledger.accept(waiter)
+        finally:  # leave the wait queue, or give an unused grant back, however the wait ends
+            session.ledger.withdraw(waiter)
+            session.observers.observe(WaitedForBlocks(waiter.request, session.env.now() - began_s))
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def load_nowait(self, max_tokens: int | None = None, *, into: Sequence[Sequence[int]] | None = None) -> PendingLoad:
+        """Start to load the host hit onto the device, region by region, without waiting for it."""
+        return PendingLoad(self, self._live(), max_tokens, into)
+
+    async def load(self, max_tokens: int | None = None, *, into: Sequence[Sequence[int]] | None = None) -> int:
+        """Load the host hit onto the device. Returns how many tokens are ready there. Never raises for a failed copy.
+
+        `max_tokens` limits the load: rounded down to a block, never below the device hit. `block_ids` is final
+        afterwards. Returns 0 if another task has preempted the request meanwhile: call `resume` then.
+
+        With `engine_blocks`, `into` holds the request's block tables, one per group, from the first token at least to
+        the end of the hit. Copies write only to the blocks named there for what is loaded. If fewer tokens are ready
+        than were matched, compute the others into other blocks: copies may still write to those of `into`.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        record = self._live()
+        load = PendingLoad(self, record, max_tokens, into, has_fences=False)
+        if record.sequence.has_much_to_hash(record.hit_stop):
+            await self._session.env.run_in_thread(
+                partial(record.sequence.hash_ahead, record.hit_stop), self._session.hashing
+            )
+            self._live()
+        return await load._until_over(record)
+
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    def commit(self, num_computed_tokens: int, new_token_ids: TokenIds = (), after: Fence | None = None) -> None:
+        """Append `new_token_ids`, then publish the KV of the first `num_computed_tokens` tokens.
+
+        `after` is the fence after the compute that wrote it; None: after all work on the current stream so far.
+        """
+        record, session = self._live(), self._session
+        session.commit(record, num_computed_tokens, new_token_ids, session.fence_after(after))
 
     def offer(
         self,
@@ -362,108 +384,33 @@ class Request:
         blocks that `block_ids` names: one table per group, from the first token on. Ids are read, and checked, only
         where something is stored; with `is_last`, all are.
 
-        `after` is the fence behind the compute that wrote them; None: behind all work on the current stream so far.
-        Copies hold the blocks until they are over, whatever becomes of the request. `is_last`: the last offer of the
-        request, so what a later prompt needs of windows is stored too.
+        `after` is the fence after the compute that wrote them; None: after all work on the current stream so far.
+        Copies hold the blocks until they are over, even if the request ends. `is_last`: the last offer of the request,
+        so what a later prompt needs of windows is stored too.
         """
         record, session = self._live(), self._session
-        fence = session.fence_after(after)
-        session.offer_behind(fence, record, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        fence, before = session.fence_after(after), record.num_computed_tokens
+        plans = session.ledger.offer(record, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        if session.costs is not None:
+            session.costs.computed(record.request_id, record.num_computed_tokens - before)
+        session.store(plans, fence)
 
-    @property
-    def block_ids(self) -> list[list[int]]:
-        """The block table, one list per group; null block 0 for blocks that are not needed or still loading.
-        `WrongState` before `allocate`; empty after `preempt`."""
-        return self._session.ledger.block_ids(self._with_blocks())
-
-    # -- allocation -----------------------------------------------------------------------------------------------
-
-    def allocate_nowait(self, num_tokens: int | None = None) -> None:
-        """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). `OutOfBlocks` changes nothing.
-
-        To allocate only the first part of a prompt, allocate whole blocks. A part that ends inside a block causes a
-        warning, because it is most often a mistake, and the rest of that block costs nothing.
-        """
-        record = self._live()
-        self._warn_of_part(record, num_tokens)
-        self._session.ledger.allocate_nowait(record, num_tokens)
-
-    def _warn_of_part(self, record: LedgerRequest, num_tokens: int | None) -> None:
-        num_known = record.sequence.num_tokens
-        if type(num_tokens) is not int or not 0 < num_tokens < num_known:
-            return
-        if num_tokens % self._session.ledger.layout.unit_tokens:
-            problem = (
-                f"{num_tokens} tokens in total are fewer than the {num_known} of {record}, and end inside of a block"
-            )
-            warnings.warn(f"allocate: {problem}", UserWarning, stacklevel=3)
-
-    async def fetch(self) -> int:
-        """Bring what disk and remote store have behind the hit into host memory, and match again, while the request has
-        no blocks. Returns the whole hit in tokens. `allocate` does it; with `engine_blocks`, call it before `load`.
-
-        It takes at most `fetch_timeout_s`, and never raises for a tier that fails: what is not there is computed.
-        """
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        await fetch(self, self._live(), self._prefix)
-        return self.match.num_tokens
-
-    async def allocate(self, num_tokens: int | None = None) -> None:
-        """As `allocate_nowait`, but waits for room, and fetches before that what only the disk has; `OutOfBlocks` only
-        if it can never fit."""
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        record = self._live()
-        self._warn_of_part(record, num_tokens)
-        await self._allocate(record, num_tokens)
-
-    async def _allocate(self, record: LedgerRequest, num_tokens: int | None) -> None:
-        ledger = self._session.ledger
-        if not ledger.is_engine_owned and (record.match.num_disk_tokens or self._session.remote is not None):
-            await fetch(self, record, self._prefix)
-        try:
-            ledger.allocate_nowait(record, num_tokens)
-            return
-        except OutOfBlocks as error:
-            if not error.retryable:
-                raise
-        await self._wait_in_line(ledger.queue_allocation(record, num_tokens, self._wake))
-
-    def extend_nowait(self, num_tokens: int) -> Extension:
-        """Allocate blocks for `num_tokens` tokens in total. Returns what was added to the block tables.
-
-        A refused request is not in the waiter queue: blocks that another request frees for it by `preempt` go to
-        waiters, so wait for them with `extend`.
-        """
-        return self._session.ledger.extend_nowait(self._live(), num_tokens)
-
-    async def extend(self, num_tokens: int) -> Extension:
-        """As `extend_nowait`, but waits. A retryable `OutOfBlocks`: only waiters hold blocks, so abort one of them."""
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        record = self._live()
-        try:
-            return self._session.ledger.extend_nowait(record, num_tokens)
-        except OutOfBlocks as error:
-            if not error.retryable:
-                raise
-        return await self._wait_in_line(self._session.ledger.queue_extension(record, num_tokens, self._wake))
-
-    async def _wait_in_line(self, waiter: Waiter) -> Extension:
-        session = self._session
-        began_s = session.env.now()
-        try:
-            while not waiter.is_over:  # a grant may be taken back before its task has run
-                await wait_for_room(self, waiter)
-                self._live()
-            return self._session.ledger.accept(waiter)
-        finally:  # leave the line, or give an unused grant back, however the wait ends
-            self._session.ledger.withdraw(waiter)
-            session.observers.observe(WaitedForBlocks(waiter.request, session.env.now() - began_s))
+    def invalidate(self, from_token: int) -> None:
+        """Invalidate what a failed forward committed from `from_token` on. Aborts requests that may have read it."""
+        record, session = self._live(), self._session
+        for tainted in session.ledger.invalidate(record, from_token):
+            session.cancel(tainted.request_id, "prefix_invalidated")
+        if session.disk is not None:
+            session.disk.invalidate()
+        if session.remote is not None:
+            session.remote.store_more()
 
     # -- preemption -----------------------------------------------------------------------------------------------
 
     def preempt_nowait(self) -> Preemption:
-        """Release every device block. Computed blocks are stored to host memory as far as there is room, and pinned
-        there until `resume`. Not inside a step. Returns how many blocks are free now, and which jobs free the rest."""
+        """Release every device block. Computed blocks are stored in host memory if it has free blocks for them, and
+        pinned there until `resume`. Not inside a step. Returns how many blocks are free now, and which jobs free the
+        rest."""
         found = self._session.ledger.preempt_nowait(self._live())
         self._session.worker.submit(found.plans)
         return found
@@ -475,9 +422,12 @@ class Request:
 
         A request that needs these blocks must be waiting in `extend` by then; otherwise, a `resume` takes them back."""
         await anyio.lowlevel.checkpoint_if_cancelled()
-        record = self._entered()
+        self._session.check_usable()
+        record = self._record
+        if record is None:
+            raise self._why_not()
         while record.num_steps and not record.is_over:
-            await self._wait(anyio.Event())
+            await self._wait()
         if record.reason == "runtime_closed":
             self._live()  # raises
         if not self._session.ledger.is_engine_owned and not record.may_be_preempted:
@@ -487,7 +437,7 @@ class Request:
         return found
 
     async def resume(self, num_tokens: int | None = None) -> int:
-        """Wait for room for `num_tokens` tokens (None: all known tokens) and load what is in host memory. Returns how
+        """Wait for blocks for `num_tokens` tokens (None: all known tokens) and load what is in host memory. Returns how
         many tokens are ready; later ones have to be computed again.
 
         A cancellation leaves the request in the state of the wait: go on with `allocate` (PINNED) or `load` (ALLOCATED,
@@ -498,44 +448,140 @@ class Request:
         await self._allocate(self._live(), num_tokens)
         return await self.load()
 
-    # -- loading --------------------------------------------------------------------------------------------------
+    # -- cancelling and leaving -----------------------------------------------------------------------------------
 
-    def load_nowait(self, max_tokens: int | None = None, *, into: Sequence[Sequence[int]] | None = None) -> PendingLoad:
-        """Start to load the host hit onto the device, region by region, without waiting for it."""
-        load = PendingLoad(self, max_tokens, into)
-        load._start(self._live())
-        return load
+    def cancel(self, reason: str = "cancelled") -> None:
+        """Cancel the request's block. The request is over, and the cancellation swallowed, once the block has unwound:
+        until then its id is taken.
 
-    async def load(self, max_tokens: int | None = None, *, into: Sequence[Sequence[int]] | None = None) -> int:
-        """Load the host hit onto the device. Returns how many tokens are ready there. Never raises for a failed copy.
-
-        `max_tokens` limits the load: rounded down to a block, never below the device hit. `block_ids` is final
-        afterwards. Returns 0 if another task has preempted the request meanwhile: call `resume` then.
-
-        With `engine_blocks`, `into` holds the request's block tables, one per group, from the first token at least to
-        the end of the hit. Copies write only to the blocks named there for what is loaded. If fewer tokens are ready
-        than were matched, compute the others into other blocks: copies may still write to those of `into`.
+        A request that is not entered yet is cancelled at the first wait in its block. Callable in any thread: outside
+        of the event loop's thread, it takes effect at the loop's next turn.
         """
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        record, load = self._live(), AwaitedLoad(self, max_tokens, into)
-        load._start(record)
-        if record.sequence.has_much_to_hash(record.hit_stop):
-            await self._session.env.run_in_thread(
-                partial(record.sequence.hash_ahead, record.hit_stop), self._session.hashing
+        reason = check_text("reason", reason)
+        self._session.call_in_loop(partial(self._cancel, reason))
+
+    def _cancel(self, reason: str) -> None:
+        record = self._record
+        if record is not None and record.is_over:
+            return
+        is_first = not self._cancel_reason
+        self._cancel_reason = self._cancel_reason or reason
+        if self._scope is not None:
+            if is_first:
+                self._cancel_scope(self._scope)
+        elif record is not None:
+            self._session.release(record, self._cancel_reason)
+            self._wake()
+
+    def _cancel_scope(self, scope: anyio.CancelScope) -> None:
+        """The request keeps what it holds until its task has left the block."""
+        assert self._record is not None
+        self._record.ends_for(self._cancel_reason)
+        self._session.observers.observe(RequestCancelled(self._record, self._cancel_reason))
+        scope.cancel()
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not self._session.is_here:
+            if self._session.is_in_fork:
+                return False  # the request belongs to the parent, and this is a copy of it
+            self._session.call_in_loop(partial(self._left_elsewhere, self._why(error)))
+            warnings.warn(f"{self!r} was left in another thread than it was entered in", ResourceWarning, stacklevel=2)
+            return False
+        # First and synchronously: nothing after this can keep blocks held, not even a second cancellation.
+        if self._record is not None:
+            self._session.release(self._record, self._why(error))
+        if self._stop_timer is not None:
+            self._stop_timer()
+        scope, is_elsewhere = self._scope, id(self._session.running_task()) != self._task_id
+        if is_elsewhere and (scope is not None or isinstance(error, GeneratorExit)):
+            warnings.warn(f"{self!r} was left in another task than it was entered in", ResourceWarning, stacklevel=2)
+        if scope is None:
+            return error is not None and error is self._aborted
+        if is_elsewhere:
+            scope.deadline = math.inf  # it stays around a task that no longer serves this request
+            return False
+        return bool(scope.__exit__(exc_type, error, trace))
+
+    def _left_elsewhere(self, reason: str) -> None:
+        """End the block in the event loop's thread. The scope stays entered in the task that entered it."""
+        if self._record is not None:
+            self._session.release(self._record, reason)
+        if self._stop_timer is not None:
+            self._stop_timer()
+        if self._scope is not None:
+            self._scope.deadline = math.inf
+
+    def _why(self, error: BaseException | None) -> str:
+        """The reason to release with, when the block ends with `error`. `closed_early` is DONE after a commit."""
+        if self._cancel_reason:
+            return self._cancel_reason
+        if error is None:
+            return "closed_early"
+        if self._scope is not None and self._scope.cancel_called:
+            return "deadline"
+        if is_cancellation(error):
+            return "cancelled"
+        return "abandoned" if isinstance(error, GeneratorExit) else f"error: {type(error).__name__}"
+
+    def __del__(self) -> None:
+        record = self._record
+        if record is not None and not record.is_over:
+            self._session.abandon(record, self._scope)  # first: a warning may be an error
+            warnings.warn(
+                f"{self!r} was abandoned: leave its async with block", ResourceWarning, stacklevel=2, source=self
             )
-            self._live()
-        return await load._until_over(record)
 
-    # -- computing ------------------------------------------------------------------------------------------------
+    # -- waiting --------------------------------------------------------------------------------------------------
 
-    def commit(self, num_computed_tokens: int, new_token_ids: TokenIds = (), after: Fence | None = None) -> None:
-        """Append `new_token_ids`, then publish the KV of the first `num_computed_tokens` tokens.
+    async def _wait(self, bound_s: float | None = None) -> bool:
+        event, worker = anyio.Event(), self._session.worker
+        if bound_s is not None:
+            worker.set_alarm(event, bound_s)
+        self._waiting.add(event)
+        try:
+            await event.wait()
+        finally:
+            self._waiting.discard(event)
+            was_pending = worker.clear_alarm(event)
+        return bound_s is not None and not was_pending
 
-        `after` is the fence behind the compute that wrote it; None: behind all work on the current stream so far.
-        """
-        record, session = self._live(), self._session
-        session.commit_behind(session.fence_after(after), record, num_computed_tokens, new_token_ids)
+    async def _wait_for_blocks(self, waiter: Waiter | None) -> None:
+        slow = self._session.slow
+        if await self._wait(slow.left_s(waiter)) and waiter is not None:
+            slow.look_at_wait(waiter)
 
-    def invalidate(self, from_token: int) -> None:
-        """Invalidate what a failed forward committed from `from_token` on. Aborts requests that may have read it."""
-        self._session.invalidate(self._live(), from_token)
+    def _wake(self) -> None:
+        """Make waiting tasks check again: a load is over, blocks were granted, or the request or the runtime ended."""
+        for event in self._waiting:
+            event.set()
+
+    def _left_s(self) -> float | None:
+        return None if self._deadline == math.inf else max(0.0, self._deadline - self._session.now())
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def _live(self) -> LedgerRequest:
+        self._session.check_usable()
+        record = self._record
+        if record is None or record.is_over:
+            raise self._why_not()
+        return record
+
+    def _with_blocks(self) -> LedgerRequest:
+        record = self._live()
+        if not self._session.ledger.is_engine_owned:  # the ledger itself refuses the call, in every state
+            require(record, "block_ids", *WITH_TABLES)
+        return record
+
+    def _why_not(self) -> AoffloadError:
+        record = self._record
+        if record is None:
+            return WrongState(f"request {self.request_id} was not entered: use `async with`")
+        if record.reason == "runtime_closed":
+            return RuntimeClosed(f"the runtime was closed under {record}")
+        if self._scope is None and self._cancel_reason:
+            self._aborted = RequestAborted(self.request_id, record.reason)
+            return self._aborted
+        return WrongState(f"{record} is {record.state.name}: it has given up its blocks")

@@ -1,10 +1,20 @@
-"""What a runtime says about itself when nothing goes on.
+"""The runtime: the ledger, the copy worker and the transport, wired to one event loop.
 
-Opening and closing a transport, directly or in a worker thread.
+    __aenter__   bind the session to the running loop, and the worker's wake-ups; open the transport; start the worker's
+                 task, and wait until it runs; OPEN; begin with the lower tiers
+    __aexit__    CLOSED: every call but a report raises from now on; release the requests; flush the disk; discard
+                 queued copies; wait for copies in flight up to `close_timeout_s`; close the transport; end the worker
 
-How a runtime is made, opened and closed.
+A launched copy cannot be recalled, and the memory that it touches must outlive it. Therefore one wait is shielded from
+cancellation: that for copies in flight when the runtime closes. It has a bound, and what is still in flight then stays
+quarantined.
 
-The runtime: the ledger, the worker and the transport, wired to one event loop.
+A transport may open slowly, because page-locking gigabytes takes seconds. It then opens in a worker thread. A native
+cancellation does not wait for that thread, so a lock decides whether the task or the thread closes the transport.
+
+A runtime whose block is never left is closed by its finaliser. Therefore no thread, and nothing that a thread calls,
+may refer to the runtime itself: `Opening` and the session have all that closing needs. A request and a pin do refer to
+the runtime, which keeps it open as long as they live.
 """
 
 from __future__ import annotations
@@ -23,13 +33,22 @@ import anyio
 import attrs
 from anyio.abc import TaskGroup
 
-from .._arguments import as_tuple, check_callable, check_has, check_int, check_text, check_type, number_of, shown
+from .._arguments import (
+    as_tuple,
+    check_callable,
+    check_has,
+    check_int,
+    check_names,
+    check_text,
+    check_type,
+    number_of,
+    shown,
+)
 from .._config.config import OffloadConfig
-from .._extensions.store_policies import StoreScope
 from .._kernel.events import Observer
 from .._kernel.ledger import Ledger, LedgerStatistics
 from .._kernel.plans import PrefixMatch
-from .._kernel.prefix import KeySpan, Prefix, Roots, TokenIds, prompt_of
+from .._kernel.prefix import Identity, KeySpan, Prefix, Roots, TokenIds, prompt_of
 from .._kernel.protocols import DevicePool, EngineBlocks
 from .._kernel.states import Tier
 from .._kernel.status import Holder, RequestStatus, printable
@@ -53,16 +72,14 @@ from .._transfer.transport import (
     SlowToOpen,
     TransferStatistics,
     Transport,
-    TransportDisk,
-    TransportRemote,
 )
 from ..env import Env
 from ..errors import ConfigError, InvalidArgument, RequestAborted, RuntimeClosed, TransferRefused, WrongThread
 from .costs import MOST_TOKENS, LoadCosts, PrefillSpeed, check_report
 from .loading import PendingLoad
-from .pins import Identity, PendingDemotion, PendingFetch, PendingPrefetch, PinScope, check_identity, time_to_live
+from .pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope, time_to_live
 from .request import Request
-from .session import RequestOptions, Session, SessionLife
+from .session import PromptOptions, Session, SessionLife
 from .steps import Computed, StepScope, commit_step, run_step
 from .worker import CopyWorker
 
@@ -80,77 +97,36 @@ class Opening:
     is_open: bool = attrs.field(default=False, init=False)
     """The transport is open, and its closing has not begun."""
 
-    async def open(self) -> None:
-        """Open the transport; in a worker thread if it opens slowly, since page-locking gigabytes takes seconds."""
-        claim(self._regions, has_own_ids=self.has_own_ids)
-        try:
-            await self._open_claimed()
-        except BaseException:
-            if not self.is_open:
-                unclaim(self._regions)
-            raise
-
     @property
     def _regions(self) -> tuple[KVRegion, ...]:
         """Empty if the transport is the program's own."""
         transport = self.session.transport
         return transport.regions if isinstance(transport, LocalTransport) else ()
 
-    async def _open_claimed(self) -> None:
-        transport = self.session.transport
-        if isinstance(transport, ReportsPinning):
-            transport.report_pinning(self._hear_pinning)
-        if isinstance(transport, HasDisk) and transport.disk is not None:
-            transport.disk.identify(self.session.ledger.layout, self.session.config.root_namespace)
-        if isinstance(transport, HasRemote) and transport.remote is not None:
-            transport.remote.identify(self.session.ledger.layout, self.session.config.root_namespace)
-        if isinstance(transport, SlowToOpen) and transport.opens_slowly:
-            await self._open_in_thread()
-        else:
-            self._open()
-
-    def tell(self) -> None:
-        """Log that the runtime is open, and what it found."""
-        transport, ledger = self.session.transport, self.session.ledger
-        self.session.telemetry.runtime_opened(
-            transport.num_device_blocks - 1,
-            self.num_host_blocks,
-            described(transport),
-            engine_blocks=ledger.cache.tiers[Tier.DEVICE].is_outside,
-        )
-
-    def let_go(self) -> None:
-        """Close the transport of a runtime whose `async with` block was never left. A new thread closes it, because a
-        finaliser calls this method, and a finaliser may interrupt code that holds a lock that closing needs. The task
-        of the worker ends in its event loop, if that still runs."""
-        self.is_open = False
-        session, timeout_s = self.session, self.session.config.close_timeout_s
-        session.life = SessionLife.CLOSED
-        session.worker.call_soon(session.worker.end)
-        with suppress(RuntimeError):  # the interpreter is ending, and starts no threads
-            _thread.start_new_thread(self.close, (timeout_s,))
-
-    def close(self, timeout_s: float) -> None:
-        """Close the transport, waiting up to `timeout_s` seconds. Errors are only logged, so that a device that fails
-        does not keep the engine from ending."""
-        self.is_open = False
+    async def open(self) -> None:
+        """Claim the memory, and open the transport; in a worker thread if it opens slowly."""
+        session, transport = self.session, self.session.transport
+        claim(self._regions, has_own_ids=self.has_own_ids)
         try:
-            if self.session.transport.close(timeout_s):
+            if isinstance(transport, ReportsPinning):
+                transport.report_pinning(self._hear_pinning)
+            layout, namespace = session.ledger.layout, session.config.root_namespace
+            if session.disk is not None:
+                session.disk.disk.identify(layout, namespace)
+            if session.remote is not None:
+                session.remote.remote.identify(layout, namespace)
+            if isinstance(transport, SlowToOpen) and transport.opens_slowly:
+                await self._open_in_thread()
+            else:
+                self._open()
+        except BaseException:
+            if not self.is_open:
                 unclaim(self._regions)
-        except Exception as error:  # noqa: BLE001 - a driver error; what is in flight is quarantined
-            self.session.telemetry.transport_failed(error)
-
-    async def close_in_thread(self, timeout_s: float) -> None:
-        """Close in a thread, so that the event loop goes on; where there is none, in this one."""
-        close = partial(self.close, timeout_s)
-        try:
-            await self.session.env.run_in_thread(close)
-        except RuntimeError:
-            close()
+            raise
 
     def _open(self) -> None:
         session = self.session
-        deliver = session.observers.hearing(session.worker.deliver)
+        deliver = session.observers.hearing(session.worker.copies.deliver)
         session.transport.open(self.num_host_blocks, verify=session.config.verify, deliver=deliver, env=session.env)
         self.is_open = True
 
@@ -182,23 +158,34 @@ class Opening:
         """Called in the thread that opens; logs the progress in the event loop."""
         self.session.worker.call_soon(partial(self.session.telemetry.host_memory_page_locked, progress))
 
+    def close(self, timeout_s: float) -> None:
+        """Close the transport, waiting up to `timeout_s` seconds. Errors are only logged, so that a device that fails
+        does not keep the engine from ending."""
+        self.is_open = False
+        try:
+            if self.session.transport.close(timeout_s):
+                unclaim(self._regions)
+        except Exception as error:  # noqa: BLE001 - a driver error; copies in flight are quarantined
+            self.session.telemetry.transport_failed(error)
 
-def _disk_of(transport: Transport, config: OffloadConfig) -> TransportDisk | None:
-    """The disk of `transport`, which has to be the one that `config` names."""
-    found = transport.disk if isinstance(transport, HasDisk) else None
-    if (None if found is None else found.tier) != config.disk:
-        problem = "must be that of the transport: give it to LocalTransport, too; other transports have none"
-        raise ConfigError("disk", problem)
-    return found
+    async def close_in_thread(self, timeout_s: float) -> None:
+        """Close in a thread, so that the event loop goes on. If no thread can be started, close in this one."""
+        close = partial(self.close, timeout_s)
+        try:
+            await self.session.env.run_in_thread(close)
+        except RuntimeError:
+            close()
 
-
-def _remote_of(transport: Transport, config: OffloadConfig) -> TransportRemote | None:
-    """The same for the remote tier."""
-    found = transport.remote if isinstance(transport, HasRemote) else None
-    if (None if found is None else found.tier) != config.remote:
-        problem = "must be that of the transport: give it to LocalTransport, too; other transports have none"
-        raise ConfigError("remote", problem)
-    return found
+    def let_go(self) -> None:
+        """Close the transport of a runtime whose `async with` block was never left. A new thread closes it, because a
+        finaliser calls this method, and a finaliser may interrupt code that holds a lock that closing needs. The task
+        of the worker ends in its event loop, if that still runs."""
+        self.is_open = False
+        session, timeout_s = self.session, self.session.config.close_timeout_s
+        session.life = SessionLife.CLOSED
+        session.worker.call_soon(session.worker.end)
+        with suppress(RuntimeError):  # the interpreter is ending, and starts no threads
+            _thread.start_new_thread(self.close, (timeout_s,))
 
 
 Result = TypeVar("Result")
@@ -214,11 +201,12 @@ class RuntimeStatistics(LedgerStatistics):
     remote_transfers: RemoteStatistics | None = None
     """None without a remote tier."""
     num_fetches_declined: int = 0
-    """Times that a request computed what a tier below the host had: that was sooner."""
+    """Number of times that a request computed tokens that a tier below the host had, because computing was faster."""
     num_fetches_skipped: int = 0
-    """Times that a request computed what a tier below the host may have: that has failed, and is left alone."""
+    """Number of times that a request computed because a tier below the host had failed and was disabled."""
     num_loads_declined: int = 0
-    """Times that a request computed what the host had, or a part of it: that was sooner, or better for those behind."""
+    """Number of times that a request computed a part of its host hit, because computing was faster, or better for the
+    requests after it."""
     off_reason: str = ""
     """Why the cache has turned itself off: nothing is loaded or stored any more. Empty while it is on."""
 
@@ -259,7 +247,12 @@ class OffloadRuntime:
         self.transport: Transport = (
             LocalTransport(kv_caches, disk=config.disk, remote=config.remote) if transport is None else transport
         )
-        disk, remote = _disk_of(self.transport, config), _remote_of(self.transport, config)
+        disk = self.transport.disk if isinstance(self.transport, HasDisk) else None
+        remote = self.transport.remote if isinstance(self.transport, HasRemote) else None
+        for name, found, wanted in (("disk", disk, config.disk), ("remote", remote, config.remote)):
+            if (None if found is None else found.tier) != wanted:
+                problem = "must be that of the transport: give it to LocalTransport, too; other transports have none"
+                raise ConfigError(name, problem)
         check_block_sizes(self.transport, config.groups)
         self.env = env if env is not None else Env()
         self.telemetry = Telemetry(logger)
@@ -276,65 +269,33 @@ class OffloadRuntime:
             observer=self.observers if len(self.observers.observers) > 1 else self.telemetry,
         )
         self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
-        self._session = Session(
+        self._session = session = Session(
             config, self.env, self.ledger, self.worker, self.transport, self.telemetry, self.observers
         )
-        sessions.append(self._session)
+        sessions.append(session)
         if disk is not None:
-            work = DiskWork(self.ledger, self.worker, disk, block_bytes, self.env, self.telemetry)
-            self._session.disk = work
+            session.disk = DiskWork(self.ledger, self.worker, disk, block_bytes, self.env, self.telemetry)
         if remote is not None:
-            self._session.remote = RemoteWork(self.ledger, self.worker, remote, block_bytes, self.env, self.telemetry)
-        chooses = config.load_choice != "always"
-        if disk is not None or remote is not None or chooses:
-            self._session.speed = speed = PrefillSpeed(config.prefill_tokens_per_s)
-            if chooses:
-                self._session.costs = LoadCosts(self.ledger, self.worker.copies, speed, self.telemetry.load_declined)
+            session.remote = RemoteWork(self.ledger, self.worker, remote, block_bytes, self.env, self.telemetry)
         if disk is not None or remote is not None:
-            self.worker.after_settled = self._session.look_below
+            session.speed = PrefillSpeed(config.prefill_tokens_per_s)
+            self.worker.after_settled = session.store_below
+        if config.load_choice != "always":
+            session.speed = speed = session.speed or PrefillSpeed(config.prefill_tokens_per_s)
+            session.costs = LoadCosts(self.ledger, self.worker.copies, speed, self.telemetry.load_declined)
         has_own_ids = device_pool is not None or engine_blocks is not None
-        self._opening = Opening(self._session, config.resolve_host_blocks(block_bytes), has_own_ids)
+        self._opening = Opening(session, config.resolve_host_blocks(block_bytes), has_own_ids)
         self._roots = Roots(config.root_namespace)
         self._group: TaskGroup | None = None
-
-    def requests(self) -> tuple[RequestStatus, ...]:
-        """The live requests, the one that is in its state for the longest first: what each holds and waits for, and who
-        holds that."""
-        self._session.check_may_look()
-        return self.ledger.requests()
-
-    def holders(self) -> tuple[Holder, ...]:
-        """Everybody who holds device blocks, the biggest first: requests, steps (also for requests that are over),
-        pins, jobs, prefetches, demotions."""
-        self._session.check_may_look()
-        return self.ledger.holders()
-
-    def explain(self) -> str:
-        """`requests()` and `holders()` as a table to print."""
-        self._session.check_may_look()
-        remarks = [
-            remark
-            for below in (self._session.disk, self._session.remote)
-            if below is not None
-            for remark in below.remarks()
-        ]
-        return "\n".join((self.ledger.explain(), *map(printable, remarks)))
 
     def __repr__(self) -> str:
         return f"<OffloadRuntime {'open' if self._session.is_open else 'closed'} {self.ledger!r}>"
 
-    def __del__(self) -> None:
-        opening = self.__dict__.get("_opening")  # missing if the constructor raised
-        if opening is not None and opening.is_open and not self._session.is_in_fork:
-            opening.let_go()  # first: a warning may be an error
-            warnings.warn(
-                f"{self!r} was abandoned: leave its async with block", ResourceWarning, stacklevel=2, source=self
-            )
-
     # -- life cycle -----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self._session.begin()
+        session = self._session
+        session.begin()
         self.worker.start()
         await self._opening.open()
         try:
@@ -342,24 +303,25 @@ class OffloadRuntime:
         except BaseException:
             self._opening.close(self.config.close_timeout_s)  # nothing was launched: its threads end at once
             raise
-        self._session.life = SessionLife.OPEN
+        session.life = SessionLife.OPEN
         try:
-            self._begin()
-            if self._session.remote is not None:
-                await self._session.remote.connect()
-        except BaseException:  # no thread for a lower tier, say
-            self._session.life = SessionLife.CLOSED
+            num_blocks, is_outside = (
+                self.transport.num_device_blocks - 1,
+                self.ledger.cache.tiers[Tier.DEVICE].is_outside,
+            )
+            self.telemetry.runtime_opened(
+                num_blocks, self._opening.num_host_blocks, described(self.transport), engine_blocks=is_outside
+            )
+            if session.disk is not None:
+                session.disk.begin()
+            if session.remote is not None:
+                session.remote.begin(session.hashing)
+                await session.remote.connect()
+        except BaseException:  # for example, there is no thread for a lower tier
+            session.life = SessionLife.CLOSED
             await self._close()
             raise
         return self
-
-    def _begin(self) -> None:
-        """Say that it is open, and begin with the lower tiers."""
-        self._opening.tell()
-        if self._session.disk is not None:
-            self._session.disk.begin()
-        if self._session.remote is not None:
-            self._session.remote.begin(self._session.hashing)
 
     async def _start_worker(self) -> TaskGroup:
         """Start the worker's task and wait until it runs: cancelled before its first step, it would cancel the caller,
@@ -382,30 +344,32 @@ class OffloadRuntime:
         In another event loop, the runtime cannot wait, so it stores nothing: it ends its threads, closes its files, and
         raises `RuntimeClosed`. If a forked child leaves the block, nothing is closed, because the runtime belongs to
         the parent."""
-        if self._session.is_in_fork:
+        session = self._session
+        if session.is_in_fork:
             return
-        if not self._session.is_bound:
+        if not session.is_bound:
             raise RuntimeClosed("the runtime was not entered: use `async with`")
-        if self._session.is_elsewhere:
+        if session.is_elsewhere:
             raise WrongThread("leave the block of a runtime in the event loop's thread: it stays open")
-        if not self._session.is_own_loop(self.env.running_loop()):
+        if self.env.running_loop() is not session.loop:
             if self._opening.is_open:
                 self._opening.let_go()
             if error is None:
                 raise RuntimeClosed("the event loop of the runtime is another one: it was closed without a wait")
             return
-        self._session.life = SessionLife.CLOSED
-        self._session.close_requests()
-        if self._session.remote is not None:
-            self._session.remote.end()
+        session.life = SessionLife.CLOSED
+        session.close_requests()
+        if session.remote is not None:
+            session.remote.end()
         try:
-            if self._session.disk is not None:
-                await self._session.disk.flush()
+            if session.disk is not None:
+                await session.disk.flush()
         finally:
             await self._close()
 
     async def _close(self) -> None:
-        self.worker.refuse_all()
+        self.worker.copies.is_accepting = False
+        self.worker.copies.discard_queued()
         deadline = anyio.current_time() + self.config.close_timeout_s
         try:
             # A launched copy can't be recalled, and its memory must outlive it: the one wait that is shielded.
@@ -415,31 +379,24 @@ class OffloadRuntime:
         finally:
             self._opening.close(0.0)
             self.worker.drain()
-            self.worker.stop("the runtime was closed")
+            self.worker.copies.stop("the runtime was closed")
             self.telemetry.runtime_closed(len(self.ledger.jobs.quarantined))
             self.worker.end()
             self._session.is_over = True
             assert self._group is not None
             await self._group.__aexit__(None, None, None)
 
+    def __del__(self) -> None:
+        opening = self.__dict__.get("_opening")  # missing if the constructor raised
+        if opening is not None and opening.is_open and not self._session.is_in_fork:
+            opening.let_go()  # first: a warning may be an error
+            warnings.warn(
+                f"{self!r} was abandoned: leave its async with block", ResourceWarning, stacklevel=2, source=self
+            )
+
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def request(
-        self,
-        token_ids: TokenIds,
-        request_id: str | None = None,
-        *,
-        cache_salt: str | bytes | None = None,
-        adapter_key: str | bytes | None = None,
-        key_spans: Iterable[KeySpan] = (),
-        deadline_s: float | None = None,
-        max_hit_tokens: int | None = None,
-        hit_alignment: int = 1,
-        reads_cache: bool = True,
-        store: StoreScope | str = StoreScope.ALL,
-        max_store_tokens: int | None = None,
-        num_device_tokens: int = 0,
-    ) -> Request:
+    def request(self, token_ids: TokenIds, request_id: str | None = None, **options: Unpack[PromptOptions]) -> Request:
         """A request for the prompt `token_ids` (one dimension of ids in `[0, 2**31)`, copied here).
 
         `cache_salt`, `adapter_key` and `key_spans` are part of the identity of KV: it is shared only where they are
@@ -450,28 +407,33 @@ class OffloadRuntime:
         An array of any length is read here. A list or tuple of more than 8,192 ids is read on entering, with turns for
         other tasks in between. It must not change until then, and `cancel(request_id)` finds the request only later.
         """
+        check_names("OffloadRuntime.request", options, PromptOptions)
         self._session.check_usable()
+        deadline_s = options.pop("deadline_s", None)
         seconds = None if deadline_s is None else _seconds("deadline_s", deadline_s)
         if seconds is not None and seconds < 0:  # no error: the rest of a time-out may be negative
             over = "is over before the request begins; None is no deadline"
             warnings.warn(f"deadline_s: {shown(deadline_s)} {over}", UserWarning, stacklevel=2)
-        prompt = prompt_of(self._roots.of(cache_salt, adapter_key), token_ids, key_spans)
-        options = RequestOptions(
-            request_id, seconds, max_hit_tokens, hit_alignment, reads_cache, store, max_store_tokens, num_device_tokens
-        )
-        request = Request(self._session, prompt, options)
+        root = self._roots.of(options.pop("cache_salt", None), options.pop("adapter_key", None))
+        prompt = prompt_of(root, token_ids, options.pop("key_spans", ()))
+        request = Request(self._session, prompt, request_id, seconds, options)
         request._runtime = self
         return request
 
     async def run(
-        self, function: Callable[[Request], Awaitable[Result]], token_ids: TokenIds, /, **options: Any
+        self,
+        function: Callable[[Request], Awaitable[Result]],
+        token_ids: TokenIds,
+        /,
+        request_id: str | None = None,
+        **options: Unpack[PromptOptions],
     ) -> Result:
         """Run `function(request)` in a new task; returns its result. `RequestAborted` if the request was cancelled.
 
         Only this method spawns a task for a request: cancelling the caller, natively too, cancels only this request.
         """
         check_callable("function", function)
-        request = self.request(token_ids, **options)
+        request = self.request(token_ids, request_id, **options)
         results: list[Result] = []
         errors: list[Exception] = []
 
@@ -496,17 +458,72 @@ class OffloadRuntime:
         reason = check_text("reason", reason)
         return self._session.cancel(check_text("request_id", request_id), reason)
 
-    def lookup(
-        self,
-        token_ids: TokenIds,
-        *,
-        cache_salt: str | bytes | None = None,
-        adapter_key: str | bytes | None = None,
-        key_spans: Iterable[KeySpan] = (),
-    ) -> PrefixMatch:
-        """The cached part of a prompt. Pins nothing, refreshes nothing: it may be evicted at the next await."""
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    def step(self, requests: Iterable[Request | PendingLoad]) -> AbstractContextManager[None]:
+        """Hold the blocks of `requests` while a forward uses them, in any thread, even if a request ends meanwhile.
+
+        A load waits only for the steps that used the blocks it writes to, and not for all compute so far. So once you
+        use steps, run every forward in one, also a forward whose result you may discard, and commit once for each step.
+        If you never use steps, loads wait for all compute so far.
+
+        A pending load in place of its request: the forward starts before the load is over (see `PendingLoad`).
+        """
         self._session.check_usable()
-        return self.ledger.lookup(self._prefix(token_ids, cache_salt, adapter_key, key_spans))
+        return StepScope(self._session, requests)
+
+    async def run_step(self, requests: Iterable[Request | PendingLoad], function: Callable[[], Result]) -> Result:
+        """Run `function()` in a worker thread and hold the blocks of `requests` until the *thread* has finished.
+
+        A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread it awaits still runs; here
+        the step belongs to the thread. A task that waits to the end goes on with nothing in between: if it commits at
+        once, nobody has preempted a request meanwhile. `cancel` and a deadline of a request wait for the thread, too.
+        """
+        return await run_step(self._session, requests, function)
+
+    def offer_deferred(self, after: Fence | None = None) -> None:
+        """With `engine_blocks`, at the beginning of each step: store blocks that offers have deferred because too many
+        were in flight, up to the bound of stores in flight. This includes blocks of requests that are over, because
+        `find` says which block of the engine holds their KV.
+
+        `after` is a fence after all compute so far; None: after all work on the current stream so far.
+        """
+        session = self._session
+        session.check_usable()
+        if after is not None or self.ledger.deferred_requests:
+            after = session.fence_after(after)
+        session.store(self.ledger.offer_deferred(), after)
+
+    def report_queue(self, num_tokens: int) -> None:
+        """Report that the engine will compute `num_tokens` tokens of prompts before those of the next request. Call it
+        at each step, or never: without it, the runtime counts the tokens that requests have to compute after their
+        loads."""
+        self._session.check_usable()
+        check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
+        if self._session.costs is not None:
+            self._session.costs.report_queue(num_tokens)
+
+    def report_compute(self, num_tokens: int, seconds: float) -> None:
+        """Report that computing `num_tokens` tokens of prompts took `seconds`. For engines whose steps the runtime does
+        not see: with `engine_blocks`, or where a commit comes before its forward is over."""
+        self._session.check_usable()
+        check_report(num_tokens, seconds)
+        if self._session.speed is not None:
+            self._session.speed.report(num_tokens, float(seconds))
+
+    def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> tuple[Request, ...]:
+        """Commit several requests of one forward after one fence, all or nothing.
+
+        Requests that have ended or were preempted meanwhile, even if they were resumed since, are left out and
+        returned: the KV computed for them is lost.
+        """
+        return commit_step(self._session, computed, after)
+
+    # -- cached prompts -------------------------------------------------------------------------------------------
+
+    def lookup(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PrefixMatch:
+        """The cached part of a prompt. Pins nothing, refreshes nothing: it may be evicted at the next await."""
+        return self.ledger.lookup(self._prefix_for("lookup", token_ids, identity))
 
     def pin(self, token_ids: TokenIds, ttl_s: float, **identity: Unpack[Identity]) -> PinScope:
         """A context manager that pins the cached part of a prompt from entering on, for at most `ttl_s` seconds."""
@@ -573,66 +590,9 @@ class OffloadRuntime:
         return Prefix.of(self._roots.of(cache_salt, adapter_key), token_ids, key_spans)
 
     def _prefix_for(self, call: str, token_ids: TokenIds, identity: Identity) -> Prefix:
+        check_names(f"OffloadRuntime.{call}", identity, Identity)
         self._session.check_usable()
-        check_identity(f"{type(self).__name__}.{call}", identity)
         return self._prefix(token_ids, **identity)
-
-    # -- computing ------------------------------------------------------------------------------------------------
-
-    def step(self, requests: Iterable[Request | PendingLoad]) -> AbstractContextManager[None]:
-        """Hold the blocks of `requests` while a forward uses them, in any thread, even if a request ends meanwhile.
-
-        A load waits only for the steps that used the blocks it writes to, and not for all compute so far. So once you
-        use steps, run every forward in one, also a forward whose result you may discard, and commit once for each step.
-        If you never use steps, loads wait for all compute so far.
-
-        A pending load in place of its request: the forward starts before the load is over (see `PendingLoad`).
-        """
-        self._session.check_usable()
-        return StepScope(self._session, requests)
-
-    async def run_step(self, requests: Iterable[Request | PendingLoad], function: Callable[[], Result]) -> Result:
-        """Run `function()` in a worker thread and hold the blocks of `requests` until the *thread* has finished.
-
-        A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread it awaits still runs; here
-        the step belongs to the thread. A task that waits to the end goes on with nothing in between: if it commits at
-        once, nobody has preempted a request meanwhile. `cancel` and a deadline of a request wait for the thread, too.
-        """
-        return await run_step(self._session, requests, function)
-
-    def offer_deferred(self, after: Fence | None = None) -> None:
-        """With `engine_blocks`, at the beginning of each step: store blocks that offers have deferred because too many
-        were in flight, up to the bound of stores in flight. This includes blocks of requests that are over, because
-        `find` says which block of the engine holds their KV.
-
-        `after` is a fence after all compute so far; None: after all work on the current stream so far.
-        """
-        self._session.check_usable()
-        self._session.offer_deferred(after)
-
-    def report_queue(self, num_tokens: int) -> None:
-        """The engine will compute so many tokens of prompts before those of the next request. Call it at each step, or
-        never: the runtime counts what requests have to compute from their load on."""
-        self._session.check_usable()
-        check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
-        if self._session.costs is not None:
-            self._session.costs.report_queue(num_tokens)
-
-    def report_compute(self, num_tokens: int, seconds: float) -> None:
-        """Computing `num_tokens` tokens of prompts took so long. For engines whose steps the runtime does not see: with
-        `engine_blocks`, or where a commit comes before its forward is over."""
-        self._session.check_usable()
-        check_report(num_tokens, seconds)
-        if self._session.speed is not None:
-            self._session.speed.report(num_tokens, float(seconds))
-
-    def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> tuple[Request, ...]:
-        """Commit several requests of one forward behind one fence, all or nothing.
-
-        Requests that have ended or were preempted meanwhile, even if they were resumed since, are left out and
-        returned: what was computed for them is lost.
-        """
-        return commit_step(self._session, computed, after)
 
     # -- whole cache ----------------------------------------------------------------------------------------------
 
@@ -649,7 +609,7 @@ class OffloadRuntime:
     async def flush(self) -> None:
         """Wait until every transfer planned so far has ended or is given up."""
         self._session.check_usable()
-        self._session.check_loop(self.env.running_loop())
+        self._session.check_loop()
         await self.worker.wait_idle()
 
     async def reset(self, tier: Tier | None = None, timeout_s: float | None = None) -> tuple[int, ...]:
@@ -669,12 +629,12 @@ class OffloadRuntime:
         runtime stops using the store.
         """
         self._session.check_usable()
-        self._session.check_loop(self.env.running_loop())
+        self._session.check_loop()
         seconds = math.inf if timeout_s is None else _seconds("timeout_s", timeout_s)
         if seconds < 0:
             raise InvalidArgument("timeout_s", f"must not be negative, got {shown(timeout_s)}")
         self.ledger.reset(tier)
-        self.worker.discard_queued()
+        self.worker.copies.discard_queued()
         last_id, deadline = self.ledger.jobs.last_id, anyio.current_time() + seconds
         disk, remote = self._session.disk, self._session.remote
         if remote is not None and tier is None:
@@ -684,6 +644,27 @@ class OffloadRuntime:
         with anyio.CancelScope(deadline=deadline):
             await self.worker.wait_over(last_id)
         return self.worker.copies.in_flight_up_to(last_id)
+
+    # -- reports --------------------------------------------------------------------------------------------------
+
+    def requests(self) -> tuple[RequestStatus, ...]:
+        """The live requests, the one that is in its state for the longest first: what each holds and waits for, and the
+        holders of that."""
+        self._session.check_may_look()
+        return self.ledger.requests()
+
+    def holders(self) -> tuple[Holder, ...]:
+        """All holders of device blocks, the biggest first: requests, steps (also for requests that are over), pins,
+        jobs, prefetches, demotions."""
+        self._session.check_may_look()
+        return self.ledger.holders()
+
+    def explain(self) -> str:
+        """`requests()` and `holders()` as a table to print."""
+        self._session.check_may_look()
+        below = (self._session.disk, self._session.remote)
+        remarks = [remark for work in below if work is not None for remark in work.remarks()]
+        return "\n".join((self.ledger.explain(), *map(printable, remarks)))
 
     def statistics(self) -> RuntimeStatistics:
         self._session.check_may_look()
@@ -697,11 +678,11 @@ class OffloadRuntime:
             num_fetches_declined=self._session.num_fetches_declined,
             num_fetches_skipped=sum(one.num_fetches_skipped for one in (disk, remote) if one is not None),
             num_loads_declined=0 if self._session.costs is None else self._session.costs.num_declined,
-            off_reason=self.worker.off_reason,
+            off_reason=self.worker.copies.off_reason,
         )
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` unless every block has exactly one owner. Looks at every block."""
+        """Raise `IntegrityError` unless every block has exactly one owner. Scans every block."""
         self._session.check_may_look()
         self.ledger.check_integrity()
 

@@ -1,9 +1,21 @@
-"""Whether a session is open, and the one thread of one process that it belongs to.
+"""The session: what the requests, loads, pins and steps of one open runtime share.
 
-The session: what requests, loads and pins of one open runtime share.
+A runtime belongs to one event loop, in one thread of one process. The ledger has no locks: each of its calls is
+synchronous, so the ledger does not change between two awaits. Therefore every call of the runtime is checked first:
 
-It knows the entered requests, and records the fences of commits. It sees requests only as
-`Entered`, so that it does not depend on their module.
+    check_usable     a call that changes something: the runtime is open, and this is its process and its thread
+    check_may_look   a report: as before; while nothing changes (before opening, after closing), any thread may look
+    check_loop       a call that waits: this is also its event loop, because completions wake no other loop
+    call_in_loop     `cancel`: at once in the loop's thread, soon from any other one
+    leave_in_loop    the end of a `with` block: as before; nothing in a forked child, which only has a copy
+    call_later       a finaliser: always soon, because it may interrupt a change of the ledger
+
+The session registers each entered request by a weak reference, so that the garbage collector can find a request that
+was abandoned. The session also has the fence of each request's last commit, because the stores at the end of a request
+wait for that fence.
+
+`Entered` is the part of a request that the session, its loads and the lower tiers need. It keeps the session from
+importing the request's own module.
 """
 
 from __future__ import annotations
@@ -11,24 +23,20 @@ from __future__ import annotations
 import enum
 import math
 import os
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Protocol
 from weakref import ref
 
 import anyio
-import attrs
 
 from .._arguments import check_has
 from .._config.config import OffloadConfig
-from .._extensions.store_policies import StoreScope
-from .._kernel.events import RequestCancelled
 from .._kernel.ledger import Ledger
-from .._kernel.plans import TransferPlan
-from .._kernel.prefix import Prefix, TokenIds
-from .._kernel.requests import LedgerRequest
-from .._kernel.states import RequestState
+from .._kernel.plans import RequestOptions, TransferPlan
+from .._kernel.prefix import Identity, Prefix, TokenIds
+from .._kernel.requests import LedgerRequest, Waiter
 from .._observe.log import Telemetry
 from .._observe.observers import Observers
 from .._tiers.disk.loop import DiskWork
@@ -40,7 +48,7 @@ from ..errors import AoffloadError, DeviceGone, RuntimeClosed, TransferRefused, 
 from .costs import LoadCosts, PrefillSpeed
 from .worker import CopyWorker, SlowWatch
 
-__all__ = ["Entered", "RequestOptions", "Session", "SessionLife"]
+__all__ = ["Entered", "PromptOptions", "Session", "SessionLife"]
 
 
 class SessionLife(enum.Enum):
@@ -51,28 +59,18 @@ class SessionLife(enum.Enum):
     """Also while it closes."""
 
 
-@attrs.frozen
-class RequestOptions:
-    """The options of a request, besides its tokens."""
+class PromptOptions(Identity, RequestOptions, total=False):
+    """The options of `OffloadRuntime.request`: the identity of the KV, the options of the ledger, and a deadline."""
 
-    request_id: str | None
     deadline_s: float | None
-    max_hit_tokens: int | None
-    hit_alignment: int
-    reads_cache: bool
-    store: StoreScope | str
-    max_store_tokens: int | None
-    num_device_tokens: int
+    """Seconds from entering until the request is cancelled. None (the default): no deadline."""
 
 
 class Entered(Protocol):
-    """A request, as the session and its loads see it."""
+    """A request, as the session, its loads and the lower tiers see it."""
 
     _session: Session
     _record: LedgerRequest | None
-
-    @property
-    def state(self) -> RequestState: ...
 
     def _left_s(self) -> float | None:
         """Seconds until its deadline; None: it has none."""
@@ -86,10 +84,6 @@ class Entered(Protocol):
         """Its record. As `_live`, and raises also if the request has no blocks."""
         ...
 
-    def _close(self, reason: str) -> None:
-        """Release everything now."""
-        ...
-
     def _cancel(self, reason: str) -> None:
         """Cancel its block."""
         ...
@@ -98,8 +92,12 @@ class Entered(Protocol):
         """Make the tasks that wait in it check again."""
         ...
 
-    async def _wait(self, event: anyio.Event) -> None:
-        """Wait for `event`, which `_wake` sets, too."""
+    async def _wait(self, bound_s: float | None = None) -> bool:
+        """Wait until `_wake`, at most `bound_s` seconds. Returns whether the time is over."""
+        ...
+
+    async def _wait_for_blocks(self, waiter: Waiter | None) -> None:
+        """Wait until `_wake`. Reports a long wait of `waiter`, and returns then, too."""
         ...
 
 
@@ -121,9 +119,10 @@ class Session:
         """Closing has ended: nothing changes any more, so any thread may read."""
         self.step_threads: set[int] = set()
         """Ids of the threads in which `run_step` calls its functions."""
+        self.loop: object = None
+        """The event loop of the runtime; set by `begin`."""
         self._thread_id = 0
         self._process_id = 0
-        self._loop: object = None
         self.worker = worker
         self.config = config
         self.env = env
@@ -132,15 +131,15 @@ class Session:
         self.telemetry = telemetry
         self.observers = observers
         self.disk: DiskWork | None = None
-        """Set where the transport has a disk."""
+        """Set if the transport has a disk."""
         self.remote: RemoteWork | None = None
-        """Set where the transport has a remote tier."""
+        """Set if the transport has a remote tier."""
         self.speed: PrefillSpeed | None = None
-        """Set where a tier below the host is: fetches compete with computing."""
+        """Set if a fetch or a load competes with computing."""
         self.costs: LoadCosts | None = None
-        """Set where not all that could be loaded is."""
+        """Set if `load_choice` may decline a part of a hit."""
         self.num_fetches_declined = 0
-        """Times that computing was sooner than a fetch would have been."""
+        """Number of fetches that were declined because computing was faster."""
         self.running_task: Callable[[], object] = object
         """Returns the current task; set by `begin`."""
         self.now: Callable[[], float] = float
@@ -149,12 +148,14 @@ class Session:
         """Set by `begin`."""
         self.hashing: anyio.CapacityLimiter | None = None
         """For hashing threads. The program's threads may fill the default limiter while they wait for the runtime."""
-        # Weak, or an abandoned request would never be noticed.
         self._entered: dict[str, ref[Entered]] = {}
         waits_only_after = isinstance(transport, WaitsOnlyAfter) and transport.waits_only_after
-        self._step_fences = StepFences() if waits_only_after else None
+        self.step_fences = StepFences() if waits_only_after else None
+        """The fences at the ends of steps, for loads into the blocks of these steps."""
         self._fences: dict[str, Fence | None] = {}
-        """The fence of each live request's last commit; stores at the end of the request wait for it, too."""
+        """The fence of each live request's last commit."""
+
+    # -- where a call comes from ----------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
@@ -166,6 +167,11 @@ class Session:
         return bool(self._process_id)
 
     @property
+    def is_here(self) -> bool:
+        """Whether this is the process of the runtime, and the thread of its event loop."""
+        return os.getpid() == self._process_id and get_ident() == self._thread_id
+
+    @property
     def is_in_fork(self) -> bool:
         """Whether this process is a forked child, which has only a copy of the runtime and must not use it."""
         return bool(self._process_id) and os.getpid() != self._process_id
@@ -173,27 +179,24 @@ class Session:
     @property
     def is_elsewhere(self) -> bool:
         """Whether this is not the thread of the event loop."""
-        return threading.get_ident() != self._thread_id
+        return get_ident() != self._thread_id
 
     def check_usable(self) -> None:
         """Raise unless the runtime is open and this is its process and thread."""
-        if not self.is_open or os.getpid() != self._process_id or threading.get_ident() != self._thread_id:
+        if self.life is not SessionLife.OPEN or os.getpid() != self._process_id or get_ident() != self._thread_id:
             raise self._why_not()
 
     def check_may_look(self) -> None:
         """Raise if the runtime belongs to another process, or if another thread may be changing it. The runtime does
         not change before it is opened, nor after it is closed."""
-        if self._process_id and not self.is_over and (self.is_in_fork or self.is_elsewhere):
+        if self._process_id and not self.is_over and not self.is_here:
             raise self._why_not_here()
 
-    def check_loop(self, running: object) -> None:
+    def check_loop(self) -> None:
         """Raise in any event loop other than that of the runtime, even in the same thread. No wait would end there,
         because completions wake the loop in which the runtime was opened."""
-        if self.is_open and not self.is_in_fork and not self.is_elsewhere and running is not self._loop:
+        if self.env.running_loop() is not self.loop and self.life is SessionLife.OPEN and self.is_here:
             raise WrongThread("the runtime belongs to the event loop that it was opened in: make one for each loop")
-
-    def is_own_loop(self, running: object) -> bool:
-        return running is self._loop
 
     def _why_not(self) -> AoffloadError:
         if self.is_in_fork:
@@ -207,7 +210,7 @@ class Session:
     def _why_not_here(self) -> AoffloadError:
         if self.is_in_fork:
             return WrongProcess("the runtime belongs to the process it was opened in, not to a fork of it")
-        if threading.get_ident() in self.step_threads:
+        if get_ident() in self.step_threads:
             return WrongThread(
                 "the function of `run_step` runs in a worker thread, which may not call the runtime: read `block_ids`, "
                 "and whatever else it needs, before `run_step`, and commit after it"
@@ -219,30 +222,30 @@ class Session:
 
     def call_in_loop(self, function: Callable[[], None]) -> None:
         """Call `function` now in the event loop's thread; from another thread, have it called there soon."""
-        if self.is_in_fork:
-            raise self._why_not()
-        if threading.get_ident() == self._thread_id:
+        if self.is_here:
             function()
+        elif self.is_in_fork:
+            raise self._why_not_here()
         else:
             self.worker.call_soon(function)
 
     def leave_in_loop(self, function: Callable[[], None]) -> None:
         """As `call_in_loop`, for the end of a `with` block. In a forked child it does nothing, because the child owns
         nothing that has to end."""
-        if not self.is_in_fork:
+        if os.getpid() == self._process_id:
             self.call_in_loop(function)
 
     def call_later(self, function: Callable[[], None]) -> None:
         """For finalisers, which run in any thread, or in the middle of a ledger change. Does nothing once closed."""
-        if self.is_open and os.getpid() == self._process_id:
+        if self.life is SessionLife.OPEN and os.getpid() == self._process_id:
             self.worker.call_soon(function)
 
     def begin(self) -> None:
         """Bind to the event loop of this thread. `RuntimeClosed` the second time."""
         if self._process_id:
             raise RuntimeClosed("a runtime is entered once: make another one")
-        self._loop = self.env.running_loop()
-        self._thread_id, self._process_id = threading.get_ident(), os.getpid()
+        self.loop = self.env.running_loop()
+        self._thread_id, self._process_id = get_ident(), os.getpid()
         self.running_task, self.now = self.env.running_task(), self.env.loop_clock()
         self.ledger._moves.clock = self.now  # not given to the ledger when it is made: there was no loop yet
         self.slow = self.worker.slow = SlowWatch(self.ledger, self.config, self.observers, self.now)
@@ -256,56 +259,27 @@ class Session:
         found = {name: reference() for name, reference in self._entered.items()}
         return {name: request for name, request in found.items() if request is not None}
 
-    def admit(self, request: Entered, prefix: Prefix, options: RequestOptions) -> LedgerRequest:
+    def admit(
+        self,
+        request: Entered,
+        prefix: Prefix,
+        request_id: str | None,
+        deadline_s: float | None,
+        options: RequestOptions,
+    ) -> LedgerRequest:
+        """Match the prompt of `request`, and register the request."""
         self.check_usable()
-        record = self.ledger.admit(
-            prefix,
-            request_id=options.request_id,
-            max_hit_tokens=options.max_hit_tokens,
-            hit_alignment=options.hit_alignment,
-            reads_cache=options.reads_cache,
-            store=options.store,
-            max_store_tokens=options.max_store_tokens,
-            num_device_tokens=options.num_device_tokens,
-        )
-        self.bound(record, options.deadline_s)
+        record = self.ledger.admit(prefix, request_id=request_id, **options)
+        self.bound(record, deadline_s)
         self._entered[record.request_id] = reference = ref(request)
         record.when_idle = partial(_wake, reference)
         return record
 
     def bound(self, record: LedgerRequest, left_s: float | None) -> None:
-        """Called where `record` was matched. An engine that owns the device blocks is told what is to be loaded."""
+        """Called after each match of `record`. The match tells an engine that owns the device blocks what is going to
+        be loaded, so the choice whether to load is made here. Otherwise it is made when the load begins."""
         if self.costs is not None and self.ledger.is_engine_owned:
             self.costs.bound(record, left_s)
-
-    def load_limit(self, record: LedgerRequest, max_tokens: int | None, left_s: float | None) -> int | None:
-        """The `max_tokens` for a load that was asked for with `max_tokens`. An engine was told before."""
-        if self.costs is None or self.ledger.is_engine_owned:
-            return max_tokens
-        return self.costs.limit(record, max_tokens, left_s)
-
-    def release(self, record: LedgerRequest, reason: str) -> None:
-        """End a request; its stores wait for the fence of its last commit."""
-        self._entered.pop(record.request_id, None)
-        if self.speed is not None:
-            self.speed.forget(record.request_id)
-        if self.costs is not None:
-            self.costs.forget(record.request_id)
-        fence = self._fences.pop(record.request_id, None)
-        self.worker.submit(self.ledger.release(record, reason), fence)
-        if self.is_open:  # no write-back into a cache that closes
-            self._write_back()
-
-    def abandon(self, record: LedgerRequest, scope: anyio.CancelScope | None) -> None:
-        """End a request that was never left. Called by its finaliser, see `call_later`."""
-
-        def let_go() -> None:
-            if scope is not None:
-                scope.deadline = math.inf  # it stays around a task that no longer serves this request
-            if not record.is_over:
-                self.release(record, "abandoned")
-
-        self.call_later(let_go)
 
     def cancel(self, request_id: str, reason: str) -> bool:
         """Cancel the live request with that id. Returns whether there was one."""
@@ -316,61 +290,72 @@ class Session:
         request._cancel(reason)
         return True
 
-    def cancelled(self, record: LedgerRequest, reason: str) -> None:
-        """Its block is being cancelled. It holds what it has until its task has left the block."""
-        record.ends_for(reason)
-        self.observers.observe(RequestCancelled(record, reason))
+    def release(self, record: LedgerRequest, reason: str) -> None:
+        """End a request, unless it is over. Its stores wait for the fence of its last commit."""
+        if record.is_over:
+            return
+        self._entered.pop(record.request_id, None)
+        if self.speed is not None:
+            self.speed.forget(record.request_id)
+        if self.costs is not None:
+            self.costs.forget(record.request_id)
+        fence = self._fences.pop(record.request_id, None)
+        self.worker.submit(self.ledger.release(record, reason), fence)
+        if self.life is SessionLife.OPEN:  # no write-back into a cache that closes
+            self._write_back()
+
+    def abandon(self, record: LedgerRequest, scope: anyio.CancelScope | None) -> None:
+        """End a request that was never left. Called by its finaliser, see `call_later`."""
+
+        def let_go() -> None:
+            if scope is not None:
+                scope.deadline = math.inf  # it stays around a task that no longer serves this request
+            self.release(record, "abandoned")
+
+        self.call_later(let_go)
 
     def close_requests(self) -> None:
         """End all requests, pins, prefetches and demotions."""
         for request in self.requests.values():
-            request._close("runtime_closed")
+            if request._record is not None:
+                self.release(request._record, "runtime_closed")
             request._wake()
         for record in tuple(self.ledger.live_requests.values()):  # abandoned, and not released yet
             self.release(record, "abandoned")
         self.ledger.drop_pins()
         self.ledger.cancel_cache_transfers()
 
-    # -- loads ----------------------------------------------------------------------------------------------------
-
-    def step_ends(self) -> None:
-        """Called before a step ends in the ledger: record the fence for loads that need blocks of this step."""
-        if self._step_fences is not None:
-            self._step_fences.ended(self.ledger.num_steps_ended + 1, self._fence())
+    # -- copies ---------------------------------------------------------------------------------------------------
 
     def submit_transfers(self, plans: Sequence[TransferPlan]) -> None:
         """Launch planned copies. A load waits for the steps that used its destinations, or for all compute so far if
         those steps are unknown. A store waits for all compute so far."""
         if plans:
-            fences = self._step_fences
+            fences = self.step_fences
             self.worker.submit(plans, None if fences is None else fences.before_load(self.ledger.last_step(plans)))
 
-    # -- commits --------------------------------------------------------------------------------------------------
-
     def fence_after(self, after: Fence | None) -> Fence | None:
-        """`after`; if it is None, a new fence behind all work on the current stream, or None if there can be none."""
+        """`after`; if it is None, a new fence after all work on the current stream. None if no fence can be recorded:
+        what is committed then can be used on the device, but is not stored."""
         if after is not None:
             check_has("after", after, "Fence", "query synchronize")
             return after
-        return self._fence()
-
-    def _fence(self) -> Fence | None:
-        """None if none can be recorded: what is committed then can be used on the device, but not stored."""
-        if not self.worker.is_accepting:
+        if not self.worker.copies.is_accepting:
             return None
         try:
             return self.transport.record_fence()
         except DeviceGone as error:
-            self.worker.turn_off(str(error))
+            self.worker.copies.turn_off(str(error))
             return None
         except TransferRefused as error:
             self.telemetry.transport_failed(error)
             return None
 
-    def commit_behind(
-        self, fence: Fence | None, record: LedgerRequest, num_computed_tokens: int, new_token_ids: TokenIds
+    def commit(
+        self, record: LedgerRequest, num_computed_tokens: int, new_token_ids: TokenIds, fence: Fence | None
     ) -> None:
-        """Publish what was computed; store it once `fence` has passed, or not at all without a fence."""
+        """Publish the KV of the first `num_computed_tokens` tokens; store it once `fence` has passed, or not at all
+        without a fence."""
         before = record.num_computed_tokens
         plans = self.ledger.commit(record, num_computed_tokens, new_token_ids)
         if self.speed is not None and fence is not None and _has_passed(fence):
@@ -379,66 +364,36 @@ class Session:
             self.costs.computed(record.request_id, record.num_computed_tokens - before)
         self._fences[record.request_id] = fence
         if plans:
-            self._store_behind(fence, plans)
+            self.store(plans, fence)
         self._write_back()
 
-    def _write_back(self) -> None:
-        """Store what is about to be evicted. Not behind the fence of a commit: any request may have computed it."""
-        if self.ledger.writes_back and (plans := self.ledger.plan_write_back()):
-            self.worker.submit(plans)
-        self.look_below()
-
-    def look_below(self) -> None:
-        """Have lower tiers store what they should have. Called after whatever may have changed that."""
-        if self.disk is not None:
-            self.disk.look()
-        if self.remote is not None:
-            self.remote.look()
-
-    def offer_behind(
-        self,
-        fence: Fence | None,
-        record: LedgerRequest,
-        num_computed_tokens: int,
-        block_ids: Sequence[Sequence[int]],
-        new_token_ids: TokenIds,
-        *,
-        is_last: bool,
-    ) -> None:
-        """Store from an engine's blocks once `fence` has passed, or not at all without a fence."""
-        before = record.num_computed_tokens
-        plans = self.ledger.offer(record, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
-        if self.costs is not None:
-            self.costs.computed(record.request_id, record.num_computed_tokens - before)
-        self._store_behind(fence, plans)
-
-    def offer_deferred(self, after: Fence | None) -> None:
-        """Store the engine's blocks that earlier offers have deferred, once `after` has passed."""
-        if after is not None or self.ledger.deferred_requests:
-            after = self.fence_after(after)
-        self._store_behind(after, self.ledger.offer_deferred())
-
-    def _store_behind(self, fence: Fence | None, plans: Sequence[TransferPlan]) -> None:
+    def store(self, plans: Sequence[TransferPlan], fence: Fence | None) -> None:
+        """Store once `fence` has passed. Without a fence, discard the plans."""
         if fence is None:
-            self.worker.refuse(plans)
+            self.worker.copies.refuse(plans)
         else:
             self.worker.submit(plans, fence)
 
-    def invalidate(self, record: LedgerRequest, from_token: int) -> None:
-        """Invalidate what was committed from `from_token` on, and abort requests that may have read it."""
-        for tainted in self.ledger.invalidate(record, from_token):
-            self.cancel(tainted.request_id, "prefix_invalidated")
+    def _write_back(self) -> None:
+        """Store what is about to be evicted. Not after the fence of a commit: any request may have computed it."""
+        if self.ledger.writes_back and (plans := self.ledger.plan_write_back()):
+            self.worker.submit(plans)
+        if self.disk is not None or self.remote is not None:
+            self.store_below()
+
+    def store_below(self) -> None:
+        """Have the lower tiers store what they should have. Called after each change that may affect this."""
         if self.disk is not None:
-            self.disk.take_back()
+            self.disk.store_more()
         if self.remote is not None:
-            self.remote.look()
+            self.remote.store_more()
 
 
 def _has_passed(fence: Fence) -> bool:
     """Whether the compute before `fence` is known to be over."""
     try:
         return fence.query()
-    except Exception:  # noqa: BLE001 - a driver error: whoever waits for the fence meets it
+    except Exception:  # noqa: BLE001 - a driver error: the copies that wait for the fence report it
         return False
 
 

@@ -1,11 +1,23 @@
-"""Steps: forwards over several requests, which hold their blocks and commit their results together."""
+"""Steps: forwards over several requests, which hold their blocks and commit their results together.
+
+A step holds blocks from its begin to its end, even if a request of it ends meanwhile, because the forward may still
+read or write them. The ledger's step begins and ends in the event loop's thread; the forward may run in any thread:
+
+    runtime.step       a `with` block. Any thread may leave it; the step ends in the loop's thread
+    runtime.run_step   a function in a worker thread. The step belongs to the thread: a natively cancelled task leaves
+                       while its thread still computes, and the step must not end before the thread has finished. If the
+                       task waits to the end, the task ends the step, so it can commit before another task preempts
+
+At its end a step records a fence, before its blocks become free: a load into one of these blocks waits for this fence.
+"""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
 from inspect import iscoroutinefunction
 from threading import get_ident
 from types import TracebackType
@@ -23,10 +35,11 @@ from .loading import PendingLoad
 from .request import Request
 from .session import Session
 
-__all__ = ["Computed", "StepScope", "commit_step", "hold", "run_step"]
+__all__ = ["Computed", "StepScope", "commit_step", "run_step"]
 
 
 Result = TypeVar("Result")
+LedgerStep = AbstractContextManager[None]
 GONE = (RequestState.DONE, RequestState.ABORTED, RequestState.PREEMPTED)
 
 
@@ -39,8 +52,8 @@ class Computed:
     new_token_ids: TokenIds = ()
 
 
-def hold(session: Session, requests: Iterable[Request | PendingLoad]) -> AbstractContextManager[None]:
-    """A context manager that holds the blocks of `requests` during a forward."""
+def _begin(session: Session, requests: Iterable[Request | PendingLoad]) -> LedgerStep:
+    """Hold the blocks of `requests` until `_end`."""
     session.check_usable()
     held: list[LedgerRequest] = []
     arriving: list[LedgerRequest] = []
@@ -52,7 +65,17 @@ def hold(session: Session, requests: Iterable[Request | PendingLoad]) -> Abstrac
     session.worker.step_begins()
     if session.speed is not None:
         session.speed.begins([record.request_id for record in (*held, *arriving)], session.now())
-    return _held(session, held, arriving)
+    step = session.ledger.step(held, arriving)
+    step.__enter__()
+    return step
+
+
+def _end(session: Session, step: LedgerStep) -> None:
+    try:
+        if session.step_fences is not None:
+            session.step_fences.ended(session.ledger.num_steps_ended + 1, session.fence_after(None))
+    finally:
+        step.__exit__(None, None, None)
 
 
 class StepScope:
@@ -62,46 +85,30 @@ class StepScope:
     def __init__(self, session: Session, requests: Iterable[Request | PendingLoad]) -> None:
         self._session = session
         self._requests = requests
-        self._held: AbstractContextManager[None] | None = None
+        self._step: LedgerStep | None = None
         self._was_entered = self._is_over = False
 
     def __enter__(self) -> None:
         if self._was_entered:
             raise WrongState("step: this one was entered before: make another one")
         self._was_entered = True
-        held = hold(self._session, self._requests)
-        held.__enter__()
-        self._held = held
+        self._step = _begin(self._session, self._requests)
 
     def __exit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        held = self._held
-        if held is not None and not self._is_over:
+        if self._step is not None and not self._is_over:
             self._is_over = True
-            self._session.leave_in_loop(lambda: _end(held))
+            self._session.leave_in_loop(partial(_end, self._session, self._step))
 
     def __del__(self) -> None:
-        held = self._held
-        if held is None:
+        step = self._step
+        if step is None:
             if not self._was_entered and self._session.is_open:
                 warnings.warn("a step was never entered, and holds nothing: use `with`", ResourceWarning, stacklevel=2)
         elif not self._is_over:
-            self._session.call_later(lambda: _end(held))  # before the warning, which may raise
+            self._session.call_later(partial(_end, self._session, step))  # before the warning, which may raise
             warnings.warn("a step was abandoned: leave its with block", ResourceWarning, stacklevel=2, source=self)
-
-
-def _end(held: AbstractContextManager[None]) -> None:
-    held.__exit__(None, None, None)
-
-
-@contextmanager
-def _held(session: Session, held: Iterable[LedgerRequest], arriving: Iterable[LedgerRequest]) -> Iterator[None]:
-    with session.ledger.step(held, arriving):
-        try:
-            yield
-        finally:
-            session.step_ends()
 
 
 async def run_step(
@@ -111,9 +118,7 @@ async def run_step(
     check_callable("function", function)
     if iscoroutinefunction(function):
         raise InvalidArgument("function", f"must compute in a thread, {shown(function)} is async")
-    with ExitStack() as stack:
-        stack.enter_context(hold(session, requests))
-        held = ThreadStep(stack.pop_all())
+    held = ThreadStep(session, _begin(session, requests))
 
     def compute() -> Result:
         held.begin()
@@ -133,21 +138,23 @@ async def run_step(
 
 @attrs.define(eq=False)
 class ThreadStep:
-    """A step that its task ends, so that nobody can take the blocks before the task goes on: it commits first. If the
-    task has left before the thread is through, the loop ends the step behind the thread."""
+    """A step that its task ends, so that no other task can take the blocks before this task goes on and commits. If the
+    task has left before the thread has finished, the event loop ends the step after the thread."""
 
-    held: ExitStack
+    session: Session
+    step: LedgerStep
     _begun: threading.Lock = attrs.field(factory=threading.Lock)
     """Taken by the thread, or by a task that leaves before the thread has begun."""
     _computed: threading.Event = attrs.field(factory=threading.Event)
     _has_left: bool = False
+    _is_over: bool = False
 
     def begin(self) -> None:
         if not self._begun.acquire(blocking=False):
-            raise WrongState("nobody waits for this step any more")
+            raise WrongState("the task of this step has left it before its function could run")
 
     def computed(self) -> bool:
-        """The thread is through; whether the task has left, so that somebody else has to end the step."""
+        """The thread has finished. Returns whether the task has left, so that the event loop has to end the step."""
         self._computed.set()
         return self._has_left
 
@@ -157,12 +164,14 @@ class ThreadStep:
             self.end()
 
     def end(self) -> None:
-        """Once: if both sides see that the other one is through, the second time does nothing."""
-        self.held.close()
+        """Once: the task and the thread may each see that the other one has finished."""
+        if not self._is_over:
+            self._is_over = True
+            _end(self.session, self.step)
 
 
 def commit_step(session: Session, computed: Iterable[Computed], after: Fence | None) -> tuple[Request, ...]:
-    """Commit all of `computed` behind one fence, or nothing. See `OffloadRuntime.commit_step`."""
+    """Commit all of `computed` after one fence, or nothing. See `OffloadRuntime.commit_step`."""
     session.check_usable()
     each = [check_type("computed", one, Computed) for one in as_tuple("computed", computed, "Computed")]
     gone = tuple(one.request for one in each if _is_gone(_own(session, "computed", one.request)))
@@ -178,12 +187,12 @@ def commit_step(session: Session, computed: Iterable[Computed], after: Fence | N
             raise type(error)(error.argument, f"{error.problem} ({record})") from error
     fence = session.fence_after(after)
     for record, one in there:
-        session.commit_behind(fence, record, one.num_computed_tokens, one.new_token_ids)
+        session.commit(record, one.num_computed_tokens, one.new_token_ids, fence)
     return gone
 
 
 def _is_gone(request: Request) -> bool:
-    """Whether what was computed for it has nowhere to go: it is over, or has given up the blocks of its step."""
+    """Whether the KV computed for it is lost: the request is over, or has given up the blocks of its step."""
     record = request._record
     is_lost = record is not None and record.computing is Computing.LOST_BLOCKS
     return is_lost or request.state in GONE

@@ -1,13 +1,26 @@
-"""What takes too long is said once: a wait for room, and a step.
+"""The copy worker: connects the copy queue, which never waits, to one event loop.
 
-The copy worker: drives the copy queue in an event loop, and watches its deadlines.
+Completions arrive in threads of the transport, at any time. The ledger may change only in the event loop's thread, so a
+thread only appends its completion to the queue and wakes the loop; the loop's callback (`_wake`) settles all that was
+delivered by then. One wake-up is enough for many completions: `_is_signalled` is set by the first one, and cleared
+before the callback looks, so a later completion signals again and none is lost. The callback is not the worker's task,
+for two reasons: waking a task takes one more turn of the loop, and completions also have to be settled when the task
+has ended.
+
+The worker's task only watches deadlines: of copies in flight, of pins, of steps, and the alarms of waiting tasks. It
+sleeps in a cancel scope until the next deadline, and moves the scope's deadline when an earlier one comes up. A waiting
+task sets an alarm here instead of using a cancel scope of its own, because a scope with a deadline costs ten times as
+much. The task is shielded from cancellation, because copies under way need their deadlines even while the engine ends.
+An error in it must not end the engine: the cache turns itself off, and the requests compute.
+
+`SlowWatch` reports, once each, a wait for blocks and a step that take too long.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
 
@@ -17,13 +30,13 @@ import attrs
 from .._config.config import OffloadConfig
 from .._kernel.events import SlowStep, SlowWait, WorkerFailed
 from .._kernel.ledger import Ledger
-from .._kernel.plans import Completion, TransferPlan
+from .._kernel.plans import TransferPlan
 from .._kernel.requests import Step, Waiter
 from .._kernel.status import Holder
 from .._observe.log import Telemetry
 from .._observe.observers import Observers
 from .._transfer.copy_queue import CopyQueue
-from .._transfer.fences import Fence, RegionWatch
+from .._transfer.fences import Fence
 from .._transfer.transport import Transport
 from ..env import Env
 
@@ -31,13 +44,14 @@ __all__ = ["CopyWorker", "SlowWatch"]
 
 
 MAX_AGE_S = 1.0
-"""How old the list of holders may be that an event names: many waits may be long at once."""
+"""Maximum age of the list of holders in an event, because many waits may be long at once."""
 ROUNDING_S = 1e-3
 
 
 @attrs.define(eq=False)
 class SlowWatch:
-    """Has no timer: waits have an alarm of the copy worker's, whose task looks at steps when it looks at deadlines."""
+    """Reports long waits and steps. It has no timer: a wait has an alarm of the copy worker, whose task also checks the
+    steps."""
 
     ledger: Ledger
     config: OffloadConfig
@@ -45,23 +59,23 @@ class SlowWatch:
     now: Callable[[], float]
     """The clock of the ledger's ages and of the worker's alarms."""
     _said: set[Waiter] = attrs.field(factory=set)
-    """Waiters in line whose wait has been said to be long."""
+    """Waiters whose long wait was reported."""
     _last_step: int = 0
-    """Steps up to this one have been said to be long, or are over."""
+    """Steps up to this one were reported, or are over."""
     _biggest: tuple[Holder, ...] = ()
     _biggest_at: float = -math.inf
 
-    # -- waits for room -------------------------------------------------------------------------------------------
+    # -- waits for blocks -----------------------------------------------------------------------------------------
 
     def left_s(self, waiter: Waiter | None) -> float | None:
-        """Seconds until the wait is a long one; None if nothing will be said about it."""
+        """Seconds until the wait is a long one; None if it will not be reported."""
         slow_s = self.config.slow_wait_s
         if slow_s is None or waiter is None or waiter.joined_s is None or waiter in self._said:
             return None
         return max(0.0, waiter.joined_s + slow_s - self.now())
 
     def look_at_wait(self, waiter: Waiter) -> None:
-        """Its time is over, or there is no alarm any more. Either way it is looked at once."""
+        """Called when its alarm is set, or when there are no alarms any more. Reports the wait at most once."""
         self._said = {one for one in self._said if one.request.waiter is one and not one.is_over} | {waiter}
         waited_s, slow_s = self.now() - (waiter.joined_s or 0.0), self.config.slow_wait_s or math.inf
         if not waiter.is_over and waited_s >= slow_s - ROUNDING_S:
@@ -74,34 +88,30 @@ class SlowWatch:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
+    def _next_step(self) -> tuple[Step | None, float]:
+        """The oldest step that was not reported, and when it will have been open for too long."""
+        step = next((step for number, step in self.ledger.steps.items() if number > self._last_step), None)
+        slow_s = self.config.slow_step_s
+        return step, math.inf if step is None or slow_s is None else step.begun_s + slow_s
+
     @property
     def next_deadline(self) -> float:
-        """When the next step will have been open for too long."""
-        step = self._next_step()
-        return math.inf if step is None else self._deadline(step)
-
-    def _next_step(self) -> Step | None:
-        return next((step for number, step in self.ledger.steps.items() if number > self._last_step), None)
-
-    def _deadline(self, step: Step) -> float:
-        slow_s = self.config.slow_step_s
-        return math.inf if slow_s is None else step.begun_s + slow_s
+        return self._next_step()[1]
 
     def look_at_steps(self) -> None:
-        """Say which steps have been open for too long by now."""
+        """Report the steps that have been open for too long by now."""
         now = self.now()
-        while (step := self._next_step()) is not None and self._deadline(step) <= now:
+        while True:
+            step, deadline = self._next_step()
+            if step is None or deadline > now:
+                return
             self._last_step = step.step_id
             self.observers.observe(SlowStep(self.ledger.situation.step(step)))
 
 
 @attrs.define(eq=False)
 class CopyWorker:
-    """Drives the copy queue of a runtime.
-
-    Completions arrive from any thread, with one coalesced wake-up of the event loop, whose callback settles them; the
-    worker's task only watches deadlines: of copies, of pins, of steps, and the alarms of waiting tasks.
-    """
+    """Drives the copy queue of a runtime."""
 
     ledger: Ledger
     transport: Transport
@@ -110,20 +120,21 @@ class CopyWorker:
     telemetry: Telemetry
     copies: CopyQueue = attrs.field(init=False)
     slow: SlowWatch | None = attrs.field(init=False, default=None)
-    """Set by who begins to use the worker."""
+    """Set by `Session.begin`."""
     after_settled: Callable[[], None] | None = attrs.field(init=False, default=None)
-    """Called when completions were settled: there may be more to store. Set by who begins to use the worker."""
+    """Called when completions were settled: there may be more to store. Set if there is a tier below the host."""
     _alarms: dict[anyio.Event, float] = attrs.field(factory=dict)
     """Events and the times to set them."""
     _calls: deque[Callable[[], None]] = attrs.field(factory=deque)
-    _looks_at: float = math.inf
+    _wakes_at: float = math.inf
     """When the task checks deadlines next."""
     _is_signalled: bool = False
     _wake_loop: Callable[[], None] = lambda: None
     _clock: Callable[[], float] = lambda: 0.0
     """Not `anyio.current_time`: a commit may come from a plain callback of the loop, outside of any task."""
     _settled: anyio.Event | None = None
-    """Set when jobs have ended. Created by the task that waits for it; other callers may run outside of any task."""
+    """Set when jobs have ended. Created by the task that waits for it, because other callers may run outside of any
+    task."""
     # `start` creates these three: a runtime may be created before there is an event loop.
     _sleep: anyio.CancelScope = attrs.field(init=False)
     _scope: anyio.CancelScope = attrs.field(init=False)
@@ -137,28 +148,13 @@ class CopyWorker:
             self.ledger,
             self.transport,
             self.config,
-            clock=self._now,
+            clock=self._clock,
             block_bytes=self.transport.block_bytes,
             observer=self.telemetry,
             wake=self._signal,
             ended=self._notify_settled,
             in_steps=False,
         )
-
-    def _now(self) -> float:
-        return self._clock()
-
-    @property
-    def is_accepting(self) -> bool:
-        return self.copies.is_accepting
-
-    @property
-    def off_reason(self) -> str:
-        return self.copies.off_reason
-
-    @property
-    def regions(self) -> RegionWatch:
-        return self.copies.regions
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
@@ -167,27 +163,6 @@ class CopyWorker:
         if plans:
             self.copies.submit(plans, after)
             self._wake_by(self.copies.next_deadline)
-
-    def refuse(self, plans: Iterable[TransferPlan]) -> None:
-        """Discard planned jobs that were never queued."""
-        self.copies.refuse(plans)
-
-    def deliver(self, completion: Completion) -> None:
-        """Accept a completion from any thread; never blocks."""
-        self.copies.deliver(completion)
-
-    def turn_off(self, reason: str) -> None:
-        """Launch nothing any more. Jobs in flight still report, or are given up at their deadline."""
-        self.copies.turn_off(reason)
-
-    def discard_queued(self) -> None:
-        """Drop jobs that were never launched; requests that wait for them compute instead."""
-        self.copies.discard_queued()
-
-    def refuse_all(self) -> None:
-        """Launch nothing any more: the runtime is closing."""
-        self.copies.is_accepting = False
-        self.copies.discard_queued()
 
     # -- deadlines ----------------------------------------------------------------------------------------------------
 
@@ -199,7 +174,7 @@ class CopyWorker:
             self._wake_by(expires_at)
 
     def step_begins(self) -> None:
-        """Look at steps in `slow_step_s` seconds, at the latest."""
+        """Have the task check steps in `slow_step_s` seconds, at the latest."""
         slow_s = self.config.slow_step_s
         if slow_s is not None:
             self._wake_by(self._clock() + slow_s)
@@ -212,8 +187,7 @@ class CopyWorker:
     def set_alarm(self, event: anyio.Event, after_s: float) -> None:
         """Set `event` after `after_s` seconds, unless it is cleared before.
 
-        A cancel scope with a deadline would cost the waiting task ten times as much. Once the worker's task has ended,
-        the event is set at once: there is nothing left to wait for.
+        Once the worker's task has ended, the event is set at once: there is nothing left to wait for.
         """
         if self._has_ended:
             event.set()
@@ -226,8 +200,8 @@ class CopyWorker:
         return self._alarms.pop(event, None) is not None
 
     def _wake_by(self, deadline: float) -> None:
-        if deadline < self._looks_at:
-            self._looks_at = self._sleep.deadline = deadline
+        if deadline < self._wakes_at:
+            self._wakes_at = self._sleep.deadline = deadline
 
     # -- wake-ups -----------------------------------------------------------------------------------------------------
 
@@ -262,7 +236,7 @@ class CopyWorker:
         """Bind to the running event loop."""
         self.has_begun = anyio.Event()
         self._sleep, self._scope = anyio.CancelScope(), anyio.CancelScope(shield=True)
-        self._clock = self.env.loop_clock()
+        self.copies.clock = self._clock = self.env.loop_clock()
         # In the context of the task that opens the runtime, as the worker's task: loggers find its context variables.
         self._wake_loop = self.env.loop_waker(partial(copy_context().run, self._wake))
 
@@ -270,7 +244,7 @@ class CopyWorker:
         """Called by the event loop. Also settles late completions after the worker's task has ended."""
         try:
             self.drain()
-        except Exception as error:  # noqa: BLE001 - a supervisor, as in `run`: trio would end of it
+        except Exception as error:  # noqa: BLE001 - a supervisor, as in `run`: an error here would end trio
             self._fail(error)
 
     async def run(self) -> None:
@@ -294,31 +268,25 @@ class CopyWorker:
 
     async def _work(self) -> None:
         while True:
-            self._looks_at = self._next_deadline()
-            with anyio.CancelScope(deadline=self._looks_at) as self._sleep:
+            slow = math.inf if self.slow is None else self.slow.next_deadline
+            self._wakes_at = min(self.copies.next_deadline, slow, min(self._alarms.values(), default=math.inf))
+            with anyio.CancelScope(deadline=self._wakes_at) as self._sleep:
                 await anyio.Event().wait()  # not `sleep_forever`, a timer in asyncio: a loop with a timer is never idle
-            self.drain()  # what has been delivered in time is not late
-            self._check_deadlines()
+            self.drain()  # a completion that was delivered in time is not late
+            self.copies.give_up_late()
+            if self.after_settled is not None:
+                self.after_settled()
+            if self.slow is not None:
+                self.slow.look_at_steps()
+            self._ring(self._clock())
 
     def _fail(self, error: BaseException) -> None:
         self.telemetry.observe(WorkerFailed(error))
         self._give_up("the worker failed")
 
     def _give_up(self, reason: str) -> None:
-        self.turn_off(reason)
+        self.copies.turn_off(reason)
         self.copies.stop(reason)
-
-    def _next_deadline(self) -> float:
-        slow = math.inf if self.slow is None else self.slow.next_deadline
-        return min(self.copies.next_deadline, slow, min(self._alarms.values(), default=math.inf))
-
-    def _check_deadlines(self) -> None:
-        self.copies.give_up_late()
-        if self.after_settled is not None:
-            self.after_settled()
-        if self.slow is not None:
-            self.slow.look_at_steps()
-        self._ring(self._clock())
 
     def _ring(self, now: float) -> None:
         for event in [event for event, deadline in self._alarms.items() if deadline <= now]:
@@ -341,10 +309,6 @@ class CopyWorker:
         if self._settled is None:
             self._settled = anyio.Event()
         await self._settled.wait()
-
-    def stop(self, error: str) -> None:
-        """Launch nothing any more; what is still in flight is quarantined."""
-        self.copies.stop(error)
 
     def end(self) -> None:
         """End the task."""

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from .._config.groups import FullAttention
-from .._extensions.store_policies import StoreScope
+from .._kernel.plans import StoreScope
 from .._kernel.prefix import TokenIds, encode_tokens
 from ..env import Env
 from ..errors import InvalidArgument, OutOfBlocks, RequestAborted

@@ -29,7 +29,7 @@ class LaunchOracle:
         was discarded or queued before a reset. Loads go before stores. The in-flight bounds hold, except that a job
         larger than the byte bound goes alone."""
         stores_last = plan.direction is Direction.STORE and transport.disk is not None
-        if not self.runtime._session.is_open and not (stores_last and self.runtime.worker.is_accepting):
+        if not self.runtime._session.is_open and not (stores_last and self.runtime.worker.copies.is_accepting):
             raise Violation("launched while closing", repr(self.runtime))
         link = (plan.source, plan.destination)
         late = [job_id for job_id in self.runtime.worker.copies.overdue if self._links.get(job_id) == link]

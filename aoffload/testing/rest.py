@@ -34,8 +34,8 @@ class Rest:
             raise Violation(
                 "a leak", f"at rest: {found.num_pins} pins, {list(self.runtime.ledger._cache_transfers.under_way)}"
             )
-        if self.runtime.worker.regions.num_watched:
-            raise Violation("a leak", f"at rest: regions of {self.runtime.worker.regions.num_watched} loads")
+        if self.runtime.worker.copies.regions.num_watched:
+            raise Violation("a leak", f"at rest: regions of {self.runtime.worker.copies.regions.num_watched} loads")
         if len(self.runtime._session.requests):
             raise Violation("a leak", f"requests are still known: {list(self.runtime._session.requests)}")
 

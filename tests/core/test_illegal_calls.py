@@ -15,7 +15,7 @@ from hypothesis.stateful import precondition, rule
 from test_match_machine import WHICH, MatchMachine
 
 from aoffload._kernel.ledger import Ledger
-from aoffload._kernel.plans import Completion
+from aoffload._kernel.plans import Completion, RequestOptions
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import JobState, Outcome, RequestState
@@ -376,7 +376,17 @@ def test_every_number_that_a_call_takes_is_checked() -> None:
         for parameter in inspect.signature(getattr(Ledger, name)).parameters.values()
         if parameter.annotation in ("int", "int | None") and parameter.name != "job_id"
     }
+    options = {name: kind.__forward_arg__ for name, kind in RequestOptions.__annotations__.items()}
+    taken |= {("admit", name) for name, kind in options.items() if kind in ("int", "int | None")}
     assert taken == set(BAD)
+
+
+def test_an_unknown_option_is_refused_by_name() -> None:
+    driven = Driven(8)
+    with pytest.raises(TypeError, match=r"^Ledger\.admit\(\) got an unexpected keyword argument 'max_hits'$"):
+        driven.ledger.admit(Prefix.of(Root("test"), A), max_hits=3)  # type: ignore[call-arg]
+    driven.ledger.check_integrity()
+    assert not driven.ledger.requests()
 
 
 @pytest.mark.parametrize(("call", "name"), BAD)

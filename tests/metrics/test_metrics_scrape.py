@@ -136,7 +136,7 @@ async def test_what_goes_wrong_in_a_scrape_stays_there(monkeypatch: pytest.Monke
         with pytest.raises(OSError, match="no statistics"):
             await anyio.to_thread.run_sync(found.scrape)
         monkeypatch.undo()
-        assert found.runtime.worker.is_accepting
+        assert found.runtime.worker.copies.is_accepting
         (await anyio.to_thread.run_sync(found.scrape)).check()
 
 

@@ -87,7 +87,7 @@ async def test_without_observers_nothing_stands_between() -> None:
         assert found.runtime.ledger._moves.observer is found.runtime.observers
     plain = type(found.runtime)(found.runtime.config, found.runtime.transport.backend.regions[0].tensor)
     assert plain.ledger._moves.observer is plain.telemetry
-    assert plain.observers.hearing(plain.worker.deliver) == plain.worker.deliver
+    assert plain.observers.hearing(plain.worker.copies.deliver) == plain.worker.copies.deliver
 
 
 async def test_what_is_no_observer_is_refused_by_name() -> None:

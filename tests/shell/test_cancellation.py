@@ -268,7 +268,7 @@ async def test_cancelled_when_granted_but_not_resumed() -> None:
         entered = runtime._session.requests.values()
         holder = next(request for request in entered if request.state is RequestState.ALLOCATED)
         holder.cancel("preempted")
-        holder._close("preempted")
+        holder._session.release(holder._record, "preempted")
         assert runtime.statistics().num_waiting == 1  # two were granted 3 blocks each
         waiting.scopes[0].cancel()
         with anyio.fail_after(GUARD_S):
@@ -311,7 +311,7 @@ async def test_a_cancelled_allocate_may_be_tried_again() -> None:
                     assert request.state is RequestState.PINNED
                     assert request.match.num_host_tokens == 8
                     engine.runtime.check_integrity()
-                holder._close("preempted")
+                holder._session.release(holder._record, "preempted")
                 assert await engine.prefill(request, A) == 8
         await assert_at_rest(engine.runtime)
 
@@ -327,7 +327,7 @@ async def test_cancelled_while_extending() -> None:
                 await request.extend(24)
             assert request.block_ids == before
             engine.runtime.check_integrity()
-            holder._close("preempted")
+            holder._session.release(holder._record, "preempted")
             added = await request.extend(24)
             assert request.block_ids[0] == before[0] + added.added[0]
         await assert_at_rest(engine.runtime)

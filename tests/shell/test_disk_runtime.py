@@ -427,7 +427,7 @@ async def test_a_load_from_the_disk_that_is_given_up_leaves_the_others_alone() -
                 assert runtime.statistics().host.num_quarantined == 4
                 runtime.check_integrity()
                 assert await engine.serve(B) == 0  # no fetch is begun on a link that stalls
-                assert not runtime.worker.off_reason
+                assert not runtime.worker.copies.off_reason
                 await engine.serve(C)
                 await runtime.reset(Tier.DEVICE)
         finally:

@@ -159,7 +159,7 @@ async def test_however_a_load_ends_nobody_waits_for_its_regions_for_ever(end: st
                 transport.refuse_next()
             pending = await loading(request, transport)
             if end == "close":
-                engine.runtime.worker.stop("closed")
+                engine.runtime.worker.copies.stop("closed")
 
             def forward() -> None:
                 try:
@@ -193,12 +193,12 @@ async def test_a_queued_load_that_nobody_wants_any_more_ends_its_regions() -> No
             await blocking.wait()
             await turns()
             assert fence.is_given, "or the next line would wait for ever"
-            with pytest.raises(RegionNotLoaded, match="nobody waits"):
+            with pytest.raises(RegionNotLoaded, match="no request waits"):
                 fence.wait()
         transport.auto = True
         transport.land_all()
         await assert_at_rest(engine.runtime)
-        assert engine.runtime.worker.regions.num_watched == 0
+        assert engine.runtime.worker.copies.regions.num_watched == 0
 
 
 async def test_who_shares_a_load_waits_for_its_regions_too() -> None:

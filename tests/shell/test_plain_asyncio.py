@@ -103,7 +103,7 @@ async def test_a_timeout_inside_of_a_request() -> None:
             assert request.state is RequestState.PINNED
             assert engine.runtime.statistics().num_waiting == 0
             engine.runtime.check_integrity()
-            holder._close("preempted")
+            holder._session.release(holder._record, "preempted")
             assert await engine.prefill(request, A) == 0
         await assert_at_rest(engine.runtime)
 

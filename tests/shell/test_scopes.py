@@ -140,8 +140,9 @@ async def test_an_abandoned_request_that_another_thread_collects() -> None:
         class Entered(Request):
             """Entered without a scope, so that nothing of its task refers to it."""
 
-        request = Entered(engine.runtime._session, *_parts_of(engine.runtime.request(A, "lost")))
-        request._record = engine.runtime._session.admit(request, request._prompt, request._options)
+        prompt = engine.runtime.request(A)._prompt
+        request = Entered(engine.runtime._session, prompt, "lost", None, {})
+        request._record = engine.runtime._session.admit(request, prompt, "lost", None, {})
         request.allocate_nowait()
         holder.append(request)
         del request
@@ -157,10 +158,6 @@ async def test_an_abandoned_request_that_another_thread_collects() -> None:
             while engine.runtime.statistics().num_requests:
                 await turns(1)
         await assert_at_rest(engine.runtime)
-
-
-def _parts_of(request: Request) -> tuple[Any, Any]:
-    return request._prompt, request._options
 
 
 @natively

@@ -288,8 +288,8 @@ async def test_completions_that_come_twice_and_late() -> None:
         assert engine.runtime.lookup(A).num_device_tokens == 8  # its request is gone, its bytes are right
         for _ in range(3):
             transport.deliver_again(job_id)
-        engine.runtime.worker.deliver(Completion(job_id, Outcome.UNPROVEN))
-        engine.runtime.worker.deliver(Completion(987_654, Outcome.LANDED, 3))
+        engine.runtime.worker.copies.deliver(Completion(job_id, Outcome.UNPROVEN))
+        engine.runtime.worker.copies.deliver(Completion(987_654, Outcome.LANDED, 3))
         await turns()
         assert engine.runtime.statistics().num_late_completions == 5
         await land_everything(engine, transport)
@@ -311,8 +311,8 @@ async def test_completions_from_foreign_threads() -> None:
             start.wait(GUARD_S)
             for job_id in share:
                 completion = Completion(job_id, Outcome.LANDED, 2)
-                engine.runtime.worker.deliver(completion)
-                engine.runtime.worker.deliver(completion)
+                engine.runtime.worker.copies.deliver(completion)
+                engine.runtime.worker.copies.deliver(completion)
 
         threads = [threading.Thread(target=report, args=(jobs[first::6],)) for first in range(6)]
         for thread in threads:

@@ -239,7 +239,7 @@ def completed(**values: Any) -> Completion:
     return attrs.evolve(Completion(0, Outcome.LANDED), **values)
 
 
-HOLDING, PREFIX = "record", "prefix"
+REQUEST, PREFIX = "request", "prefix"
 ANY_COUNT = "None 0 1 huge 2**70"
 LEDGER: dict[str, Row] = {
     "lookup": Row(lambda c, v: c.ledger.lookup(v), PREFIX),
@@ -256,7 +256,7 @@ LEDGER: dict[str, Row] = {
         lambda c, v: c.ledger.admit(prefix(), num_device_tokens=v), "num_device_tokens", "0"
     ),
     "admit wake": Row(lambda c, v: c.ledger.admit(prefix(), wake=v), "wake", CALLABLES),
-    "allocate_nowait": Row(lambda c, v: c.ledger.allocate_nowait(v), HOLDING),
+    "allocate_nowait": Row(lambda c, v: c.ledger.allocate_nowait(v), REQUEST),
     "allocate_nowait num_tokens": Row(
         with_holding(lambda c: c.fresh, lambda one, h, v: one.allocate_nowait(h, v)),
         "num_tokens", "None 1", (OutOfBlocks,),
@@ -268,7 +268,7 @@ LEDGER: dict[str, Row] = {
     "queue_allocation wake": Row(
         with_holding(lambda c: c.fresh, lambda one, h, v: one.queue_allocation(h, None, v)), "wake", CALLABLES
     ),
-    "extend_nowait": Row(lambda c, v: c.ledger.extend_nowait(v, 30), HOLDING),
+    "extend_nowait": Row(lambda c, v: c.ledger.extend_nowait(v, 30), REQUEST),
     "extend_nowait num_tokens": Row(
         lambda c, v: c.ledger.extend_nowait(c.running, v), "num_tokens", "1", (OutOfBlocks,)
     ),
@@ -280,8 +280,8 @@ LEDGER: dict[str, Row] = {
     ),
     "accept": Row(lambda c, v: c.ledger.accept(v), "waiter"),
     "withdraw": Row(lambda c, v: c.ledger.withdraw(v), "waiter"),
-    "num_shared_tokens": Row(lambda c, v: c.ledger.num_shared_tokens(v), HOLDING),
-    "fork": Row(lambda c, v: c.ledger.fork(v), HOLDING),
+    "num_shared_tokens": Row(lambda c, v: c.ledger.num_shared_tokens(v), REQUEST),
+    "fork": Row(lambda c, v: c.ledger.fork(v), REQUEST),
     "fork request_id": Row(lambda c, v: c.ledger.fork(c.running, v), "request_id", "None '' 'x' surrogate"),
     "fork num_tokens": Row(lambda c, v: c.ledger.fork(c.running, num_tokens=v), "num_tokens", "0 1", (OutOfBlocks,)),
     "plan_load max_tokens": Row(
@@ -292,7 +292,7 @@ LEDGER: dict[str, Row] = {
         with_holding(allocated, lambda one, h, v: one.plan_load(h, max_job_bytes=v)),
         "max_job_bytes", "None 1 huge 2**70",
     ),
-    "abandon_load": Row(lambda c, v: c.ledger.abandon_load(v), HOLDING),
+    "abandon_load": Row(lambda c, v: c.ledger.abandon_load(v), REQUEST),
     "launch": Row(lambda c, v: c.ledger.launch(v), "job_id", "0 huge 2**70", (WrongState,), skip="1"),
     "discard": Row(lambda c, v: c.ledger.discard(v), "job_id", "0 huge 2**70", skip="1"),
     "settle": Row(lambda c, v: c.ledger.settle(v), "completion"),
@@ -311,7 +311,7 @@ LEDGER: dict[str, Row] = {
     "settle duration_s": Row(
         lambda c, v: c.ledger.settle(completed(duration_s=v)), "completion.duration_s", f"0 {NUMBERS}"
     ),
-    "commit": Row(lambda c, v: c.ledger.commit(v, 0), HOLDING),
+    "commit": Row(lambda c, v: c.ledger.commit(v, 0), REQUEST),
     "commit num_computed_tokens": Row(lambda c, v: c.ledger.commit(c.running, v), "num_computed_tokens"),
     "commit new_token_ids": Row(
         lambda c, v: c.ledger.commit(c.running, c.running.num_computed_tokens, v),
@@ -320,24 +320,24 @@ LEDGER: dict[str, Row] = {
     "check_commit new_token_ids": Row(
         lambda c, v: c.ledger.check_commit(c.running, 20, v), "new_token_ids", "[] () range memoryview"
     ),
-    "invalidate": Row(lambda c, v: c.ledger.invalidate(v, 0), HOLDING),
+    "invalidate": Row(lambda c, v: c.ledger.invalidate(v, 0), REQUEST),
     "invalidate from_token": Row(lambda c, v: c.ledger.invalidate(c.running, v), "from_token", "0", skip="1"),
-    "step": Row(lambda c, v: entered(c.ledger.step(v)), "records record", EMPTY),
-    "step of one": Row(lambda c, v: entered(c.ledger.step([v])), HOLDING),
-    "step arriving": Row(lambda c, v: entered(c.ledger.step([], v)), "arriving record", EMPTY),
-    "can_start_early": Row(lambda c, v: c.ledger.can_start_early(v), HOLDING),
-    "lost_to_reset": Row(lambda c, v: c.ledger.lost_to_reset(v), HOLDING),
-    "num_expected_tokens": Row(lambda c, v: c.ledger.num_expected_tokens(v), HOLDING),
-    "expected_block_ids": Row(lambda c, v: c.ledger.expected_block_ids(v), HOLDING),
-    "begin_again": Row(lambda c, v: c.ledger.begin_again(v), HOLDING),
-    "first_invalid_token": Row(lambda c, v: c.ledger.first_invalid_token(v), HOLDING),
-    "block_ids": Row(lambda c, v: c.ledger.block_ids(v), HOLDING),
-    "release": Row(lambda c, v: c.ledger.release(v), HOLDING),
+    "step": Row(lambda c, v: entered(c.ledger.step(v)), "requests request", EMPTY),
+    "step of one": Row(lambda c, v: entered(c.ledger.step([v])), REQUEST),
+    "step arriving": Row(lambda c, v: entered(c.ledger.step([], v)), "arriving request", EMPTY),
+    "can_start_early": Row(lambda c, v: c.ledger.can_start_early(v), REQUEST),
+    "lost_to_reset": Row(lambda c, v: c.ledger.lost_to_reset(v), REQUEST),
+    "num_expected_tokens": Row(lambda c, v: c.ledger.num_expected_tokens(v), REQUEST),
+    "expected_block_ids": Row(lambda c, v: c.ledger.expected_block_ids(v), REQUEST),
+    "begin_again": Row(lambda c, v: c.ledger.begin_again(v), REQUEST),
+    "first_invalid_token": Row(lambda c, v: c.ledger.first_invalid_token(v), REQUEST),
+    "block_ids": Row(lambda c, v: c.ledger.block_ids(v), REQUEST),
+    "release": Row(lambda c, v: c.ledger.release(v), REQUEST),
     "release reason": Row(
         with_holding(lambda c: c.fresh, lambda one, h, v: one.release(h, v)), "reason", "'' 'x' surrogate"
     ),
-    "preempt_nowait": Row(lambda c, v: c.ledger.preempt_nowait(v), HOLDING),
-    "resume": Row(lambda c, v: c.ledger.resume(v), HOLDING),
+    "preempt_nowait": Row(lambda c, v: c.ledger.preempt_nowait(v), REQUEST),
+    "resume": Row(lambda c, v: c.ledger.resume(v), REQUEST),
     "resume num_tokens": Row(
         with_holding(preempted, lambda one, h, v: one.resume(h, v)), "num_tokens", "None 1", (OutOfBlocks,)
     ),
@@ -353,7 +353,7 @@ LEDGER: dict[str, Row] = {
     "num_remote_fetch_blocks num_remote_tokens": Row(
         lambda c, v: c.ledger.num_remote_fetch_blocks(prefix(8), v), "num_remote_tokens", skip="0 1 2**70 huge"
     ),
-    "match_fetched": Row(lambda c, v: c.ledger.match_fetched(v), HOLDING),
+    "match_fetched": Row(lambda c, v: c.ledger.match_fetched(v), REQUEST),
     "plan_disk_stores": Row(lambda c, v: c.ledger.plan_disk_stores(v), "max_blocks", "0 1 2**70 huge"),
     "plan_disk_stores is_idle": Row(lambda c, v: c.ledger.plan_disk_stores(1, is_idle=v), "is_idle", "True"),
     "plan_disk_stores only_asked_twice": Row(
@@ -380,13 +380,13 @@ def test_the_ledger_refuses(name: str) -> None:
     check_all(LEDGER[name], cache, cache.digest)
 
 
-def test_holdings_of_others() -> None:
+def test_requests_of_others() -> None:
     """Requests of another ledger are nobody's here, and those that are over are told from them."""
     cache = Cache()
     for name, row in LEDGER.items():
-        if row.names in (HOLDING, "records record", "arriving record") and " " not in name:
+        if row.names in (REQUEST, "requests request", "arriving request") and " " not in name:
             before = cache.digest()
-            with pytest.raises(InvalidArgument, match="record"):
+            with pytest.raises(InvalidArgument, match="request"):
                 row.call(cache, cache.foreign if name != "step" else [cache.foreign])
             assert cache.digest() == before
 
@@ -423,14 +423,14 @@ ENGINE: dict[str, Row] = {
         lambda c, v: c.ledger.admit(prefix(3), num_device_tokens=v), "num_device_tokens", "0 1"
     ),
     "admit wake": Row(lambda c, v: c.ledger.admit(prefix(4), wake=v), "wake", CALLABLES),
-    "match_again": Row(lambda c, v: c.ledger.match_again(v, num_device_tokens=0), HOLDING),
+    "match_again": Row(lambda c, v: c.ledger.match_again(v, num_device_tokens=0), REQUEST),
     "match_again num_device_tokens": Row(
         lambda c, v: c.ledger.match_again(c.matched, num_device_tokens=v), "num_device_tokens", "0 1"
     ),
     "match_again wake": Row(
         lambda c, v: c.ledger.match_again(c.matched, num_device_tokens=0, wake=v), "wake", CALLABLES
     ),
-    "plan_load": Row(lambda c, v: c.ledger.plan_load(v), HOLDING),
+    "plan_load": Row(lambda c, v: c.ledger.plan_load(v), REQUEST),
     "plan_load into": Row(lambda c, v: c.ledger.plan_load(c.matched, into=v), "into"),
     "plan_load into one table": Row(
         lambda c, v: c.ledger.plan_load(c.matched, into=[v]), "into", "memoryview"
@@ -443,7 +443,7 @@ ENGINE: dict[str, Row] = {
         "max_tokens",
         ANY_COUNT,
     ),
-    "offer": Row(lambda c, v: c.ledger.offer(v, 16, [range(500, 504)]), HOLDING),
+    "offer": Row(lambda c, v: c.ledger.offer(v, 16, [range(500, 504)]), REQUEST),
     "offer num_computed_tokens": Row(
         lambda c, v: c.ledger.offer(c.running, v, [range(500, 504)]), "num_computed_tokens"
     ),
@@ -458,9 +458,9 @@ ENGINE: dict[str, Row] = {
         "[] () range memoryview",
     ),
     "offer is_last": Row(lambda c, v: c.ledger.offer(c.running, 16, [range(500, 504)], is_last=v), "is_last", "True"),
-    "invalidate": Row(lambda c, v: c.ledger.invalidate(v, 0), HOLDING),
+    "invalidate": Row(lambda c, v: c.ledger.invalidate(v, 0), REQUEST),
     "invalidate from_token": Row(lambda c, v: c.ledger.invalidate(c.running, v), "from_token", "1 0"),
-    "release": Row(lambda c, v: c.ledger.release(v), HOLDING),
+    "release": Row(lambda c, v: c.ledger.release(v), REQUEST),
     "pin": Row(lambda c, v: c.ledger.pin(v), PREFIX),
 }  # fmt: skip
 

@@ -105,6 +105,6 @@ def test_a_slot_that_another_process_takes_for_another_prompt_is_found(monkeypat
 
 def test_what_is_not_erased_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a failed forward left on the disk hits after a restart."""
-    monkeypatch.setattr(DiskWork, "take_back", lambda self: None)
+    monkeypatch.setattr(DiskWork, "invalidate", lambda self: None)
     monkeypatch.setattr(Ledger, "take_forgotten_slots", lambda self: [])
     assert is_found("trio")

@@ -13,7 +13,6 @@ import pytest
 
 from aoffload._host_cache.matches import Arrivals, EngineTier
 from aoffload._runtime.request import Request
-from aoffload._runtime.session import Session
 from aoffload.testing.programs import (
     Broken,
     Face,
@@ -74,8 +73,8 @@ def test_the_same_seed_is_the_same_in_every_process() -> None:
 # -- planted defects --------------------------------------------------------------------------------------------------
 
 
-def _nobody_told(self: Session, record: Any, from_token: int) -> None:
-    self.ledger.invalidate(record, from_token)
+def _nobody_told(self: Request, from_token: int) -> None:
+    self._session.ledger.invalidate(self._live(), from_token)
 
 
 def _given_before_proof(self: EngineTier, block_ids: Any) -> None:
@@ -91,7 +90,7 @@ quarantine = EngineTier.quarantine
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = {
     "copies hold nothing": (EngineTier, "hold", lambda self, block_ids: None, ("a job's blocks", "conservation")),
     "given back before the proof": (EngineTier, "quarantine", _given_before_proof, ("a job's blocks", "conservation")),
-    "readers of a failed forward go on": (Session, "invalidate", _nobody_told, ("not told", "wrong bytes")),
+    "readers of a failed forward go on": (Request, "invalidate", _nobody_told, ("not told", "wrong bytes")),
     "who waits for another's load is not woken": (
         Request, "match_again_nowait", _asks_without_a_wake, ("a wait without a need",),
     ),

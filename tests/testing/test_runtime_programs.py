@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from aoffload._kernel.ledger import Ledger
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._runtime.session import Session
+from aoffload._runtime.request import Request
 from aoffload.testing.programs import GroupShape, Program, World, as_test, call, check_program, run_program
 from aoffload.testing.programs.program import Call, Face
 from aoffload.testing.programs.runtime_face import draw_and_run
@@ -80,10 +79,10 @@ def first_broken(backend: Face) -> Program:
 def test_a_reader_that_is_not_told_is_found(backend: Face, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has computed on what a failed forward wrote has to hear of it."""
 
-    def tells_nobody(self: Session, record: LedgerRequest, from_token: int) -> None:
-        self.ledger.invalidate(record, from_token)
+    def tells_nobody(self: Request, from_token: int) -> None:
+        self._session.ledger.invalidate(self._live(), from_token)
 
-    monkeypatch.setattr(Session, "invalidate", tells_nobody)
+    monkeypatch.setattr(Request, "invalidate", tells_nobody)
     assert_found(backend, {"not told", "wrong bytes"})
 
 

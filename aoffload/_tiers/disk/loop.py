@@ -1,9 +1,18 @@
-"""What a runtime does with its disk: reads back what an earlier process left, writes behind, resets, and ends.
+"""The disk tier in the event loop: what a runtime reads back, stores, invalidates and resets there.
 
-READING    slices of what was left enter the ledger, at most a millisecond of a turn of the loop; nothing is stored
-READY      stores what host memory is about to evict, within the day's budget
-FLUSHING   the runtime closes: stores what is left, for a while
-OFF        closed, or the disk must not be used any more; nothing is stored or fetched
+The ledger's rules (`rules.py`) say which blocks the disk should have; the lanes move the bytes, in threads. This room
+connects both in the loop's thread, and decides when:
+
+    READING    slices of the blocks that an earlier process left enter the ledger; nothing is stored. The reading thread
+               only appends a slice and asks for a turn of the loop; a turn takes at most a millisecond
+    READY      stores the blocks that host memory is about to evict, within the daily budget. It looks for them after
+               each change that may have made one due; while the disk is idle, also blocks that were requested twice
+    FLUSHING   the runtime closes: stores the rest, for at most `close_flush_s`
+    OFF        closed, or the disk must not be used any more: nothing is stored or fetched
+
+A restart must not find wrong bytes, so two changes of the ledger have to reach the disk. After a failed forward, the
+slots that have its blocks are forgotten, also those that a store under way still writes. After a reset, nothing is
+stored until the disk has confirmed the reset, because the disk could not tell such a block from those before.
 """
 
 from __future__ import annotations
@@ -19,7 +28,6 @@ import attrs
 from ..._kernel.ledger import Ledger
 from ..._kernel.plans import RestoredRun, TransferPlan
 from ..._kernel.prefix import Prefix
-from ..._kernel.records import Job
 from ..._kernel.states import Direction, JobState, NoEpoch, Tier
 from ..._observe.log import Telemetry
 from ..._runtime.worker import CopyWorker
@@ -34,9 +42,9 @@ __all__ = ["DiskState", "DiskWork"]
 
 
 TURN_S = 0.001
-"""How much of a turn of the event loop what was read back may take."""
+"""Maximum time for restored runs in one turn of the event loop."""
 MAX_BLOCKS = 256
-"""Stored at once: a label for each of them is made in the event loop."""
+"""Maximum blocks stored at once, because the event loop makes a label for each of them."""
 
 
 class DiskState(enum.Enum):
@@ -60,17 +68,17 @@ class DiskWork:
     num_restored: int = attrs.field(default=0, init=False)
     """Blocks of an earlier process that were found."""
     num_fetches_skipped: int = attrs.field(default=0, init=False)
-    """Not begun, since loads are left alone."""
+    """Fetches that were not begun because loads from the disk had failed."""
     budget: DailyBudget = attrs.field(init=False)
     is_restored: anyio.Event = attrs.field(init=False)
     """Set when the reading is over, however it ended. Made by `begin`: there may be no event loop before."""
     _found: deque[RestoredRun] = attrs.field(factory=deque, init=False)
-    """Read, and not in the ledger yet. The reading thread appends."""
+    """Runs that were read and are not in the ledger yet. The reading thread appends."""
     _end: str | None = attrs.field(default=None, init=False)
     """How the reading ended: an empty text, or why it failed. None: not yet."""
     _turn: Callable[[], None] = attrs.field(init=False, default=lambda: None)
     _is_turn_due: bool = attrs.field(default=False, init=False)
-    """A turn was asked for, and has not begun: several in one round of the event loop would be one long one."""
+    """A turn was requested and has not begun. Several in one round of the event loop would be one long turn."""
     _began_s: float = attrs.field(default=0.0, init=False)
     _num_resets: int = attrs.field(default=0, init=False)
     """How many of the ledger's resets have reached the disk."""
@@ -81,13 +89,13 @@ class DiskWork:
     # -- a restart ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin to read, in a thread. Called in the event loop, once the transport is open. `TransferRefused` where
-        there is no thread for it: then the disk stays off."""
+        """Begin to read, in a thread. Called in the event loop, once the transport is open. `TransferRefused` if no
+        thread can be started: then the disk stays off."""
         self.is_restored = anyio.Event()
         self._turn = self.env.loop_waker(self._take_in)
         self._began_s = self.env.now()
         self.disk.read_back(self._hear, self._over, self._hear_trouble)
-        self.state = DiskState.READING  # in time for what was read: a turn of the loop takes it in
+        self.state = DiskState.READING  # in time: the first turn of the loop is still to come
         self.telemetry.disk_opened(self.disk.tier.path, self.disk.num_slots)
 
     def _hear(self, found: Sequence[RestoredRun]) -> None:
@@ -96,7 +104,7 @@ class DiskWork:
         self._ask_for_turn()
 
     def _over(self, problem: str) -> None:
-        """Called in the reading thread, behind the last `_hear`."""
+        """Called in the reading thread, after the last `_hear`."""
         self._end = problem
         self._ask_for_turn()
 
@@ -106,28 +114,26 @@ class DiskWork:
             self._turn()
 
     def _take_in(self) -> None:
-        """A turn of the event loop: give the ledger what was read, until the turn's time is over."""
-        self._is_turn_due = False  # before anything is looked at: what comes from now on asks again
-        end = self._end  # before the rest is looked at: nothing comes behind it
+        """A turn of the event loop: restore runs in the ledger, until the turn's time is over."""
+        self._is_turn_due = False  # first: a slice that comes from now on requests another turn
+        end = self._end  # before the runs: no run comes after the end
         until_s = self.env.now() + TURN_S
         while self._found:
             run = self._found.popleft()
-            if self.state is DiskState.READING:  # a reset meanwhile: the ledger takes none of it
+            if self.state is DiskState.READING:  # after a reset, the ledger restores none of them
                 self.num_restored += self.worker.copies.tell(self.ledger.restore, run) or 0
             if self.env.now() >= until_s:
                 self._ask_for_turn()
                 return
-        if end is not None and self.state is DiskState.READING:
-            self._restored(end)
-
-    def _restored(self, problem: str) -> None:
-        if problem:
-            self._fail(problem)
+        if end is None or self.state is not DiskState.READING:
+            return
+        if end:
+            self._fail(end)
             return
         self.state = DiskState.READY
         self.telemetry.disk_restored(self.num_restored, self.env.now() - self._began_s)
         self.is_restored.set()
-        self.look()
+        self.store_more()
 
     def _hear_trouble(self, trouble: DiskTrouble) -> None:
         """Called in a thread of the disk."""
@@ -146,9 +152,9 @@ class DiskWork:
 
     # -- storing --------------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Store what host memory is about to evict; while the disk has nothing to do, also what was asked for twice.
-        Called after whatever may have changed that."""
+    def store_more(self) -> None:
+        """Store the blocks that host memory is about to evict; while the disk is idle, also blocks that were requested
+        twice. Called after each change that may have made a store due."""
         for move in self.disk.take_moves():
             self.telemetry.storage_moved(move)
         self._forget_more()
@@ -156,40 +162,39 @@ class DiskWork:
             return
         if not (most := self._num_storable()):
             return
-        is_low = self.budget.is_low(self.env.now())
-        plan = partial(self.ledger.plan_disk_stores, most, is_idle=self._is_idle, only_asked_twice=is_low)
-        self._store(self.worker.copies.tell(plan) or ())
+        copies, is_low = self.worker.copies, self.budget.is_low(self.env.now())
+        is_busy = copies.num_under_way(Tier.HOST, Tier.DISK) or copies.num_under_way(Tier.DISK, Tier.HOST)
+        plan = partial(self.ledger.plan_disk_stores, most, is_idle=not is_busy, only_asked_twice=is_low)
+        self._store(copies.tell(plan) or ())
 
-    def take_back(self) -> None:
-        """A forward has failed: what was stored of it, and what is on its way, is found by no restart."""
-        unsettled = self.ledger.jobs.unsettled.values()
-        wrong = [job.plan for job in unsettled if job.epoch is NoEpoch.INVALIDATED and _is_on_its_way(job)]
+    def invalidate(self) -> None:
+        """A forward has failed: no restart finds its blocks, neither those that were stored nor those under way."""
+        wrong = [
+            job.plan
+            for job in self.ledger.jobs.unsettled.values()
+            if job.epoch is NoEpoch.INVALIDATED and job.plan.destination is Tier.DISK and job.state is JobState.LAUNCHED
+        ]
         self.worker.copies.take_back(plan.job_id for plan in wrong)
         on_their_way = [slot for plan in wrong for slot in plan.destination_ids]  # even if its copy has just ended
         self._forget([*self.ledger.take_forgotten_slots(), *on_their_way])
-        self.look()
+        self.store_more()
 
     def _forget_more(self) -> None:
-        """Forget also the slots that a copy left behind after it was given up."""
+        """Forget also the slots of copies that were given up and have ended since."""
         if slots := self.ledger.take_forgotten_slots():
             self._forget(slots)
 
     def _forget(self, slots: Sequence[int]) -> None:
-        """Have no restart find these slots, nor the old content of slots that stores under way replace. `slots` may be
+        """Let no restart find these slots, nor the old content of slots that stores under way replace. `slots` may be
         empty."""
         try:
             self.disk.forget(slots)
         except TransferRefused as error:
             self.telemetry.transport_failed(error)
 
-    @property
-    def _is_idle(self) -> bool:
-        links = ((Tier.HOST, Tier.DISK), (Tier.DISK, Tier.HOST))
-        return not any(self.worker.copies.num_under_way(*link) for link in links)
-
     def _num_storable(self) -> int:
-        """Blocks that may be stored now: none on a disk that fails or has not heard of the last reset, more only when
-        what is queued gets done."""
+        """Blocks that may be stored now: none on a disk that fails or has not confirmed the last reset, and more only
+        as the queued stores end."""
         if self.disk.refuses(Direction.STORE) or self._num_resets < self.ledger.num_disk_resets:
             return 0
         room = self.worker.copies.room_bytes(Tier.HOST, Tier.DISK)
@@ -211,20 +216,20 @@ class DiskWork:
         return not is_off and not self.worker.copies.is_stalled(Tier.DISK, Tier.HOST)
 
     def skip_fetch(self, request_id: str) -> None:
-        """A request computes what the disk has, since loads are left alone."""
+        """Count a request that computes blocks that the disk has, because loads from the disk have failed."""
         if self.state is not DiskState.OFF and self.disk.refuses(Direction.LOAD):
             self.num_fetches_skipped += 1
             self.telemetry.fetch_skipped(request_id, Tier.DISK)
 
     def remarks(self) -> Iterator[str]:
-        """What `explain` says of it."""
+        """The lines about it in `explain`."""
         alone = self.disk.statistics().left_alone
         yield from in_lines("the disk", alone)
         if alone and self.num_fetches_skipped:
             yield f"fetches from the disk skipped so far: {self.num_fetches_skipped:,}"
 
     def fetch_s(self, prefix: Prefix) -> float:
-        """Seconds until a fetch of `prefix` that begins now would be over; 0 if nothing is known of the disk yet."""
+        """Seconds until a fetch of `prefix` that begins now would be over; 0 if the disk was not measured yet."""
         copies, link = self.worker.copies, (Tier.DISK, Tier.HOST)
         num_blocks = self.worker.copies.tell(self.ledger.num_fetch_blocks, prefix) or 0
         return copies.seconds(*link, num_blocks)
@@ -232,16 +237,19 @@ class DiskWork:
     # -- reset ----------------------------------------------------------------------------------------------------
 
     async def reset(self, timeout_s: float) -> None:
-        """Wait until no restart finds what the ledger has just forgotten. `TransferRefused` if that is not so within
-        `timeout_s` seconds. Where the disk does not take it, it is not used any more; until it has, nothing is stored.
-        """
+        """Wait until the disk has confirmed the ledger's last reset: from then on no restart finds blocks from before.
+        `TransferRefused` if that takes longer than `timeout_s` seconds, or if the disk fails, which is turned off then.
+        Nothing is stored before the confirmation."""
         ended, problems, number = anyio.Event(), list[str](), self.ledger.num_disk_resets
 
         def over(problem: str) -> None:
             self.worker.call_soon(partial(settle, problem))
 
         def settle(problem: str) -> None:
-            self._reset_over(number, problem)
+            if problem:
+                self._fail(f"a reset did not reach the disk: {problem}")
+            else:
+                self._num_resets = max(self._num_resets, number)  # of two resets, the earlier may end after the later
             problems.append(problem)
             ended.set()
 
@@ -255,16 +263,10 @@ class DiskWork:
         if problem:
             raise TransferRefused(f"a reset did not reach the disk, and a restart may find what was there: {problem}")
 
-    def _reset_over(self, num_resets: int, problem: str) -> None:
-        if problem:
-            self._fail(f"a reset did not reach the disk: {problem}")
-        else:
-            self._num_resets = max(self._num_resets, num_resets)  # of two, the earlier may be over behind the later
-
     # -- the end --------------------------------------------------------------------------------------------------
 
     async def flush(self) -> None:
-        """The runtime closes: store what the disk lacks, for at most `close_flush_s` seconds."""
+        """The runtime closes: store the blocks that the disk lacks, for at most `close_flush_s` seconds."""
         flush_s = self.disk.tier.close_flush_s
         try:
             if flush_s and self.state is not DiskState.OFF:
@@ -276,17 +278,13 @@ class DiskWork:
             self.is_restored.set()
 
     async def _flush(self) -> None:
-        await self.worker.wait_idle()  # what is on its way into host memory, too
+        await self.worker.wait_idle()  # also copies on their way into host memory
         if self.state is DiskState.READY:
             self.state = DiskState.FLUSHING
         self._forget_more()
-        while self.state is DiskState.FLUSHING and self.worker.is_accepting:
+        while self.state is DiskState.FLUSHING and self.worker.copies.is_accepting:
             if most := self._num_storable():
                 self._store(self.worker.copies.tell(self.ledger.plan_disk_flush, most) or ())
             if not self.worker.copies.num_under_way(Tier.HOST, Tier.DISK):
                 return
             await self.worker.wait_settled()
-
-
-def _is_on_its_way(job: Job) -> bool:
-    return job.plan.destination is Tier.DISK and job.state is JobState.LAUNCHED

@@ -1,8 +1,12 @@
-"""A request waits for what only tiers below the host have, before it asks for blocks.
+"""A request fetches into host memory what only tiers below have, before it allocates blocks.
 
-question    what has the remote store behind the hit? For `ask_timeout_s`
-gate        would it all arrive before it could be computed?
-fetch       it is copied into the host, for as long as computing it would take
+    ask     how many of the cells after the hit does the remote store have? For at most `ask_timeout_s`
+    gate    would the blocks arrive before they could be computed? If not, the request computes them
+    fetch   copy them into the host, for as long as computing them would take, and `fetch_timeout_s` at most
+    match   match again: the request hits what has arrived by then; later arrivals are for the next request
+
+One transfer fetches from the disk and from the remote store, up to the token that the better of them reaches. If the
+remote store makes the transfer too slow, the disk alone is tried.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from ..._kernel.prefix import TOKEN_BYTES, Prefix
 from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import RequestState
 from ..._runtime.costs import fetch_bound_s
-from ..._runtime.loading import wait_until_woken
 from ..._runtime.session import Entered
 from ..remote.loop import RemoteWork
 
@@ -21,20 +24,19 @@ __all__ = ["fetch"]
 
 
 async def fetch(request: Entered, record: LedgerRequest, prefix: Prefix) -> None:
-    """Fetch what lower tiers have of `prefix` behind the hit of `record`, and match again: for as long as computing it
-    would take, and `fetch_timeout_s` at most. What would arrive later than that is not fetched.
+    """Fetch the blocks of `prefix` after the hit of `record` that lower tiers have, and match again.
 
-    However it ends, the request has what was in host memory at that moment. A cancellation leaves launched jobs alone:
-    what they bring is there for the next one.
+    However it ends, the request hits the blocks that are in host memory at that moment. A cancellation does not stop
+    launched copies, because the next request can use their blocks.
     """
     if not _may_match_again(record):
         return
-    found = await _Offer(request, record, prefix).complete()
+    found = await _Search(request, record, prefix).worth()
     if found is None or not _may_match_again(record):
         return
 
     def arrived() -> None:
-        # In the step that ends the fetch: its blocks are evictable from now on.
+        # Called by the ledger as the fetch ends: its blocks are evictable from now on.
         _match_again(request, record)
         request._wake()
 
@@ -46,7 +48,7 @@ async def fetch(request: Entered, record: LedgerRequest, prefix: Prefix) -> None
     deadline = session.now() + found.bound_s
     try:
         while not transfer.is_over and (left_s := deadline - session.now()) > 0:
-            await wait_until_woken(request, left_s)
+            await request._wait(left_s)
             request._live()  # raises if the request is over, or the runtime closed
     finally:
         if not transfer.is_over:
@@ -57,7 +59,7 @@ async def fetch(request: Entered, record: LedgerRequest, prefix: Prefix) -> None
 
 @attrs.frozen
 class _Worth:
-    """What is worth a fetch."""
+    """A fetch that is worth its time."""
 
     wanted: Prefix
     num_remote_tokens: int
@@ -65,17 +67,18 @@ class _Worth:
 
 
 @attrs.frozen
-class _Offer:
-    """What lower tiers have for one request."""
+class _Search:
+    """Searches the lower tiers for the blocks after the hit of one request."""
 
     request: Entered
     record: LedgerRequest
     prefix: Prefix
 
-    async def complete(self) -> _Worth | None:
-        """None: nothing is worth a fetch."""
+    async def worth(self) -> _Worth | None:
+        """None: no fetch is worth its time."""
         disk_stop, disk_s = self._of_disk()
-        most = self._first(self._limit_tokens)
+        limit_tokens = self.record.hit_limit * self.request._session.ledger.layout.unit_tokens
+        most = self._first(min(limit_tokens, self.prefix.num_tokens - 1))  # the longest hit that the request may have
         remote = self.request._session.remote
         remote_stop = 0 if remote is None else await self._of_remote(remote, most, max(disk_stop, self._hit))
         stop = max(disk_stop, remote_stop)
@@ -95,14 +98,8 @@ class _Offer:
     def _hit(self) -> int:
         return self.record.match.num_tokens
 
-    @property
-    def _limit_tokens(self) -> int:
-        """Up to where the request may hit."""
-        unit_tokens = self.request._session.ledger.layout.unit_tokens
-        return min(self.record.hit_limit * unit_tokens, self.prefix.num_tokens - 1)
-
     def _of_disk(self) -> tuple[int, float]:
-        """The token up to which the disk could bring the hit, and the seconds that it would take."""
+        """The token up to which the disk could extend the hit, and the seconds that this would take."""
         disk, match = self.request._session.disk, self.record.match
         if disk is None or not match.num_disk_tokens:
             return 0, 0.0
@@ -112,11 +109,11 @@ class _Offer:
         stop = match.num_tokens + match.num_disk_tokens
         return stop, disk.fetch_s(self._first(stop))
 
-    async def _of_remote(self, remote: RemoteWork, prefix: Prefix, behind: int) -> int:
-        """The token up to which the store has cells, if that is behind token `behind`; else 0. It is not asked if even
-        all of the prompt would not be worth it."""
+    async def _of_remote(self, remote: RemoteWork, prefix: Prefix, after: int) -> int:
+        """The token up to which the store has cells, if it is after token `after`; else 0. The store is not asked if
+        even a fetch of the whole prompt would not be worth its time."""
         stop = remote.cells_stop(prefix.num_tokens)
-        if stop <= behind:
+        if stop <= after:
             return 0
         if not remote.may_fetch:
             remote.skip_fetch(self.record.request_id)
@@ -125,9 +122,9 @@ class _Offer:
         if not self._bound_s(stop, fetch_s):
             self._declined(stop, fetch_s)
             return 0
-        labels = await remote.labels(prefix, behind)
+        labels = await remote.labels(prefix, after)
         answers: list[int] = []
-        wake = self.record.when_idle  # not `request._wake`: an answer that is late would keep the request alive
+        wake = self.record.when_idle  # not `request._wake`: a late answer would keep the request alive
 
         def answered(num_cells: int) -> None:
             answers.append(num_cells)
@@ -138,13 +135,13 @@ class _Offer:
         session.ledger.situation.asking[self.record] = session.now()
         try:
             while not answers:
-                await wait_until_woken(self.request, None)
+                await self.request._wait()
                 self.request._live()
         finally:
             question.cancel()
             session.ledger.situation.asking.pop(self.record, None)
         if not remote.is_on:
-            return 0  # a reset has come in between: what the store has is of before
+            return 0  # a reset came meanwhile: the cells of the store are from before it
         num_cells = min(answers[0], len(labels))
         return labels[num_cells - 1].stop * self.request._session.ledger.layout.unit_tokens if num_cells else 0
 
@@ -160,7 +157,7 @@ class _Offer:
         session.telemetry.fetch_declined(self.record.request_id, stop - self._hit, fetch_s)
 
     def _first(self, num_tokens: int) -> Prefix:
-        """The first tokens of the prompt, and one more, which is computed."""
+        """The prefix whose hit is at most `num_tokens`: it has one token more, which is always computed."""
         prefix = self.prefix
         if prefix.spans or num_tokens + 1 >= prefix.num_tokens:
             return prefix

@@ -1,6 +1,12 @@
-"""What a runtime does with its remote tier: asks what the store has, writes behind, and has what is wrong removed.
+"""The remote tier in the event loop: a runtime asks a store that other processes share, stores there, and removes.
 
-A question, a load and a store never make anybody wait longer than they may, and none of them can fail a request.
+The ledger does not know which cells the store has, so a request asks how many of the cells after its hit are there.
+Each question, load and store has a bound, because the store may hang; a cell that is unknown by then counts as missing.
+None of them can fail a request. An answer is only a hint: another process may remove a cell before it is loaded.
+
+Stores are limited by a rate (`WriteRate`), because others share the network and the store. Cells that hold the blocks
+of a failed forward must be removed, since others would find them: removals are tried again until they succeed, also
+after this runtime has stopped using the store.
 """
 
 from __future__ import annotations
@@ -27,11 +33,11 @@ __all__ = ["Question", "RemoteWork"]
 
 
 LATE_S = 0.01
-"""For an answer that is given just in time, to arrive."""
+"""Time for an answer that is given just in time to arrive."""
 MUCH_TO_HASH = 65_536
-"""Tokens whose digests are computed in a thread."""
+"""From this number of tokens on, a thread computes the digests."""
 MAX_BYTES = 32 * 2**20
-"""Stored at once: their digests are computed in the event loop."""
+"""Maximum bytes stored at once, because the event loop computes their digests."""
 
 
 @attrs.define(eq=False)
@@ -50,7 +56,7 @@ class RemoteWork:
     is_on: bool = attrs.field(init=False, default=False)
     """Between `begin` and `end`."""
     num_fetches_skipped: int = attrs.field(default=0, init=False)
-    """Not begun, since all nodes are left alone."""
+    """Fetches that were not begun because all nodes of the store had failed."""
     _rate: WriteRate = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -83,13 +89,13 @@ class RemoteWork:
             await over.wait()
 
     def turn_off(self, reason: str) -> None:
-        """Neither ask, load nor store any more."""
+        """Stop asking, loading and storing."""
         if self.is_on:
             self.is_on = False
             self.telemetry.remote_turned_off(reason)
 
     def end(self) -> None:
-        """The runtime closes. What is being stored may end; nothing is waited for."""
+        """The runtime closes. Stores under way may end, but the runtime does not wait for them."""
         self._forget()
         self.is_on = False
 
@@ -98,57 +104,60 @@ class RemoteWork:
     @property
     def may_fetch(self) -> bool:
         """Whether a fetch is worth its time: not from a store that has failed lately, or hangs."""
-        is_off = not self.is_on or not self.worker.is_accepting or self.remote.refuses(Direction.LOAD)
-        return not is_off and not self.worker.copies.is_stalled(Tier.REMOTE, Tier.HOST)
+        copies = self.worker.copies
+        is_off = not self.is_on or not copies.is_accepting or self.remote.refuses(Direction.LOAD)
+        return not is_off and not copies.is_stalled(Tier.REMOTE, Tier.HOST)
 
     def skip_fetch(self, request_id: str) -> None:
-        """A request computes what the store may have, since all of its nodes are left alone."""
+        """Count a request that computes cells that the store may have, because all of its nodes have failed."""
         if self.is_on and self.remote.refuses(Direction.LOAD):
             self.num_fetches_skipped += 1
             self.telemetry.fetch_skipped(request_id, Tier.REMOTE)
 
     def remarks(self) -> Iterator[str]:
-        """What `explain` says of it."""
+        """The lines about it in `explain`."""
         alone = self.remote.statistics().left_alone
         yield from in_lines("the remote store", alone)
         if alone and self.num_fetches_skipped:
             yield f"fetches from the remote store skipped so far: {self.num_fetches_skipped:,}"
 
     def cells_stop(self, num_tokens: int) -> int:
-        """The token at which the last whole cell ends that a prompt of so many tokens may hit."""
+        """The token at which the last whole cell ends that a prompt of `num_tokens` tokens may hit."""
         return (num_tokens - 1) // self.cell_tokens * self.cell_tokens
 
     def fetch_s(self, prefix: Prefix, num_remote_tokens: int) -> float:
-        """Seconds until so many tokens of `prefix` would be in host memory; 0 if nothing is known of the store yet."""
+        """Seconds until the first `num_remote_tokens` tokens of `prefix` would be in host memory; 0 if the store was
+        not measured yet."""
         copies, link = self.worker.copies, (Tier.REMOTE, Tier.HOST)
         num_blocks = copies.tell(self.ledger.num_remote_fetch_blocks, prefix, num_remote_tokens) or 0
         return copies.seconds(*link, num_blocks)
 
-    async def labels(self, prefix: Prefix, behind: int) -> Sequence[CellLabel]:
-        """The whole cells of `prefix` that end behind its token `behind`."""
-        compute = partial(self.labels_nowait, prefix, behind)
+    async def labels(self, prefix: Prefix, after: int) -> Sequence[CellLabel]:
+        """The whole cells of `prefix` that end after its token `after`."""
+        compute = partial(self.labels_nowait, prefix, after)
         if prefix.num_tokens > MUCH_TO_HASH:
             return await self.env.run_in_thread(compute, self.hashing)
         return compute()
 
-    def labels_nowait(self, prefix: Prefix, behind: int) -> Sequence[CellLabel]:
+    def labels_nowait(self, prefix: Prefix, after: int) -> Sequence[CellLabel]:
         cells = cells_of(prefix, self.ledger.layout.unit_tokens, self.ledger.cell_units)
-        return cells[behind // self.cell_tokens :]
+        return cells[after // self.cell_tokens :]
 
     def ask(self, labels: Sequence[CellLabel], answered: Callable[[int], object]) -> Question:
-        """Ask how many of these cells the store has from the first one on. `answered` is called with that once, in the
-        event loop, soon after `ask_timeout_s` at the latest: what is not known then the store does not have."""
+        """Ask how many of these cells the store has, from the first one on. `answered` is called once with that number,
+        in the event loop, and soon after `ask_timeout_s` at the latest: then the answer is 0."""
         question = Question(answered)
         deadline = self.now() + self.remote.tier.ask_timeout_s + LATE_S
         question.stop_timer = self.env.call_at(deadline, partial(self.worker.call_soon, partial(question.over, 0)))
-        self.remote.ask(labels, partial(_heard, self.worker, question))
+        worker = self.worker
+        self.remote.ask(labels, lambda num_cells: worker.call_soon(partial(question.over, num_cells)))  # in any thread
         return question
 
     # -- storing --------------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Have what is wrong removed; store what was asked for twice and the store lacks. Called after whatever may
-        have changed that."""
+    def store_more(self) -> None:
+        """Remove wrong cells; store cells that were requested twice and that the store lacks. Called after each change
+        that may have made one of them due."""
         for move in self.remote.take_moves():
             self.telemetry.storage_moved(move)
         self._forget()  # also when it is off: others use the store
@@ -166,32 +175,27 @@ class RemoteWork:
         return num_cells * self.cell_blocks
 
     def _forget(self) -> None:
-        """What a failed forward has left in the store is wrong: nobody is to find it."""
+        """Remove the cells that hold blocks of a failed forward."""
         if cells := self.ledger.take_forgotten_cells():
             self.remote.forget(cells)
 
 
-def _heard(worker: CopyWorker, question: Question, num_cells: int) -> None:
-    """In any thread."""
-    worker.call_soon(partial(question.over, num_cells))
-
-
 @attrs.define(eq=False)
 class Question:
-    """A question to the store that is out. What comes first counts: the store's answer, or the timer."""
+    """A question to the store. It ends with the store's answer or with the timer, whichever comes first."""
 
     answered: Callable[[int], object]
     stop_timer: Callable[[], object] | None = None
     is_over: bool = False
 
     def over(self, num_cells: int) -> None:
-        """In the event loop."""
+        """Called in the event loop."""
         if not self.is_over:
             self.cancel()
             self.answered(num_cells)
 
     def cancel(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Ignore the answer."""
         self.is_over = True
         if self.stop_timer is not None:
             self.stop_timer()

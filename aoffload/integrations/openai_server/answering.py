@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 import attrs
 
-from ..._extensions.store_policies import StoreScope
+from ..._kernel.plans import StoreScope
 from ...errors import AoffloadError
 from ..engine import PagedEngine
 from .admission import Admission
