@@ -1,14 +1,21 @@
-"""Load overlaps: a step that overlaps the load of its request.
+"""Load overlaps: a step that begins before the load of its request is over.
 
-The step assumes that the load succeeds: it reads blocks that jobs still own, and writes behind them, into the request's
-own blocks. The assumed block tables are kept, and compared when the load is over. If they were wrong, what was computed
-cannot be committed until the engine was told and has begun another step.
+The step assumes that the load succeeds: it reads blocks that jobs still own, and writes after them, into the
+request's own blocks. The assumption may turn out wrong: a copy may fail, or another request may publish the same tokens
+first, and then the table of the request names other blocks than the step has read. So the block tables that the step
+assumes are kept in a `LoadOverlap`. They are compared with each job of the load that is settled (`Load.job_settled`),
+and with the tables of the request once the load is over.
+
+    SPECULATIVE --> CONFIRMED       all blocks that the step reads were brought: what it computes counts
+         `-------> INVALID          some were not: commits beyond the loaded tokens are refused
+                      `---> ACKNOWLEDGED    the engine has asked for the first invalid token, and begins another step
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 
 from .._kernel.cache import PrefixCache
 from .._kernel.events import Moves
@@ -25,7 +32,6 @@ __all__ = [
     "can_start",
     "check_valid",
     "compare",
-    "compare_job",
     "expected_ids",
     "first_invalid_token",
     "tell",
@@ -60,6 +66,7 @@ def begin_step(cache: PrefixCache, moves: Moves, request: LedgerRequest) -> None
         tables = tuple(_once_landed(cache, request, request.load, band) for band in cache.layout.bands)
         stop = request.load.stop
         request.overlap = LoadOverlap(request, stop, stop * cache.layout.unit_tokens, tables)
+        request.load.job_settled = partial(_compare_job, cache, moves, request)
         moves.overlap(request.overlap, OverlapState.SPECULATIVE)
 
 
@@ -89,10 +96,11 @@ def compare(moves: Moves, request: LedgerRequest, bands: Sequence[Band]) -> None
         moves.overlap(overlap, OverlapState.INVALID)
 
 
-def compare_job(moves: Moves, request: LedgerRequest, job: Job, band: Band) -> None:
-    """A job of the load is over: INVALID unless its blocks that the step reads are published. Checked while the load
-    goes on: a block not brought is free, and may return to the same position with other bytes."""
-    overlap = request.overlap
+def _compare_job(cache: PrefixCache, moves: Moves, request: LedgerRequest, job: Job) -> None:
+    """A job of the load is settled: INVALID unless its blocks that the step reads are published. They are compared
+    while the load goes on, because a block that was not brought is free: it may return to the same position with other
+    bytes before the load ends."""
+    overlap, band = request.overlap, cache.layout.bands[job.band]
     if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
         return
     first = band.first_unit(overlap.stop)

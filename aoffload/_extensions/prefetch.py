@@ -1,13 +1,24 @@
-"""Prefetches and demotions: cache transfers that no request waits for. `Fetches` has those from the disk.
+"""Cache transfers: prefetches and demotions. `_tiers.fetch` has fetches, which are cache transfers, too.
 
-A cache transfer has a `LedgerRequest` of its own, which is matched and has a load, like any other. It never joins the
-wait queue and computes nothing. When its jobs are over, it releases everything; what has landed stays cached.
+    prefetch    host -> device    load what a request for a prompt would load, before the request comes
+    demotion    device -> host    store what the host lacks of a prompt, and free its device blocks
+    fetch       below  -> host    so that a request hits there
+
+No request waits for a cache transfer. It has a `LedgerRequest` of its own, which is matched and has a load like that of
+any request, so that jobs, leases and the index need not tell it apart. But that record is not live: it never joins the
+wait queue and computes nothing, and when its load is over, or cancelled, it releases everything. The blocks that have
+landed stay cached, unpinned.
+
+A cache transfer must not harm requests. A prefetch takes free blocks only while no request waits for some, and all
+prefetches under way take at most `max_share` of the device. A demotion frees a block only if no lease pins it, and only
+if the host serves at least the same hit without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from .._kernel.cache import PrefixCache
 from .._kernel.events import Moves
@@ -15,7 +26,7 @@ from .._kernel.index import Hit, find_hit, held_stop, jobs_into
 from .._kernel.jobs import Stores
 from .._kernel.leases import RequestLeases
 from .._kernel.loads import Loads
-from .._kernel.records import BlockTable, Job, Lease, Load, Run, nulls
+from .._kernel.records import NO_LIMIT, BlockTable, Job, Lease, Load, Run, nulls
 from .._kernel.requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Prefetch
 from .._kernel.states import CacheTransferState, Tier
 from .._kernel.tokens import TokenSequence
@@ -46,8 +57,7 @@ class CacheTransfers:
         request = transfer.request
         self.request_leases.pin(request)
         if self._take_room(transfer):
-            stop = request.hit_stop
-            jobs = self.loads.start(request, stop, lambda: None)
+            jobs = self.loads.start(request, request.hit_stop, wake, partial(self._over, transfer))
             transfer.num_blocks = sum(job.plan.num_blocks for job in jobs)
             transfer.plans = tuple(job.plan for job in jobs)
         self.begin(transfer)
@@ -106,7 +116,7 @@ class CacheTransfers:
         if leaving:
             jobs = self._offer(transfer.request, leaving)
             transfer.plans = tuple(job.plan for job in jobs)
-            self.wait_for_jobs(transfer.request)
+            self.wait_for_jobs(transfer)
         if kept is not None:
             self.cache.release(kept)
         self.begin(transfer)
@@ -144,16 +154,18 @@ class CacheTransfers:
         self.cache.release(lease)  # the jobs have leases of their own
         return jobs
 
-    def wait_for_jobs(self, request: LedgerRequest) -> None:
-        """Wait for all jobs under way into the host on its path, those of other requests included."""
-        jobs: dict[Job, None] = {}
+    def wait_for_jobs(self, transfer: CacheTransfer) -> None:
+        """Begin a load that waits for all jobs under way into the host on the path of `transfer`, also for those of
+        other requests."""
+        request, jobs = transfer.request, dict[Job, None]()
         for run, _ in self.cache.index.walk(request.sequence, request.hit_limit):
             for part in run.parts_in(self.stores.destination):
                 jobs.update(dict.fromkeys(jobs_into(part)))
         if jobs:
-            request.began_load(Load(request.hit_limit, lambda: None, set(jobs)))
+            over = partial(self._over, transfer)
+            request.load = load = Load(request.hit_limit, transfer.wake, over, request.ticket, jobs)
             for job in jobs:
-                job.claimed_by(request)
+                job.claims[load] = None
 
     def _free(self, transfer: Demotion) -> None:
         """Free the device blocks that are still unpinned. If the host alone does not serve the whole hit, free none: a
@@ -178,7 +190,9 @@ class CacheTransfers:
     def new_request(self, kind: str, sequence: TokenSequence, limit: int, ledger: object) -> LedgerRequest:
         self.num_cache_transfers += 1
         name = f"{kind}-{self.num_cache_transfers}"
-        return LedgerRequest(name, sequence, self.cache.epoch, self.num_cache_transfers, limit, 1, ledger=ledger)
+        # Before all requests: where one call ends several loads, transfers give back blocks before requests take some.
+        ticket = self.num_cache_transfers - NO_LIMIT
+        return LedgerRequest(name, sequence, self.cache.epoch, ticket, limit, 1, ledger=ledger)
 
     def begin(self, transfer: CacheTransfer) -> None:
         request = transfer.request
@@ -188,16 +202,15 @@ class CacheTransfers:
         self.under_way[request] = transfer
         self.moves.cache_transfer(transfer, CacheTransferState.MOVING)
 
-    def conclude(self, over: list[LedgerRequest]) -> list[Callable[[], object]]:
-        """End the transfers among `over`; returns the callbacks to call after the line is served."""
-        transfers = [self.under_way[request] for request in over if request in self.under_way]
-        for transfer in transfers:
-            self._end(transfer, CacheTransferState.DONE)
-        return [transfer.wake for transfer in transfers]
+    def _over(self, transfer: CacheTransfer) -> list[Callable[[], object]]:
+        """The load of `transfer` is over: see `Load.over`."""
+        self._end(transfer, CacheTransferState.DONE)
+        return [transfer.wake]
 
     def cancel(self, transfer: CacheTransfer) -> list[Job]:
-        """Stop waiting; returns the jobs that were discarded. Launched jobs and all stores go on."""
-        settled = self.loads.abandon(transfer.request)
+        """Stop waiting. Launched jobs and all stores go on. Returns the jobs that this settles."""
+        load = transfer.request.load
+        settled = [] if load is None else self.loads.abandon(load)
         self._end(transfer, CacheTransferState.CANCELLED)
         return settled
 

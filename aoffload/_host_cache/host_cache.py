@@ -18,6 +18,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from .._arguments import check_int
 from .._extensions.pins import Pins
@@ -85,7 +86,7 @@ class EngineOwned:
             if into is not None:
                 raise WrongState(f"load: the blocks of {request} were named before: call it again without `into`")
             if request.load is not None:  # called again
-                request.load.wake_by(wake)
+                request.load.wake = wake
             elif self.lost_to_reset(request):
                 call_all(iter(self._falls_short(request, self.arrivals.under_way[request].start)))
             return []
@@ -103,9 +104,9 @@ class EngineOwned:
         if not jobs:  # no hit, or one at whose end no window needs anything
             self._run(request, stop)
             return []
+        request.load = load = Load(stop, wake, partial(self._conclude, request), request.ticket, jobs)
         for job in jobs:
-            job.claimed_by(request)
-        request.began_load(Load(stop, wake, jobs))
+            job.claims[load] = None
         self.arrivals.under_way[request] = Arrival(start, stop, tuple(jobs))
         self.moves.request(request, State.LOADING)
         return jobs
@@ -146,19 +147,17 @@ class EngineOwned:
             raise InvalidArgument("into", f"names block {wrong}, which a store still reads")
         return found
 
-    def conclude_all(self, requests: Iterable[LedgerRequest]) -> list[Callable[[], object]]:
-        """End the loads of `requests`, whose jobs are all settled or were given up; returns the callbacks to call."""
-        wakes: list[Callable[[], object]] = []
-        for request in requests:
-            arrival, load = self.arrivals.under_way[request], request.load
-            assert load is not None
-            wakes.append(load.wake)
-            # After a reset, the KV that the copies have brought is from before the reset.
-            ready = self._ready_stop(arrival) if request.epoch == self.cache.epoch else arrival.start
-            request.ended_load()
-            if ready < arrival.stop:
-                wakes += self._falls_short(request, ready)
-            self._run(request, ready)
+    def _conclude(self, request: LedgerRequest) -> list[Callable[[], object]]:
+        """End the load of `request`, whose jobs are all settled or were given up; returns the callbacks to call."""
+        arrival, load = self.arrivals.under_way[request], request.load
+        assert load is not None
+        wakes = [load.wake]
+        # After a reset, the KV that the copies have brought is from before the reset.
+        ready = self._ready_stop(arrival) if request.epoch == self.cache.epoch else arrival.start
+        request.load = None
+        if ready < arrival.stop:
+            wakes += self._falls_short(request, ready)
+        self._run(request, ready)
         return wakes
 
     def _run(self, request: LedgerRequest, ready: int) -> None:

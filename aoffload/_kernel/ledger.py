@@ -72,7 +72,7 @@ from .prefix import Prefix, TokenIds, check_prefix
 from .protocols import OBSERVES, BlockWatcher, DevicePool, EngineBlocks, Observer
 from .records import NO_LIMIT, Job
 from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, nobody
-from .states import BELOW, Outcome, PinState, RequestState, Tier, check_tier, require
+from .states import BELOW, PinState, RequestState, Tier, check_tier, require
 from .states import RequestState as State
 from .status import EvictionStatistics, Fork, Holder, RequestStatus, TierStatistics, explained, plain
 from .tokens import TokenSequence
@@ -210,7 +210,7 @@ class Ledger:
         self.jobs = JobBook(cache, moves, self._units_per_job(config.blocks_per_job(block_bytes)))
         self._pins = Pins(cache, moves, config.max_pinned_share)
         self.admission = Admission(cache, leases, moves, self._others_hold_room, self._pins.yield_one)
-        self._loads = Loads(cache, leases, moves, self.jobs, self.admission)
+        self._loads = Loads(cache, leases, moves, self.jobs, self.admission, self._pins.renew)
         self._forks = Forks(cache, leases, self.admission, moves)
         policy = checked(store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1))
         self._hints: Hints | None = None
@@ -238,7 +238,6 @@ class Ledger:
         if isinstance(policy, AlsoCounts):
             self._wire_lower(policy, config)
         self._engine: EngineOwned | None = None
-        self._conclude_loads = self._loads.conclude_all
         if isinstance(device, EngineTier) and clock is not None:  # `_check_engine` demands one
             if policy.num_watermark_blocks:
                 raise ConfigError("store_policy", "must not be lazy: when an engine evicts what, only it knows")
@@ -252,7 +251,6 @@ class Ledger:
             self._engine = EngineOwned(
                 cache, leases, moves, self.jobs, offers, matches, arrivals, self._pins, num_device_blocks
             )
-            self._conclude_loads = self._engine.conclude_all
         self.situation = Situation(
             self.live_requests, self.steps, self._pins, self.jobs, self._cache_transfers, self.admission,
             None if self._engine is None else self._engine.arrivals, moves,
@@ -360,24 +358,6 @@ class Ledger:
         if self.jobs.unsettled or self._closing:
             return True
         return any(h.holds_room and (h.waiter is None or h.waiter.is_over) for h in self.live_requests.values())
-
-    def _settled(self, jobs: list[Job], also: LedgerRequest | None = None) -> None:
-        self.admission.serve_queue(self._concluded(jobs, also))
-
-    def _concluded(self, jobs: list[Job], also: LedgerRequest | None = None) -> list[Callable[[], object]]:
-        over = self._loads.settled(jobs)
-        if also is not None and also.load is not None and also not in over:
-            over.append(also)
-        for job in jobs:
-            if job.completion is not None and job.completion.outcome is Outcome.CORRUPT:
-                self._pins.renew()
-                break
-        wakes: list[Callable[[], object]] = []
-        requests = over
-        if self._cache_transfers.under_way:
-            requests = [request for request in over if request not in self._cache_transfers.under_way]
-            wakes = self._cache_transfers.conclude(over)
-        return wakes + self._conclude_loads(requests)
 
     def _units_per_job(self, num_blocks: int) -> Sequence[int]:
         return [max(1, num_blocks // max(1, band.width)) for band in self.layout.bands]
@@ -638,8 +618,10 @@ class Ledger:
         they are over: behind `request.num_computed_tokens`, compute into other blocks.
         """
         require(self._own(request), "abandon_load", *_LOADING)
-        if request.load is not None:
-            self._settled(self._loads.abandon(request), also=request)
+        load = request.load
+        if load is not None:
+            wakes = self._loads.settled(self._loads.abandon(load))
+            self.admission.serve_queue(wakes + load.over())
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
@@ -655,7 +637,7 @@ class Ledger:
         if self._moves.is_telling:
             raise self._in_report("settle")
         check_completion(completion)
-        self.admission.serve_queue(self._concluded(self.jobs.settle(completion)))
+        self.admission.serve_queue(self._loads.settled(self.jobs.settle(completion)))
 
     def discard(self, job_id: int) -> None:
         """Give up a job that was never launched; the requests that wait for it compute instead."""
@@ -663,7 +645,7 @@ class Ledger:
             raise self._in_report("discard")
         job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
         if job is not None:
-            self._settled(self.jobs.discard(job))
+            self.admission.serve_queue(self._loads.settled(self.jobs.discard(job)))
 
     # -- computing ------------------------------------------------------------------------------------------------
 
@@ -751,7 +733,7 @@ class Ledger:
             sequence = sequence.copy()
         if self._engine is not None:
             told, settled = self._engine.invalidate(request, from_token, tuple(self.live_requests.values()))
-            self._settled(settled)
+            self.admission.serve_queue(self._loads.settled(settled))
             self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
             return tuple(reader for reader in told if not reader.is_over)
         # Requests that are over may have read it too, in a step or as forks, but need not be aborted.
@@ -768,7 +750,7 @@ class Ledger:
         """A remote store's cells with units `[first, stop)` of `sequence`, and cells that follow them, are wrong."""
         if self._remote_stores is not None:
             for job in self._remote_stores.take_back(sequence, first, stop):
-                self._settled(self.jobs.discard(job))
+                self.admission.serve_queue(self._loads.settled(self.jobs.discard(job)))
 
     @property
     def num_steps_ended(self) -> int:
@@ -841,7 +823,8 @@ class Ledger:
             self._closing.discard(request)
             self._request_leases.let_go(request)
         elif request.state is State.DRAINING:
-            return self._loads.conclude_all([request])
+            assert request.load is not None
+            return request.load.over()
         else:
             slide(self.cache, request)
         return []
@@ -888,7 +871,7 @@ class Ledger:
         finally:
             if request.waiter is not None:
                 self.admission.leave(request.waiter)
-            settled = self._loads.abandon(request) if request.load is not None else []
+            settled = self._loads.abandon(request.load) if request.load is not None else []
             if request.origins:
                 self._forks.leaving(request)
             if request.num_steps:
@@ -903,10 +886,7 @@ class Ledger:
                 self._forks.left(request)
             if self._engine is not None:
                 self._engine.left(request)
-            if settled:
-                self._settled(settled)
-            else:
-                self.admission.serve_queue()
+            self.admission.serve_queue(self._loads.settled(settled) if settled else ())
 
     # -- preemption -----------------------------------------------------------------------------------------------
 
@@ -915,8 +895,10 @@ class Ledger:
         pinned until it is resumed or over. Refused in a step, and in the line for room unless REQUEUED."""
         self._preemptions.check(self._on_own_device(request, "preempt"))
         wakes: list[Callable[[], object]] = []
-        if request.load is not None:
-            wakes += self._concluded(self._loads.abandon(request), also=request)
+        load = request.load
+        if load is not None:
+            wakes += self._loads.settled(self._loads.abandon(load))
+            wakes += load.over()
         if request.waiter is not None:  # REQUEUED: its wait ends here, too
             wakes.append(request.waiter.wake)
         found = self._preemptions.preempt(request)
@@ -1155,7 +1137,7 @@ class Ledger:
         if not isinstance(transfer, CacheTransfer) or transfer.request.ledger is not self:
             raise InvalidArgument("transfer", f"was not begun by this ledger: {shown(transfer)}")
         if not transfer.is_over:
-            self._settled(self._cache_transfers.cancel(transfer))
+            self.admission.serve_queue(self._loads.settled(self._cache_transfers.cancel(transfer)))
             transfer.wake()
 
     def cancel_cache_transfers(self) -> None:

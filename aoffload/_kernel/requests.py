@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import OutOfBlocks
 from .plans import NO_MATCH, PrefixMatch, TransferPlan
-from .records import NO_LIMIT, BlockTable, Claimant, Job, Lease, Run
+from .records import NO_LIMIT, BlockTable, Lease, Load, Run
 from .states import CacheTransferState, Computing, NoEpoch, OverlapState, PinState, RequestState, Tier
 from .tokens import TokenSequence
 
@@ -30,7 +30,6 @@ __all__ = [
     "Step",
     "Waiter",
     "call_all",
-    "claimants",
     "nobody",
 ]
 
@@ -51,10 +50,10 @@ class Fetched:
         self.num_host_blocks = num_host_blocks
 
 
-class LedgerRequest(Claimant):
+class LedgerRequest:
     __slots__ = (
         "computing", "engine_tokens", "epoch", "evictions_before", "fetched", "has_committed",
-        "hit_alignment", "hit_limit", "hit_stop", "last_step", "leases", "ledger", "match", "nulled",
+        "hit_alignment", "hit_limit", "hit_stop", "last_step", "leases", "ledger", "load", "match", "nulled",
         "num_computed_tokens", "num_lost_tokens", "num_steps", "num_units", "origins", "overlap", "published",
         "read_before", "ready_stop", "reason", "request_id", "reserve", "retry_max_hit_tokens", "sequence",
         "since_s", "state", "store_limit", "stored_stop", "tables", "ticket", "uses", "waiter", "when_idle",
@@ -64,7 +63,6 @@ class LedgerRequest(Claimant):
         self, request_id: str, sequence: TokenSequence, epoch: int | NoEpoch, ticket: int, hit_limit: int,
         hit_alignment: int, *, ledger: Any, evictions_before: int = 0, store_limit: int = NO_LIMIT,
     ) -> None:  # fmt: skip
-        super().__init__()
         self.request_id = request_id
         self.sequence = sequence
         self.epoch = epoch
@@ -93,6 +91,8 @@ class LedgerRequest(Claimant):
         self.engine_tokens = 0
         """Leading tokens in the engine's own prefix cache (engine-owned blocks). The host match begins behind them."""
         self.hit_stop = 0
+        self.load: Load | None = None
+        """Until it is over."""
         self.tables: tuple[BlockTable, ...] = ()
         """One per band, once the request has room."""
         self.num_units = 0
@@ -330,11 +330,6 @@ class LedgerRequest(Claimant):
     def num_held(self) -> int:
         """Blocks in its tables, without null ones."""
         return sum(table.num_held for table in self.tables)
-
-
-def claimants(job: Job) -> list[LedgerRequest]:
-    """The requests whose loads wait for `job`."""
-    return [claim for claim in job.claims if isinstance(claim, LedgerRequest)]
 
 
 def nobody() -> None:

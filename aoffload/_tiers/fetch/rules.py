@@ -66,7 +66,7 @@ class Fetches:
             jobs = self._load(transfer, on_disk, start, cells, room)
             transfer.num_blocks = sum(job.plan.num_blocks for job in jobs)
             transfer.plans = tuple(job.plan for job in jobs)
-            self.transfers.wait_for_jobs(request)
+            self.transfers.wait_for_jobs(transfer)
         self.transfers.begin(transfer)
         return transfer
 
