@@ -131,8 +131,8 @@ CALL_MUTANTS = (
         also=(
             Patch(
                 LOADS,
-                "                wakes.append(load.wake)\n",
-                "                slide_off(self.cache, request)\n                wakes.append(load.wake)\n",
+                "        return [load.wake]\n",
+                "        slide_off(self.cache, request)\n        return [load.wake]\n",
             ),
         ),
         test="tests/core/test_early_starts.py::test_windows_are_moved_on_where_a_load_falls_short_under_a_step",

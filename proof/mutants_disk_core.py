@@ -133,7 +133,7 @@ _TAKEN_BACK = (
         OF_STORES + "what_a_failed_forward_has_left_there_is_told",
         "disk: wrong KV that a store has written later",
         "aoffload._kernel.jobs",
-        "                    self.cache.tiers[tier].taken_back(brought)\n",
+        "                    tier.taken_back(brought)\n",
         "                    pass\n",
         "what a failed forward has computed is not found after a restart",
     ),
@@ -175,11 +175,12 @@ _FETCHES = (
         OF_FETCHES + "two_fetches_share_their_copies",
         "disk: a fetch that waits for its own copies only",
         FETCHES,
-        "            self.transfers.wait_for_jobs(request)\n",
-        "            request.began_load(Load(stop, lambda: None, jobs))\n"
-        "            for job in jobs:\n                job.claimed_by(request)\n",
+        "            self.transfers.wait_for_jobs(transfer)\n",
+        "            over = partial(self.transfers._over, transfer)\n"
+        "            request.load = Load(stop, wake, over, request.ticket, jobs)\n"
+        "            for job in jobs:\n                job.claims[request.load] = None\n",
         "two fetches of one prefix end with both of what they brought",
-        Patch(FETCHES, "from .records import Job, Run\n", "from .records import Job, Load, Run\n"),
+        Patch(FETCHES, "records import Job, Run\n", "records import Job, Load, Run\nfrom functools import partial\n"),
     ),
     _met_by(
         OF_FETCHES + "a_request_in_line_is_not_matched_by_a_fetch",

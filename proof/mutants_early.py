@@ -53,8 +53,8 @@ EARLY_MUTANTS = (
     Mutant(
         "room given back under an early forward",
         "aoffload._kernel.loads",
-        "        if request.num_steps:\n            load.shorten",
-        "        if not request.tables:\n            load.shorten",
+        "        if request.num_steps:\n            if request.load",
+        "        if not request.tables:\n            if request.load",
         "a step holds what it touches, also when the load of its request fails",
         test="tests/core/test_early_starts.py::test_a_forward_keeps_what_it_writes_when_there_is_no_room_to_go_on",
     ),

@@ -23,16 +23,16 @@ _RESETS = (
     Mutant(
         "load keeps a device hit from before a reset",
         "aoffload._kernel.loads",
-        "if request.published and request.epoch != self.cache.epoch:",
-        "if False:",
+        "(has_holes(request) or (request.published and not is_current)):",
+        "has_holes(request):",
         _BETWEEN,
         test=f"{_RESET_TESTS}::test_a_request_has_nothing_from_before_a_reset",
     ),
     Mutant(
         "load under way keeps a device hit from before a reset",
         "aoffload._kernel.loads",
-        "if start and request.epoch != self.cache.epoch:",
-        "if not load.jobs and load.stop == start and request.epoch != self.cache.epoch:",
+        "if start and not is_current:",
+        "if not load.jobs and load.stop == start and not is_current:",
         _BETWEEN,
         test=f"{_RESET_TESTS}::test_a_reset_while_a_step_overlaps_the_load",
     ),
@@ -250,8 +250,8 @@ _WORKER = (
     Mutant(
         "load after a reset ends with what others have published",
         "aoffload._kernel.loads",
-        "        if request.epoch == self.cache.epoch:\n            path = []",
-        "        if True:\n            path = []",
+        "        if is_current and run is not None:\n",
+        "        if run is not None:\n",
         "no request begins with KV from before a reset",
         test="tests/core/test_found_by_programs.py::"
         "test_a_load_that_a_reset_ends_brings_nothing_that_others_have_published",
@@ -284,8 +284,8 @@ _WORKER = (
     Mutant(
         "age of a planned copy counted from nothing",
         "aoffload._kernel.jobs",
-        "            0.0 if self.moves.clock is None else self.moves.clock(),\n",
-        "",
+        "now = 0.0 if self.moves.clock is None else self.moves.clock()",
+        "now = 0.0",
         "ages say since when",
         test="tests/core/test_situation.py::test_the_age_of_a_copy_counts_from_its_planning",
     ),

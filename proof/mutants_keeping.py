@@ -145,9 +145,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "cancelled prefetch stays under way",
         CACHE_TRANSFERS,
-        "        settled = self.loads.abandon(transfer.request)\n"
         "        self._end(transfer, CacheTransferState.CANCELLED)\n",
-        "        settled = self.loads.abandon(transfer.request)\n"
         "        self.moves.cache_transfer(transfer, CacheTransferState.CANCELLED)\n",
         "a budget goes back however a prefetch ends",
         scenarios=TRANSFERS_AMONG_REQUESTS,
@@ -162,7 +160,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "prefetch that nobody wants is launched",
         CACHE_TRANSFERS,
-        "        settled = self.loads.abandon(transfer.request)\n",
+        "        settled = [] if load is None else self.loads.abandon(load)\n",
         "        settled: list[Job] = []\n",
         "a load lives as long as one waiter does",
         scenarios=TRANSFERS_AMONG_REQUESTS,

@@ -208,16 +208,16 @@ _WAKING = (
     Mutant(
         "a store that arrived wrong takes its source away",
         "aoffload._kernel.jobs",
-        "is_bad = completion.outcome is Outcome.CORRUPT and job.plan.direction is Direction.LOAD",
-        "is_bad = completion.outcome is Outcome.CORRUPT",
+        "is_bad = outcome is Outcome.CORRUPT and plan.direction is Direction.LOAD and",
+        "is_bad = outcome is Outcome.CORRUPT and",
         "what requests read stays theirs, however a copy of it ends",
         test="tests/core/test_transfers.py::test_a_store_that_arrived_wrong_harms_nobody_who_reads_its_source",
     ),
     Mutant(
         "no pump after a release",
         "aoffload._kernel.ledger",
-        "                self._settled(settled)\n            else:\n                self.admission.serve_queue()\n",
-        "                self._settled(settled)\n",
+        "            self.admission.serve_queue(self._loads.settled(settled) if settled else ())\n",
+        "            if settled:\n                self.admission.serve_queue(self._loads.settled(settled))\n",
         "everything that changes room serves the line",
     ),
     Mutant(
@@ -239,8 +239,8 @@ _WAKING = (
     Mutant(
         "no pump after quarantine",
         "aoffload._kernel.ledger",
-        "        self.admission.serve_queue(self._concluded(self.jobs.settle(completion)))\n",
-        "        jobs = self.jobs.settle(completion)\n        wakes = self._concluded(jobs)\n"
+        "        self.admission.serve_queue(self._loads.settled(self.jobs.settle(completion)))\n",
+        "        jobs = self.jobs.settle(completion)\n        wakes = self._loads.settled(jobs)\n"
         "        if not any(job.job_id in self.jobs.quarantined for job in jobs):\n"
         "            self.admission.serve_queue()\n        for wake in wakes:\n            wake()\n",
         "quarantine serves the line",
@@ -248,8 +248,9 @@ _WAKING = (
     Mutant(
         "no pump after late proof",
         "aoffload._kernel.ledger",
-        "        self.admission.serve_queue(self._concluded(self.jobs.settle(completion)))\n",
-        "        if jobs := self.jobs.settle(completion):\n            self._settled(jobs)\n",
+        "        self.admission.serve_queue(self._loads.settled(self.jobs.settle(completion)))\n",
+        "        if jobs := self.jobs.settle(completion):\n"
+        "            self.admission.serve_queue(self._loads.settled(jobs))\n",
         "room that comes back serves the line",
         scenarios=("late_room",),
     ),
@@ -288,8 +289,8 @@ _WAKING = (
     Mutant(
         "shared load wakes only the first",
         "aoffload._kernel.ledger",
-        "        self.admission.serve_queue(self._concluded(self.jobs.settle(completion)))\n",
-        "        self.admission.serve_queue(self._concluded(self.jobs.settle(completion))[:1])\n",
+        "        self.admission.serve_queue(self._loads.settled(self.jobs.settle(completion)))\n",
+        "        self.admission.serve_queue(self._loads.settled(self.jobs.settle(completion))[:1])\n",
         "no hang: a load wakes all who wait for it",
         scenarios=("two_tasks",),
     ),

@@ -97,8 +97,8 @@ _WINDOWS = (
     Mutant(
         "holes not filled when nothing is loaded",
         LOADS,
-        "        if request.load is None and has_holes(request):\n",
-        "        if request.load is None and not request.tables:\n",
+        "if request.load is None and (has_holes(request) or",
+        "if request.load is None and (not request.tables or",
         "whatever becomes of a load, what is computed has blocks",
         scenarios=("mixed_windows",),
     ),
@@ -201,8 +201,8 @@ _TAKEN_BACK = (
     Mutant(
         "woken in the middle of a preemption",
         "aoffload._kernel.ledger",
-        "            wakes += self._concluded(self._loads.abandon(request), also=request)\n",
-        "            self._settled(self._loads.abandon(request), also=request)\n",
+        "            wakes += self._loads.settled(self._loads.abandon(load))\n            wakes += load.over()\n",
+        "            self.admission.serve_queue(self._loads.settled(self._loads.abandon(load)) + load.over())\n",
         "a block is given to somebody else once every job and step has let go",
         test="tests/core/test_preemption.py::test_a_wake_finds_the_preemption_done",
     ),

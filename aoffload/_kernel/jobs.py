@@ -298,10 +298,10 @@ class JobBook:
             self.moves.job(job, JobState.DISCARDED)
         else:
             job.completion = completion
-            if job.epoch == self.cache.epoch and outcome is Outcome.LANDED:
-                proven_stop = job.stop
-            elif job.epoch == self.cache.epoch and not is_unproven:
-                proven_stop = job.start + completion.num_landed // self.cache.layout.bands[job.band].width
+            width = self.cache.layout.bands[job.band].width
+            num_proven = job.stop - job.start if outcome is Outcome.LANDED else completion.num_landed // width
+            if job.epoch == self.cache.epoch and not is_unproven:
+                proven_stop += num_proven
         if job.destination_lease is not None:
             self._land(job, proven_stop, keep_ids=is_unproven)
         elif not is_unproven:
