@@ -219,8 +219,8 @@ _PUBLISHING = (
     Mutant(
         "published after a reset",
         COMMITS,
-        "        if is_current:\n            publish(",
-        "        if request.epoch:\n            publish(",
+        "        if is_current:\n            if num_units > first:\n",
+        "        if request.epoch:\n            if num_units > first:\n",
         "requests admitted before a reset never publish again",
     ),
     Mutant(
@@ -285,7 +285,7 @@ _PUBLISHING = (
     Mutant(
         "tainted readers publish on",
         COMMITS,
-        "                    other.taint()  # whatever its task still commits before it unwinds\n",
+        "                    other.epoch = NoEpoch.INVALIDATED  # its task may still commit before it unwinds\n",
         "",
         "whoever matched wrong bytes publishes nothing more",
         scenarios=("failed_forwards",),

@@ -16,8 +16,8 @@ everything, until the transport reports a completion.
 What a completion may be, and what `JobBook.settle` makes of it:
 
     landed          all blocks are published
-    failed          over for certain: the proven front is published, the other blocks are freed. So is a copy "landed"
-                    that names fewer blocks than the plan has: the transport contradicts itself
+    failed, refused over for certain: the proven front is published, the other blocks are freed. A copy that is
+                    reported as landed, with fewer blocks than its plan, counts as failed, too
     corrupt         over for certain, and some bytes differ from what was stored. As failed; in addition, the units of a
                     load whose source is wrong become misses. The source of a store stays: requests compute with it
     unproven        it may still write. Nothing is published. The destination goes into quarantine, and the job is
@@ -258,19 +258,20 @@ class JobBook:
             if job.epoch is NoEpoch.INVALIDATED:  # a restart before the job is closed must not find its blocks
                 self.tiers[plan.destination].taken_back(plan.destination_ids)
             return []
-        return self._close_with_followers(job, completion)
+        self._close(job, completion)
+        return [job, *self._close_followers(job)] if job.followers else [job]
 
     def discard(self, job: Job) -> list[Job]:
         """Give up a queued job. Returns the jobs settled by that: `job`, and followers that were parked."""
-        return self._close_with_followers(job, None)
+        self._close(job, None)
+        return [job, *self._close_followers(job)]
 
-    def _close_with_followers(self, job: Job, completion: Completion | None) -> list[Job]:
-        """Close `job`, then its parked followers. The other followers get the predecessor of `job` as theirs, so that
-        no chain breaks. Returns the closed jobs, in order.
+    def _close_followers(self, job: Job) -> list[Job]:
+        """Close the parked followers of `job`, and theirs; returns them in order. The other followers get the
+        predecessor of `job` as theirs, so that no chain breaks.
 
         A loop, not recursion: if copies end in reverse order, all launched jobs may be parked, one after another."""
-        self._close(job, completion)
-        settled = [job]
+        settled: list[Job] = []
         before, left = job.predecessor, job.followers[::-1]
         job.followers.clear()
         while left:
