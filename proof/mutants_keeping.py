@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .planting import Mutant
+from .planting import Mutant, Patch
 
 __all__ = ["KEEPING_MUTANTS"]
 
@@ -19,8 +19,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "demotion evicts what is hit in the host",
         "aoffload._extensions.prefetch",
-        "kept = self._keep_hit(sequence)",
-        "kept = None",
+        "            if hit.stop:\n",
+        "            if False:\n",
         "a demotion loses nothing that could hit",
         test="tests/core/test_pins.py::test_a_demotion_does_not_evict_what_is_hit_in_the_host",
     ),
@@ -121,8 +121,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "prefetch past a line",
         CACHE_TRANSFERS,
-        "            if request.hit_stop <= request.published or not self.admission.queue.is_empty:\n",
-        "            if request.hit_stop <= request.published:\n",
+        "            if stop <= start or not self.admission.queue.is_empty:\n",
+        "            if stop <= start:\n",
         "a prefetch takes nothing while somebody waits for room",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
@@ -137,8 +137,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "prefetch beyond the room",
         CACHE_TRANSFERS,
-        "        return wanted - min(share, self.admission.num_available)\n",
-        "        return wanted - share\n",
+        "            excess = wanted - min(share, self.admission.num_available)\n",
+        "            excess = wanted - share\n",
         "a prefetch takes only room that is there",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
@@ -182,9 +182,10 @@ KEEPING_MUTANTS = (
     Mutant(
         "sent away without a copy",
         CACHE_TRANSFERS,
-        "        if host_stop < hit.stop or not _is_known_by(self.stores.destination, hit):\n            return\n",
+        "        if held_stop(cache.layout, hit.path, host, 0, hit.stop) < hit.stop:\n            return\n",
         "",
         "a demotion loses nothing",
+        also=(Patch(CACHE_TRANSFERS, "        if hit.stop and not any(", "        if False and not any("),),
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(

@@ -233,8 +233,8 @@ _TAKEN_BACK = (
     Mutant(
         "what hits without bytes sent away",
         CACHE_TRANSFERS,
-        " or not _is_known_by(self.stores.destination, hit):\n",
-        ":\n",
+        "        if hit.stop and not any(",
+        "        if False and not any(",
         "a demotion loses nothing",
         test="tests/core/test_pins.py::test_what_hits_without_a_byte_in_the_host_stays",
     ),
