@@ -167,8 +167,8 @@ _FETCHES = (
         OF_FETCHES + "a_fetch_with_windows_has_all_that_a_hit_needs",
         "disk: a fetch without its window",
         FETCHES,
-        "with_windows=True, most=room",
-        "with_windows=False, most=room",
+        "with_windows=True, most=most",
+        "with_windows=False, most=most",
         "what is fetched hits",
     ),
     _met_by(
