@@ -9,8 +9,8 @@ The index knows which units the disk holds. Which cells the remote store holds, 
 asks the store and passes the end of these cells. Units that both tiers hold are read from the disk, which is nearer.
 
 A fetch pins in the host the units that it brings and the units before them, until it is over. All fetches under way
-take at most `max_share` of the host; a larger fetch brings only the front of its units. The same share bounds the blocks
-that are kept for requests that wait for device blocks after their fetch is over.
+take at most `max_share` of the host; a larger fetch brings only the front of its units. The same share bounds the
+blocks that are kept for requests that wait for device blocks after their fetch is over.
 """
 
 from __future__ import annotations
