@@ -33,14 +33,14 @@ async function readTrace(raw) {
   addMoveRanges(trace);
   trace.timelineByNumber = new Map(Array.from(timelines.number, (number, at) => [number, at]));
   trace.jobsByTimeline = groupJobs(jobs);
-  trace.usedHops = trace.hops.map((_, at) => at).filter((at) => jobs.hop.includes(at));
+  trace.usedLinks = trace.links.map((_, at) => at).filter((at) => jobs.link.includes(at));
   return trace;
 }
 
 // Below host memory, only what a runtime has or copies to.
 function shownTiers(trace) {
   return trace.tiers.filter(({ name, pool }) => {
-    const isCopied = trace.usedHops.some((at) => trace.hops[at].tier === name);
+    const isCopied = trace.usedLinks.some((at) => trace.links[at].tier === name);
     return name === "device" || name === "host" || isCopied || trace.runtimes.some((life) => life[pool]);
   });
 }

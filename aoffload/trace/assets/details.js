@@ -73,11 +73,11 @@ const WHY_STORED = {
 function jobTip(trace, job) {
   const { jobs } = trace;
   const owner = ownerOf(trace, job);
-  const lines = [`job ${jobs.job_id[job]}: ${trace.hops[jobs.hop[job]].name}, ${countText(jobs.num_blocks[job], "block")}`];
+  const lines = [`job ${jobs.job_id[job]}: ${trace.links[jobs.link[job]].name}, ${countText(jobs.num_blocks[job], "block")}`];
   lines.push(`${trace.words[jobs.outcome[job]]} after ${durationText(jobs.ended_s[job] - jobs.launched_s[job])}`);
   if (jobs.num_bytes[job]) lines.push(copyText(jobs, job));
   if (trace.words[jobs.error[job]]) lines.push(trace.words[jobs.error[job]]);
-  lines.push(owner ? `for ${owner}` : `for no request: ${WHY_STORED[trace.hops[jobs.hop[job]].tier] || "it is stored in time"}`);
+  lines.push(owner ? `for ${owner}` : `for no request: ${WHY_STORED[trace.links[jobs.link[job]].tier] || "it is stored in time"}`);
   return lines.join("\n");
 }
 
@@ -133,7 +133,7 @@ function jobsTable(trace, timeline) {
   const { jobs } = trace;
   const found = trace.jobsByTimeline.get(trace.timelines.number[timeline]) || [];
   const rows = found.slice(0, MOST_JOBS).map((job) => [
-    `${jobs.job_id[job]} ${trace.hops[jobs.hop[job]].name}`,
+    `${jobs.job_id[job]} ${trace.links[jobs.link[job]].name}`,
     trace.words[jobs.outcome[job]],
     timeText(jobs.launched_s[job]),
     durationText(jobs.ended_s[job] - jobs.launched_s[job]),

@@ -162,10 +162,10 @@ class TimelinePainter {
   }
 }
 
-// Jobs of one hop.
+// Jobs of one link.
 class JobPainter extends TimelinePainter {
   refreshColours() {
-    this.colours = this.trace.hops.map(({ direction }) => colour(direction === "load" ? "loading" : "pool"));
+    this.colours = this.trace.links.map(({ direction }) => colour(direction === "load" ? "loading" : "pool"));
     this.ends = new Map([["failed", "bad"], ["refused", "soft"]].map(([word, name]) => [this.trace.words.indexOf(word), colour(name)]));
     this.mark = colour("mark");
   }
@@ -180,7 +180,7 @@ class JobPainter extends TimelinePainter {
 
   paint(box, job, left, right) {
     const { jobs, timelines } = this.trace;
-    const style = this.ends.get(jobs.outcome[job]) || this.colours[jobs.hop[job]];
+    const style = this.ends.get(jobs.outcome[job]) || this.colours[jobs.link[job]];
     this.fill(box, style, left, Math.max(1, right - left));
     const selected = this.view.selected;
     if (selected >= 0 && jobs.timeline[job] && jobs.timeline[job] === timelines.number[selected]) this.outline(box, left, right);

@@ -13,8 +13,8 @@ class Page {
     this.view.changed = () => this.redraw();
     this.gantt = new Gantt($("gantt"), timelineIndex(trace), new TimelinePainter(trace, this.view), this.view);
     this.steps = new Gantt($("steps"), stepIndex(trace), new TimelinePainter(trace, this.view), this.view);
-    this.jobs = trace.usedHops.map((hop) => {
-      return new Gantt(jobLanes(trace.hops[hop].name), jobIndex(trace, hop), new JobPainter(trace, this.view), this.view);
+    this.jobs = trace.usedLinks.map((link) => {
+      return new Gantt(jobLanes(trace.links[link].name), jobIndex(trace, link), new JobPainter(trace, this.view), this.view);
     });
     this.plots = shownTiers(trace).map((tier) => new Plot(plotCanvas(tier.name), tier, trace, this.view));
     this.isDue = false;
@@ -76,12 +76,12 @@ function stepIndex(trace) {
 }
 
 function jobIndex(trace, number) {
-  const { lane, hop, launched_s: startS, ended_s: stopS } = trace.jobs;
-  const bars = Uint32Array.from(lane.keys()).filter((job) => hop[job] === number);
-  return new LaneIndex(Math.max(1, trace.num_job_lanes[trace.hops[number].name]), bars, lane, startS, stopS);
+  const { lane, link, launched_s: startS, ended_s: stopS } = trace.jobs;
+  const bars = Uint32Array.from(lane.keys()).filter((job) => link[job] === number);
+  return new LaneIndex(Math.max(1, trace.num_job_lanes[trace.links[number].name]), bars, lane, startS, stopS);
 }
 
-// A panel for the jobs of one hop, under its name.
+// A panel for the jobs of one link, under its name.
 function jobLanes(name) {
   const canvas = element("canvas");
   canvas.setAttribute("role", "img");
@@ -89,7 +89,7 @@ function jobLanes(name) {
   const scroller = element("div", undefined, "scroller jobs");
   scroller.append(element("div", undefined, "spacer"));
   scroller.firstElementChild.append(canvas);
-  scroller.dataset.hop = name;
+  scroller.dataset.link = name;
   $("jobs").append(element("small", name), scroller);
   return scroller;
 }
