@@ -72,7 +72,7 @@ from .prefix import Prefix, TokenIds, check_prefix
 from .protocols import OBSERVES, BlockWatcher, DevicePool, EngineBlocks, Observer
 from .records import NO_LIMIT, Job
 from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, nobody
-from .states import BELOW, Outcome, PinState, RequestState, Tier, check_tier, require
+from .states import BELOW, Computing, NoEpoch, Outcome, PinState, Tier, check_tier, require
 from .states import RequestState as State
 from .status import EvictionStatistics, Fork, Holder, RequestStatus, TierStatistics, explained, plain
 from .tokens import TokenSequence
@@ -554,15 +554,15 @@ class Ledger:
         the engine copies the others (`Fork.copies`). It has room for `num_tokens`, or for all known tokens if those are
         more. `OutOfBlocks` changes nothing.
         """
-        shared = self.num_shared_tokens(request) // self.layout.unit_tokens
+        require(self._on_own_device(request, "fork"), "fork", State.RUNNING)
         self._forks.check(request)
         name, wanted = self._checked_name(request_id), check_int("num_tokens", num_tokens, 0)
-        num_units = self._forks.num_units(request, wanted)
-        unborn = self._forks.twin(request, name, self._num_admitted)
-        blocks = self._forks.take(request, shared, num_units)
+        fork = self._forks.fork(request, name, self._num_admitted, wanted)
         self._num_admitted += 1
-        self.live_requests[name] = unborn
-        return self._forks.share(request, unborn, shared, num_units, blocks)
+        self.live_requests[name] = fork.request
+        for state in (State.MATCHED, State.PINNED, State.ALLOCATED, State.RUNNING):
+            self._moves.request(fork.request, state)
+        return fork
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -801,50 +801,44 @@ class Ledger:
         """
         self._require_own_device("step")
         held, arrived = as_tuple("requests", requests, "LedgerRequest"), as_tuple("arriving", arriving, "LedgerRequest")
-        self._check_step(held, arrived)
+        for request in held:
+            require(self._own(request), "step", State.ALLOCATED, State.RUNNING)
+            if request.state is State.ALLOCATED:
+                require_no_holes(request, "step")
+        for request in arrived:
+            require(self._own(request), "step", State.LOADING, State.RUNNING)
+            if request.state is not State.RUNNING and not can_start(self.cache, request):
+                raise WrongState(f"step: the load of {request} is not under way: wait until it is over")
         held += arrived
         for request in held:
-            begin_step(self.cache, self._moves, request)
-            request.began_step()
-        step = self._begun(held)
+            if request.load is not None or request.overlap is not None:
+                begin_step(self.cache, self._moves, request)
+            request.num_steps += 1
+            request.computing = Computing.ITS_BLOCKS
+        self._num_steps += 1
+        self.steps[self._num_steps] = step = Step(self._num_steps, held)
+        self._moves.step_begun(step)
         try:
             yield
         finally:
             wakes: list[Callable[[], object]] = []
             number = self.cache.last_uses.step_ended()
             for request in held:
-                if request.ended_step(number):
-                    wakes += self._end_steps(request)
+                request.last_step = number
+                request.num_steps -= 1
+                if request.num_steps:  # another step still touches its blocks
+                    continue
+                request.when_idle()
+                if request in self._closing:
+                    self._closing.discard(request)
+                    self._request_leases.let_go(request)
+                elif request.state is State.DRAINING:
+                    wakes += self._loads.conclude_all([request])
+                elif self.layout.windows:
+                    slide(self.cache, request)
             del self.steps[step.step_id]
             self._moves.step_ended(step)
             self.admission.serve_queue(wakes)
-
-    def _begun(self, requests: tuple[LedgerRequest, ...]) -> Step:
-        self._num_steps += 1
-        self.steps[self._num_steps] = step = Step(self._num_steps, requests)
-        self._moves.step_begun(step)
-        return step
-
-    def _check_step(self, requests: Iterable[LedgerRequest], arriving: Iterable[LedgerRequest]) -> None:
-        for request in requests:
-            require(self._own(request), "step", State.ALLOCATED, State.RUNNING)
-            require_no_holes(request, "step")
-        for request in arriving:
-            require(self._own(request), "step", State.LOADING, State.RUNNING)
-            if request.state is not State.RUNNING and not can_start(self.cache, request):
-                raise WrongState(f"step: the load of {request} is not under way: wait until it is over")
-
-    def _end_steps(self, request: LedgerRequest) -> list[Callable[[], object]]:
-        """The last step of `request` is over. Returns the callbacks to call after the line is served."""
-        request.when_idle()
-        if request in self._closing:
-            self._closing.discard(request)
-            self._request_leases.let_go(request)
-        elif request.state is State.DRAINING:
-            return self._loads.conclude_all([request])
-        else:
-            slide(self.cache, request)
-        return []
 
     def can_start_early(self, request: LedgerRequest) -> bool:
         """Whether `step` accepts the request as `arriving` while its load is under way."""
@@ -897,7 +891,7 @@ class Ledger:
                 self._request_leases.let_go(request)
             del self.live_requests[request.request_id]
             if not done:
-                request.ends_for(reason)
+                request.reason = reason
             self._moves.request(request, State.DONE if done else State.ABORTED)
             if self._forks.over:
                 self._forks.left(request)
@@ -975,7 +969,7 @@ class Ledger:
     def match_fetched(self, request: LedgerRequest) -> PrefixMatch:
         """Match a PINNED request again and pin what is there now, in one step: a fetch has brought more of it. Refused
         while it is in the line for room, and once it has blocks."""
-        require(self._own(request), "match_fetched", RequestState.PINNED)
+        require(self._own(request), "match_fetched", State.PINNED)
         if request.waiter is not None:
             raise is_waiting(request, "match_fetched")
         if self._engine is not None:
@@ -1196,7 +1190,7 @@ class Ledger:
             match_again(self.live_requests.values())
         for request in (*self.live_requests.values(), *self._closing):
             if tier is Tier.DEVICE and request.num_units and request.epoch == self.cache.epoch:
-                request.orphan()
+                request.epoch = NoEpoch.ORPHANED
         self.admission.serve_queue()
 
     def statistics(self) -> LedgerStatistics:
