@@ -2,6 +2,10 @@
 
 Both run the same programs from the same seeds, side by side in processes of their own. After each call, what it said
 and everything that the ledger and its plans are is the same, or the first call after which it is not is printed.
+
+`--base TREE` compares with the source of another commit, in place of another build. Names of fields and the words of
+errors may differ between commits, so only answers, plans and statistics are compared then. With `--beside`, the other
+commit is run by that interpreter, which has its compiled core.
 """
 
 from __future__ import annotations
@@ -29,16 +33,21 @@ PIECE = 1000
 
 
 class Build:
-    """A build of the core: the pure one of this clone, or the one that is installed beside another interpreter."""
+    """A build of the core: the pure one of a source tree, or the one that is installed beside another interpreter."""
 
-    def __init__(self, python: Path | None = None, script: Path = WALK) -> None:
+    def __init__(
+        self, python: Path | None = None, script: Path = WALK, tree: Path = ROOT, *, answers: bool = False
+    ) -> None:
         self.is_compiled = python is not None
         self.command = [str(python or sys.executable), "-P", "-W", "ignore", str(script)]
+        self.options = ["--answers"] if answers else []
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        self.environment = kept if python is not None else {**kept, "PYTHONPATH": str(ROOT)}
+        self.environment = kept if python is not None else {**kept, "PYTHONPATH": str(tree)}
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen([*self.command, *words], stdout=subprocess.PIPE, text=True, env=self.environment)
+        return subprocess.Popen(
+            [*self.command, *words, *self.options], stdout=subprocess.PIPE, text=True, env=self.environment
+        )
 
     def read(self, process: subprocess.Popen[str]) -> Iterator[Any]:
         """What it prints. `SystemExit` if it is not the build that it should be, or fails."""
@@ -75,15 +84,20 @@ def first_difference(one: Build, other: Build, face: str, seed: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m proof.lockstep", description=__doc__)
-    parser.add_argument("--beside", type=Path, required=True, metavar="PYTHON", help="that has the compiled core")
+    parser.add_argument("--beside", type=Path, metavar="PYTHON", help="that has the compiled core")
+    parser.add_argument("--base", type=Path, metavar="TREE", help="of another commit: compares answers alone")
     parser.add_argument("--programs", type=int, default=20_000, help="at least so many")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="pairs of processes at a time")
     given = parser.parse_args()
-    pure, compiled = Build(), Build(given.beside.absolute())
+    if given.beside is None and given.base is None:
+        parser.error("give --beside, --base, or both")
+    beside = None if given.beside is None else given.beside.absolute()
+    pure = Build(answers=given.base is not None)
+    other = Build(beside, tree=(given.base or ROOT).absolute(), answers=given.base is not None)
     began_s, num_programs, num_calls, broken = time.monotonic(), 0, 0, list[tuple[str, int]]()
     found = _pieces(given.programs, given.first_seed)
-    for piece, (calls, differing) in zip(found, _compared(pure, compiled, found, given.jobs), strict=True):
+    for piece, (calls, differing) in zip(found, _compared(pure, other, found, given.jobs), strict=True):
         num_programs, num_calls = num_programs + piece.num_programs, num_calls + calls
         broken += [(piece.face, seed) for seed in differing]
         about = f"{num_programs:,} programs, {num_calls:,} calls compared, {len(broken)} programs differ"
@@ -91,7 +105,7 @@ def main() -> int:
     if broken:
         print("differ: " + ", ".join(f"{face} {seed}" for face, seed in broken))
     for face, seed in broken[:3]:
-        print(first_difference(pure, compiled, face, seed))
+        print(first_difference(pure, other, face, seed))
     return bool(broken)
 
 

@@ -139,11 +139,10 @@ def _faces_for(module: str) -> tuple[Face, ...]:
     """The faces whose programs can meet a defect in `module`. No program has another engine in it."""
     if module.startswith("aoffload.integrations.vllm."):
         return ()
-    if module.startswith("aoffload._kernel.engine"):
+    if module.startswith("aoffload._host_cache."):
         return ENGINE_FACES
-    if module == "aoffload._runtime.request":
-        return ENGINE_RUNTIME_FACES
-    is_of_ledger = module.startswith(("aoffload._kernel.", "aoffload._tiers.remote."))  # the latter: its removals
+    rooms = ("_kernel.", "_extensions.", "_eviction.", "_tiers.remote.", "_tiers.disk.rules", "_tiers.fetch.rules")
+    is_of_ledger = module.removeprefix("aoffload.").startswith(rooms)
     return FACES if is_of_ledger else (*RUNTIME_FACES, *ENGINE_RUNTIME_FACES)
 
 

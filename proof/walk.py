@@ -1,7 +1,8 @@
 """Programs of one face, as the core that this process has runs them: for each a line with a digest of all its calls.
 
 `python -P proof/walk.py FACE FIRST_SEED NUM_PROGRAMS`: imports nothing of the clone, so that it is the core of the
-environment that runs. `--each` prints every call instead.
+environment that runs. `--each` prints every call instead. `--answers` compares answers, plans and statistics alone: two
+versions of the source may name their fields differently and word their errors differently.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from typing import get_args
+from typing import Any, get_args
 
+from aoffload import errors
 from aoffload.ledger import is_compiled
-from aoffload.testing.programs import Face
+from aoffload.testing.programs import Face, machine, runtime_stage
 from aoffload.testing.programs.explore import steps_of
 
 NUM_CALLS = 48
@@ -22,12 +24,40 @@ NUM_CALLS = 48
 def main(face_name: str, first: str, number: str, *options: str) -> None:
     (face,) = (face for face in get_args(Face) if face == face_name)
     print(json.dumps({"is_compiled": is_compiled}))
+    if "--answers" in options:
+        for module in (machine, runtime_stage):
+            module.state_digest = answers  # type: ignore[attr-defined]
     for seed in range(int(first), int(first) + int(number)):
         steps = steps_of(face, seed, NUM_CALLS)
+        if "--answers" in options:
+            steps = [without_words(step) for step in steps]
         if "--each" in options:
             print("\n".join(json.dumps(step) for step in steps))
         else:
             print(json.dumps([seed, len(steps) - 1, hashlib.sha256("\n".join(steps).encode()).hexdigest()]))
+
+
+MARK = " | "
+
+
+def answers(ledger: Any, plans: Any = ()) -> str:
+    """What a program sees of a ledger after a call: its statistics, and the plans that are not over."""
+    each = plans.values() if isinstance(plans, dict) else plans
+    about = [
+        (one.job_id, one.source.name, one.destination.name, [*one.source_ids], [*one.destination_ids], one.generation)
+        for one in each
+    ]
+    return f"{MARK}{ledger.statistics()!r} {about}"
+
+
+def without_words(step: str) -> str:
+    """A step without the text of an error that it ended with, and without the digest of all that was said."""
+    call, arrow, said = step.partition(" -> ")
+    if not arrow:
+        return step.rpartition(",")[0]
+    answer, mark, seen = said.partition(MARK)
+    first = answer.split(" ")[0]
+    return f"{call}{arrow}{first if hasattr(errors, first) else answer}{mark}{seen}"
 
 
 if __name__ == "__main__":

@@ -10,51 +10,46 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "aoffload"
-ROOMS = {
-    "errors": 0, "exits": 0, "extras": 0, "arguments": 0, "prefix": 0, "kinds": 0, "groups": 0, "config": 0,
-    "config_sources": 0, "config_tables": 0, "env": 0, "sizes": 0, "disk_tier": 0, "remote_tier": 0, "object_stores": 0,
-    "evictions": 0, "model_files": 0, "options": 0,
-    "core": 1,
-    "transfer": 2,
-    "worker": 3, "telemetry": 3, "ledger_log": 3, "observers": 3,
-    "slow": 3, "disk_work": 3, "remote_work": 3, "write_rate": 3,
-    "fetch_gate": 3, "load_costs": 3, "scopes": 3, "session_life": 4,
-    "session": 4, "explained": 4,
-    "request": 5, "request_block": 5, "engine_calls": 5, "loading": 5, "pins": 5, "opening": 5, "steps": 5,
-    "fetching": 5, "runtime_life": 6, "runtime": 6,
-    "ledger": 7, "transport": 7, "ranks": 7, "cuda": 7, "stores": 7,
-    "demo": 8, "integrations": 8, "testing": 8, "trace": 8, "metrics": 8, "kv_events": 8, "top": 8, "plan": 8,
-    "cli": 9, "__main__": 9,
-}  # fmt: skip
-FACES = ("ledger", "transport", "ranks", "cuda", "stores")
-"""Where public names are imported from that are defined further down."""
 FLOORS = (
-    "build links pools",
-    "answer blocks choice intervals lifecycle plan restored returns tokens tombstones",
-    "arguments groups records results status table",
-    "cells engine_ids eviction index owners paths watching",
-    "engine_arrivals forked hit_counts kept labels last_uses learned_order presence tiers waiting",
-    "observing",
-    "components matching observer policy shadows",
-    "engine_blocks splits",
-    "cache",
-    "jobs learning pins request_leases restores windows",
-    "rulings",
-    "admission hints integrity overlap publish stores",
-    "forks watermark loads",
-    "cache_transfers commits disk_stores preemption remote_stores",
-    "engine_matches engine_offers fetches situation",
-    "engine_owned",
-    "ledger_rooms",
-    "ledger_requests",
-    "ledger_work",
-    "ledger_disk",
-    "ledger_remote",
-    "ledger",
+    "errors _arguments _extras _commands _tiers.remote.clients",
+    "env _config",
+    "_kernel",
+    "_extensions _eviction _host_cache _tiers.disk.rules _tiers.remote.rules _tiers.fetch.rules",
+    "_kernel.ledger",
+    "_transfer _tiers",
+    "_observe",
+    "_runtime _tiers.write_rate _tiers.disk.loop _tiers.remote.loop _tiers.fetch.loop",
+    "ledger transport ranks cuda stores pins",
+    "demo integrations testing trace metrics kv_events top plan",
+    "cli __main__",
 )
-"""Of the core, the lowest one first: a file imports from floors below its own only."""
-CIRCLES: tuple[set[str], ...] = ()
-"""Files outside of the core that name one another's types. There are to be none."""
+"""Rooms, the lowest first: a folder, or a module that stands on another floor than its folder. A room imports from its
+own floor and from lower ones. The ledger puts the kernel and the features together, so it stands above both."""
+FACES = ("ledger", "transport", "ranks", "cuda", "stores", "pins")
+"""Where public names are imported from that are defined further down."""
+TIES = {
+    "_kernel.commits -> _eviction.learned",
+    "_kernel.commits -> _extensions.forks",
+    "_kernel.commits -> _extensions.lazy",
+    "_kernel.commits -> _extensions.overlap",
+    "_kernel.commits -> _extensions.pins",
+    "_kernel.commits -> _extensions.store_policies",
+    "_kernel.loads -> _extensions.load_choice",
+    "_kernel.loads -> _extensions.overlap",
+}
+"""Features that the kernel still imports. The set may only shrink, because the kernel is to know no feature."""
+PURE = FLOORS[2] + " " + FLOORS[3]
+"""The core: rooms that decide, and neither wait nor move a byte."""
+MOST_FILES, LONGEST_CHAIN = 40, 15
+"""Of the core. Both are lamps: a number that grows is given its reason here."""
+LONELY_BASES = {
+    "DevicePool": "a protocol: the slots of a disk are taken by their ids, too",
+    "EngineBlocks": "a protocol: an engine may also find blocks by their tokens",
+    "ExtentPool": "the slots of a disk remember what they held",
+    "LedgerStatistics": "a runtime adds the counts of its transfers",
+    "Stretch": "a protocol",
+}
+"""Bases with one class derived from them, and why that is no chain."""
 NOT_IN_CORE = {
     "anyio",
     "asyncio",
@@ -68,15 +63,33 @@ NOT_IN_CORE = {
     "socket",
     "os",
 }
-MAY_USE_TORCH = {"transfer", "integrations", "demo", "testing"}
+MAY_USE_TORCH = {"_transfer", "_tiers", "integrations", "demo", "testing"}
 NOWHERE = {"pickle", "shelve", "marshal", "dill", "cloudpickle"}
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 each_module = pytest.mark.parametrize("module", MODULES, ids=str)
 
 
-def room_of(path: Path) -> str:
-    return path.parts[0].removesuffix(".py")
+def dotted(path: Path) -> str:
+    """The module of a file, within the package."""
+    return ".".join(part for part in path.with_suffix("").parts if part != "__init__")
+
+
+def is_in(module: str, rooms: str) -> bool:
+    return any(module == room or module.startswith(f"{room}.") for room in rooms.split())
+
+
+def floor_of(module: str) -> int:
+    """The floor of the longest room name that begins `module`; -1 if no room has it."""
+    rooms = {room: number for number, names in enumerate(FLOORS) for room in names.split()}
+    parts = module.split(".")
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((rooms[name] for name in names if name in rooms), -1)
+
+
+CORE = [path for path in MODULES if is_in(dotted(path), PURE) and path.stem != "__init__"]
+
+each_core_module = pytest.mark.parametrize("module", CORE, ids=str)
 
 
 def is_type_checking(test: ast.expr) -> bool:
@@ -108,24 +121,25 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 def test_every_module_has_a_room() -> None:
     """A new module says where it belongs before it is let in."""
-    assert {room_of(path) for path in MODULES} - {"__init__"} <= set(ROOMS)
+    assert [path for path in MODULES if dotted(path) and floor_of(dotted(path)) < 0] == []
 
 
-@each_module
-def test_imports_go_down(module: Path) -> None:
-    """A room imports from itself and from lower ones; types may be named upwards, nothing else."""
-    if room_of(module) == "__init__":
-        return
-    level = ROOMS[room_of(module)]
-    for name, only_types in imports(module):
-        parts = name.split(".")
-        if parts[0] != "aoffload" or only_types:
-            continue
-        assert len(parts) > 1, f"{module} imports the whole package"
-        if level == ROOMS["demo"] and parts[1] not in ROOMS:
-            continue  # a public name, from the package itself
-        assert parts[1] in ROOMS, f"{module} imports {name} from the package's face"
-        assert ROOMS[parts[1]] <= level, f"{module} (room {level}) imports {name} (room {ROOMS[parts[1]]})"
+def test_imports_go_down() -> None:
+    """A room imports from its own floor and lower ones; types may be named upwards. The kernel imports no feature, but
+    for those that `TIES` names."""
+    upwards: set[str] = set()
+    for path in MODULES:
+        here = dotted(path)
+        for name, only_types in imports(path) if here else ():
+            module = name.partition(".")[2]
+            if name.split(".")[0] != "aoffload" or only_types:
+                continue
+            assert module, f"{path} imports the whole package"
+            if floor_of(module) < 0:
+                assert floor_of(here) >= floor_of("demo"), f"{path} imports {name} from the package's face"
+            elif floor_of(module) > floor_of(here):
+                upwards.add(f"{here} -> {module}")
+    assert upwards == TIES
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -145,81 +159,91 @@ def test_torch_stays_in_its_rooms(module: Path) -> None:
     """Only what moves bytes or computes knows torch; nothing at all loads pickles."""
     heads = {name.split(".")[0] for name, only_types in imports(module) if not only_types}
     assert not heads & NOWHERE
-    if room_of(module) not in MAY_USE_TORCH:
+    if module.parts[0] not in MAY_USE_TORCH:
         assert "torch" not in heads
 
 
-CORE = [path for path in MODULES if room_of(path) == "core"]
+def test_the_core_can_be_read_in_order() -> None:
+    """Few files, and a short way from the first to the last: who reads them by floors meets no name that comes later.
+    Imports for types count."""
+    below = {dotted(path): {name.partition(".")[2] for name, _ in imports(path)} for path in CORE}
+    chains: dict[str, int] = {}
+
+    def chain(module: str) -> int:
+        if module not in chains:
+            chains[module] = 1 + max((chain(name) for name in below[module] if name in below), default=0)
+        return chains[module]
+
+    assert len(CORE) <= MOST_FILES
+    assert max(map(chain, below)) <= LONGEST_CHAIN
 
 
-@pytest.mark.parametrize("module", CORE, ids=str)
-def test_a_file_of_the_core_imports_from_lower_floors(module: Path) -> None:
-    """Type imports count: nothing in the core is named from below."""
-    floor_of = {name: number for number, names in enumerate(FLOORS, 1) for name in names.split()}
-    if module.stem == "__init__":
-        return
-    assert "TYPE_CHECKING" not in (PACKAGE / module).read_text()
-    for name, _ in imports(module):
-        parts = name.split(".")
-        if parts[:2] == ["aoffload", "core"]:
-            below = floor_of[parts[2]]
-            assert below < floor_of[module.stem], (
-                f"{module} (floor {floor_of[module.stem]}) imports {parts[2]} ({below})"
-            )
+def test_a_class_is_one_class() -> None:
+    """No base exists for one class alone, because a chain of bases hides which verb changes what."""
+    nodes = [node for path in MODULES for node in ast.walk(ast.parse((PACKAGE / path).read_text()))]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    bases = Counter(ast.unparse(base).partition("[")[0] for node in classes for base in node.bases)
+    core = {
+        node.name
+        for path in CORE
+        for node in ast.parse((PACKAGE / path).read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name for name in core if bases[name] == 1} == set(LONELY_BASES)
 
 
-RECORDS = ("records", "owners", "table")
-"""Where the records and owners of the core are defined; their own methods write them."""
+@each_core_module
+def test_no_method_only_sets_fields(module: Path) -> None:
+    """The verb that decides assigns the field: a setter would hide which verb it was."""
+    found = []
+    for kind in ast.walk(ast.parse((PACKAGE / module).read_text())):
+        methods = kind.body if isinstance(kind, ast.ClassDef) else []
+        for method in methods:
+            if isinstance(method, ast.FunctionDef) and not method.name.startswith("__") and _only_sets(method):
+                found.append(method.name)
+    assert found == []
+
+
+def _only_sets(method: ast.FunctionDef) -> bool:
+    """Whether `method` is one line that assigns names and constants to fields of its own object."""
+    *_, line = method.body
+    if len(method.body) > 1 + (ast.get_docstring(method) is not None) or not isinstance(line, ast.Assign):
+        return False
+    targets = line.targets[0].elts if isinstance(line.targets[0], ast.Tuple) else [line.targets[0]]
+    values = line.value.elts if isinstance(line.value, ast.Tuple) else [line.value]
+    of_self = all(isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self" for one in targets)
+    return of_self and all(isinstance(value, ast.Name | ast.Constant | ast.Attribute) for value in values)
+
+
+RECORDS = ("_kernel.records", "_kernel.requests")
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
-SEVERAL_WRITERS = {
-    "epoch": {"owners", "records"},  # of a request; of a job
-    "leases": {"owners", "pins", "request_leases"},  # of a request that has none left; of a pin; of a request
-    "load": {"owners", "records"},  # of a request, which is a claim
-    "reserve": {"owners", "request_leases"},  # of a request that has none left
-    "match": {"owners", "pins"},  # of a pin; of a request
-    "start": {"index", "table"},  # of a run; of a block table
-    "sequence": {"commits", "engine_owned"},  # which only appends to itself
-    "state": {"observer"},
-    "stop": {"index", "records"},  # of a run; of a part and a load
-    "wake": {"owners", "records"},  # of a waiter; of a load
-    "_hash_after": {"index", "records"},  # computed when it is asked for first
-    "last_use": {"components", "eviction", "records"},  # in use; its place in the order; a part that is cut in two
-    "ring": {"learned_order", "records"},  # its class in the order; a part that is cut in two
-    "offered_stop": {"watermark", "index"},
-}
-"""Names of fields that more than one file of the core writes. All others are written by one."""
+WRITTEN_BY_FEATURES: dict[str, set[str]] = {}
+"""Fields of the kernel's records that features write, too: by room."""
 
 
-def test_a_field_has_one_writer() -> None:
-    """A field of a request, a waiter, a block table, a run, a part, a job, a lease or a load is written by one file."""
-    core = PACKAGE / "core"
-    classes = [node for name in RECORDS for node in ast.parse((core / f"{name}.py").read_text()).body]
+def test_a_field_is_written_in_one_room() -> None:
+    """The kernel alone writes the fields of its records, but for those that `WRITTEN_BY_FEATURES` names."""
+    records = [PACKAGE / f"{name.replace('.', '/')}.py" for name in RECORDS]
+    classes = [node for path in records for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
     fields = {
         name
         for node in classes
-        if isinstance(node, ast.ClassDef)
         for line in node.body
         if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "__slots__"
         for name in ast.literal_eval(line.value)
     }
-    writers: dict[str, set[str]] = {}
-    for path in core.glob("*.py"):
-        for field in written(path):
-            if field in fields:
-                writers.setdefault(field, set()).add(path.stem)
-    assert {"published", "leases", "blocks", "num_references", "incoming", "released", "claims"} <= writers.keys()
-    several = {field: files for field, files in writers.items() if len(files) > 1 or field in SEVERAL_WRITERS}
-    assert several == SEVERAL_WRITERS
+    found: dict[str, set[str]] = {}
+    for path in CORE:
+        if path.parts[0] != "_kernel":
+            for field in written(path) & fields:
+                found.setdefault(".".join(path.with_suffix("").parts), set()).add(field)
+    assert found == WRITTEN_BY_FEATURES
 
 
 def written(path: Path) -> set[str]:
-    """The attributes that a file assigns to, or changes in place, of other objects than `self`; of any in RECORDS, but
-    for what an object begins with."""
+    """The fields of other objects than `self` that a file assigns to, or changes in place."""
     found: set[str] = set()
-    tree = ast.parse(path.read_text())
-    for node in [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]:
-        node.body = [each for each in node.body if getattr(each, "name", "") != "__init__"]
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign | ast.Delete):
             targets = list(node.targets)
@@ -233,22 +257,21 @@ def written(path: Path) -> set[str]:
                 targets += target.elts
             elif isinstance(target, ast.Subscript):
                 targets.append(target.value)
-            elif isinstance(target, ast.Attribute):
-                is_own = isinstance(target.value, ast.Name) and target.value.id == "self"
-                if not is_own or path.stem in RECORDS:
-                    found.add(target.attr)
+            elif isinstance(target, ast.Attribute) and not (
+                isinstance(target.value, ast.Name) and target.value.id == "self"
+            ):
+                found.add(target.attr)
     return found
 
 
 def test_no_files_name_one_another() -> None:
-    """No circle of imports, type imports included, but for those that are known."""
-    files = {".".join(path.with_suffix("").parts): path for path in MODULES if path.stem != "__init__"}
+    """No circle of imports, type imports included."""
+    files = {dotted(path): path for path in MODULES if path.stem != "__init__"}
     below = {
         name: {target for target, _ in imports(path) if target != f"aoffload.{name}"} for name, path in files.items()
     }
     reached = {name: _reached(name, below) for name in files}
-    found = {frozenset(other for other in reached[name] if name in reached[other]) for name in files}
-    assert {frozenset(circle) for circle in CIRCLES} == {circle for circle in found if circle}
+    assert {name for name in files if name in reached[name]} == set()
 
 
 def _reached(name: str, below: dict[str, set[str]]) -> set[str]:
@@ -264,7 +287,7 @@ def _reached(name: str, below: dict[str, set[str]]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("module", CORE, ids=str)
+@each_core_module
 def test_the_core_is_pure_and_synchronous(module: Path) -> None:
     """The core waits for nothing, reads no clock, draws no random number, logs nothing and moves no byte."""
     heads = {name.split(".")[0] for name, _ in imports(module)}

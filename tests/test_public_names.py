@@ -36,4 +36,4 @@ def test_a_name_that_never_was_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Prefixes'"):
         aoffload.Prefixes  # noqa: B018 - looked up, which is all there is to it
     with pytest.raises(ImportError, match="Prefixes"):
-        pass
+        from aoffload import Prefixes  # noqa: F401

@@ -2,7 +2,7 @@
 
 The states of requests, jobs, pins, cache transfers and load overlaps, as tables. `Moves` moves them.
 
-`python -m aoffload.core.lifecycle` prints the diagrams that docs/lifecycle.md shows.
+`python -m aoffload._kernel.states` prints the diagrams that docs/lifecycle.md shows.
 
 Which build of the core runs: the source as it is, or the same source compiled by mypyc.
 """

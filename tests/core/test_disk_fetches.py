@@ -236,7 +236,7 @@ def in_line_behind(disk: Disk, head: LedgerRequest, tokens: list[int]) -> Waiter
     disk.land(fetch.plans)
     assert found.match.num_host_tokens == 8 * BLOCK
     waiter = disk.ledger.queue_allocation(found)
-    assert disk.ledger.admission.queue.allocating[0].record is head and not found.leases
+    assert disk.ledger.admission.queue.allocating[0].request is head and not found.leases
     disk.ledger.check_integrity()
     return waiter
 
@@ -287,10 +287,10 @@ def test_requests_in_line_keep_no_more_than_the_share_of_all_fetches() -> None:
     for request in (head, running):
         disk.release(request, "cancelled")
     disk.ledger.accept(waiters[0])
-    assert waiters[0].record.match.num_host_tokens == 8 * BLOCK
-    disk.release(waiters[0].record, "cancelled")
+    assert waiters[0].request.match.num_host_tokens == 8 * BLOCK
+    disk.release(waiters[0].request, "cancelled")
     disk.ledger.accept(waiters[1])
-    assert waiters[1].record.match.num_host_tokens < 8 * BLOCK
+    assert waiters[1].request.match.num_host_tokens < 8 * BLOCK
 
 
 @pytest.mark.parametrize("how", ["release", "reset", "host", "invalidate"])

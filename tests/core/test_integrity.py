@@ -59,7 +59,7 @@ def unfindable(busy: Busy) -> None:
 
 
 def run_for_nothing(busy: Busy) -> None:
-    busy.ledger.cache.index.insert(busy.waiters[0].record.sequence, None, 0, 1)
+    busy.ledger.cache.index.insert(busy.waiters[0].request.sequence, None, 0, 1)
 
 
 def miscounted_after(busy: Busy) -> None:
@@ -155,12 +155,12 @@ def earlier_job_reaches_further(busy: Busy) -> None:
 
 
 def pins_behind_the_head(busy: Busy) -> None:
-    last = busy.waiters[-1].record
+    last = busy.waiters[-1].request
     last.leases[Tier.HOST] = busy.ledger.cache.lease(Tier.HOST, busy.run_with(Tier.HOST, pinned=False))
 
 
 def waiter_out_of_place(busy: Busy) -> None:
-    busy.waiters[-1].record.waiter = None
+    busy.waiters[-1].request.waiter = None
 
 
 LAWS: list[tuple[Callable[[Busy], None], str]] = [

@@ -65,7 +65,7 @@ def prefix_of(text: Text) -> Prefix:
 class Client:
     """One request as its engine knows it."""
 
-    request: LedgerRequest
+    record: LedgerRequest
     author: Author
     text: Text
     num_prompt: int
@@ -322,7 +322,7 @@ class MatchMachine(RuleBasedStateMachine):
 
     @property
     def room(self) -> int:
-        return self.ledger.cache.tiers[0].room
+        return self.ledger.cache.tiers[0].num_available
 
     @precondition(lambda self: len(self.clients) < 5 and self.ledger.admission.queue.is_empty)
     @rule(text=texts(), outcome=OUTCOMES, where=WHICH)

@@ -18,7 +18,7 @@ from proof.scenarios import SCENARIOS
 from proof.verdicts import chosen
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-WHERE_THEY_MUST_BE = ("core", "request", "session", "steps", "worker", "runtime")
+WHERE_THEY_MUST_BE = ("_kernel", "_extensions", "_eviction", "_host_cache", "_tiers", "_runtime", "_transfer")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -21,7 +21,9 @@ __all__ = ["state_digest"]
 
 ATOMS = frozenset({bool, bytes, float, int, str, type(None)})
 """Written as they are: True is not 1, and 1.0 is not either."""
-WALKED = ("aoffload.core.", "aoffload.config", "aoffload.groups", "aoffload.kinds", "aoffload.prefix")
+WALKED = tuple(
+    f"aoffload.{room}." for room in ("_kernel", "_extensions", "_eviction", "_host_cache", "_tiers", "_config")
+)
 
 
 def state_digest(*roots: object) -> str:
