@@ -66,8 +66,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "window of a shorter hit not kept",
         KEEPING,
-        "        again = self._hit_again(sequence, hit)\n",
-        "        again = hit\n",
+        "            again = find_hit(cache.index, sequence, cache.layout, limit)\n",
+        "            again = hit\n",
         "a pin of a prompt serves the same prompt again",
         test="tests/core/test_pins.py::test_a_pin_of_a_window_serves_the_same_prompt_and_longer_ones",
     ),
