@@ -68,7 +68,7 @@ class Fetches:
         if stop > hit:
             request.hit_limit = stop
             run = self.cache.path_to(sequence, stop) if stop > on_disk else self.cache.cut(path[-1], stop)
-            self.request_leases.keep(request, Tier.HOST, run)
+            request.leases[Tier.HOST] = self.cache.lease(Tier.HOST, run)
             jobs: list[Job] = []
             if self.from_disk is not None and on_disk:
                 jobs = self.from_disk.offer(request, run, 0, on_disk, with_windows=True, most=most)
