@@ -252,7 +252,7 @@ _PUBLISHING = (
     Mutant(
         "private duplicate forgotten",
         PUBLISH,
-        "                table.has_duplicates(known)\n",
+        "                table.duplicates.append(known)\n",
         "                del known\n",
         "the private copy stays until close, and goes then",
     ),

@@ -1,7 +1,7 @@
 """Cache transfers: prefetches and demotions. `_tiers.fetch` has fetches, which are cache transfers, too.
 
     prefetch    host -> device    load what a request for a prompt would load, before the request comes
-    demotion    device -> host    store what the host lacks of a prompt, and free its device blocks
+    demotion    device -> host    store the units of a prompt that the host lacks, and free its device blocks
     fetch       below  -> host    so that a request hits there
 
 No request waits for a cache transfer. It has a `LedgerRequest` of its own, which is matched and has a load like that of
@@ -95,7 +95,8 @@ class CacheTransfers:
     # -- demotion -------------------------------------------------------------------------------------------------
 
     def demote(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Demotion:
-        """Store what the host lacks of `sequence`, and free its device blocks once the host could serve it alone."""
+        """Store the units of `sequence` that the host lacks, and free its device blocks once the host could serve it
+        alone."""
         cache, limit = self.cache, sequence.num_tokens // self.cache.layout.unit_tokens
         transfer = Demotion(self.new_request("demotion", sequence, limit, ledger), wake)
         kept: Lease | None = None

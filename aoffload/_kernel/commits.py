@@ -12,8 +12,9 @@ What is stored, and when:
     eager policies      at the commit, from the first unit that the host lacks
     with a watermark    nothing at the commit: the path is marked, and stored when it is about to be evicted
     windows             only where a later hit may end: at the end of the prompt, at the store limit, at the last offer
-    a host that evicts  what the host has evicted since the request was admitted waits for the last offer. Otherwise
-                        live requests whose prefixes do not fit together would evict each other at every commit
+    a host that evicts  units that the host has evicted since the request was admitted are stored again at its last
+                        offer. Otherwise live requests whose prefixes do not fit together would evict each other's
+                        blocks at every commit
 
 Invalidate. A forward has failed after its tokens were committed: KV from `from_token` on is wrong, and so is everything
 computed with it. Two sets are searched until neither grows:

@@ -249,7 +249,7 @@ class RequestLeases:
         added = num_units - request.num_units
         if added > 0:
             for table, ids in zip(request.tables, self.cache.layout.deal(blocks, added), strict=True):
-                table.extend(ids)
+                table.ids.extend(ids)
             request.num_units = num_units
 
 
@@ -277,7 +277,7 @@ def slide_off(cache: PrefixCache, request: LedgerRequest) -> None:
         if lease is not None:
             cache.slide_lease(lease, band, start)
         request.nulled.append((band.number, table.start, start))
-        table.begin_at(start)
+        table.start = start
 
 
 MAX_GROWN_BYTES = 2**14
@@ -331,7 +331,7 @@ def _fill(cache: PrefixCache, request: LedgerRequest, run: Run, stop: int) -> No
             before = (part.first, part.stop) if part.blocks else (first, first)
             known = part.enter(first, last, table.at(first, last))
             if known:
-                table.has_duplicates(known)
+                table.duplicates.append(known)
             if before != (part.first, part.stop):
                 cache.tiers[Tier.DEVICE].part_changed(part, *before)
     request.published = stop

@@ -299,7 +299,7 @@ class Lease:
         self.tier = tier
         self.run = run
         self.starts: list[int] = []
-        """For each window band: the first unit that is pinned, always the start of a run. A start at or behind the end
+        """For each window band: the first unit that is pinned, always the start of a run. A start at or after the end
         of `run` pins nothing of the band."""
         self.released = False
 
@@ -444,18 +444,6 @@ class BlockTable:
         taken = self.ids[at : at + len(ids)]
         self.ids[at : at + len(ids)] = ids
         return not_null(taken)
-
-    def begin_at(self, start: int) -> None:
-        """Units before `start` are needed no more."""
-        self.start = start
-
-    def extend(self, ids: array[int]) -> None:
-        """Append `ids`."""
-        self.ids.extend(ids)
-
-    def has_duplicates(self, units: range) -> None:
-        """Record `units` in `duplicates`: their blocks stay private."""
-        self.duplicates.append(units)
 
     def step_back(self, stop: int) -> None:
         """Forget duplicates from unit `stop` on, where every block is private."""
