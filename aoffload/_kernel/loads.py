@@ -179,7 +179,7 @@ class Loads:
             return []
         request.load = load = Load(stop, wake, over, request.ticket, units_per_job=units_per_job)
         on_its_way = min(on_its_way, stop)
-        new = self._launch(request, load, layout.full, on_its_way, stop)
+        new = self._plan_units(request, load, layout.full, on_its_way, stop)
         if start < on_its_way:
             self._give_up(request, layout.full, start, on_its_way)
         for band in layout.windows:
@@ -216,7 +216,7 @@ class Loads:
             return [], there
         return jobs_bringing(stretches(last, there, stop), Tier.DEVICE, there)
 
-    def _launch(self, request: LedgerRequest, load: Load, band: Band, start: int, stop: int) -> list[Job]:
+    def _plan_units(self, request: LedgerRequest, load: Load, band: Band, start: int, stop: int) -> list[Job]:
         """Plan jobs that load units `[start, stop)` into blocks of the request, which the jobs own from now on."""
         if start >= stop or not band.width:
             return []
@@ -249,7 +249,7 @@ class Loads:
                 else:
                     missing.append(units)
         for units in missing:
-            new += self._launch(request, load, band, units.start, units.stop)
+            new += self._plan_units(request, load, band, units.start, units.stop)
         return list(shared)
 
     # -- the end --------------------------------------------------------------------------------------------------
