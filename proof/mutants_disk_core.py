@@ -212,7 +212,7 @@ _RESTORES = (
         OF_RESTORES + "nothing_is_restored_over_what_was_stored_since",
         "disk: restored over a store",
         LEDGER_DISK,
-        "            self._restores = None  # what they write to may be what a restart has found\n",
+        "            self._restores = None  # they may write to slots that a restart has found\n",
         "            pass\n",
         "a slot that was written since is not taken for what it held",
     ),

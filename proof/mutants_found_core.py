@@ -15,8 +15,8 @@ _RESETS = (
     Mutant(
         "reset leaves the match of a request without blocks",
         "aoffload._kernel.ledger",
-        "if tier is not Tier.DISK:  # no request has a match there",
-        "if tier in (Tier.DEVICE, Tier.HOST):  # no request has a match there",
+        "if tier is not Tier.DISK:  # matches have no leases there",
+        "if tier in (Tier.DEVICE, Tier.HOST):  # matches have no leases there",
         _BETWEEN,
         test=f"{_RESET_TESTS}::test_a_pinned_hit_behind_an_engines_own_is_dropped_at_once",
     ),

@@ -114,7 +114,7 @@ class Pins:
                 self._let_go(pin)
                 self._take(pin, *self._wishes(pin.sequence, limit))
 
-    # -- what it takes --------------------------------------------------------------------------------------------
+    # -- leases ---------------------------------------------------------------------------------------------------
 
     def _wishes(self, sequence: TokenSequence, limit: int) -> tuple[Hit, list[_Wish]]:
         """The hit, and the leases that pin it: in each tier as far as that tier holds it."""

@@ -52,8 +52,8 @@ class Preemptions:
             raise WrongState(f"preempt: a step touches the blocks of {request}")
 
     def preempt(self, request: LedgerRequest) -> Preemption:
-        """Offer the published units to the host, pin there what it has, and release every device block. The caller has
-        abandoned the load, if there was one."""
+        """Store the published units in the host, pin its copy, and release every device block. The caller has abandoned
+        the load, if there was one."""
         cache, before, published = self.cache, self.admission.num_available, request.published
         unit_tokens, run = cache.layout.unit_tokens, request.device_run
         if request.waiter is not None:

@@ -16,17 +16,16 @@ suffix moves forward with the window.
 **No request waits for its own pins.** A match pins nothing after the hit. If only `reserve` is in the way of the blocks
 that a request needs, the request is matched again without it (`islands=False`).
 
-**Tables.** Once a request has device blocks, it has one block table a band, and it is never matched again: the tables
-name cached blocks for the first `published` units, and private blocks for the others. Null entries are units before a
-window, or units that a load brings in blocks of its jobs.
+**Tables.** A request with device blocks has one block table a band, and it is not matched again until it gives the
+blocks up. The tables name cached blocks for the first `published` units, and private blocks for the others. Null
+entries are units before a window, or units that a load brings in blocks of its jobs.
 
 **Publishing** turns private blocks into cached ones, one run of the index at a time:
 
-    The index has the next tokens          | the device copy is pinned     | the copy is unused or missing
-    no: grow the request's last run        | -                             | the request's blocks become cached
-    or insert a run                        |                               |
-    yes, from another request              | lease that copy, and keep the | lease the run; the request's blocks
-                                           | own one private: a duplicate  | take the place of the copy
+- No run has the next tokens: the request's last run grows, or a new run is inserted, and holds the request's blocks.
+- A run has them, and its device copy is in use: the request leases that copy and keeps its own blocks private
+  (duplicates).
+- A run has them, but its device copy is unused or missing: the copy is freed, and the request's blocks take its place.
 
 A request that has to compute again steps back: its blocks from some unit on are private once more, and its lease ends
 there.

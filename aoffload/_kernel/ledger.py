@@ -117,7 +117,7 @@ def _check_engine(device_pool: object, engine_blocks: object, clock: object) -> 
     if engine_blocks is not None and device_pool is not None:
         raise ConfigError("device_pool", "must be None: the blocks are the engine's")
     if not callable(clock) and (clock is not None or engine_blocks is not None):
-        raise InvalidArgument("clock", f"must be what the engine measures seconds by, got {shown(clock)}")
+        raise InvalidArgument("clock", f"must be a function that returns seconds, got {shown(clock)}")
 
 
 _LOADING = (State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED)
@@ -307,8 +307,8 @@ class Ledger:
         fetches off."""
         most = int(self.cache.tiers[Tier.HOST].pool.num_blocks * self.config.max_fetch_share)
         if self.config.max_fetch_share and num_blocks > most:
-            room = f"max_fetch_share of host memory is {most} blocks of {self._block_bytes} bytes"
-            raise ConfigError("cell_bytes", f"makes cells of {num_blocks} blocks, which could never be loaded: {room}")
+            share = f"max_fetch_share of host memory is {most} blocks of {self._block_bytes} bytes"
+            raise ConfigError("cell_bytes", f"makes cells of {num_blocks} blocks, which could never be loaded: {share}")
 
     def _wire_disk(self, counts: AlsoCounts) -> Stores:
         cache, jobs, moves = self.cache, self.jobs, self._moves
@@ -458,7 +458,7 @@ class Ledger:
     ) -> PrefixMatch:
         """With `engine_blocks`: match again, before the load. The pins move if `num_device_tokens` has changed.
 
-        `PENDING`: another request is loading the next block into the engine's blocks; this one holds no pins meanwhile.
+        `PENDING`: another request is loading the next block into the engine's blocks; this one has no pins meanwhile.
         `wake` is called when that load falls short, or when its request has offered or is over. After
         `pending_timeout_s` the answer is no longer `PENDING`.
         """
@@ -471,8 +471,8 @@ class Ledger:
         return request.match
 
     def pending_until(self, request: LedgerRequest) -> float:
-        """With `engine_blocks`: from when on, by the ledger's clock, `match_again` does not answer `PENDING` any more.
-        Infinity for a request whose last answer was another one."""
+        """With `engine_blocks`: the time, by the ledger's clock, from which `match_again` does not answer `PENDING` any
+        more. Infinity if the last answer for the request was not `PENDING`."""
         return float(self._engine_of(request, "pending_until").arrivals.pending_until(request))
 
     def _checked_name(self, request_id: str | None) -> str:
@@ -565,12 +565,12 @@ class Ledger:
     ) -> tuple[TransferPlan, ...]:
         """Start loading the host hit onto the device; returns the plans to launch.
 
-        RUNNING afterwards: nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the load
-        fell short and there was no room for the missing blocks, or a reset has made the device hit useless, so the
-        request gave up all its blocks. `wake` is called when its wait for blocks ends. Then accept `request.waiter` and
-        plan again. Of a request that is RUNNING already, nothing is planned; it is REQUEUED if its load is lost to a
-        reset (`lost_to_reset`). `max_job_bytes` replaces the configured limit, to split an overlapped load into as few
-        jobs as possible.
+        RUNNING afterwards: there is nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the
+        load fell short and there were no free blocks for the missing units, or a reset has made the device hit useless,
+        so the request gave up all its blocks. `wake` is called when its wait for blocks ends. Then accept
+        `request.waiter` and plan again. Nothing is planned for a RUNNING request, but it is REQUEUED if its load is
+        lost to a reset (`lost_to_reset`). `max_job_bytes` replaces the configured limit, to split an overlapped load
+        into as few jobs as possible.
 
         With `engine_blocks`, `into` holds the request's block tables: one per group, from the first token at least to
         the end of the hit. The copies write only to the blocks named there for the units that are loaded.
@@ -595,16 +595,16 @@ class Ledger:
         return self._engine is not None
 
     def lost_to_reset(self, request: LedgerRequest) -> bool:
-        """Whether a reset has come since the load was over, and the request has not begun to compute behind it: no
-        step, no commit, no offer. What it has loaded is KV from before the reset. `plan_load` takes it back: call that
-        unless the caller was told before the reset that the load is over."""
+        """Whether a reset came after the load was over and before the request began to compute: no step, no commit, no
+        offer. The loaded KV is from before the reset. `plan_load` gives it up: call it, unless your caller has learned
+        before the reset that the load was over."""
         if self._engine is None:
             return self._loads.lost_to_reset(self._own(request))
         return self._engine.lost_to_reset(self._own(request))
 
     def loadable(self, request: LedgerRequest, max_tokens: int | None = None) -> Loadable | None:
-        """What `plan_load` would load now; with `engine_blocks`, all that the match has said. None: nothing, or it was
-        planned before."""
+        """The load that `plan_load` would plan now; with `engine_blocks`, a load of the whole hit. None: there is
+        nothing to load, or the load was planned before."""
         if self._engine is None:
             return self._loads.loadable(self._own(request), max_tokens)
         if max_tokens is not None:
@@ -612,8 +612,8 @@ class Ledger:
         return self._engine.matches.loadable(self._own(request))
 
     def decline(self, request: LedgerRequest, from_token: int) -> PrefixMatch:
-        """With `engine_blocks`: match again, before the load, up to `from_token`, rounded down to a block. What the
-        host has behind it is computed, and no later match of this request has it."""
+        """With `engine_blocks`: match again, before the load, up to `from_token`, rounded down to a block. The tokens
+        after it are computed, and no later match of this request includes them."""
         engine = self._engine_of(request, "decline")
         require(request, "decline", State.PINNED)
         engine.matches.decline(request, check_int("from_token", from_token, 0) // self.layout.unit_tokens)
@@ -623,7 +623,7 @@ class Ledger:
         """Stop waiting for a load: landed blocks count, the rest is computed. Launched copies go on.
 
         With `engine_blocks`, these copies go on writing to the blocks that `into` named, and their jobs hold them until
-        they are over: behind `request.num_computed_tokens`, compute into other blocks.
+        they are over: compute the tokens after `request.num_computed_tokens` into other blocks.
         """
         require(self._own(request), "abandon_load", *_LOADING)
         load = request.load
@@ -641,14 +641,14 @@ class Ledger:
         return job is not None and self.jobs.launch(job)
 
     def settle(self, completion: Completion) -> None:
-        """Settle a launched job: publish, release its leases, serve the line, wake; in this order."""
+        """Settle a launched job: publish, release its leases, serve the wait queue, call the wakes; in this order."""
         if self._moves.is_telling:
             raise self._in_report("settle")
         check_completion(completion)
         self.admission.serve_queue(self._loads.settled(self.jobs.settle(completion)))
 
     def discard(self, job_id: int) -> None:
-        """Give up a job that was never launched; the requests that wait for it compute instead."""
+        """Give up a job that was never launched. The requests that wait for it compute instead."""
         if self._moves.is_telling:
             raise self._in_report("discard")
         job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
@@ -678,15 +678,15 @@ class Ledger:
         *,
         is_last: bool = False,
     ) -> tuple[TransferPlan, ...]:
-        """With `engine_blocks`, in place of `commit`: append `new_token_ids`, then store what the host lacks of the
-        first `num_computed_tokens` (absolute), as far as the policy wants it; returns the stores to launch.
+        """With `engine_blocks`, in place of `commit`: append `new_token_ids`, then store those of the first
+        `num_computed_tokens` (absolute) that the host lacks and the policy wants. Returns the stores to launch.
 
         `block_ids` holds the request's block tables, one per group, from the first token on: lists, ranges or arrays.
-        Ids are read only where something is stored; with `is_last`, all are checked. Null blocks are skipped. Jobs hold
-        the blocks that they copy until the copies are over, whatever becomes of the request. If host memory has no free
+        Only the ids of stored blocks are read; with `is_last`, all are checked. Null blocks are skipped. Jobs hold the
+        blocks that they copy until the copies are over, even if the request ends meanwhile. If host memory has no free
         blocks, blocks are skipped, and the next offer tries them again. Blocks above the bound of stores in flight are
-        deferred: call `offer_deferred` once a step. `is_last`: the last offer of the request, so what a later prompt
-        needs of windows is stored too.
+        deferred: call `offer_deferred` once a step. `is_last`: the last offer of the request, which also stores the
+        window blocks that a later prompt needs.
         """
         engine = self._engine_of(request, "offer")
         check_bool("is_last", is_last)
@@ -715,7 +715,8 @@ class Ledger:
         return () if self._engine is None else tuple(self._engine.offers.deferred)
 
     def plan_write_back(self) -> tuple[TransferPlan, ...]:
-        """Stores of what the next allocations would evict; none unless the policy stores that late (`LazyStore`).
+        """Stores of the blocks that the next allocations would evict; none unless the policy stores so late
+        (`LazyStore`).
 
         Call it after `commit` and `release`; it is cheap if nothing has changed. The blocks may have been computed at
         any time, so the copies have to wait for all compute submitted to the device so far.
@@ -725,16 +726,16 @@ class Ledger:
         return self._commits.plan_write_back()
 
     def invalidate(self, request: LedgerRequest, from_token: int) -> tuple[LedgerRequest, ...]:
-        """Take back what a failed forward committed: all KV from `from_token` on is wrong.
+        """Invalidate the KV that a failed forward committed: all KV from `from_token` on is wrong.
 
-        Drops the generated tokens behind `from_token`: that forward, or a later one, sampled them. Returns the other
-        requests that may have read the wrong KV; abort them. Abort `request` too if it comes first in the result: it
-        would have to go back behind its window, or other requests still read blocks that it would write to and it
-        cannot get others.
+        Drops the generated tokens after `from_token`, because that forward, or a later one, sampled them. Returns the
+        other requests that may have read the wrong KV; abort them. Abort `request` too if it comes first in the result:
+        it would have to go back to units that have left its window, or other requests still read blocks that it would
+        write to and it cannot get others.
 
-        With `engine_blocks`: what was offered from `from_token` on, and all cached behind it, is no longer found. The
-        requests returned may have read it in the engine's cache or from the host. The engine itself has to forget what
-        its cache holds.
+        With `engine_blocks`: the units that were offered from `from_token` on, and all units cached after them, are no
+        longer found. The requests returned may have read them in the engine's cache or from the host. The engine has to
+        invalidate its own cache itself.
         """
         sequence, published = self._own(request).sequence, request.published
         if self._remote_stores is not None:
@@ -925,13 +926,14 @@ class Ledger:
         num_remote_tokens: int = 0,
         for_request: LedgerRequest | None = None,
     ) -> Fetch:
-        """Start copying into the host what only the disk has of `prefix`: its `plans` have to be launched. Behind that,
-        load the cells of a remote store with its first `num_remote_tokens`, whole cells: the caller has asked there.
+        """Start copying to the host the units of `prefix` that only the disk holds: launch the `plans` of the fetch.
+        After them, load the cells of a remote store that hold its first `num_remote_tokens`, whole cells: you have
+        asked the store for them.
 
-        All fetches together take at most `max_fetch_share` of the host; of what exceeds it, the front is fetched. Two
-        fetches of one prefix share the copies. A cell that is not there ends what is fetched. `wake` is called once it
-        is over: if it calls `match_fetched` itself, nothing can be evicted in between. `for_request` waits for it:
-        `requests()` and the log say so.
+        All fetches together take at most `max_fetch_share` of the host; a larger fetch brings the front of its units.
+        Two fetches of one prefix share the copies. A fetch ends at the first cell that the store does not hold. `wake`
+        is called once the fetch is over: if it calls `match_fetched` itself, nothing can be evicted in between.
+        `for_request` waits for the fetch: `requests()` and the log name it.
         """
         if self._moves.is_telling:
             raise self._in_report("fetch")
@@ -946,13 +948,13 @@ class Ledger:
         return self._need_fetches("fetch").fetch(sequence, wake, self, remote_stop, for_request)
 
     def num_fetch_blocks(self, prefix: Prefix) -> int:
-        """Blocks that a fetch of `prefix` would copy from the disk now: none that others bring already."""
+        """Blocks that a fetch of `prefix` would copy from the disk now, without those that jobs bring already."""
         sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
         return self._need_fetches("num_fetch_blocks").num_blocks(sequence)
 
     def num_remote_fetch_blocks(self, prefix: Prefix, num_remote_tokens: int) -> int:
-        """Blocks that a fetch of `prefix` would load from cells with its first `num_remote_tokens` tokens now: neither
-        what the disk has nor what others bring already."""
+        """Blocks that a fetch of `prefix` would load now from the cells with its first `num_remote_tokens` tokens,
+        without those that the disk holds or that jobs bring already."""
         sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
         remote_stop = check_int("num_remote_tokens", num_remote_tokens, 0) // self.layout.unit_tokens
         return self._need_fetches("num_remote_fetch_blocks").num_remote_blocks(sequence, remote_stop)
@@ -975,8 +977,8 @@ class Ledger:
     def plan_disk_stores(
         self, max_blocks: int, *, is_idle: bool = False, only_asked_twice: bool = False
     ) -> tuple[TransferPlan, ...]:
-        """Stores on the disk of what the host is about to evict, at most `max_blocks` blocks; with `is_idle`, also of
-        what was asked for twice. `only_asked_twice`: nothing else. Cheap if nothing has changed."""
+        """Stores to disk of the blocks that the host evicts next, at most `max_blocks` blocks; with `is_idle`, also of
+        blocks that were requested twice. `only_asked_twice`: of these alone. Cheap if nothing has changed."""
         if self._moves.is_telling:
             raise self._in_report("plan_disk_stores")
         check_int("max_blocks", max_blocks, 0)
@@ -992,7 +994,7 @@ class Ledger:
         return self._disk_stores is not None and self._disk_stores.are_due
 
     def plan_disk_flush(self, max_blocks: int) -> tuple[TransferPlan, ...]:
-        """Stores on the disk of what is in the host, at most `max_blocks` blocks, what was used last first."""
+        """Stores to disk of the blocks in the host, at most `max_blocks` blocks, the last used first."""
         if self._moves.is_telling:
             raise self._in_report("plan_disk_flush")
         check_int("max_blocks", max_blocks, 0)
@@ -1002,26 +1004,26 @@ class Ledger:
 
     def _stored(self, jobs: list[Job]) -> tuple[TransferPlan, ...]:
         if jobs:
-            self._restores = None  # what they write to may be what a restart has found
+            self._restores = None  # they may write to slots that a restart has found
         return tuple([job.plan for job in jobs])
 
     def take_forgotten_slots(self) -> array[int]:
-        """The slots on the disk whose contents `invalidate` has taken back since the last call: whatever a restart
-        would find them by is to be erased."""
+        """The slots on disk whose contents were invalidated since the last call: erase the records by which a restart
+        would find them."""
         disk = self.cache.tiers[-1]
         return disk.take_forgotten() if isinstance(disk, DiskBlocks) else array("i")
 
     @property
     def num_disk_resets(self) -> int:
-        """How often all on the disk was forgotten since this ledger was made: see `TransferPlan.generation`."""
+        """How often the disk was reset since this ledger was made: see `TransferPlan.generation`."""
         return self.cache.tiers[Tier.DISK].num_resets if self.cache.has_disk else 0
 
     def restore(self, run: RestoredRun) -> int:
-        """Take up what an earlier process has left on the disk; returns how many of its slots are in use now.
+        """Restore a run that an earlier process has left on disk. Returns how many of its slots are in use now.
 
-        Runs are given a prefix before what follows it. Requests may go on meanwhile, but all are to be given before the
-        first store on the disk: after that, and after a reset, nothing is taken up. What follows nothing that is there
-        is left out, and so is what is there already."""
+        Restore a prefix before the runs that follow it. Requests may go on meanwhile, but restore all runs before the
+        first store to disk: after that, and after a reset, nothing is restored. A run that follows no cached run is
+        skipped, and so are units that are cached already."""
         if self._moves.is_telling:
             raise self._in_report("restore")
         if not self.cache.has_disk:
@@ -1040,10 +1042,11 @@ class Ledger:
         return 0 if self._remote_stores is None else self._remote_stores.cell_units
 
     def plan_remote_stores(self, max_blocks: int, is_wanted: Callable[[CellLabel], bool]) -> tuple[TransferPlan, ...]:
-        """Stores of whole cells that are in the host and were asked for twice, at most `max_blocks` blocks; what was
-        asked for last comes first. Cheap if nothing has changed.
+        """Stores of whole cells that are in the host and were requested twice, at most `max_blocks` blocks, the last
+        requested first. Cheap if nothing has changed.
 
-        `is_wanted` is asked for each cell, with the ledger in the middle of this call: False for what the store has."""
+        `is_wanted` is called for each cell in the middle of this call. It returns False if the store holds the
+        cell."""
         if self._moves.is_telling:
             raise self._in_report("plan_remote_stores")
         check_int("max_blocks", max_blocks, 0)
@@ -1055,8 +1058,8 @@ class Ledger:
         return tuple([job.plan for job in self._remote_stores.plan(max_blocks, is_wanted, ticket, oldest)])
 
     def take_forgotten_cells(self) -> tuple[CellLabel, ...]:
-        """The cells to remove from the store, since `invalidate` has taken back what they hold: all of which a store
-        may have been planned. Those that a store under way may still bring there are kept until it is settled."""
+        """The cells to remove from the store, because their contents were invalidated: all for which a store may have
+        been planned. Cells that a store under way may still write are kept back until it is settled."""
         return () if self._remote_stores is None else self._remote_stores.take_forgotten()
 
     def __repr__(self) -> str:
@@ -1122,13 +1125,13 @@ class Ledger:
         self.admission.serve_queue()
 
     def prefetch(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Prefetch:
-        """Start loading what a request for `prefix` would load: its `plans` have to be launched."""
+        """Start to load the host hit of `prefix`, as a request for it would: launch the `plans` of the prefetch."""
         self._require_own_device("prefetch")
         check_callable("wake", wake)
         return self._cache_transfers.prefetch(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
 
     def demote(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Demotion:
-        """Start moving `prefix` from the device to the host: its `plans` have to be launched."""
+        """Start to move `prefix` from the device to the host: launch the `plans` of the demotion."""
         self._require_own_device("demote")
         check_callable("wake", wake)
         return self._cache_transfers.demote(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
@@ -1155,9 +1158,9 @@ class Ledger:
         No request begins to compute with KV from before the reset. The reset drops the match of a request without
         blocks. If the load of a request is not over, the request loses its device hit, its load ends with no tokens,
         and the request computes from its first token (with `engine_blocks`: from the end of the engine's own hit). A
-        request whose load is over, or that computes without a load, keeps its blocks and goes on, unless its caller was
-        not told yet that the load is over: see `lost_to_reset`. Requests from before
-        the reset publish and store nothing any more, unless only a tier below the device is reset."""
+        request whose load is over, or that computes without a load, keeps its blocks and goes on, unless its caller has
+        not learned yet that the load is over: see `lost_to_reset`. Requests from before the reset publish and store
+        nothing any more, unless only a tier below the device is reset."""
         if self._moves.is_telling:
             raise self._in_report("reset")
         if tier is not None and check_tier("tier", tier) is Tier.DEVICE:
@@ -1168,7 +1171,7 @@ class Ledger:
             raise InvalidArgument("tier", "is not this ledger's: another namespace finds nothing in it")
         if tier in (None, Tier.DISK):
             self._restores = None
-        if tier is not Tier.DISK:  # no pin keeps anything there
+        if tier is not Tier.DISK:  # pins have no leases there
             self._pins.end_all(PinState.DROPPED)
         if tier is None:
             self.cache.reset()
@@ -1176,7 +1179,7 @@ class Ledger:
                 self._hints.clear()
         else:
             self.cache.reset_tier(tier)
-        if tier is not Tier.DISK:  # no request has a match there
+        if tier is not Tier.DISK:  # matches have no leases there
             match_again = self.admission.match_again if self._engine is None else self._engine.matches.forget
             match_again(self.live_requests.values())
         for request in (*self.live_requests.values(), *self._closing):

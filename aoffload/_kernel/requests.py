@@ -128,7 +128,7 @@ class LedgerRequest:
         self.nulled: list[tuple[int, int, int]] = []
         """(band, start, stop): units that have left the window of a band since the last `Extension`."""
         self.ready_stop = 0
-        """Leading units that were ready before the request computed: hits, and what was loaded."""
+        """Leading units that were ready before the request computed: the device hit, and loaded units."""
         self.num_computed_tokens = 0
         self.has_committed = False
         self.read_before = 0

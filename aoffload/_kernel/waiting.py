@@ -180,7 +180,7 @@ class Admission:
             self._forget_match(request)
 
     def accept(self, waiter: Waiter) -> Extension:
-        """Take what `waiter` was granted, or raise what it failed with."""
+        """Take the blocks that `waiter` was granted, or raise the error that it failed with."""
         request = waiter.request
         if request.waiter is not waiter or not waiter.is_over:
             raise WrongState(f"accept: {waiter} has nothing to accept")
