@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .planting import Mutant
+from .planting import Mutant, Patch
 
 __all__ = ["KEEPING_MUTANTS"]
 
@@ -19,31 +19,31 @@ KEEPING_MUTANTS = (
     Mutant(
         "demotion evicts what is hit in the host",
         "aoffload._extensions.prefetch",
-        "kept = self._keep_hit(sequence)",
-        "kept = None",
+        "            if hit.stop:\n",
+        "            if False:\n",
         "a demotion loses nothing that could hit",
         test="tests/core/test_pins.py::test_a_demotion_does_not_evict_what_is_hit_in_the_host",
     ),
     Mutant(
         "pins in the way of the line",
         ADMISSION,
-        "        if pool.num_free == before and not self.yield_pin():\n",
-        "        if pool.num_free == before:\n",
+        "            if device.pool.num_free == before and not self.yield_pin():\n",
+        "            if device.pool.num_free == before:\n",
         "no request is starved by pins",
     ),
     Mutant(
         "pins yield too early",
         ADMISSION,
-        "        if self.others_hold_room():\n            return False\n        pool = ",
-        "        pool = ",
+        "            if self.others_hold_room():\n                break\n            # Only waiters and pins",
+        "            # Only waiters and pins",
         "a pin ends for a request only where nobody else will make room",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "extension fails before pins yield",
         ADMISSION,
-        "        if self.yield_pin():\n            return True",
-        "        if False:\n            return True",
+        "            if self.yield_pin():\n                continue",
+        "            if False:\n                continue",
         "no request is starved by pins",
         test="tests/core/test_pins.py::test_a_pin_yields_before_an_extension_fails",
     ),
@@ -66,8 +66,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "window of a shorter hit not kept",
         KEEPING,
-        "        again = self._hit_again(sequence, hit)\n",
-        "        again = hit\n",
+        "            again = find_hit(cache.index, sequence, cache.layout, limit)\n",
+        "            again = hit\n",
         "a pin of a prompt serves the same prompt again",
         test="tests/core/test_pins.py::test_a_pin_of_a_window_serves_the_same_prompt_and_longer_ones",
     ),
@@ -121,8 +121,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "prefetch past a line",
         CACHE_TRANSFERS,
-        "            if request.hit_stop <= request.published or not self.admission.queue.is_empty:\n",
-        "            if request.hit_stop <= request.published:\n",
+        "            if stop <= start or not self.admission.queue.is_empty:\n",
+        "            if stop <= start:\n",
         "a prefetch takes nothing while somebody waits for room",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
@@ -137,17 +137,15 @@ KEEPING_MUTANTS = (
     Mutant(
         "prefetch beyond the room",
         CACHE_TRANSFERS,
-        "        return wanted - min(share, self.admission.num_available)\n",
-        "        return wanted - share\n",
+        "            excess = wanted - min(share, self.admission.num_available)\n",
+        "            excess = wanted - share\n",
         "a prefetch takes only room that is there",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "cancelled prefetch stays under way",
         CACHE_TRANSFERS,
-        "        settled = self.loads.abandon(transfer.request)\n"
         "        self._end(transfer, CacheTransferState.CANCELLED)\n",
-        "        settled = self.loads.abandon(transfer.request)\n"
         "        self.moves.cache_transfer(transfer, CacheTransferState.CANCELLED)\n",
         "a budget goes back however a prefetch ends",
         scenarios=TRANSFERS_AMONG_REQUESTS,
@@ -162,7 +160,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "prefetch that nobody wants is launched",
         CACHE_TRANSFERS,
-        "        settled = self.loads.abandon(transfer.request)\n",
+        "        settled = [] if load is None else self.loads.abandon(load)\n",
         "        settled: list[Job] = []\n",
         "a load lives as long as one waiter does",
         scenarios=TRANSFERS_AMONG_REQUESTS,
@@ -184,9 +182,10 @@ KEEPING_MUTANTS = (
     Mutant(
         "sent away without a copy",
         CACHE_TRANSFERS,
-        "        if host_stop < hit.stop or not _is_known_by(self.stores.destination, hit):\n            return\n",
+        "        if held_stop(cache.layout, hit.path, host, 0, hit.stop) < hit.stop:\n            return\n",
         "",
         "a demotion loses nothing",
+        also=(Patch(CACHE_TRANSFERS, "        if hit.stop and not any(", "        if False and not any("),),
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(

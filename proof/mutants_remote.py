@@ -134,8 +134,8 @@ _FETCHES = (
         OF_FETCHES + "a_cell_that_is_gone_ends_the_hit",
         "a corrupt cell forgotten in the wrong tier",
         JOBS,
-        "        is_bad = is_bad and job.source_lease is not None\n",
-        "",
+        "plan.direction is Direction.LOAD and job.source_lease is not None\n",
+        "plan.direction is Direction.LOAD\n",
         "a cell that does not verify is a miss",
     ),
 )
@@ -219,8 +219,8 @@ _STORES = (
         OF_STORES + "a_store_that_fails_quarantines_nothing",
         "a quarantine of nothing",
         JOBS,
-        "if completion.outcome is Outcome.UNPROVEN and job.plan.destination is Tier.REMOTE:",
-        "if completion.outcome is Outcome.UNPROVEN and job.plan.source is Tier.REMOTE:",
+        "if outcome is Outcome.UNPROVEN and plan.destination is Tier.REMOTE:",
+        "if outcome is Outcome.UNPROVEN and plan.source is Tier.REMOTE:",
         "a store without a destination quarantines nothing",
     ),
 )

@@ -1,20 +1,27 @@
-"""Load overlaps: a step that overlaps the load of its request.
+"""Load overlaps: a step that begins before the load of its request is over.
 
-The step assumes that the load succeeds: it reads blocks that jobs still own, and writes behind them, into the request's
-own blocks. The assumed block tables are kept, and compared when the load is over. If they were wrong, what was computed
-cannot be committed until the engine was told and has begun another step.
+The step assumes that the load succeeds: it reads blocks that jobs still own, and writes after them, into the
+request's own blocks. The assumption may turn out wrong: a copy may fail, or another request may publish the same tokens
+first, and then the table of the request names other blocks than the step has read. So the block tables that the step
+assumes are kept in a `LoadOverlap`. They are compared with each job of the load that is settled (`Load.job_settled`),
+and with the tables of the request once the load is over.
+
+    SPECULATIVE --> CONFIRMED       all blocks that the step reads were brought: what it computes counts
+         `-------> INVALID          some were not: commits beyond the loaded tokens are refused
+                      `---> ACKNOWLEDGED    the engine has asked for the first invalid token, and begins another step
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 
 from .._kernel.cache import PrefixCache
-from .._kernel.index import Stretch, jobs_into, stretches
-from .._kernel.layout import Band
 from .._kernel.moves import Moves
-from .._kernel.records import BlockTable, Job, Load, Part
+from .._kernel.index import jobs_into, stretches
+from .._kernel.layout import Band
+from .._kernel.records import BlockTable, Job, Load
 from .._kernel.requests import LedgerRequest, LoadOverlap
 from .._kernel.states import OverlapState, Tier
 from .._kernel.states import RequestState as State
@@ -25,7 +32,6 @@ __all__ = [
     "can_start",
     "check_valid",
     "compare",
-    "compare_job",
     "expected_ids",
     "first_invalid_token",
     "tell",
@@ -33,8 +39,8 @@ __all__ = [
 
 
 def can_start(cache: PrefixCache, request: LedgerRequest) -> bool:
-    """Whether a step may overlap the load: all that the step would read is on the device or in a job of the load, and
-    the units behind have blocks. False after a reset: then jobs publish nothing."""
+    """Whether a step may overlap the load: the device holds, or jobs of the load bring, all units that the step would
+    read, and the units after them have blocks. False after a reset, because then jobs publish nothing."""
     load, overlap = request.load, request.overlap
     if load is None or not load.jobs:
         return False  # DRAINING: what its steps have computed cannot be committed
@@ -43,7 +49,7 @@ def can_start(cache: PrefixCache, request: LedgerRequest) -> bool:
     if request.epoch != cache.epoch:
         return False
     if overlap is not None and overlap.state is OverlapState.INVALID:
-        return False  # of an earlier load, and the engine was not told yet
+        return False  # the overlap of an earlier load, which the engine does not know to be invalid yet
     if any(table.num_null(load.stop, request.num_units) for table in request.tables):
         return False
     return all(
@@ -53,13 +59,14 @@ def can_start(cache: PrefixCache, request: LedgerRequest) -> bool:
 
 
 def begin_step(cache: PrefixCache, moves: Moves, request: LedgerRequest) -> None:
-    """Record what the first step that overlaps a load assumes; later steps build on what it computes."""
+    """Record the block tables that the first step that overlaps a load assumes. Later steps build on that step."""
     if request.overlap is not None and request.overlap.state is OverlapState.ACKNOWLEDGED:
         request.overlap = None
     if request.overlap is None and request.load is not None:
         tables = tuple(_once_landed(cache, request, request.load, band) for band in cache.layout.bands)
         stop = request.load.stop
         request.overlap = LoadOverlap(request, stop, stop * cache.layout.unit_tokens, tables)
+        request.load.job_settled = partial(_compare_job, cache, moves, request)
         moves.overlap(request.overlap, OverlapState.SPECULATIVE)
 
 
@@ -68,7 +75,7 @@ def expected_ids(request: LedgerRequest) -> list[array[int]]:
     overlap = request.overlap
     if request.load is None or not request.load.jobs:
         return [table.ids for table in request.tables]
-    # Without a step under way, it may be of a load before.
+    # Without a step under way, the overlap may be that of an earlier load.
     if overlap is None or (overlap.state is not OverlapState.SPECULATIVE and not request.num_steps):
         raise WrongState(f"block_ids: no step of {request} has begun: a load may end otherwise until one has")
     return [
@@ -77,22 +84,26 @@ def expected_ids(request: LedgerRequest) -> list[array[int]]:
 
 
 def compare(moves: Moves, request: LedgerRequest, bands: Sequence[Band]) -> None:
-    """The load is over, units not brought are null: CONFIRMED if the tables are as the step assumed, else INVALID.
-    Another copy of the same tokens differs: the assumed block, which the step may still read, is free by then."""
+    """The load is over, and units that it did not bring are null: CONFIRMED if the tables are as the step assumed, else
+    INVALID. Another copy of the same tokens counts as different, because the block that the step assumed, and may still
+    read, is free by then."""
     overlap = request.overlap
     if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
         return
-    if all(_is_as_taken(overlap, request.tables[band.number], band) for band in bands):
-        moves.overlap(overlap, OverlapState.CONFIRMED)
-        request.overlap = None
-    else:
-        moves.overlap(overlap, OverlapState.INVALID)
+    for band in bands:
+        first, table = band.first_unit(overlap.stop), request.tables[band.number]
+        if table.at(first, overlap.stop) != overlap.tables[band.number][first * band.width :]:
+            moves.overlap(overlap, OverlapState.INVALID)
+            return
+    moves.overlap(overlap, OverlapState.CONFIRMED)
+    request.overlap = None
 
 
-def compare_job(moves: Moves, request: LedgerRequest, job: Job, band: Band) -> None:
-    """A job of the load is over: INVALID unless its blocks that the step reads are published. Checked while the load
-    goes on: a block not brought is free, and may return to the same position with other bytes."""
-    overlap = request.overlap
+def _compare_job(cache: PrefixCache, moves: Moves, request: LedgerRequest, job: Job) -> None:
+    """A job of the load is settled: INVALID unless its blocks that the step reads are published. They are compared
+    while the load goes on, because a block that was not brought is free: it may return to the same position with other
+    bytes before the load ends."""
+    overlap, band = request.overlap, cache.layout.bands[job.band]
     if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
         return
     first = band.first_unit(overlap.stop)
@@ -101,11 +112,6 @@ def compare_job(moves: Moves, request: LedgerRequest, job: Job, band: Band) -> N
         lacking.difference_update(run.part(Tier.DEVICE, band.number).blocks)
     if lacking:
         moves.overlap(overlap, OverlapState.INVALID)
-
-
-def _is_as_taken(overlap: LoadOverlap, table: BlockTable, band: Band) -> bool:
-    first = band.first_unit(overlap.stop)
-    return table.at(first, overlap.stop) == overlap.tables[band.number][first * band.width :]
 
 
 def check_valid(request: LedgerRequest, num_computed_tokens: int) -> None:
@@ -124,40 +130,31 @@ def first_invalid_token(request: LedgerRequest) -> int | None:
 
 
 def tell(moves: Moves, request: LedgerRequest) -> None:
-    """The engine was told of an invalid overlap, or has preempted the request: ACKNOWLEDGED."""
+    """The engine knows of an invalid overlap, or has preempted the request: ACKNOWLEDGED."""
     if request.overlap is not None and request.overlap.state is OverlapState.INVALID:
         moves.overlap(request.overlap, OverlapState.ACKNOWLEDGED)
 
 
 def _once_landed(cache: PrefixCache, request: LedgerRequest, load: Load, band: Band) -> array[int]:
-    """The table of `band` up to the end of the load: blocks held, and for the rest the destinations of its jobs."""
-    expected = BlockTable(band.width, request.tables[band.number].at(0, load.stop))
-    if not band.width:
+    """The table of `band` up to the end of the load, as it will be once the load has landed: the blocks that the device
+    holds, and for the rest the destinations of the jobs of the load."""
+    expected, width = BlockTable(band.width, request.tables[band.number].at(0, load.stop)), band.width
+    if not width:
         return expected.ids
-    first = band.first_unit(load.stop)
-    expected.null(0, first)
-    for stretch in stretches(request.device_run, max(first, request.published), load.stop):
-        part = stretch[0].part(Tier.DEVICE, band.number)
-        _enter_held(expected, part, stretch)
+    needed = band.first_unit(load.stop)
+    expected.null(0, needed)
+    for run, first, last in stretches(request.device_run, max(needed, request.published), load.stop):
+        part = run.part(Tier.DEVICE, band.number)
+        start, stop = max(part.first, first), min(part.stop, last)
+        if start < stop:
+            expected.put(start, part.ids(start, stop))
+        # The last job first, and only where the table is null: a predecessor may go on in another branch, at units that
+        # a later job brings here.
         for job in jobs_into(part):
-            if job in load.jobs:
-                _enter_coming(expected, job, stretch)
+            start, stop = max(job.start, first), min(job.stop, last)
+            if job in load.jobs and start < stop:
+                there = expected.at(start, stop)
+                brought = job.plan.destination_ids[(start - job.start) * width : (stop - job.start) * width]
+                ids = array("i", [held or block_id for held, block_id in zip(there, brought, strict=True)])
+                expected.put(start, ids)
     return expected.ids
-
-
-def _enter_held(expected: BlockTable, part: Part, stretch: Stretch) -> None:
-    _, first, last = stretch
-    start, stop = max(part.first, first), min(part.stop, last)
-    if start < stop:
-        expected.put(start, part.ids(start, stop))
-
-
-def _enter_coming(expected: BlockTable, job: Job, stretch: Stretch) -> None:
-    """Enter what `job` brings where the table is null. Called last job first: a predecessor may go on in another
-    branch, at units that `job` brings here."""
-    _, first, last = stretch
-    start, stop = max(job.start, first), min(job.stop, last)
-    if start < stop:
-        width, there = expected.width, expected.at(start, stop)
-        brought = job.plan.destination_ids[(start - job.start) * width : (stop - job.start) * width]
-        expected.put(start, array("i", [held or block_id for held, block_id in zip(there, brought, strict=True)]))

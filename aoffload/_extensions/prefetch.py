@@ -1,21 +1,32 @@
-"""Prefetches and demotions: cache transfers that no request waits for. `Fetches` has those from the disk.
+"""Cache transfers: prefetches and demotions. `_tiers.fetch` has fetches, which are cache transfers, too.
 
-A cache transfer has a `LedgerRequest` of its own, which is matched and has a load, like any other. It never joins the
-wait queue and computes nothing. When its jobs are over, it releases everything; what has landed stays cached.
+    prefetch    host -> device    load what a request for a prompt would load, before the request comes
+    demotion    device -> host    store the units of a prompt that the host lacks, and free its device blocks
+    fetch       below  -> host    so that a request hits there
+
+No request waits for a cache transfer. It has a `LedgerRequest` of its own, which is matched and has a load like that of
+any request, so that jobs, leases and the index need not tell it apart. But that record is not live: it never joins the
+wait queue and computes nothing, and when its load is over, or cancelled, it releases everything. The blocks that have
+landed stay cached, unpinned.
+
+A cache transfer must not harm requests. A prefetch takes free blocks only while no request waits for some, and all
+prefetches under way take at most `max_share` of the device. A demotion frees a block only if no lease pins it, and only
+if the host serves at least the same hit without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from .._kernel.cache import PrefixCache
-from .._kernel.index import Hit, find_hit, held_stop, jobs_into
+from .._kernel.moves import Moves
+from .._kernel.index import find_hit, held_stop, jobs_into
 from .._kernel.jobs import Stores
 from .._kernel.leases import RequestLeases
 from .._kernel.loads import Loads
-from .._kernel.moves import Moves
-from .._kernel.records import BlockTable, Job, Lease, Load, Run, nulls
+from .._kernel.records import NO_LIMIT, BlockTable, Job, Lease, Load, Run, nulls
 from .._kernel.requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Prefetch
 from .._kernel.states import CacheTransferState, Tier
 from .._kernel.tokens import TokenSequence
@@ -37,98 +48,82 @@ class CacheTransfers:
     num_cache_transfers: int = 0
     """Cache transfers begun so far."""
 
-    # -- fetching -------------------------------------------------------------------------------------------------
+    # -- prefetch -------------------------------------------------------------------------------------------------
 
     def prefetch(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Prefetch:
-        """Load what a request for `sequence` would load, as far as there is room. Nothing while requests wait."""
+        """Load what a request for `sequence` would load, or as much of its front as there are free blocks for. Nothing
+        while requests wait for blocks."""
         limit = (sequence.num_tokens - 1) // self.cache.layout.unit_tokens
         transfer = Prefetch(self.new_request("prefetch", sequence, limit, ledger), wake)
         request = transfer.request
         self.request_leases.pin(request)
-        if self._take_room(transfer):
-            stop = request.hit_stop
-            jobs = self.loads.start(request, stop, lambda: None)
+        if self._take_blocks(request):
+            jobs = self.loads.start(request, request.hit_stop, wake, partial(self._over, transfer))
             transfer.num_blocks = sum(job.plan.num_blocks for job in jobs)
             transfer.plans = tuple(job.plan for job in jobs)
         self.begin(transfer)
         return transfer
 
-    def _take_room(self, transfer: Prefetch) -> bool:
-        """Take room for the hit, or for as much of its front as fits; False: no room, or nothing to load."""
-        request = transfer.request
-        for _ in range(2):
-            if request.hit_stop <= request.published or not self.admission.queue.is_empty:
+    def _take_blocks(self, request: LedgerRequest) -> bool:
+        """Give `request` block tables with free blocks for its hit, or for as much of the front of its hit as fits.
+        False: there are no free blocks, or there is nothing to load."""
+        layout = self.cache.layout
+        for _ in range(2):  # once more with the shorter hit
+            start, stop = request.published, request.hit_stop
+            if stop <= start or not self.admission.queue.is_empty:
                 return False
-            first, excess = self._first_missing(request), self._excess(request)
+            path = request.leases[self.stores.destination].run.whole_path()
+            first = self.loads.on_its_way(path, start, stop)[1]  # before it, the device holds or gets all units
+            wanted = (stop - first) * layout.full.width
+            wanted += sum((stop - max(start, band.first_unit(stop))) * band.width for band in layout.windows)
+            taken = sum(transfer.num_blocks for transfer in self.under_way.values() if isinstance(transfer, Prefetch))
+            share = int(self.admission.capacity * self.max_share) - taken
+            excess = wanted - min(share, self.admission.num_available)
             if excess <= 0:
-                self._start_tables(request, first)
+                # Full attention gets blocks only for missing units, because no block should be evicted for one that
+                # the load gives back at once. The tables begin after the device hit: a prefetch does not read it.
+                tables = [BlockTable(band.width, nulls(stop * band.width), start) for band in layout.bands]
+                tables[0].fill(first, stop, self.cache.take(Tier.DEVICE, (stop - first) * layout.full.width))
+                request.tables, request.num_units = tuple(tables), stop
                 return True
-            full = self.cache.layout.full.width
-            request.narrow_hit(request.hit_stop - -(-excess // full) if full else 0)
+            request.hit_limit = stop - -(-excess // layout.full.width) if layout.full.width else 0
             if request.hit_limit <= first:
                 return False
             self.request_leases.match_again(request)
         return False
 
-    def _first_missing(self, request: LedgerRequest) -> int:
-        """The unit up to which full attention is on the device, or on its way there."""
-        path = request.leases[self.stores.destination].run.whole_path()
-        return self.loads.on_its_way(path, request.published, request.hit_stop)[1]
-
-    def _excess(self, request: LedgerRequest) -> int:
-        """Blocks that it needs beyond the room, or beyond what is left of the share of all prefetches."""
-        layout, stop = self.cache.layout, request.hit_stop
-        wanted = (stop - self._first_missing(request)) * layout.full.width
-        for band in layout.windows:
-            wanted += (stop - max(request.published, band.first_unit(stop))) * band.width
-        taken = sum(transfer.num_blocks for transfer in self.under_way.values() if isinstance(transfer, Prefetch))
-        share = int(self.admission.capacity * self.max_share) - taken
-        return wanted - min(share, self.admission.num_available)
-
-    def _start_tables(self, request: LedgerRequest, first: int) -> None:
-        """Tables with full attention blocks only where nothing is, or is coming: no block is evicted for one that would
-        be given back."""
-        stop = request.hit_stop
-        # They begin behind the device hit: a prefetch computes nothing that would read it.
-        bands, start = self.cache.layout.bands, request.published
-        tables = tuple(BlockTable(band.width, nulls(stop * band.width), start) for band in bands)
-        request.given_tables(tables, stop)
-        full = tables[0]
-        full.fill(first, stop, self.cache.take(Tier.DEVICE, (stop - first) * full.width))
-
-    # -- sending away ---------------------------------------------------------------------------------------------
+    # -- demotion -------------------------------------------------------------------------------------------------
 
     def demote(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Demotion:
-        """Store what the host lacks of `sequence`, and free its device blocks once the host could serve it alone."""
-        transfer = Demotion(self.new_request("demotion", sequence, self._whole(sequence), ledger), wake)
-        kept = self._keep_hit(sequence)
+        """Store the units of `sequence` that the host lacks, and free its device blocks once the host could serve it
+        alone."""
+        cache, limit = self.cache, sequence.num_tokens // self.cache.layout.unit_tokens
+        transfer = Demotion(self.new_request("demotion", sequence, limit, ledger), wake)
+        kept: Lease | None = None
+        if cache.layout.windows:
+            # The stores must not evict the windows of the hit in the host. `Stores` pins full attention itself.
+            hit = find_hit(cache.index, sequence, cache.layout, limit)
+            if hit.stop:
+                kept = cache.lease(self.stores.destination, cache.cut(hit.path[-1], hit.stop))
         leaving = self._leaving(sequence)
         if leaving:
-            jobs = self._offer(transfer.request, leaving)
+            end = next(run for run in leaving if any(part.blocks for part in run.parts_in(self.stores.source)))
+            lease = cache.lease(self.stores.source, end, [end.stop for _ in cache.layout.windows])
+            jobs = self.stores.offer(transfer.request, end, leaving[-1].start, end.stop, with_windows=True)
+            cache.release(lease)  # the jobs have leases of their own
             transfer.plans = tuple(job.plan for job in jobs)
-            self.wait_for_jobs(transfer.request)
+            self.wait_for_jobs(transfer)
         if kept is not None:
-            self.cache.release(kept)
+            cache.release(kept)
         self.begin(transfer)
         return transfer
 
-    def _keep_hit(self, sequence: TokenSequence) -> Lease | None:
-        """Pin the hit with its windows in the host, so that the stores do not evict them; None without windows.
-        `Stores` pins full attention itself."""
-        cache = self.cache
-        hit = find_hit(cache.index, sequence, cache.layout, self._whole(sequence))
-        if not cache.layout.windows or not hit.stop:
-            return None
-        return cache.lease(self.stores.destination, cache.cut(hit.path[-1], hit.stop))
-
-    def _whole(self, sequence: TokenSequence) -> int:
-        return sequence.num_tokens // self.cache.layout.unit_tokens
-
     def _leaving(self, sequence: TokenSequence) -> list[Run]:
-        """The runs at the end of the path that only `sequence` needs on the device, last first: not pinned, no job
-        under way to them, no other cached prompt behind them."""
+        """The runs at the end of the path of `sequence` that only this prompt needs on the device, last first: no lease
+        pins them, no job adds to them, and no other cached prompt continues them. Empty if they hold no blocks there.
+        """
         found: list[Run] = []
-        walked = list(self.cache.index.walk(sequence, self._whole(sequence)))
+        walked = list(self.cache.index.walk(sequence, sequence.num_tokens // self.cache.layout.unit_tokens))
         for run, agreed in reversed(walked):
             parts = run.parts_in(self.stores.source)
             is_needed = any(part.num_references or part.incoming is not None for part in parts)
@@ -137,33 +132,18 @@ class CacheTransfers:
             found.append(run)
         return found if any(part.blocks for run in found for part in run.parts_in(self.stores.source)) else []
 
-    def _offer(self, request: LedgerRequest, leaving: list[Run]) -> list[Job]:
-        end = next(run for run in leaving if any(part.blocks for part in run.parts_in(self.stores.source)))
-        lease = self.cache.lease(self.stores.source, end, [end.stop for _ in self.cache.layout.windows])
-        jobs = self.stores.offer(request, end, leaving[-1].start, end.stop, with_windows=True)
-        self.cache.release(lease)  # the jobs have leases of their own
-        return jobs
-
-    def wait_for_jobs(self, request: LedgerRequest) -> None:
-        """Wait for all jobs under way into the host on its path, those of other requests included."""
-        jobs: dict[Job, None] = {}
-        for run, _ in self.cache.index.walk(request.sequence, request.hit_limit):
-            for part in run.parts_in(self.stores.destination):
-                jobs.update(dict.fromkeys(jobs_into(part)))
-        if jobs:
-            request.began_load(Load(request.hit_limit, lambda: None, set(jobs)))
-            for job in jobs:
-                job.claimed_by(request)
-
     def _free(self, transfer: Demotion) -> None:
-        """Free the device blocks that are still unpinned. If the host alone does not serve the whole hit, free none: a
-        demotion shortens no hit."""
-        cache, sequence = self.cache, transfer.request.sequence
+        """Free the device blocks that are still unpinned. If the host alone does not serve the whole hit, free none,
+        because a demotion shortens no hit."""
+        cache, sequence, host = self.cache, transfer.request.sequence, self.stores.destination
         if transfer.request.epoch != cache.epoch:
             return
         hit = find_hit(cache.index, sequence, cache.layout, transfer.request.hit_limit)
-        host_stop = held_stop(cache.layout, hit.path, self.stores.destination, 0, hit.stop)
-        if host_stop < hit.stop or not _is_known_by(self.stores.destination, hit):
+        if held_stop(cache.layout, hit.path, host, 0, hit.stop) < hit.stop:
+            return
+        # The host must hold a block of the last unit, in any band. Windows may need none of them, but the index drops a
+        # run without any block.
+        if hit.stop and not any(part.first < hit.stop <= part.stop for part in hit.run_at(hit.stop).parts_in(host)):
             return
         device = cache.tiers[self.stores.source]
         for run in self._leaving(sequence):
@@ -173,14 +153,30 @@ class CacheTransfers:
                     device.trim(part, part.stop - part.first)
             cache.tidy(run)
 
-    # -- both -----------------------------------------------------------------------------------------------------
+    # -- all cache transfers --------------------------------------------------------------------------------------
 
     def new_request(self, kind: str, sequence: TokenSequence, limit: int, ledger: object) -> LedgerRequest:
         self.num_cache_transfers += 1
         name = f"{kind}-{self.num_cache_transfers}"
-        return LedgerRequest(name, sequence, self.cache.epoch, self.num_cache_transfers, limit, 1, ledger=ledger)
+        # Before all requests: where one call ends several loads, transfers give back blocks before requests take some.
+        ticket = self.num_cache_transfers - NO_LIMIT
+        return LedgerRequest(name, sequence, self.cache.epoch, ticket, limit, 1, ledger=ledger)
+
+    def wait_for_jobs(self, transfer: CacheTransfer) -> None:
+        """Begin a load that waits for all jobs under way into the host on the path of `transfer`, also for those of
+        other requests."""
+        request, jobs = transfer.request, dict[Job, None]()
+        for run, _ in self.cache.index.walk(request.sequence, request.hit_limit):
+            for part in run.parts_in(self.stores.destination):
+                jobs.update(dict.fromkeys(jobs_into(part)))
+        if jobs:
+            over = partial(self._over, transfer)
+            request.load = load = Load(request.hit_limit, transfer.wake, over, request.ticket, jobs)
+            for job in jobs:
+                job.claims[load] = None
 
     def begin(self, transfer: CacheTransfer) -> None:
+        """Begin `transfer`; end it at once if it has nothing to wait for."""
         request = transfer.request
         if request.load is None or not request.load.jobs:
             self._end(transfer, CacheTransferState.DONE)
@@ -188,16 +184,15 @@ class CacheTransfers:
         self.under_way[request] = transfer
         self.moves.cache_transfer(transfer, CacheTransferState.MOVING)
 
-    def conclude(self, over: list[LedgerRequest]) -> list[Callable[[], object]]:
-        """End the transfers among `over`; returns the callbacks to call after the line is served."""
-        transfers = [self.under_way[request] for request in over if request in self.under_way]
-        for transfer in transfers:
-            self._end(transfer, CacheTransferState.DONE)
-        return [transfer.wake for transfer in transfers]
+    def _over(self, transfer: CacheTransfer) -> list[Callable[[], object]]:
+        """The load of `transfer` is over: see `Load.over`."""
+        self._end(transfer, CacheTransferState.DONE)
+        return [transfer.wake]
 
     def cancel(self, transfer: CacheTransfer) -> list[Job]:
-        """Stop waiting; returns the jobs that were discarded. Launched jobs and all stores go on."""
-        settled = self.loads.abandon(transfer.request)
+        """Stop waiting. Launched jobs and all stores go on. Returns the jobs that this settles."""
+        load = transfer.request.load
+        settled = [] if load is None else self.loads.abandon(load)
         self._end(transfer, CacheTransferState.CANCELLED)
         return settled
 
@@ -212,12 +207,3 @@ class CacheTransfers:
             stop = hit.device_stop if isinstance(transfer, Prefetch) else hit.stop
             transfer.num_tokens = stop * layout.unit_tokens
         self.moves.cache_transfer(transfer, state)
-
-
-def _is_known_by(tier: Tier, hit: Hit) -> bool:
-    """Whether `tier` holds a block of the last unit of `hit`, in any band. Windows may need none of them; but the index
-    drops a run without any block."""
-    if not hit.stop:
-        return True
-    parts = hit.run_at(hit.stop).parts_in(tier)
-    return any(part.first < hit.stop <= part.stop for part in parts)

@@ -44,7 +44,7 @@ from .layout import Band, Layout, outside
 from .pools import LastUses, TierBlocks
 from .protocols import BlockWatcher, shielded
 from .records import Job, Lease, Part, Run
-from .states import Tier
+from .states import NoEpoch, Tier
 from .tokens import TokenSequence, max_run_units
 
 __all__ = [
@@ -304,7 +304,7 @@ class PrefixCache:
         num_references = component.head_references(part.num_references)
         incoming = _incoming_before(component, part, head, at)
         if part.incoming is not None and part.incoming.stop <= at:
-            part.awaits(None)
+            part.incoming = None
         front = part.cut_off(head, start, at, num_references, incoming)
         if front.blocks and not num_references:
             order = self.tiers[part.tier].order
@@ -622,11 +622,11 @@ class PrefixCache:
         to it publish nothing."""
         job, tier = part.incoming, self.tiers[part.tier]
         while job is not None and job.stop > part.run.start:
-            job.publish_nothing()
+            job.epoch = NoEpoch.INVALIDATED
             if job.parked is not None:  # it has landed: a restart would find it
                 tier.taken_back(job.plan.destination_ids)
             job = job.predecessor
-        part.awaits(None)  # these jobs add nothing any more
+        part.incoming = None  # these jobs add nothing any more
         first, stop = part.first, part.stop
         if part.blocks and not part.num_references:
             tier.make_pinned(part)  # takes it out of the eviction order

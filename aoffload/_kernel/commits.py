@@ -1,8 +1,44 @@
-"""Commits: publish what a forward has computed and offer it to the host; take it back if the forward has failed."""
+"""Commits: publish what a forward has computed, store it in the host, and take it back if the forward has failed.
+
+Commit. A commit names the number of tokens that are computed in all. Whole units are published: they become findable
+on the device, for all requests. The store policy says up to which unit the host should have a copy, and `Stores` plans
+jobs for the units that the host lacks. Last, the windows slide: blocks that computing on does not need are given back.
+
+The policy may be the program's own, and may raise. So it is consulted before anything has changed, with a request that
+looks as if the commit were done.
+
+What is stored, and when:
+
+    eager policies      at the commit, from the first unit that the host lacks
+    with a watermark    nothing at the commit: the path is marked, and stored when it is about to be evicted
+    windows             only where a later hit may end: at the end of the prompt, at the store limit, at the last offer
+    a host that evicts  units that the host has evicted since the request was admitted are stored again at its last
+                        offer. Otherwise live requests whose prefixes do not fit together would evict each other's
+                        blocks at every commit
+
+Invalidate. A forward has failed after its tokens were committed: KV from `from_token` on is wrong, and so is everything
+computed with it. Two sets are searched until neither grows:
+
+    wrong      runs whose blocks are wrong: at first those that the request itself has published from there on
+    sources    requests that have computed wrong KV, each with its first wrong token: at first the request
+
+    A request is tainted if it may have read wrong KV:
+        a lease of its block tables covers a wrong run; or
+        it is a fork, and shares wrong tokens with a source; or
+        it gave up its blocks since (preempted), and its tokens agree with wrong tokens of a source
+    Then it is a source, too, and the runs that it uses from its first wrong unit on are wrong.
+
+Requests that are over, but still in a step, and forks that are over count as readers, because others may have read what
+they computed. A tainted request publishes nothing any more, and its caller aborts it. All wrong runs become unfindable,
+with all runs after them. Requests whose match pins such runs, and that have no blocks yet, are matched again.
+
+The request itself computes again, from `from_token` on. Its blocks there become private again, so no other request may
+read them any more. In place of blocks that others still read, it takes fresh ones. If it cannot, it is tainted as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .._arguments import check_int, shown
@@ -33,7 +69,7 @@ from .plans import TransferPlan
 from .prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .records import Run
 from .requests import LedgerRequest
-from .states import Computing, Tier, require
+from .states import Computing, NoEpoch, Tier, require
 from .states import RequestState as State
 from .waiting import Admission
 
@@ -64,25 +100,25 @@ class Commits:
             request.sequence.append(added)
         wanted = 0
         if num_units and request.store_limit and is_current:
-            # The policy may be the program's own and raise, so it is asked before anything is published. Then `added`
-            # is dropped: a commit that is repeated would append it twice.
-            request.counts_as(num_tokens, max(first, num_units))
+            request.num_computed_tokens, request.published = num_tokens, max(first, num_units)
             try:
                 wanted = min(request.published, request.store_limit, self.policy.wanted_stop(request))
             except BaseException:
+                # Else a commit that is repeated would append the new tokens twice.
                 request.sequence.drop_after(known)
                 raise
             finally:
-                request.counts_as(computed, first)
+                request.num_computed_tokens, request.published = computed, first
         if request.state is State.ALLOCATED:
             self.request_leases.end_host_lease(request)
             self.moves.request(request, State.RUNNING)
         if num_tokens > computed and request.computing is Computing.NOTHING and not request.num_steps:
             self.cache.last_uses.are_covered = False  # no step covers this commit
-        request.committed(num_tokens)
+        request.num_computed_tokens, request.has_committed, request.computing = num_tokens, True, Computing.NOTHING
         plans: tuple[TransferPlan, ...] = ()
         if is_current:
-            publish(self.request_leases, request, num_units)
+            if num_units > first:
+                publish(self.request_leases, request, num_units)
             plans = self.offer_stores(request, first, wanted)
         if self.cache.layout.windows:
             slide(self.cache, request)
@@ -93,8 +129,8 @@ class Commits:
         if request.computing is Computing.LOST_BLOCKS:
             problem = f"cannot count: {request} was preempted since its last step: compute again in a new step"
             raise CommitError("num_computed_tokens", problem)
-        require(request, "commit", State.ALLOCATED, State.RUNNING)
-        if request.state is State.ALLOCATED:
+        if request.state is not State.RUNNING:
+            require(request, "commit", State.ALLOCATED, State.RUNNING)
             require_no_holes(request, "commit")
         has_none = type(new_token_ids) is tuple and not new_token_ids  # as most commits of a prefill
         added = b"" if has_none else encode_tokens(new_token_ids, "new_token_ids")
@@ -108,7 +144,8 @@ class Commits:
         return num_tokens, added
 
     def offer_last(self, request: LedgerRequest) -> tuple[TransferPlan, ...]:
-        """The request is done: tell the policy what was generated, and plan the stores that it wants now."""
+        """The request is done: report to the policy which units were generated, and plan the stores that it wants
+        now."""
         if Tier.DEVICE not in request.leases or not request.store_limit:
             return ()
         self.policy.seen(request, request.sequence.num_prompt_units, request.published)
@@ -118,12 +155,8 @@ class Commits:
     def offer_stores(
         self, request: LedgerRequest, first: int, stop: int, *, is_last: bool = False
     ) -> tuple[TransferPlan, ...]:
-        """Plan the stores up to unit `stop`, as the policy wants: of the path of `request`, the units from `first` on,
-        and those before it that the host lacks. With an eviction watermark, plan none, but mark the path to be stored
-        later.
-
-        Window bands are stored only where a later hit may end: at the end of the prompt, at the store limit of the
-        request, and at the end of the request."""
+        """Plan the stores on the path of `request` up to unit `stop`, which the policy wants: the units from `first`
+        on, and those before it that the host lacks. The head of this module says what is stored when."""
         lease = request.leases.get(Tier.DEVICE)
         if lease is None or not request.store_limit:
             return ()
@@ -137,33 +170,30 @@ class Commits:
             self.watermark.offer(lease.run, stop)
             return ()
         host = self.cache.tiers[self.stores.destination]
-        if first and host.num_evicted != request.evictions_before and not is_last and self._lacks(lease.run, first):
-            if first < stop:
-                self.moves.note(StoreSkipped(request, (stop - first) * self.cache.layout.full.width, "evicted"))
-            return ()
+        if first and host.num_evicted != request.evictions_before and not is_last:
+            source, destination = self.stores.source, self.stores.destination
+            if self.cache.full.lacking(lease.run, source, destination, first, first):  # a unit before `first`
+                if first < stop:
+                    self.moves.note(StoreSkipped(request, (stop - first) * self.cache.layout.full.width, "evicted"))
+                return ()
         with_windows = False
         if self.cache.layout.windows:
             with_windows = is_last or is_at_end(request) or first < stop == request.store_limit
         jobs = self.stores.offer(request, lease.run, first, stop, with_windows=with_windows)
         return tuple([job.plan for job in jobs]) if jobs else ()
 
-    def _lacks(self, run: Run, stop: int) -> bool:
-        """Whether the host lacks something of the path of `run` before unit `stop`. If it has evicted blocks since a
-        request was admitted, only the last offer of that request stores it again: where the host cannot keep what live
-        requests hold, each of them would evict all others at every commit."""
-        return bool(self.cache.full.lacking(run, self.stores.source, self.stores.destination, stop, stop))
-
     def plan_write_back(self) -> tuple[TransferPlan, ...]:
-        """Plan stores of what is about to be evicted; none unless the policy has a watermark."""
+        """Plan stores of blocks that are about to be evicted; none unless the policy has a watermark."""
         return tuple([job.plan for job in self.watermark.plan()]) if self.watermark.num_blocks else ()
 
     def invalidate(
         self, request: LedgerRequest, first_wrong: object, readers: Iterable[LedgerRequest]
     ) -> dict[LedgerRequest, int]:
-        """See `Ledger.invalidate`. Returns each request with its first wrong unit, also requests that are over.
+        """See `Ledger.invalidate`. Returns the tainted requests, each with its first wrong unit, also those that are
+        over; `request` comes first if it cannot compute again.
 
-        Requests that have matched the wrong KV but have no block tables yet are matched again. If such a request has a
-        grant that was not accepted yet, the grant goes back and the request joins the line again.
+        A request that is matched again may have a grant that was not accepted yet. Then the grant goes back, and the
+        request joins the wait queue again.
         """
         require(request, "invalidate", State.RUNNING)
         ready = request.ready_stop * self.cache.layout.unit_tokens
@@ -172,7 +202,7 @@ class Commits:
             raise CommitError("from_token", f"must lie in [{ready}, {request.num_computed_tokens}], got {from_token}")
         start = from_token // self.cache.layout.unit_tokens
         others = [other for other in readers if other is not request]
-        # Also after a reset, when the index has none of these runs: other requests may still share the blocks.
+        # Also after a reset, when the index has none of these runs, because other requests may still share the blocks.
         wrong = dict.fromkeys(runs_from(self.cache, request, first_published(self.cache, request, start), ()))
         tainted = self._taint(wrong, others, {request: from_token})
         self.cache.withdraw_all(wrong)
@@ -180,16 +210,18 @@ class Commits:
         self.admission.match_again([other for other in others if other in tainted or _leases_any(other, wrong)])
         goes_on = self._compute_again(request, from_token, tainted)
         request.sequence.drop_after(from_token + 1)
-        request.computed(from_token)
-        if goes_on and self._reaches_back(request):
+        request.num_computed_tokens = from_token
+        tables = zip(self.cache.layout.windows, request.tables[1:], strict=True)
+        if goes_on and all(table.start <= band.first_needed(from_token) for band, table in tables):
             return tainted
-        request.taint()
+        # Other requests read its blocks, or its windows no longer reach back far enough to compute on.
+        request.epoch = NoEpoch.INVALIDATED
         return {request: start, **tainted}
 
     def _compute_again(self, request: LedgerRequest, from_token: int, readers: Iterable[LedgerRequest]) -> bool:
         """Let `request` compute again from `from_token` on, into private blocks. False: other requests still read some
-        of the blocks, and `request` can get no others in their place. Either there is no room, or a step of `request`
-        writes to them, or the first one begins with right KV, which a fresh block would lack."""
+        of the blocks, and `request` can get no others in their place. Either there are too few free blocks, or a step
+        of `request` writes to the blocks, or the first block begins with right KV, which a fresh block would lack."""
         start, excess = divmod(from_token, self.cache.layout.unit_tokens)
         published = published_by(self.cache, request, start)
         shared = read_by(readers, published)
@@ -201,20 +233,12 @@ class Commits:
         step_back(self.request_leases, request, start)
         return True
 
-    def _reaches_back(self, request: LedgerRequest) -> bool:
-        """Whether the window tables still reach back far enough to compute on from `num_computed_tokens`."""
-        tables = zip(self.cache.layout.windows, request.tables[1:], strict=True)
-        return all(table.start <= band.first_needed(request.num_computed_tokens) for band, table in tables)
-
     def _taint(
         self, wrong: dict[Run, None], others: list[LedgerRequest], sources: dict[LedgerRequest, int]
     ) -> dict[LedgerRequest, int]:
         """Find the requests among `others` that may have read wrong KV, and taint them. Returns them, each with its
-        first wrong unit.
-
-        Wrong are the runs `wrong`, and what `sources` have computed, each from its first wrong token on. What a tainted
-        request has computed from its first wrong unit on is wrong, too: the request joins `sources`, its runs join
-        `wrong`, and the search goes on until it finds no more."""
+        first wrong unit. Adds them to `sources`, and their runs to `wrong`: the head of this module describes the
+        search."""
         tainted: dict[LedgerRequest, int] = {}
         found = True
         while found:
@@ -222,22 +246,24 @@ class Commits:
             for other in others:
                 if other in tainted:
                     continue
-                read = [run.start for run in _read(other) if run in wrong]
+                # Without block tables it has read nothing: its leases only pin.
+                leases = other.all_leases() if other.tables else ()
+                read = [run.start for lease in leases for run in lease.run.path() if run in wrong]
                 read += taken_from(other, sources, self.cache.layout.unit_tokens)
                 read += self._read_before(other, sources)
                 if read:
-                    # Only from its first wrong unit on: what it computed before is right, and others may use it.
+                    # Only from its first wrong unit on: the KV that it computed before is right, and others may use it.
                     tainted[other] = min(read)
                     sources[other] = min(read) * self.cache.layout.unit_tokens
-                    other.taint()  # whatever its task still commits before it unwinds
+                    other.epoch = NoEpoch.INVALIDATED  # its task may still commit before it unwinds
                     wrong.update(dict.fromkeys(runs_from(self.cache, other, min(read), wrong)))
                     found = True
         return tainted
 
     def _read_before(self, other: LedgerRequest, sources: dict[LedgerRequest, int]) -> list[int]:
         """The first wrong unit of each of `sources` whose wrong KV `other` may have read before it gave up its blocks.
-        It has no leases left that would tell, so tokens are compared. It is tainted even if it computes all KV again:
-        tokens that it sampled from wrong KV are wrong."""
+        No leases are left that would say so, so tokens are compared. `other` is tainted even if it computes all KV
+        again, because tokens that it sampled from wrong KV are wrong."""
         if not other.read_before:
             return []
         unit = self.cache.layout.unit_tokens
@@ -268,12 +294,6 @@ def check_count(request: LedgerRequest, num_computed_tokens: object, before: int
         known_are = f"the {known} tokens that are known, {num_added} of `new_token_ids` included"
         raise CommitError(name, f"is {num_computed_tokens}, beyond {known_are}")
     return num_computed_tokens
-
-
-def _read(request: LedgerRequest) -> Iterator[Run]:
-    """The runs that `request` may have computed with. A request without block tables has none: its leases only pin."""
-    for lease in request.all_leases() if request.tables else ():
-        yield from lease.run.path()
 
 
 def _leases_any(request: LedgerRequest, runs: dict[Run, None]) -> bool:

@@ -1,11 +1,42 @@
-"""Labels: what the blocks of a store to the disk hold, so that a restart can prove it from the tokens.
+"""Jobs: one copy between two tiers, from the decision to the proof of its end. Stores: which copies go down.
 
-Jobs: transfers between tiers, from the decision to the settlement.
+A job, not its request, owns two leases and the destination blocks. Whatever becomes of the request, the source blocks
+keep their contents and no other owner gets the destination blocks, until the job is settled. The index does not know
+the destination blocks before that: a match never finds bytes that are not proven to be there.
 
-A job, not its request, owns the leases and the destination blocks. Whatever becomes of the request, the source stays
-and the destination is given to no other owner. Destination ids of an unfinished transfer are in no index.
+    QUEUED ----> LAUNCHED ----> COMPLETED    every block is proven at its destination
+       |             `--------> FAILED       the leading `num_landed` blocks are proven
+       `-----> DISCARDED                     no copy was begun, so the blocks are free at once
 
-Stores: what of a path is stored, and the host blocks for it.
+Why only proof ends a job. A copy runs on a device or in a thread, and no call can recall it. A request that is
+cancelled, a deadline or an error of the transport say nothing about whether the copy still writes. If the destination
+were freed on such a sign, the copy could overwrite blocks of another request. So the job stays LAUNCHED, and keeps
+everything, until the transport reports a completion.
+
+What a completion may be, and what `JobBook.settle` makes of it:
+
+    landed          all blocks are published
+    failed, refused over for certain: the proven front is published, the other blocks are freed. A copy that is
+                    reported as landed, with fewer blocks than its plan, counts as failed, too
+    corrupt         over for certain, and some bytes differ from what was stored. As failed; in addition, the units of a
+                    load whose source is wrong become misses. The source of a store stays: requests compute with it
+    unproven        it may still write. Nothing is published. The destination goes into quarantine, and the job is
+                    settled: its request computes instead. A later completion that is not unproven ends the quarantine
+    early           the predecessor (below) is not settled yet. The completion is parked, and the job is settled with it
+                    right after the predecessor. Only unproven is never parked: nothing is published, so no order counts
+    late, twice     counted (`num_late`) and otherwise ignored, unless it ends a quarantine
+
+Order. Full attention is published in prefix order, because a part holds the front of its run: block 5 is of no use
+before block 4 is there. But copies end in any order. So each job knows its predecessor, the unsettled job that brings
+the units before its own, and a predecessor knows its followers. When a job is settled or discarded, its parked
+followers are settled, and the other followers inherit its predecessor. If a job brings less than planned, its followers
+find a gap before their first unit and publish nothing.
+
+`Part.incoming` names the job that was planned last for a part; `predecessor` leads to the others. So a match or a load
+sees what is on its way, and a second load shares the job instead of copying again.
+
+A job publishes nothing if the index was reset since it was planned (its epoch is old), or if its blocks were withdrawn
+(`NoEpoch.INVALIDATED`). It keeps its leases to the end all the same.
 """
 
 from __future__ import annotations
@@ -24,7 +55,7 @@ from .layout import Band
 from .moves import Moves
 from .plans import BlockLabel, CellLabel, Completion, TransferPlan
 from .pools import TierBlocks
-from .records import NO_LIMIT, Job, Lease, Part, Run
+from .records import NO_LIMIT, Job, Lease, Run
 from .requests import LedgerRequest
 from .states import Direction, JobState, NoEpoch, Outcome, Tier, require
 from .tokens import hash_run, unit_digests
@@ -33,9 +64,11 @@ __all__ = ["JobBook", "Stores", "first_stored", "labels_of", "left_of"]
 
 
 def labels_of(over: list[Stretch], band: Band) -> tuple[BlockLabel | None, ...]:
-    """A label for each block of `band` in the stretches, in prefix order.
+    """A label for each block of `band` in the stretches, in prefix order: a restart proves from it, and from the tokens
+    of a prompt, which KV a block on the disk holds.
 
-    None from the first unit on that a span touches: what the span stands for is not in the tokens."""
+    From the first unit on that a key span touches, the labels are None, because the tokens do not say what the span
+    stands for (an image, say)."""
     if any(run.spans for run in over[0][0].path()):
         return (None,) * (sum(stop - start for _, start, stop in over) * band.width)
     found: list[BlockLabel | None] = []
@@ -63,18 +96,18 @@ def _labels(stretch: Stretch, band: Band) -> Iterator[BlockLabel]:
 
 @dataclass(slots=True, eq=False, repr=False)
 class JobBook:
-    """The unsettled jobs, and those whose destination is quarantined."""
+    """Plans and settles jobs. Holds the unsettled ones, and those whose destination is quarantined."""
 
     cache: PrefixCache
     moves: Moves
     units_per_job: Sequence[int]
     """The most units of one job, for each band."""
     tiers: dict[Tier, TierBlocks] = field(init=False)
-    """Those of the cache, and a remote store."""
+    """The tiers of the cache, and a remote store."""
     unsettled: dict[int, Job] = field(default_factory=dict)
     quarantined: dict[int, Job] = field(default_factory=dict)
     num_late: int = 0
-    """Completions that came a second time, or for a job that was given up."""
+    """Completions that came a second time, or for a job that is not known any more."""
     _next_id: int = 1
     _num_stored: Counter[Tier] = field(default_factory=Counter)
 
@@ -103,14 +136,16 @@ class JobBook:
         pin: Lease | None = None,
         cells: Sequence[CellLabel] = (),
     ) -> list[Job]:
-        """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of `destination`, theirs
-        from now on.
+        """Plan jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of `destination`,
+        which the jobs own from now on.
 
-        `units_per_job` replaces the limit of the book. `source_ids`: the engine's blocks to copy from, if it owns the
-        device. `pin`: a lease on `run` in `destination`, which the last job takes over. `cells`: those of a remote
-        store that the units lie in, a job for each."""
+        `units_per_job` replaces the limit of the book. `source_ids`: the engine's blocks to copy from, if the engine
+        owns the device. `pin`: a lease on `run` in `destination`, which the last job takes over. `cells`: the cells of
+        a remote store in which the units lie, one for each job."""
         jobs: list[Job] = []
-        if band.number and not self.tiers[destination].is_outside:
+        cache, windows, is_use = self.cache, self.cache.layout.windows, destination < source
+        from_tier, to_tier, place = self.tiers[source], self.tiers[destination], run.place(destination, band.number)
+        if band.number and not to_tier.is_outside:
             self._make_adjoin(run, band, destination, start, stop)
         most = cells[0].stop - cells[0].start if cells else (units_per_job or self.units_per_job)[band.number]
         for begin in range(cells[0].start if cells else start, stop, most):
@@ -120,20 +155,51 @@ class JobBook:
             over = stretches(run, first, last)
             held = held_ids(run, source, band.number, first, last) if source_ids is None else source_ids[at:end]
             if destination is Tier.DISK:
-                labels, generation = labels_of(over, band), self.tiers[destination].num_resets
-                plan = TransferPlan(self._next_id, source, destination, held, into, labels, generation)
+                labels = labels_of(over, band)
+                plan = TransferPlan(self._next_id, source, destination, held, into, labels, to_tier.num_resets)
             elif cells:
-                cell = cells[len(jobs)]
-                plan = TransferPlan(self._next_id, source, destination, held, into, cell=cell)
+                plan = TransferPlan(self._next_id, source, destination, held, into, cell=cells[len(jobs)])
             else:
                 plan = TransferPlan(self._next_id, source, destination, held, into)
             self._next_id += 1
-            jobs.append(self._job(request, plan, band, over, pin if last == stop else None))
+
+            # The leases pin no window band but the job's own, and that from the start of the job's first run on.
+            head, tail = over[0][0], over[-1][0]
+            starts = [head.start if other is band else tail.stop for other in windows] if windows else ()
+            read = written = None
+            if from_tier.is_outside:
+                from_tier.hold(held)
+            else:  # a store must not refresh the LRU position of its source
+                read = cache.lease(source, tail, starts, is_use=is_use)
+            if to_tier.is_outside:
+                to_tier.hold(into)
+            elif pin is not None and last == stop:
+                written = pin
+            else:
+                written = cache.lease(destination, tail, starts)
+            request_id = "" if request is None else request.request_id
+            now = 0.0 if self.moves.clock is None else self.moves.clock()
+            job = Job(plan, tail, first, last, cache.epoch, band.number, read, written, request_id, now)
+            if written is not None:
+                # The predecessor is the job under way to the same run or, if `job` begins its run, to the run before.
+                # In a window band, a job for the front of a run may be planned after another job to the same run.
+                before: Run | None = head
+                if first == head.start and (not band.number or head.parts[place].incoming is None):
+                    before = head.before
+                job.predecessor = None if before is None else before.parts[place].incoming
+                if job.predecessor is not None:
+                    job.predecessor.followers.append(job)
+                for each, _, _ in over:
+                    each.parts[place].incoming = job
+            self.unsettled[plan.job_id] = job
+            if source < destination < Tier.REMOTE:
+                self._num_stored[source] += len(held)
+            jobs.append(job)
         return jobs
 
     def _make_adjoin(self, run: Run, band: Band, tier: Tier, start: int, stop: int) -> None:
-        """Split runs so that units `[start, stop)` leave no gap to what `tier` holds, or will get, of the same run: per
-        tier, a run holds one stretch of a window band."""
+        """Split runs so that units `[start, stop)` adjoin the units that `tier` holds, or will get, of the same run,
+        because in each tier a run holds only one stretch of a window band."""
         place = run.place(tier, band.number)
         for over, begin, end in stretches(run, start, stop):
             first, last = covered(over.parts[place])
@@ -144,69 +210,16 @@ class JobBook:
             elif begin > last:
                 self.cache.split(over, begin)
 
-    def _job(
-        self, request: LedgerRequest | None, plan: TransferPlan, band: Band, over: list[Stretch], pin: Lease | None
-    ) -> Job:
-        (first, start, _), (run, _, stop) = over[0], over[-1]
-        windows = self.cache.layout.windows
-        # The leases pin no window band but the job's own, and that from the start of the job's first run on.
-        starts = [first.start if other is band else run.stop for other in windows] if windows else ()
-        source, destination = self.tiers[plan.source], self.tiers[plan.destination]
-        read = written = None
-        if source.is_outside:
-            source.hold(plan.source_ids)
-        else:
-            # Storing must not refresh the source's LRU position.
-            read = self.cache.lease(plan.source, run, starts, is_use=plan.destination < plan.source)
-        if destination.is_outside:
-            destination.hold(plan.destination_ids)
-        elif pin is not None:
-            written = pin
-        else:
-            written = self.cache.lease(plan.destination, run, starts)
-        job = Job(
-            plan, run, start, stop, self.cache.epoch, band.number, read, written,
-            "" if request is None else request.request_id,
-            0.0 if self.moves.clock is None else self.moves.clock(),
-        )  # fmt: skip
-        if written is not None:
-            self._line_up(job, over)
-        self.unsettled[plan.job_id] = job
-        if plan.source < plan.destination < Tier.REMOTE:
-            self._num_stored[plan.source] += len(plan.source_ids)
-        return job
-
-    def _line_up(self, job: Job, over: list[Stretch]) -> None:
-        """Make `job` a follower of its predecessor, so that publishing keeps prefix order, and the `incoming` job of
-        its parts.
-
-        The predecessor is the job under way to the same run or, if `job` begins its run, to the run before. A window
-        band may get the front of a run last, behind the job to the same run."""
-        first = over[0][0]
-        place = first.place(job.plan.destination, job.band)
-        before: Run | None = first
-        if job.start == first.start and (not job.band or first.parts[place].incoming is None):
-            before = first.before
-        job.predecessor = None if before is None else before.parts[place].incoming
-        if job.predecessor is not None:
-            job.predecessor.followers.append(job)
-        for run, _, _ in over:
-            run.parts[place].awaits(job)
-
     def launch(self, job: Job) -> bool:
-        """Mark a queued `job` as launched: it cannot be recalled. False: it is no longer queued."""
+        """Mark a queued `job` as launched: from now on, no call can recall it. False: the job is no longer queued."""
         if job.state is not JobState.QUEUED:
             return False
         self.moves.job(job, JobState.LAUNCHED)
         return True
 
-    def unclaim(self, job: Job, request: LedgerRequest) -> bool:
-        """End the claim of `request`. True: the load is queued and has no claim left, so the caller discards it."""
-        job.unclaimed_by(request)
-        return not job.claims and job.state is JobState.QUEUED and job.plan.direction is Direction.LOAD
-
     def num_stored_now(self, source: Tier) -> int:
-        """Blocks of `source` that stores under way read, to where the index will find them."""
+        """Blocks of `source` that stores under way read. Stores to a remote tier do not count: the index will not find
+        their copies."""
         return self._num_stored[source]
 
     def ids_being_read(self, tier: Tier) -> list[array[int]]:
@@ -221,43 +234,44 @@ class JobBook:
     # -- settling -------------------------------------------------------------------------------------------------
 
     def settle(self, completion: Completion) -> list[Job]:
-        """Process a completion, which may be early, late or repeated; returns the jobs that it settled, in order."""
-        job = self.unsettled.get(completion.job_id)
-        if job is None:
-            self._late(completion)
-            return []
-        if job.parked is not None:
+        """Process a completion, which may be early, late or repeated. Returns the jobs that it settles, in order."""
+        job, outcome = self.unsettled.get(completion.job_id), completion.outcome
+        if job is None or job.parked is not None:
             self.num_late += 1
+            if job is None and outcome is not Outcome.UNPROVEN and completion.job_id in self.quarantined:
+                plan = self.quarantined.pop(completion.job_id).plan
+                self.tiers[plan.destination].end_quarantine(plan.destination_ids)
             return []
         require(job, "settle", JobState.LAUNCHED)
-        if completion.outcome is Outcome.LANDED and completion.num_landed not in (0, len(job.plan.source_ids)):
-            completion = _landed_in_part(completion, job.plan.num_blocks)
-        if completion.outcome is Outcome.UNPROVEN and job.plan.destination is Tier.REMOTE:
-            completion = attrs.evolve(completion, outcome=Outcome.FAILED)  # it may still arrive, and is right then, too
-        if (
-            job.predecessor is not None
-            and not job.predecessor.is_settled
-            and completion.outcome is not Outcome.UNPROVEN
-        ):
+        plan = job.plan
+        if outcome is Outcome.LANDED and completion.num_landed not in (0, len(plan.source_ids)):
+            # The transport contradicts itself: the copy counts as FAILED, with the blocks that it names as proven.
+            named, outcome = completion.num_landed, Outcome.FAILED
+            problem = f"reported as landed, with {named} of {plan.num_blocks} blocks"
+            proven = named if named < plan.num_blocks else 0
+            completion = attrs.evolve(completion, outcome=outcome, num_landed=proven, error=problem)
+        if outcome is Outcome.UNPROVEN and plan.destination is Tier.REMOTE:
+            outcome = Outcome.FAILED  # the cell may still arrive, but then it is right, too
+            completion = attrs.evolve(completion, outcome=outcome)
+        before = job.predecessor
+        if before is not None and not before.is_settled and outcome is not Outcome.UNPROVEN:
             job.parked = completion
-            if job.epoch is NoEpoch.INVALIDATED:  # a restart before it is closed must not find its blocks
-                self.tiers[job.plan.destination].taken_back(job.plan.destination_ids)
+            if job.epoch is NoEpoch.INVALIDATED:  # a restart before the job is closed must not find its blocks
+                self.tiers[plan.destination].taken_back(plan.destination_ids)
             return []
         self._close(job, completion)
-        return [job, *self._settle_followers(job)] if job.followers else [job]
+        return [job, *self._close_followers(job)] if job.followers else [job]
 
     def discard(self, job: Job) -> list[Job]:
-        """Give up a queued job; returns the jobs settled by that."""
-        self.moves.job(job, JobState.DISCARDED)
-        self._land(job, job.start, keep_ids=False)
-        self._forget_job(job)
-        return [job, *self._settle_followers(job)]
+        """Give up a queued job. Returns the jobs settled by that: `job`, and followers that were parked."""
+        self._close(job, None)
+        return [job, *self._close_followers(job)]
 
-    def _settle_followers(self, job: Job) -> list[Job]:
-        """Settle the parked followers of `job`. The other followers get the predecessor of `job` as theirs, so that no
-        chain breaks.
+    def _close_followers(self, job: Job) -> list[Job]:
+        """Close the parked followers of `job`, and theirs; returns them in order. The other followers get the
+        predecessor of `job` as theirs, so that no chain breaks.
 
-        A loop, not recursion: if copies end in reverse order, all launched jobs may be parked behind one another."""
+        A loop, not recursion: if copies end in reverse order, all launched jobs may be parked, one after another."""
         settled: list[Job] = []
         before, left = job.predecessor, job.followers[::-1]
         job.followers.clear()
@@ -275,30 +289,38 @@ class JobBook:
                 before.followers.append(follower)
         return settled
 
-    def _close(self, job: Job, completion: Completion) -> None:
-        job.completion = completion  # `is_settled` from here on: no part may keep it as `incoming`
-        unproven = completion.outcome is Outcome.UNPROVEN
-        width = self.cache.layout.bands[job.band].width
-        # Of a copy that did not land as a whole, the proven front is published.
-        num_units = (job.stop - job.start) if completion.outcome is Outcome.LANDED else completion.num_landed // width
-        may_publish = job.epoch == self.cache.epoch and not unproven and job.destination_lease is not None
-        self._land(job, job.start + num_units if may_publish else job.start, keep_ids=unproven)
-        if unproven:
-            self.quarantined[job.job_id] = job
-            self.tiers[job.plan.destination].quarantine(job.plan.destination_ids)
-        # Of a corrupt store only the copy is bad: requests compute with its source. A remote store forgets by itself.
-        is_bad = completion.outcome is Outcome.CORRUPT and job.plan.direction is Direction.LOAD
-        is_bad = is_bad and job.source_lease is not None
-        if is_bad and job.run.epoch == self.cache.epoch:
-            self._forget_corrupt(job, completion)
-        if completion.outcome is Outcome.LANDED:
-            self.moves.job(job, JobState.COMPLETED, "landed")
+    def _close(self, job: Job, completion: Completion | None) -> None:
+        """Publish what is proven, free or quarantine the other destination blocks, and release the leases. Without a
+        `completion`, the job was never launched."""
+        plan, outcome = job.plan, None if completion is None else completion.outcome
+        source, destination = self.tiers[plan.source], self.tiers[plan.destination]
+        is_unproven, proven_stop = outcome is Outcome.UNPROVEN, job.start
+        # The job is settled from here on: no part may keep it as `incoming`.
+        if completion is None:
+            self.moves.job(job, JobState.DISCARDED)
         else:
-            self.moves.job(job, JobState.FAILED, completion.outcome.value)
-        self._forget_job(job)
-
-    def _forget_job(self, job: Job) -> None:
-        plan = job.plan
+            job.completion = completion
+            width = self.cache.layout.bands[job.band].width
+            num_proven = job.stop - job.start if outcome is Outcome.LANDED else completion.num_landed // width
+            if job.epoch == self.cache.epoch and not is_unproven:
+                proven_stop += num_proven
+        if job.destination_lease is not None:
+            self._land(job, proven_stop, keep_ids=is_unproven)
+        elif not is_unproven:
+            destination.let_go(plan.destination_ids)
+        if is_unproven:
+            self.quarantined[plan.job_id] = job
+            destination.quarantine(plan.destination_ids)
+        if completion is not None:
+            # A corrupt store damages only its destination: requests compute with its source. A remote store forgets a
+            # corrupt cell by itself.
+            is_bad = outcome is Outcome.CORRUPT and plan.direction is Direction.LOAD and job.source_lease is not None
+            if is_bad and job.run.epoch == self.cache.epoch:
+                self._forget_corrupt(job, completion)
+            if outcome is Outcome.LANDED:
+                self.moves.job(job, JobState.COMPLETED, "landed")
+            else:
+                self.moves.job(job, JobState.FAILED, completion.outcome.value)
         del self.unsettled[plan.job_id]
         if plan.source < plan.destination < Tier.REMOTE:
             self._num_stored[plan.source] -= len(plan.source_ids)
@@ -307,36 +329,31 @@ class JobBook:
         if job.destination_lease is not None:
             self.cache.release(job.destination_lease)
         if job.source_lease is None:
-            self.tiers[job.plan.source].let_go(job.plan.source_ids)
+            source.let_go(plan.source_ids)
 
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
-        """Publish the proven blocks on the job's own runs, in prefix order; free the others unless `keep_ids`."""
-        width, tier, ids = self.cache.layout.bands[job.band].width, job.plan.destination, job.plan.destination_ids
-        if job.destination_lease is None:
-            if not keep_ids:
-                self.tiers[tier].let_go(ids)
-            return
-        component, place = self.cache.components[job.band], job.run.place(tier, job.band)
+        """Publish the blocks before unit `proven_stop` on the job's own runs, in prefix order. Free the others unless
+        `keep_ids`."""
+        tier, ids = self.tiers[job.plan.destination], job.plan.destination_ids
+        component, place = self.cache.components[job.band], job.run.place(job.plan.destination, job.band)
+        width = component.band.width
         for run, first, stop in stretches(job.run, job.start, job.stop):
             part, last = run.parts[place], min(stop, proven_stop)
             brought = ids[(first - job.start) * width : (stop - job.start) * width]
             if first < last:
                 held = (part.first, part.stop)
                 brought = component.enter(part, first, last, brought)
-                self.cache.tiers[tier].part_changed(part, *held)
+                tier.part_changed(part, *held)
             if brought and not keep_ids:
                 if job.epoch is NoEpoch.INVALIDATED:
-                    self.cache.tiers[tier].taken_back(brought)
-                self.cache.give(tier, brought)
+                    tier.taken_back(brought)
+                tier.pool.give(brought)
             if part.incoming is job:
-                part.awaits(self._next_incoming(job, part) if job.predecessor is not None else None)
-
-    def _next_incoming(self, job: Job, part: Part) -> Job | None:
-        """The nearest predecessor of `job` that still adds to `part`."""
-        component, before = self.cache.components[part.band], job.predecessor
-        while before is not None and not brings(component, before, part, part.run):
-            before = before.predecessor
-        return before
+                # The nearest predecessor that still adds to the part, if there is one.
+                before = job.predecessor
+                while before is not None and not brings(component, before, part, run):
+                    before = before.predecessor
+                part.incoming = before
 
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:
         """Make the corrupt source units misses; the units around them stay."""
@@ -348,26 +365,11 @@ class JobBook:
                 if part.first <= position < part.stop:
                     self.cache.forget(part, position)
 
-    def _late(self, completion: Completion) -> None:
-        self.num_late += 1
-        job = self.quarantined.get(completion.job_id)
-        if job is not None and completion.outcome is not Outcome.UNPROVEN:
-            del self.quarantined[completion.job_id]
-            self.tiers[job.plan.destination].end_quarantine(job.plan.destination_ids)
-
-
-def _landed_in_part(completion: Completion, num_blocks: int) -> Completion:
-    """A transport contradicts itself: the copy counts as FAILED, with the blocks that it names as proven."""
-    named = completion.num_landed
-    problem = f"reported as landed, with {named} of {num_blocks} blocks"
-    return attrs.evolve(
-        completion, outcome=Outcome.FAILED, num_landed=named if named < num_blocks else 0, error=problem
-    )
-
 
 @dataclass(slots=True, eq=False)
 class Stores:
-    """Best effort: never waits for room. Blocks that find none are offered again later."""
+    """Plans the stores of one link, such as device to host. Best effort: a store never waits for free blocks. Units for
+    which `destination` has no free block are skipped, and a later offer of the same path tries them again."""
 
     cache: PrefixCache
     jobs: JobBook
@@ -385,9 +387,9 @@ class Stores:
         with_windows: bool,
         most: int = NO_LIMIT,
     ) -> list[Job]:
-        """Store what `destination` lacks of the path of `run` up to unit `stop`, from unit `first` on and before it as
-        far as something is missing; `with_windows`: also what a hit near `stop` needs of window bands. At most `most`
-        blocks. `request` is None for a write-back."""
+        """Store the units of the path of `run`, up to unit `stop`, that `destination` lacks: those from unit `first`
+        on, and those before it as far as units are missing. `with_windows`: also the units of window bands that a hit
+        near `stop` needs. At most `most` blocks. `request` is None for a write-back."""
         source, destination = self.source, self.destination
         if not self.cache.tiers[destination].pool.num_blocks:
             return []
@@ -420,9 +422,9 @@ class Stores:
         most: int = NO_LIMIT,
         cells: Sequence[CellLabel] = (),
     ) -> list[Job]:
-        """Store `over`, as far as `destination` has room and at most `most` blocks; from `source_ids`, where the blocks
-        are an engine's, or from `cells` of a remote store."""
-        # Pinned before room is made: the store must not evict the prefix before it.
+        """Store `over`, at most `most` blocks, and no more than `destination` can take. The blocks come from
+        `source_ids` if an engine owns them, or from `cells` of a remote store."""
+        # The path is pinned before blocks are taken, because the store must not evict the prefix of its own units.
         there, (_, start, _), (end, _, stop) = self.cache.tiers[self.destination], over[0], over[-1]
         pin = self.cache.lease(self.destination, end, [end.stop for _ in self.cache.layout.windows])
         wanted, fit, allowed = stop - start, there.num_available // band.width, most // band.width
@@ -448,13 +450,13 @@ class Stores:
 
 
 def left_of(most: int, jobs: list[Job]) -> int:
-    """What is left of `most` blocks behind `jobs`."""
+    """What is left of `most` blocks after `jobs`."""
     return most if most == NO_LIMIT else most - sum(job.plan.num_blocks for job in jobs)
 
 
 def first_stored(band: Band, end: int) -> int:
-    """The first unit of a window band that is stored for a hit that ends at unit `end`: with a margin, since the next
-    turn of a conversation may match somewhat earlier."""
+    """The first unit of a window band that is stored for a hit that ends at unit `end`. There is a margin, because the
+    next turn of a conversation may match somewhat earlier."""
     needed = band.first_unit(end)
     return max(0, needed - band.margin(end - needed))
 

@@ -1,18 +1,26 @@
-"""The parts of a ledger, wired once, and what its calls begin and end with.
+"""The ledger: the verbs of the kernel. A step-based engine calls them directly, or the async runtime does.
 
-The ledger's calls about requests that begin: match, room, forks.
+One request calls them in this order (`README.md` has the theory behind each):
 
-The ledger's calls about requests that have blocks: loads, jobs, commits, steps, the end.
+Verb | state afterwards | what it does
+--- | --- | ---
+`admit` | PINNED | match the prompt and pin the hit, in one step
+`allocate_nowait`, or `queue_allocation` and `accept` | ALLOCATED | take device blocks for the rest of the prompt
+`plan_load` | LOADING, or RUNNING | plan the copies of the host hit; returns plans
+`step` | | hold the blocks of a batch during a forward
+`commit` | RUNNING | publish computed units; returns plans of stores
+`extend_nowait`, or `queue_extension` and `accept` | | take more device blocks
+`release` | DONE, ABORTED | give everything back; returns plans of stores
 
-The ledger's calls about the disk, the tier below the host, and about fetches from there.
+The caller makes the planned copies. It calls `launch` before a copy begins and `settle` when the copy is over. `fork`,
+`preempt_nowait` and `resume`, `invalidate` and `reset` leave this path.
 
-The ledger's calls about a remote store, which other processes use too.
+Each verb checks its arguments and the state first, so a refused call changes nothing. No verb waits, and none leaves a
+change half done. A verb that may change the free blocks or the wait queue ends with `Admission.serve_queue`, which
+calls the `wake` of each waiter and of each load that is over. A `wake` may call the ledger.
 
-The ledger: the synchronous API. A step-based engine drives it directly; the async runtime is its first client.
-
-A request's way through it: `admit` (match and pin) -> `allocate_nowait` or `queue_allocation` + `accept` -> `plan_load`
--> `commit` ... -> `release`. `plan_load`, `commit` and `release` return plans; `launch` and `settle` report what became
-of them. Nothing here waits, and no call leaves anything half done.
+The constructor wires the rooms of the kernel and of its features. Features are off by being absent: no disk, no remote
+store, no learned eviction, no engine that owns the device blocks.
 """
 
 from __future__ import annotations
@@ -86,7 +94,7 @@ from .prefix import Prefix, TokenIds, check_prefix
 from .protocols import BlockWatcher, DevicePool, EngineBlocks
 from .records import NO_LIMIT, Job
 from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, nobody
-from .states import BELOW, Outcome, PinState, RequestState, Tier, check_tier, require
+from .states import BELOW, Computing, NoEpoch, PinState, Tier, check_tier, require
 from .states import RequestState as State
 from .status import EvictionStatistics, Fork, Holder, RequestStatus, TierStatistics, explained, plain
 from .tokens import TokenSequence
@@ -100,7 +108,7 @@ __all__ = [
 
 
 HOST_WATERMARK = 8
-"""The part of the host that is stored on the disk before it is evicted."""
+"""One in so many host blocks, the next to be evicted, is stored to disk before that."""
 
 
 def _groups_of(config: OffloadConfig) -> list[KVCacheGroup]:
@@ -123,7 +131,7 @@ def _check_engine(device_pool: object, engine_blocks: object, clock: object) -> 
     if engine_blocks is not None and device_pool is not None:
         raise ConfigError("device_pool", "must be None: the blocks are the engine's")
     if not callable(clock) and (clock is not None or engine_blocks is not None):
-        raise InvalidArgument("clock", f"must be what the engine measures seconds by, got {shown(clock)}")
+        raise InvalidArgument("clock", f"must be a function that returns seconds, got {shown(clock)}")
 
 
 _LOADING = (State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED)
@@ -135,10 +143,10 @@ MAX_CATEGORY = 256
 
 @attrs.frozen
 class RemoteCounts:
-    """Cells of a remote store. What it holds, only the store knows."""
+    """Cells of a remote store that are being copied or removed. Only the store knows the cells that it holds."""
 
     num_loads: int
-    """On their way into the host."""
+    """Being loaded into the host."""
     num_stores: int
     num_forgotten: int
     """To be removed: see `Ledger.take_forgotten_cells`."""
@@ -155,13 +163,13 @@ class LedgerStatistics:
     num_pins: int
     """Held pins of `Ledger.pin`, not those of requests."""
     loads_paused: bool
-    """With `engine_blocks`: more than `max_quarantined_share` of the blocks is in quarantine. Nothing is loaded."""
+    """With `engine_blocks`: more than `max_quarantined_share` of the blocks are in quarantine. Nothing is loaded."""
     disk: TierStatistics | None
     """None without a disk."""
     remote: RemoteCounts | None
     """None without a remote store."""
     learned: tuple[Tier, ...]
-    """The tiers whose eviction follows what was learned now, and not the last use."""
+    """The tiers whose eviction follows the learned order now, and not the last use."""
     num_hints: int
     """In force."""
     eviction: EvictionStatistics | None
@@ -174,10 +182,10 @@ class Ledger:
     `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is the size of
     one block over all regions; it only bounds bytes in flight and per job, and converts `host_bytes` to blocks.
 
-    The ledger allocates the device blocks. With `engine_blocks`, an engine does, which has a pool and a prefix cache
-    itself: then `offer` takes the place of `commit`, `plan_load` copies into blocks that the engine names, and the
-    calls about device blocks raise `WrongState` (docs/engines.md has the table). `clock` counts seconds, such as
-    `time.monotonic`: `engine_blocks` need one, otherwise it only tells the ages in `requests()`.
+    The ledger allocates the device blocks. With `engine_blocks`, an engine allocates them from a pool of its own and
+    has its own prefix cache: then `offer` takes the place of `commit`, `plan_load` copies into blocks that the engine
+    names, and the calls about device blocks raise `WrongState` (docs/engines.md has the table). `clock` counts seconds,
+    such as `time.monotonic`. `engine_blocks` need one; otherwise it only gives the ages in `requests()`.
     """
 
     def __init__(
@@ -201,7 +209,7 @@ class Ledger:
         self.live_requests: dict[str, LedgerRequest] = {}
         self._closing: set[LedgerRequest] = set()
         self.steps: dict[int, Step] = {}
-        """Those under way, the oldest first."""
+        """The steps under way, the oldest first."""
         self._num_steps = 0
         self._num_admitted, self._block_bytes = 0, block_bytes
         num_host_blocks = config.resolve_host_blocks(block_bytes)
@@ -224,7 +232,7 @@ class Ledger:
         self.jobs = JobBook(cache, moves, self._units_per_job(config.blocks_per_job(block_bytes)))
         self._pins = Pins(cache, moves, config.max_pinned_share)
         self.admission = Admission(cache, leases, moves, self._others_hold_room, self._pins.yield_one)
-        self._loads = Loads(cache, leases, moves, self.jobs, self.admission)
+        self._loads = Loads(cache, leases, moves, self.jobs, self.admission, self._pins.renew)
         self._forks = Forks(cache, leases, self.admission, moves)
         policy = checked(store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1))
         self._hints: Hints | None = None
@@ -245,14 +253,13 @@ class Ledger:
         self._cache_transfers = CacheTransfers(cache, leases, moves, self._loads, stores, self.admission, share)
         self._fetches: Fetches | None = None
         self._restores: Restores | None = None
-        """Until the first store on the disk, or a reset: what was there before it is no longer what an earlier process
-        has left."""
+        """None after the first store to disk or a reset: a restart can no longer trust the slots of an earlier
+        process."""
         self._disk_stores: DiskStores | None = None
         self._remote_stores: RemoteStores | None = None
         if isinstance(policy, AlsoCounts):
             self._wire_lower(policy, config)
         self._engine: EngineOwned | None = None
-        self._conclude_loads = self._loads.conclude_all
         if isinstance(device, EngineTier) and clock is not None:  # `_check_engine` demands one
             if policy.num_watermark_blocks:
                 raise ConfigError("store_policy", "must not be lazy: when an engine evicts what, only it knows")
@@ -266,7 +273,6 @@ class Ledger:
             self._engine = EngineOwned(
                 cache, leases, moves, self.jobs, offers, matches, arrivals, self._pins, num_device_blocks
             )
-            self._conclude_loads = self._engine.conclude_all
         self.situation = Situation(
             self.live_requests, self.steps, self._pins, self.jobs, self._cache_transfers, self.admission,
             None if self._engine is None else self._engine.arrivals, moves,
@@ -275,7 +281,7 @@ class Ledger:
     def _eviction(
         self, config: OffloadConfig, num_device: int, num_host: int
     ) -> tuple[Callable[[Tier], EvictionOrder], Learning | None]:
-        """What makes the order of a tier, and what it learns from."""
+        """The function that makes the eviction order of a tier; what learned orders learn from, if they do."""
         is_named = type(config.eviction) is str and config.eviction == "learned"
         choice = LearnedEviction() if is_named else config.eviction
         if not isinstance(choice, LearnedEviction):
@@ -290,7 +296,7 @@ class Ledger:
         return learning.new_order, learning
 
     def _wire_lower(self, counts: AlsoCounts, config: OffloadConfig) -> None:
-        """Wire what is below the host: a disk, a remote store, or both."""
+        """Wire the tiers below the host: a disk, a remote store, or both."""
         from_disk = from_remote = None
         if config.disk is not None:
             from_disk = self._wire_disk(counts)
@@ -311,12 +317,12 @@ class Ledger:
         return Stores(self.cache, self.jobs, self._moves, Tier.REMOTE, Tier.HOST)
 
     def _check_cell(self, num_blocks: int) -> None:
-        """A cell that is larger than what fetches may take would be stored and asked for, and never loaded. A share of
-        0 says that nothing is to be fetched."""
+        """Refuse cells larger than the share of all fetches: they would be stored and never loaded. A share of 0 turns
+        fetches off."""
         most = int(self.cache.tiers[Tier.HOST].pool.num_blocks * self.config.max_fetch_share)
         if self.config.max_fetch_share and num_blocks > most:
-            room = f"max_fetch_share of host memory is {most} blocks of {self._block_bytes} bytes"
-            raise ConfigError("cell_bytes", f"makes cells of {num_blocks} blocks, which could never be loaded: {room}")
+            share = f"max_fetch_share of host memory is {most} blocks of {self._block_bytes} bytes"
+            raise ConfigError("cell_bytes", f"makes cells of {num_blocks} blocks, which could never be loaded: {share}")
 
     def _wire_disk(self, counts: AlsoCounts) -> Stores:
         cache, jobs, moves = self.cache, self.jobs, self._moves
@@ -326,7 +332,7 @@ class Ledger:
         self._restores = Restores(cache, pool)
         host, disk = cache.tiers[Tier.HOST].pool.num_blocks, cache.tiers[Tier.DISK].pool.num_blocks
         most = min(max(self.layout.width, host // HOST_WATERMARK), disk)
-        # A look at what was asked for twice walks the host's order: none for a few blocks.
+        # A scan for blocks that were requested twice walks the host's order: not worth it for a few blocks.
         self._disk_stores = DiskStores(EvictionWatermark(cache, jobs, down, most, max(1, most // STEPS)), counts)
         return up
 
@@ -361,24 +367,6 @@ class Ledger:
             return True
         return any(h.holds_room and (h.waiter is None or h.waiter.is_over) for h in self.live_requests.values())
 
-    def _settled(self, jobs: list[Job], also: LedgerRequest | None = None) -> None:
-        self.admission.serve_queue(self._concluded(jobs, also))
-
-    def _concluded(self, jobs: list[Job], also: LedgerRequest | None = None) -> list[Callable[[], object]]:
-        over = self._loads.settled(jobs)
-        if also is not None and also.load is not None and also not in over:
-            over.append(also)
-        for job in jobs:
-            if job.completion is not None and job.completion.outcome is Outcome.CORRUPT:
-                self._pins.renew()
-                break
-        wakes: list[Callable[[], object]] = []
-        requests = over
-        if self._cache_transfers.under_way:
-            requests = [request for request in over if request not in self._cache_transfers.under_way]
-            wakes = self._cache_transfers.conclude(over)
-        return wakes + self._conclude_loads(requests)
-
     def _units_per_job(self, num_blocks: int) -> Sequence[int]:
         return [max(1, num_blocks // max(1, band.width)) for band in self.layout.bands]
 
@@ -388,7 +376,7 @@ class Ledger:
     # -- admission ------------------------------------------------------------------------------------------------
 
     def lookup(self, prefix: Prefix) -> PrefixMatch:
-        """What a request for `prefix` would hit. Changes nothing, not even the eviction order."""
+        """The hit of a request for `prefix`. Changes nothing, not even the eviction order."""
         unit = self.layout.unit_tokens
         limit = (check_prefix(prefix).num_tokens - 1) // unit
         sequence = TokenSequence(prefix, unit)
@@ -411,7 +399,9 @@ class Ledger:
     ) -> LedgerRequest:
         """Match `prefix` and pin the hit, in one step. `RequestOptions` documents the options.
 
-        At least one token is always left to compute: a fully cached prompt hits one block less.
+        `reads_cache=False`: use no hit. `store` (all, the prompt only, nothing) and `max_store_tokens` (leading tokens)
+        limit the tokens that may be stored. At least one token is always left to compute, so a fully cached prompt hits
+        one block less.
 
         With `engine_blocks`, the engine has the first `num_device_tokens` on its device; the host is matched after
         them. The answer may be `PENDING`: see `match_again`.
@@ -466,7 +456,7 @@ class Ledger:
     ) -> PrefixMatch:
         """With `engine_blocks`: match again, before the load. The pins move if `num_device_tokens` has changed.
 
-        `PENDING`: another request is loading the next block into the engine's blocks; this one holds no pins meanwhile.
+        `PENDING`: another request is loading the next block into the engine's blocks; this one has no pins meanwhile.
         `wake` is called when that load falls short, or when its request has offered or is over. After
         `pending_timeout_s` the answer is no longer `PENDING`.
         """
@@ -480,8 +470,8 @@ class Ledger:
         return request.match
 
     def pending_until(self, request: LedgerRequest) -> float:
-        """With `engine_blocks`: from when on, by the ledger's clock, `match_again` does not answer `PENDING` any more.
-        Infinity for a request whose last answer was another one."""
+        """With `engine_blocks`: the time, by the ledger's clock, from which `match_again` does not answer `PENDING` any
+        more. Infinity if the last answer for the request was not `PENDING`."""
         return float(self._engine_of(request, "pending_until").arrivals.pending_until(request))
 
     def _checked_name(self, request_id: str | None) -> str:
@@ -497,14 +487,14 @@ class Ledger:
         return name
 
     def allocate_nowait(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
-        """Take blocks for `num_tokens` (None: the prompt), all or nothing; `OutOfBlocks` changes nothing."""
+        """Take blocks for `num_tokens` (None: the prompt), all or nothing. `OutOfBlocks` changes nothing."""
         self.admission.allocate_nowait(self._on_own_device(request, "allocate"), num_tokens)
         self._moves.tell()
 
     def queue_allocation(
         self, request: LedgerRequest, num_tokens: int | None = None, wake: Callable[[], object] = nobody
     ) -> Waiter:
-        """Join the line. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it.
+        """Join the wait queue. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it.
 
         `wake` may call the ledger, but must not raise."""
         check_callable("wake", wake)
@@ -513,21 +503,21 @@ class Ledger:
         return waiter
 
     def extend_nowait(self, request: LedgerRequest, num_tokens: int) -> Extension:
-        """Extend the block table to `num_tokens` in all; `OutOfBlocks` changes nothing."""
+        """Extend the block table to `num_tokens` in all. `OutOfBlocks` changes nothing."""
         try:
             return self.admission.extend_nowait(self._on_own_device(request, "extend"), num_tokens)
         finally:
             self._moves.tell()
 
     def queue_extension(self, request: LedgerRequest, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
-        """Join the line for more room, ahead of all allocations."""
+        """Join the wait queue for more blocks, ahead of all allocations."""
         check_callable("wake", wake)
         waiter = self.admission.queue_extension(self._on_own_device(request, "extend"), num_tokens, wake)
         self.admission.serve_queue()
         return waiter
 
     def accept(self, waiter: Waiter) -> Extension:
-        """Take what `waiter` was granted, or raise what it failed with."""
+        """Take the blocks that `waiter` was granted, or raise the error that it failed with."""
         self._own(check_type("waiter", waiter, Waiter).request)
         try:
             return self.admission.accept(waiter)
@@ -535,7 +525,7 @@ class Ledger:
             self._moves.tell()
 
     def withdraw(self, waiter: Waiter) -> None:
-        """Stop waiting: give back an unused grant and serve the line."""
+        """Stop waiting: give back an unused grant and serve the wait queue."""
         self._own(check_type("waiter", waiter, Waiter).request)
         self.admission.withdraw(waiter)
         self.admission.serve_queue()
@@ -543,7 +533,7 @@ class Ledger:
     # -- forks ----------------------------------------------------------------------------------------------------
 
     def num_shared_tokens(self, request: LedgerRequest) -> int:
-        """Leading tokens whose blocks a fork of `request` would share; behind them it needs blocks of its own."""
+        """Leading tokens whose blocks a fork of `request` would share. It needs its own blocks for the tokens after."""
         require(self._on_own_device(request, "fork"), "fork", State.RUNNING)
         return self._forks.shared_stop(request) * self.layout.unit_tokens
 
@@ -555,19 +545,17 @@ class Ledger:
         num_tokens: int = 0,
     ) -> Fork:
         """Start another request with the tokens that `request` has so far, RUNNING at once. It shares the full blocks;
-        the engine copies the others (`Fork.copies`). It has room for `num_tokens`, or for all known tokens if those are
-        more. `OutOfBlocks` changes nothing.
+        the engine copies the others (`Fork.copies`). It has blocks for `num_tokens`, or for all known tokens if those
+        are more. `OutOfBlocks` changes nothing.
         """
-        shared = self.num_shared_tokens(request) // self.layout.unit_tokens
+        require(self._on_own_device(request, "fork"), "fork", State.RUNNING)
         self._forks.check(request)
         name, wanted = self._checked_name(request_id), check_int("num_tokens", num_tokens, 0)
-        num_units = self._forks.num_units(request, wanted)
-        unborn = self._forks.twin(request, name, self._num_admitted)
-        blocks = self._forks.take(request, shared, num_units)
+        fork = self._forks.fork(request, name, self._num_admitted, wanted)
         self._num_admitted += 1
-        self.live_requests[name] = unborn
-        fork = self._forks.share(request, unborn, shared, num_units, blocks)
-        self._moves.tell()
+        self.live_requests[name] = fork.request
+        for state in (State.MATCHED, State.PINNED, State.ALLOCATED, State.RUNNING):
+            self._moves.request(fork.request, state)
         return fork
 
     # -- loading --------------------------------------------------------------------------------------------------
@@ -583,12 +571,12 @@ class Ledger:
     ) -> tuple[TransferPlan, ...]:
         """Start loading the host hit onto the device; returns the plans to launch.
 
-        RUNNING afterwards: nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the load
-        fell short and there was no room for the missing blocks, or a reset has made the device hit useless, so the
-        request gave up all its blocks. `wake` is called when its wait for blocks ends. Then accept `request.waiter` and
-        plan again. Of a request that is RUNNING already, nothing is planned; it is REQUEUED if its load is lost to a
-        reset (`lost_to_reset`). `max_job_bytes` replaces the configured limit, to split an overlapped load into as few
-        jobs as possible.
+        RUNNING afterwards: there is nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the
+        load fell short and there were no free blocks for the missing units, or a reset has made the device hit useless,
+        so the request gave up all its blocks. `wake` is called when its wait for blocks ends. Then accept
+        `request.waiter` and plan again. Nothing is planned for a RUNNING request, but it is REQUEUED if its load is
+        lost to a reset (`lost_to_reset`). `max_job_bytes` replaces the configured limit, to split an overlapped load
+        into as few jobs as possible.
 
         With `engine_blocks`, `into` holds the request's block tables: one per group, from the first token at least to
         the end of the hit. The copies write only to the blocks named there for the units that are loaded.
@@ -614,16 +602,16 @@ class Ledger:
         return self._engine is not None
 
     def lost_to_reset(self, request: LedgerRequest) -> bool:
-        """Whether a reset has come since the load was over, and the request has not begun to compute behind it: no
-        step, no commit, no offer. What it has loaded is KV from before the reset. `plan_load` takes it back: call that
-        unless the caller was told before the reset that the load is over."""
+        """Whether a reset came after the load was over and before the request began to compute: no step, no commit, no
+        offer. The loaded KV is from before the reset. `plan_load` gives it up: call it, unless your caller has learned
+        before the reset that the load was over."""
         if self._engine is None:
             return self._loads.lost_to_reset(self._own(request))
         return self._engine.lost_to_reset(self._own(request))
 
     def loadable(self, request: LedgerRequest, max_tokens: int | None = None) -> Loadable | None:
-        """What `plan_load` would load now; with `engine_blocks`, all that the match has said. None: nothing, or it was
-        planned before."""
+        """The load that `plan_load` would plan now; with `engine_blocks`, a load of the whole hit. None: there is
+        nothing to load, or the load was planned before."""
         if self._engine is None:
             return self._loads.loadable(self._own(request), max_tokens)
         if max_tokens is not None:
@@ -631,8 +619,8 @@ class Ledger:
         return self._engine.matches.loadable(self._own(request))
 
     def decline(self, request: LedgerRequest, from_token: int) -> PrefixMatch:
-        """With `engine_blocks`: match again, before the load, up to `from_token`, rounded down to a block. What the
-        host has behind it is computed, and no later match of this request has it."""
+        """With `engine_blocks`: match again, before the load, up to `from_token`, rounded down to a block. The tokens
+        after it are computed, and no later match of this request includes them."""
         engine = self._engine_of(request, "decline")
         require(request, "decline", State.PINNED)
         engine.matches.decline(request, check_int("from_token", from_token, 0) // self.layout.unit_tokens)
@@ -643,11 +631,13 @@ class Ledger:
         """Stop waiting for a load: landed blocks count, the rest is computed. Launched copies go on.
 
         With `engine_blocks`, these copies go on writing to the blocks that `into` named, and their jobs hold them until
-        they are over: behind `request.num_computed_tokens`, compute into other blocks.
+        they are over: compute the tokens after `request.num_computed_tokens` into other blocks.
         """
         require(self._own(request), "abandon_load", *_LOADING)
-        if request.load is not None:
-            self._settled(self._loads.abandon(request), also=request)
+        load = request.load
+        if load is not None:
+            wakes = self._loads.settled(self._loads.abandon(load))
+            self.admission.serve_queue(wakes + load.over())
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
@@ -659,15 +649,15 @@ class Ledger:
         return is_wanted
 
     def settle(self, completion: Completion) -> None:
-        """Settle a launched job: publish, release its leases, serve the line, wake; in this order."""
+        """Settle a launched job: publish, release its leases, serve the wait queue, call the wakes; in this order."""
         check_completion(completion)
-        self.admission.serve_queue(self._concluded(self.jobs.settle(completion)))
+        self.admission.serve_queue(self._loads.settled(self.jobs.settle(completion)))
 
     def discard(self, job_id: int) -> None:
-        """Give up a job that was never launched; the requests that wait for it compute instead."""
+        """Give up a job that was never launched. The requests that wait for it compute instead."""
         job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
         if job is not None:
-            self._settled(self.jobs.discard(job))
+            self.admission.serve_queue(self._loads.settled(self.jobs.discard(job)))
 
     # -- computing ------------------------------------------------------------------------------------------------
 
@@ -692,15 +682,15 @@ class Ledger:
         *,
         is_last: bool = False,
     ) -> tuple[TransferPlan, ...]:
-        """With `engine_blocks`, in place of `commit`: append `new_token_ids`, then store what the host lacks of the
-        first `num_computed_tokens` (absolute), as far as the policy wants it; returns the stores to launch.
+        """With `engine_blocks`, in place of `commit`: append `new_token_ids`, then store those of the first
+        `num_computed_tokens` (absolute) that the host lacks and the policy wants. Returns the stores to launch.
 
         `block_ids` holds the request's block tables, one per group, from the first token on: lists, ranges or arrays.
-        Ids are read only where something is stored; with `is_last`, all are checked. Null blocks are skipped. Jobs hold
-        the blocks that they copy until the copies are over, whatever becomes of the request. If host memory has no free
+        Only the ids of stored blocks are read; with `is_last`, all are checked. Null blocks are skipped. Jobs hold the
+        blocks that they copy until the copies are over, even if the request ends meanwhile. If host memory has no free
         blocks, blocks are skipped, and the next offer tries them again. Blocks above the bound of stores in flight are
-        deferred: call `offer_deferred` once a step. `is_last`: the last offer of the request, so what a later prompt
-        needs of windows is stored too.
+        deferred: call `offer_deferred` once a step. `is_last`: the last offer of the request, which also stores the
+        window blocks that a later prompt needs.
         """
         engine = self._engine_of(request, "offer")
         check_bool("is_last", is_last)
@@ -733,7 +723,8 @@ class Ledger:
         return () if self._engine is None else tuple(self._engine.offers.deferred)
 
     def plan_write_back(self) -> tuple[TransferPlan, ...]:
-        """Stores of what the next allocations would evict; none unless the policy stores that late (`LazyStore`).
+        """Stores of the blocks that the next allocations would evict; none unless the policy stores so late
+        (`LazyStore`).
 
         Call it after `commit` and `release`; it is cheap if nothing has changed. The blocks may have been computed at
         any time, so the copies have to wait for all compute submitted to the device so far.
@@ -743,23 +734,23 @@ class Ledger:
         return plans
 
     def invalidate(self, request: LedgerRequest, from_token: int) -> tuple[LedgerRequest, ...]:
-        """Take back what a failed forward committed: all KV from `from_token` on is wrong.
+        """Invalidate the KV that a failed forward committed: all KV from `from_token` on is wrong.
 
-        Drops the generated tokens behind `from_token`: that forward, or a later one, sampled them. Returns the other
-        requests that may have read the wrong KV; abort them. Abort `request` too if it comes first in the result: it
-        would have to go back behind its window, or other requests still read blocks that it would write to and it
-        cannot get others.
+        Drops the generated tokens after `from_token`, because that forward, or a later one, sampled them. Returns the
+        other requests that may have read the wrong KV; abort them. Abort `request` too if it comes first in the result:
+        it would have to go back to units that have left its window, or other requests still read blocks that it would
+        write to and it cannot get others.
 
-        With `engine_blocks`: what was offered from `from_token` on, and all cached behind it, is no longer found. The
-        requests returned may have read it in the engine's cache or from the host. The engine itself has to forget what
-        its cache holds.
+        With `engine_blocks`: the units that were offered from `from_token` on, and all units cached after them, are no
+        longer found. The requests returned may have read them in the engine's cache or from the host. The engine has to
+        invalidate its own cache itself.
         """
         sequence, published = self._own(request).sequence, request.published
         if self._remote_stores is not None:
             sequence = sequence.copy()
         if self._engine is not None:
             told, settled = self._engine.invalidate(request, from_token, tuple(self.live_requests.values()))
-            self._settled(settled)
+            self.admission.serve_queue(self._loads.settled(settled))
             self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
             return tuple(reader for reader in told if not reader.is_over)
         # Requests that are over may have read it too, in a step or as forks, but need not be aborted.
@@ -776,7 +767,7 @@ class Ledger:
         """A remote store's cells with units `[first, stop)` of `sequence`, and cells that follow them, are wrong."""
         if self._remote_stores is not None:
             for job in self._remote_stores.take_back(sequence, first, stop):
-                self._settled(self.jobs.discard(job))
+                self.admission.serve_queue(self._loads.settled(self.jobs.discard(job)))
 
     @property
     def num_steps_ended(self) -> int:
@@ -802,19 +793,30 @@ class Ledger:
 
     @contextmanager
     def step(self, requests: Iterable[LedgerRequest], arriving: Iterable[LedgerRequest] = ()) -> Iterator[None]:
-        """Hold the blocks of `requests` while a forward touches them, whatever becomes of the requests.
+        """Hold the blocks of `requests` while a forward touches them, even if the requests end meanwhile.
 
         For the requests in `arriving`, the forward overlaps a load: see `expected_block_ids`. If the load falls short,
-        what the forward computed cannot be committed. A request whose load is over already is held like the others.
+        the tokens that the forward computed cannot be committed. A request whose load is over is held like the others.
         """
         self._require_own_device("step")
         held, arrived = as_tuple("requests", requests, "LedgerRequest"), as_tuple("arriving", arriving, "LedgerRequest")
-        self._check_step(held, arrived)
+        for request in held:
+            if self._own(request).state is not State.RUNNING:
+                require(request, "step", State.ALLOCATED, State.RUNNING)
+                require_no_holes(request, "step")
+        for request in arrived:
+            require(self._own(request), "step", State.LOADING, State.RUNNING)
+            if request.state is not State.RUNNING and not can_start(self.cache, request):
+                raise WrongState(f"step: the load of {request} is not under way: wait until it is over")
         held += arrived
         for request in held:
-            begin_step(self.cache, self._moves, request)
-            request.began_step()
-        step = self._begun(held)
+            if request.load is not None or request.overlap is not None:
+                begin_step(self.cache, self._moves, request)
+            request.num_steps += 1
+            request.computing = Computing.ITS_BLOCKS
+        self._num_steps += 1
+        self.steps[self._num_steps] = step = Step(self._num_steps, held)
+        self._moves.step_begun(step)
         self._moves.tell()
         try:
             yield
@@ -822,38 +824,21 @@ class Ledger:
             wakes: list[Callable[[], object]] = []
             number = self.cache.last_uses.step_ended()
             for request in held:
-                if request.ended_step(number):
-                    wakes += self._end_steps(request)
+                request.last_step = number
+                request.num_steps -= 1
+                if request.num_steps:  # another step still touches its blocks
+                    continue
+                request.when_idle()
+                if request in self._closing:
+                    self._closing.discard(request)
+                    self._request_leases.let_go(request)
+                elif request.state is State.DRAINING and request.load is not None:
+                    wakes += request.load.over()
+                elif self.layout.windows:
+                    slide(self.cache, request)
             del self.steps[step.step_id]
             self._moves.step_ended(step)
             self.admission.serve_queue(wakes)
-
-    def _begun(self, requests: tuple[LedgerRequest, ...]) -> Step:
-        self._num_steps += 1
-        self.steps[self._num_steps] = step = Step(self._num_steps, requests)
-        self._moves.step_begun(step)
-        return step
-
-    def _check_step(self, requests: Iterable[LedgerRequest], arriving: Iterable[LedgerRequest]) -> None:
-        for request in requests:
-            require(self._own(request), "step", State.ALLOCATED, State.RUNNING)
-            require_no_holes(request, "step")
-        for request in arriving:
-            require(self._own(request), "step", State.LOADING, State.RUNNING)
-            if request.state is not State.RUNNING and not can_start(self.cache, request):
-                raise WrongState(f"step: the load of {request} is not under way: wait until it is over")
-
-    def _end_steps(self, request: LedgerRequest) -> list[Callable[[], object]]:
-        """The last step of `request` is over. Returns the callbacks to call after the line is served."""
-        request.when_idle()
-        if request in self._closing:
-            self._closing.discard(request)
-            self._request_leases.let_go(request)
-        elif request.state is State.DRAINING:
-            return self._loads.conclude_all([request])
-        else:
-            slide(self.cache, request)
-        return []
 
     def can_start_early(self, request: LedgerRequest) -> bool:
         """Whether `step` accepts the request as `arriving` while its load is under way."""
@@ -866,20 +851,21 @@ class Ledger:
 
     def expected_block_ids(self, request: LedgerRequest) -> list[list[int]]:
         """The block table as it will be once the load has landed, one list per group, for a step with the request in
-        `arriving`. A loaded block is valid only once its job's fence has passed. `WrongState` before such a step."""
+        `arriving`. A loaded block is valid once the fence of its job has passed. `WrongState` before such a step."""
         ids = expected_ids(self._on_own_device(request, "expected_block_ids"))
         return self.layout.by_group(ids) if ids else self._no_tables()
 
     def begin_again(self, request: LedgerRequest) -> int | None:
-        """The first token to compute again, in a new step, since the load fell short of what an overlapping step
-        assumed; None: nothing to compute again. After an invalid overlap, commits need this call and a new step."""
+        """The first token to compute again, in a new step, because the load fell short of the blocks that an
+        overlapping step assumed; None: nothing to compute again. After an invalid overlap, commits need this call and a
+        new step."""
         require(self._on_own_device(request, "begin_again"), "begin_again", State.RUNNING)
         tell(self._moves, request)
         self._moves.tell()
         return first_invalid_token(request)
 
     def first_invalid_token(self, request: LedgerRequest) -> int | None:
-        """The same without acknowledging it: commits stay refused."""
+        """The same as `begin_again`, but commits stay refused."""
         return first_invalid_token(self._on_own_device(request, "first_invalid_token"))
 
     def release(self, request: LedgerRequest, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
@@ -898,7 +884,7 @@ class Ledger:
         finally:
             if request.waiter is not None:
                 self.admission.leave(request.waiter)
-            settled = self._loads.abandon(request) if request.load is not None else []
+            settled = self._loads.abandon(request.load) if request.load is not None else []
             if request.origins:
                 self._forks.leaving(request)
             if request.num_steps:
@@ -907,26 +893,26 @@ class Ledger:
                 self._request_leases.let_go(request)
             del self.live_requests[request.request_id]
             if not done:
-                request.ends_for(reason)
+                request.reason = reason
             self._moves.request(request, State.DONE if done else State.ABORTED)
             if self._forks.over:
                 self._forks.left(request)
             if self._engine is not None:
                 self._engine.left(request)
-            if settled:
-                self._settled(settled)
-            else:
-                self.admission.serve_queue()
+            self.admission.serve_queue(self._loads.settled(settled) if settled else ())
 
     # -- preemption -----------------------------------------------------------------------------------------------
 
     def preempt_nowait(self, request: LedgerRequest) -> Preemption:
-        """Give up every device block of `request`. What it has computed is kept in host memory as far as there is room,
-        pinned until it is resumed or over. Refused in a step, and in the line for room unless REQUEUED."""
+        """Give up every device block of `request`. Its computed blocks are stored in host memory as far as the host has
+        free blocks, and pinned there until the request is resumed or over. Refused in a step, and in the wait queue
+        unless REQUEUED."""
         self._preemptions.check(self._on_own_device(request, "preempt"))
         wakes: list[Callable[[], object]] = []
-        if request.load is not None:
-            wakes += self._concluded(self._loads.abandon(request), also=request)
+        load = request.load
+        if load is not None:
+            wakes += self._loads.settled(self._loads.abandon(load))
+            wakes += load.over()
         if request.waiter is not None:  # REQUEUED: its wait ends here, too
             wakes.append(request.waiter.wake)
         found = self._preemptions.preempt(request)
@@ -934,10 +920,10 @@ class Ledger:
         return found
 
     def resume(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
-        """Match a preempted request again, with what it had computed: PINNED afterwards, as after `admit`. It computes
-        again from the first token that no load brings back.
+        """Match a preempted request again, with the tokens that it had computed: PINNED afterwards, as after `admit`.
+        It computes again from the first token that no load brings back.
 
-        `num_tokens`: the room that it will ask for; `OutOfBlocks`, with nothing changed, if that can never fit.
+        `num_tokens`: the tokens that it will allocate; `OutOfBlocks`, with nothing changed, if they can never fit.
         """
         self._preemptions.resume(self._on_own_device(request, "resume"), num_tokens)
         self.admission.serve_queue()
@@ -950,13 +936,14 @@ class Ledger:
         num_remote_tokens: int = 0,
         for_request: LedgerRequest | None = None,
     ) -> Fetch:
-        """Start copying into the host what only the disk has of `prefix`: its `plans` have to be launched. Behind that,
-        load the cells of a remote store with its first `num_remote_tokens`, whole cells: the caller has asked there.
+        """Start copying to the host the units of `prefix` that only the disk holds: launch the `plans` of the fetch.
+        After them, load the cells of a remote store that hold its first `num_remote_tokens`, whole cells: you have
+        asked the store for them.
 
-        All fetches together take at most `max_fetch_share` of the host; of what exceeds it, the front is fetched. Two
-        fetches of one prefix share the copies. A cell that is not there ends what is fetched. `wake` is called once it
-        is over: if it calls `match_fetched` itself, nothing can be evicted in between. `for_request` waits for it:
-        `requests()` and the log say so.
+        All fetches together take at most `max_fetch_share` of the host; a larger fetch brings the front of its units.
+        Two fetches of one prefix share the copies. A fetch ends at the first cell that the store does not hold. `wake`
+        is called once the fetch is over: if it calls `match_fetched` itself, nothing can be evicted in between.
+        `for_request` waits for the fetch: `requests()` and the log name it.
         """
         check_callable("wake", wake)
         if for_request is not None:
@@ -971,21 +958,21 @@ class Ledger:
         return fetch
 
     def num_fetch_blocks(self, prefix: Prefix) -> int:
-        """Blocks that a fetch of `prefix` would copy from the disk now: none that others bring already."""
+        """Blocks that a fetch of `prefix` would copy from the disk now, without those that jobs bring already."""
         sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
         return self._need_fetches("num_fetch_blocks").num_blocks(sequence)
 
     def num_remote_fetch_blocks(self, prefix: Prefix, num_remote_tokens: int) -> int:
-        """Blocks that a fetch of `prefix` would load from cells with its first `num_remote_tokens` tokens now: neither
-        what the disk has nor what others bring already."""
+        """Blocks that a fetch of `prefix` would load now from the cells with its first `num_remote_tokens` tokens,
+        without those that the disk holds or that jobs bring already."""
         sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
         remote_stop = check_int("num_remote_tokens", num_remote_tokens, 0) // self.layout.unit_tokens
         return self._need_fetches("num_remote_fetch_blocks").num_remote_blocks(sequence, remote_stop)
 
     def match_fetched(self, request: LedgerRequest) -> PrefixMatch:
-        """Match a PINNED request again and pin what is there now, in one step: a fetch has brought more of it. Refused
-        while it is in the line for room, and once it has blocks."""
-        require(self._own(request), "match_fetched", RequestState.PINNED)
+        """Match a PINNED request again and pin the hit, in one step, because a fetch has brought more of it. Refused in
+        the wait queue, and once the request has blocks."""
+        require(self._own(request), "match_fetched", State.PINNED)
         if request.waiter is not None:
             raise is_waiting(request, "match_fetched")
         if self._engine is not None:
@@ -1000,8 +987,8 @@ class Ledger:
     def plan_disk_stores(
         self, max_blocks: int, *, is_idle: bool = False, only_asked_twice: bool = False
     ) -> tuple[TransferPlan, ...]:
-        """Stores on the disk of what the host is about to evict, at most `max_blocks` blocks; with `is_idle`, also of
-        what was asked for twice. `only_asked_twice`: nothing else. Cheap if nothing has changed."""
+        """Stores to disk of the blocks that the host evicts next, at most `max_blocks` blocks; with `is_idle`, also of
+        blocks that were requested twice. `only_asked_twice`: of these alone. Cheap if nothing has changed."""
         check_int("max_blocks", max_blocks, 0)
         check_bool("is_idle", is_idle)
         check_bool("only_asked_twice", only_asked_twice)
@@ -1015,7 +1002,7 @@ class Ledger:
         return self._disk_stores is not None and self._disk_stores.are_due
 
     def plan_disk_flush(self, max_blocks: int) -> tuple[TransferPlan, ...]:
-        """Stores on the disk of what is in the host, at most `max_blocks` blocks, what was used last first."""
+        """Stores to disk of the blocks in the host, at most `max_blocks` blocks, the last used first."""
         check_int("max_blocks", max_blocks, 0)
         if self._disk_stores is None:
             return ()
@@ -1023,27 +1010,27 @@ class Ledger:
 
     def _stored(self, jobs: list[Job]) -> tuple[TransferPlan, ...]:
         if jobs:
-            self._restores = None  # what they write to may be what a restart has found
+            self._restores = None  # they may write to slots that a restart has found
         self._moves.tell()
         return tuple([job.plan for job in jobs])
 
     def take_forgotten_slots(self) -> array[int]:
-        """The slots on the disk whose contents `invalidate` has taken back since the last call: whatever a restart
-        would find them by is to be erased."""
+        """The slots on disk whose contents were invalidated since the last call: erase the records by which a restart
+        would find them."""
         disk = self.cache.tiers[-1]
         return disk.take_forgotten() if isinstance(disk, DiskBlocks) else array("i")
 
     @property
     def num_disk_resets(self) -> int:
-        """How often all on the disk was forgotten since this ledger was made: see `TransferPlan.generation`."""
+        """How often the disk was reset since this ledger was made: see `TransferPlan.generation`."""
         return self.cache.tiers[Tier.DISK].num_resets if self.cache.has_disk else 0
 
     def restore(self, run: RestoredRun) -> int:
-        """Take up what an earlier process has left on the disk; returns how many of its slots are in use now.
+        """Restore a run that an earlier process has left on disk. Returns how many of its slots are in use now.
 
-        Runs are given a prefix before what follows it. Requests may go on meanwhile, but all are to be given before the
-        first store on the disk: after that, and after a reset, nothing is taken up. What follows nothing that is there
-        is left out, and so is what is there already."""
+        Restore a prefix before the runs that follow it. Requests may go on meanwhile, but restore all runs before the
+        first store to disk: after that, and after a reset, nothing is restored. A run that follows no cached run is
+        skipped, and so are units that are cached already."""
         if not self.cache.has_disk:
             raise WrongState("restore: this ledger has no disk: see `OffloadConfig.disk`")
         found = check_restored(run, self.cache)
@@ -1060,10 +1047,11 @@ class Ledger:
         return 0 if self._remote_stores is None else self._remote_stores.cell_units
 
     def plan_remote_stores(self, max_blocks: int, is_wanted: Callable[[CellLabel], bool]) -> tuple[TransferPlan, ...]:
-        """Stores of whole cells that are in the host and were asked for twice, at most `max_blocks` blocks; what was
-        asked for last comes first. Cheap if nothing has changed.
+        """Stores of whole cells that are in the host and were requested twice, at most `max_blocks` blocks, the last
+        requested first. Cheap if nothing has changed.
 
-        `is_wanted` is asked for each cell, with the ledger in the middle of this call: False for what the store has."""
+        `is_wanted` is called for each cell in the middle of this call. It returns False if the store holds the
+        cell."""
         check_int("max_blocks", max_blocks, 0)
         check_callable("is_wanted", is_wanted)
         if self._remote_stores is None:
@@ -1073,25 +1061,25 @@ class Ledger:
         return tuple([job.plan for job in self._remote_stores.plan(max_blocks, is_wanted, ticket, oldest)])
 
     def take_forgotten_cells(self) -> tuple[CellLabel, ...]:
-        """The cells to remove from the store, since `invalidate` has taken back what they hold: all of which a store
-        may have been planned. Those that a store under way may still bring there are kept until it is settled."""
+        """The cells to remove from the store, because their contents were invalidated: all for which a store may have
+        been planned. Cells that a store under way may still write are kept back until it is settled."""
         return () if self._remote_stores is None else self._remote_stores.take_forgotten()
 
     def __repr__(self) -> str:
         tiers = [f"{t.tier.name.lower()} {t.pool.num_free}/{t.pool.num_blocks} free" for t in self.cache.tiers]
         return f"<Ledger {', '.join(tiers)}, {len(self.live_requests)} requests>"
 
-    # -- what no request asks for ---------------------------------------------------------------------------------
+    # -- pins, hints and cache transfers --------------------------------------------------------------------------
 
     def pin(self, prefix: Prefix, *, expires_at: float = math.inf) -> Pin:
-        """Pin what is cached of `prefix` until `unpin`, or until `lapse` is called with `expires_at` or a later time.
+        """Pin the cached part of `prefix` until `unpin`, or until `lapse` is called with `expires_at` or a later time.
         `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
         pin = self._pins.pin(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), expires_at, self)
         self._moves.tell()
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """End a pin. One that has ended by itself is left as it is; a second `unpin` raises."""
+        """End a pin. Does nothing if the pin has ended by itself; a second `unpin` raises."""
         if not isinstance(pin, Pin) or pin.ledger is not self:
             raise InvalidArgument("pin", f"was not made by this ledger: {shown(pin)}")
         if pin.state in (PinState.HELD, PinState.RELEASED):
@@ -1100,7 +1088,7 @@ class Ledger:
 
     @property
     def next_lapse(self) -> float:
-        """When the first pin or hint lapses; infinity without one."""
+        """The time at which the first pin or hint lapses; infinity without one."""
         if self._hints is not None:
             return min(self._pins.next_lapse, self._hints.next_lapse)
         return self._pins.next_lapse
@@ -1114,10 +1102,10 @@ class Ledger:
         self._moves.tell()
 
     def hint(self, prefix: Prefix, *, expires_at: float, category: str = "") -> int:
-        """Spare what is cached of `prefix` until it is asked for, or until `lapse` is called with `expires_at` or a
-        later time: it is evicted last. Pins nothing. Returns the tokens that are spared, 0 unless eviction learns.
+        """Evict the cached part of `prefix` last, until it is requested, or until `lapse` is called with `expires_at`
+        or a later time. Pins nothing. Returns the number of tokens spared, 0 unless eviction learns.
 
-        Hints of a `category`, at most 64 of them, spare nothing while less than a quarter of them comes true."""
+        Hints of a `category`, at most 64 of them, have no effect while less than a quarter of them come true."""
         check_prefix(prefix)
         expires_at, category = check_time("expires_at", expires_at), check_text("category", category)
         if len(category) > MAX_CATEGORY:
@@ -1135,7 +1123,7 @@ class Ledger:
         self.admission.serve_queue()
 
     def prefetch(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Prefetch:
-        """Start loading what a request for `prefix` would load: its `plans` have to be launched."""
+        """Start to load the host hit of `prefix`, as a request for it would: launch the `plans` of the prefetch."""
         self._require_own_device("prefetch")
         check_callable("wake", wake)
         sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
@@ -1144,7 +1132,7 @@ class Ledger:
         return transfer
 
     def demote(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Demotion:
-        """Start moving `prefix` from the device to the host: its `plans` have to be launched."""
+        """Start to move `prefix` from the device to the host: launch the `plans` of the demotion."""
         self._require_own_device("demote")
         check_callable("wake", wake)
         sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
@@ -1157,7 +1145,7 @@ class Ledger:
         if not isinstance(transfer, CacheTransfer) or transfer.request.ledger is not self:
             raise InvalidArgument("transfer", f"was not begun by this ledger: {shown(transfer)}")
         if not transfer.is_over:
-            self._settled(self._cache_transfers.cancel(transfer))
+            self.admission.serve_queue(self._loads.settled(self._cache_transfers.cancel(transfer)))
             transfer.wake()
 
     def cancel_cache_transfers(self) -> None:
@@ -1172,9 +1160,9 @@ class Ledger:
         No request begins to compute with KV from before the reset. The reset drops the match of a request without
         blocks. If the load of a request is not over, the request loses its device hit, its load ends with no tokens,
         and the request computes from its first token (with `engine_blocks`: from the end of the engine's own hit). A
-        request whose load is over, or that computes without a load, keeps its blocks and goes on, unless its caller was
-        not told yet that the load is over: see `lost_to_reset`. Requests from before
-        the reset publish and store nothing any more, unless only a tier below the device is reset."""
+        request whose load is over, or that computes without a load, keeps its blocks and goes on, unless its caller has
+        not learned yet that the load is over: see `lost_to_reset`. Requests from before the reset publish and store
+        nothing any more, unless only a tier below the device is reset."""
         if tier is not None and check_tier("tier", tier) is Tier.DEVICE:
             self._require_own_device("reset of this tier")
         if tier is Tier.DISK and not self.cache.has_disk:
@@ -1183,7 +1171,7 @@ class Ledger:
             raise InvalidArgument("tier", "is not this ledger's: another namespace finds nothing in it")
         if tier in (None, Tier.DISK):
             self._restores = None
-        if tier is not Tier.DISK:  # no pin keeps anything there
+        if tier is not Tier.DISK:  # pins have no leases there
             self._pins.end_all(PinState.DROPPED)
         if tier is None:
             self.cache.reset()
@@ -1191,18 +1179,17 @@ class Ledger:
                 self._hints.clear()
         else:
             self.cache.reset_tier(tier)
-        if tier is not Tier.DISK:  # no request has a match there
+        if tier is not Tier.DISK:  # matches have no leases there
             match_again = self.admission.match_again if self._engine is None else self._engine.matches.forget
             match_again(self.live_requests.values())
         for request in (*self.live_requests.values(), *self._closing):
             if tier is Tier.DEVICE and request.num_units and request.epoch == self.cache.epoch:
-                request.orphan()
+                request.epoch = NoEpoch.ORPHANED
         self.admission.serve_queue()
 
     def statistics(self) -> LedgerStatistics:
         device, host, *rest = (tier.statistics() for tier in self.cache.tiers)
-        line = self.admission.queue
-        waiting = len(line.extending) + len(line.allocating)
+        waiting = len(self.admission.queue.extending) + len(self.admission.queue.allocating)
         num_jobs, num_pins = len(self.jobs.unsettled), len(self._pins.pins)
         late, paused = self.jobs.num_late, self._engine is not None and self._engine.matches.loads_paused
         disk = rest[0] if rest else None
@@ -1221,13 +1208,13 @@ class Ledger:
         return RemoteCounts(num_loads, num_stores, len(self._remote_stores.forgotten))
 
     def requests(self) -> tuple[RequestStatus, ...]:
-        """The live requests, the one that is in its state for the longest first: what each holds and waits for, and who
-        holds that. Ages are None in a ledger without a `clock`."""
+        """The live requests, those that have been in their state for the longest first: the blocks that each holds and
+        waits for, and the holders of these. Ages are None in a ledger without a `clock`."""
         return tuple(self.situation.requests())
 
     def holders(self) -> tuple[Holder, ...]:
-        """Everybody who holds device blocks, the biggest first: requests, steps (also for requests that are over),
-        pins, jobs, prefetches, demotions."""
+        """All holders of device blocks, the largest first: requests, steps (also for requests that are over), pins,
+        jobs, prefetches, demotions."""
         return tuple(self.situation.biggest())
 
     def explain(self) -> str:
@@ -1239,7 +1226,7 @@ class Ledger:
             live += f", {moving:,} cell{'' if moving == 1 else 's'} on the way"
         if self._engine is None:
             about = f"{device.counted('device')}; {live}, {found.num_waiting:,} in line"
-        else:  # what it has free and cached only the engine knows, and who waits for room
+        else:  # only the engine knows its free and cached blocks, and the requests that wait for them
             held = f"{device.num_blocks:,} ({device.num_quarantined:,} quarantined)"
             about = (
                 f"{self._engine.num_rows - 1:,} device blocks, which the engine hands out: copies hold {held}; {live}"
@@ -1248,7 +1235,7 @@ class Ledger:
         return explained("\n".join((about, *below, *self._evicts(found))), self.requests(), self.holders())
 
     def _evicts(self, found: LedgerStatistics) -> tuple[str, ...]:
-        """By which order, in words; nothing where it is the default."""
+        """A line about the eviction order, if it is not the default."""
         if found.eviction is not None:
             num_hints = found.num_hints
             hints = f"; {num_hints:,} hint{'' if num_hints == 1 else 's'} in force" if num_hints else ""
@@ -1264,8 +1251,8 @@ class Ledger:
         check_integrity(self.cache, self.jobs, self.admission.queue, owners, self._pins.pins)
 
     def watch(self, watcher: BlockWatcher | None) -> None:
-        """Tell `watcher` of every block that becomes cached or is no longer cached, engine-owned blocks excepted. None:
-        stop telling."""
+        """Report to `watcher` every block that becomes cached or is no longer cached, except engine-owned blocks. None:
+        stop reporting."""
         if watcher is not None:
             check_has("watcher", watcher, "BlockWatcher", "part_changed all_cleared")
         self.cache.watch(watcher)

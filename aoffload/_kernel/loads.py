@@ -1,13 +1,54 @@
-"""Loads: which jobs a request waits for, some shared with other requests, and what it does when they are over."""
+"""Loads: bring the host hit of a request onto the device, and decide what follows once the copies are over.
+
+What a load does with the units of the hit, in full attention:
+
+    published                                                          stop
+    |------ adopted -------|------- shared --------|------ planned ------|
+      on the device by now:  a job of another load   new jobs copy them
+      another request has    brings them: this load  into the request's
+      published them         claims that job, too    own blocks
+
+The request has blocks for all these units already. Its blocks for adopted and shared units go back at once. Its blocks
+for planned units belong to the new jobs, and its table is null there until the load ends. A window band needs only the
+units of the window before `stop`, where the three kinds may lie in any order.
+
+The device lease of the request moves to `stop` before anything is planned, so that everything a job publishes is pinned
+as it lands. The host lease stays until the load ends.
+
+The end. A settled job leaves every load that claims it (`Loads.settled`). A load without jobs is over, and its `over`
+says what follows:
+
+    a request                             `Loads._conclude`
+    a prefetch, a fetch, a demotion       `CacheTransfers`: it lets go of everything; what has landed stays cached
+    a request on an engine's own blocks   `EngineOwned`
+
+A request goes on with the units that the device holds then, in every band. Neither the plan nor a completion decides
+that: a copy may have landed, and yet have published nothing, because its predecessor failed. If the load falls short,
+the request computes the rest and needs blocks for it. If there are too few free blocks, the request gives up all its
+blocks and waits in the wait queue, at its old place: REQUEUED. It does not wait while it holds blocks, because two such
+requests could wait for each other for ever. When it gets blocks again, it takes the device hit and loads nothing
+(`RequestLeases`): otherwise two requests whose loads keep failing could take turns for ever.
+
+After a reset, no request begins to compute with KV from before the reset. Jobs planned before it publish nothing, so a
+load under way ends with no tokens. A request with a device hit from before the reset gives up all its blocks: REQUEUED.
+So does a request whose load was over, if its caller had not heard of that yet (`lost_to_reset`).
+
+A step may overlap the load. Its blocks cannot be given up before it ends: a request that should be REQUEUED is DRAINING
+until then, and `over` is called again at the end of the step.
+
+A load is abandoned when its request stops waiting. Its queued jobs that no other load claims are discarded. Launched
+jobs go on and publish what they bring.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from .._arguments import check_int
 from .._extensions.load_choice import Loadable
-from .._extensions.overlap import compare, compare_job
+from .._extensions.overlap import compare
 from ..errors import WrongState
 from .cache import PrefixCache
 from .index import accepted, covered, held_ids, held_stop, jobs_bringing, jobs_into, present_stop, stretches
@@ -18,7 +59,7 @@ from .moves import Moves
 from .plans import TransferPlan
 from .records import NO_LIMIT, BlockTable, Job, Load, Run
 from .requests import LedgerRequest, Waiter, nobody
-from .states import BELOW, HIT_TIERS, Computing, Tier, require
+from .states import BELOW, HIT_TIERS, Computing, Direction, JobState, Outcome, Tier, require
 from .states import RequestState as State
 from .waiting import Admission, is_waiting
 
@@ -32,6 +73,8 @@ class Loads:
     moves: Moves
     jobs: JobBook
     admission: Admission
+    found_corrupt: Callable[[], object] = nobody
+    """Called once cached blocks were found corrupt and withdrawn, before any load ends."""
 
     def plan(
         self,
@@ -47,40 +90,35 @@ class Loads:
             limit = check_int("max_tokens", max_tokens, 0) // self.cache.layout.unit_tokens
         if request.state is State.RUNNING:
             if self.lost_to_reset(request):
-                self._requeue(request, Load(request.published, wake), request.published)
+                self._requeue(request, request.published, wake)
             return ()
-        load = request.load
-        if load is not None:  # called again after a cancelled call
-            load.wake_by(wake)
+        if request.load is not None:  # called again after a cancelled call
+            request.load.wake = wake
             return ()
         if request.waiter is not None:
             if request.state is not State.REQUEUED:
                 raise is_waiting(request, "load")
-            request.waiter.wake_by(wake)
+            request.waiter.wake = wake
             return ()
         if request.num_steps:
             raise WrongState(f"load: a step touches the blocks of {request}, and a load gives some of them back")
         if request.last_step:  # a forward in vain: it may still write to the blocks that the load gets
             for table in request.tables:
                 self.cache.last_uses.gave_up(request, table.ids)
-        if request.published and request.epoch != self.cache.epoch:  # a device hit from before a reset
-            request.began_load(Load(request.published, wake))
-            self.moves.request(request, State.LOADING)
-            self.conclude_all([request])
-            return ()
-        may_load = request.epoch == self.cache.epoch and BELOW in request.leases
+        is_current, over = request.epoch == self.cache.epoch, partial(self._conclude, request)
+        may_load = is_current and BELOW in request.leases
         stop = min(request.hit_stop, request.num_units, limit) if may_load else 0
-        jobs = self.start(request, stop, wake, units_per_job) if stop > request.published else []
-        # Holes but nothing to load: a load without jobs is concluded at once, and fills them.
-        if request.load is None and has_holes(request):
-            request.began_load(Load(request.published, wake))
+        jobs = self.start(request, stop, wake, over, units_per_job) if stop > request.published else []
+        if request.load is None and (has_holes(request) or (request.published and not is_current)):
+            # The end of a load without jobs fills the holes, and gives up a device hit from before a reset.
+            request.load = Load(request.published, wake, over, request.ticket)
         if request.load is None:
             self.request_leases.end_host_lease(request)
             self.moves.request(request, State.RUNNING)
             return ()
         self.moves.request(request, State.LOADING)
         if not request.load.jobs:
-            self.conclude_all([request])
+            self._conclude(request)
         return tuple([job.plan for job in jobs])
 
     def lost_to_reset(self, request: LedgerRequest) -> bool:
@@ -94,7 +132,7 @@ class Loads:
         )
 
     def loadable(self, request: LedgerRequest, max_tokens: object) -> Loadable | None:
-        """What `plan` would load. None: nothing, or it was planned before."""
+        """The units that `plan` would load. None: there are none, or the load was planned before."""
         layout, start, stop = self.cache.layout, request.published, request.hit_stop
         if max_tokens is not None or stop > request.num_units:
             limit = NO_LIMIT if max_tokens is None else check_int("max_tokens", max_tokens, 0) // layout.unit_tokens
@@ -111,14 +149,18 @@ class Loads:
         return Loadable(start, stop, layout.num_blocks(there, start, stop))
 
     def start(
-        self, request: LedgerRequest, stop: int, wake: Callable[[], object], units_per_job: Sequence[int] = ()
+        self,
+        request: LedgerRequest,
+        stop: int,
+        wake: Callable[[], object],
+        over: Callable[[], list[Callable[[], object]]],
+        units_per_job: Sequence[int] = (),
     ) -> list[Job]:
-        """Start to bring units `[published, stop)` onto the device. The load adopts what is on the device by now, waits
-        for the jobs under way that bring more, and plans jobs for the rest. Only the new jobs write into the request's
-        own blocks; its blocks for all other units are given back. Returns the new jobs.
+        """Begin a load of units `[published, stop)`: adopt, share and plan, as the head of this module says. Returns
+        the new jobs. `over`: see `Load`.
 
-        Starts nothing (`request.load` stays None) if a block found corrupt has cut off the hit, or if there is no room
-        for the window blocks that the load needs."""
+        Begins nothing (`request.load` stays None) if a block found corrupt has cut off the hit, or if there are too few
+        free blocks for the windows that the load needs."""
         layout, start = self.cache.layout, request.published
         path = request.leases[BELOW].run.whole_path()
         shared, on_its_way = self.on_its_way(path, start, stop)
@@ -129,16 +171,15 @@ class Loads:
         if stop <= start:
             return []
         before = request.device_run if layout.windows else None
-        # First, as filling the windows may evict, but not what the load adopts: what the jobs publish is pinned as soon
-        # as it lands, and the present windows stay pinned, which are needed if the load fails.
+        # The lease moves before the windows are filled. Filling may evict, but must not evict what the load adopts, nor
+        # the present windows, which are needed if the load fails.
         self.request_leases.follow(request, self.cache.cut(path[-1], stop))
         if layout.windows and not self._fill_windows(request, stop):
             self.request_leases.follow(request, before)
             return []
-        load = Load(stop, wake, units_per_job=units_per_job)
-        request.began_load(load)
+        request.load = load = Load(stop, wake, over, request.ticket, units_per_job=units_per_job)
         on_its_way = min(on_its_way, stop)
-        new = self._launch(request, load, layout.full, on_its_way, stop)
+        new = self._plan_units(request, load, layout.full, on_its_way, stop)
         if start < on_its_way:
             self._give_up(request, layout.full, start, on_its_way)
         for band in layout.windows:
@@ -146,13 +187,14 @@ class Loads:
             shared += self._bring_window(request, load, band, first, new)
         for job in (*shared, *new):
             if job.start < stop:
-                job.claimed_by(request)
+                job.claims[load] = None
                 load.jobs.add(job)
         return new
 
     def _fill_windows(self, request: LedgerRequest, stop: int) -> bool:
         """Give the window tables blocks where a load up to `stop` writes. The tables were made for a load of the whole
-        hit; a shorter one needs blocks at earlier positions. False: no room, and nothing is taken."""
+        hit; a shorter load needs blocks at earlier positions. False: there are too few free blocks, and none is
+        taken."""
         wanted: list[tuple[BlockTable, int, int]] = []
         for band in self.cache.layout.windows:
             table, first = request.tables[band.number], max(request.published, band.first_unit(stop))
@@ -165,8 +207,8 @@ class Loads:
         return True
 
     def on_its_way(self, path: list[Run], start: int, stop: int) -> tuple[list[Job], int]:
-        """How far the device has, or will have, full attention from unit `start` on: the jobs under way that bring some
-        of it, and the unit where what it holds and these jobs bring ends."""
+        """How far the device holds full attention from unit `start` on, or will once jobs under way have landed.
+        Returns these jobs, and the unit up to which there is no gap."""
         if not self.cache.layout.full.width:
             return [], stop
         there, last = present_stop(path, Tier.DEVICE, start, stop), path[-1]
@@ -174,7 +216,7 @@ class Loads:
             return [], there
         return jobs_bringing(stretches(last, there, stop), Tier.DEVICE, there)
 
-    def _launch(self, request: LedgerRequest, load: Load, band: Band, start: int, stop: int) -> list[Job]:
+    def _plan_units(self, request: LedgerRequest, load: Load, band: Band, start: int, stop: int) -> list[Job]:
         """Plan jobs that load units `[start, stop)` into blocks of the request, which the jobs own from now on."""
         if start >= stop or not band.width:
             return []
@@ -188,7 +230,8 @@ class Loads:
             self.cache.give(Tier.DEVICE, request.tables[band.number].null(start, stop))
 
     def _bring_window(self, request: LedgerRequest, load: Load, band: Band, start: int, new: list[Job]) -> list[Job]:
-        """Bring the units of a window band from `start` on. Adds its jobs to `new`; returns the shared jobs."""
+        """Adopt, share and plan the units of a window band from `start` on. Adds the planned jobs to `new`. Returns the
+        shared jobs."""
         run = request.leases[Tier.DEVICE].run
         shared: dict[Job, None] = {}
         missing: list[range] = []
@@ -206,25 +249,62 @@ class Loads:
                 else:
                     missing.append(units)
         for units in missing:
-            new += self._launch(request, load, band, units.start, units.stop)
+            new += self._plan_units(request, load, band, units.start, units.stop)
         return list(shared)
 
-    def _conclude(self, request: LedgerRequest, load: Load) -> None:
-        """End a load with the tokens that are on the device: RUNNING. If there are no free blocks for the missing ones,
-        or if the device hit is from before a reset, the request gives up all its blocks and waits in the queue, at its
-        old place: REQUEUED, or DRAINING while a step still uses the blocks."""
-        layout = self.cache.layout
-        start, run = request.published, request.device_run
-        if start and request.epoch != self.cache.epoch:  # a device hit from before a reset
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def settled(self, jobs: list[Job]) -> list[Callable[[], object]]:
+        """End the claims on `jobs`, which are settled, and the loads that have no job left. Returns the callbacks to
+        call once the wait queue is served."""
+        over: list[Load] = []
+        is_corrupt = False
+        for job in jobs:
+            for load in job.claims:
+                if load.job_settled is not None:
+                    load.job_settled(job)
+                load.jobs.discard(job)
+                if not load.jobs:
+                    over.append(load)
+            job.claims.clear()
+            if job.completion is not None and job.completion.outcome is Outcome.CORRUPT:
+                is_corrupt = True
+        if is_corrupt:
+            self.found_corrupt()
+        if len(over) > 1:
+            over.sort(key=_ticket)
+        wakes: list[Callable[[], object]] = []
+        for load in over:
+            wakes += load.over()
+        return wakes
+
+    def abandon(self, load: Load) -> list[Job]:
+        """End the claims of `load`, and discard its queued jobs that no other load claims. Returns the jobs settled by
+        that. The caller ends the load."""
+        settled: list[Job] = []
+        for job in sorted(load.jobs, key=lambda job: -job.job_id):
+            job.claims.pop(load, None)
+            if not job.claims and job.state is JobState.QUEUED and job.plan.direction is Direction.LOAD:
+                settled += self.jobs.discard(job)
+        load.jobs.clear()
+        return settled
+
+    def _conclude(self, request: LedgerRequest) -> list[Callable[[], object]]:
+        """End the load of `request` with the tokens that are on the device: RUNNING. If the device hit is from before a
+        reset, or if there are too few free blocks for the missing units: REQUEUED, or DRAINING while a step still uses
+        the blocks."""
+        load, layout, start = request.load, self.cache.layout, request.published
+        assert load is not None
+        run, is_current = request.device_run, request.epoch == self.cache.epoch
+        if start and not is_current:
             if request.overlap is not None:
                 compare(self.moves, request, layout.bands)
-            request.lost((load.stop - start) * layout.unit_tokens)
-            self._requeue(request, load, start)
-            return
+            request.num_lost_tokens += (load.stop - start) * layout.unit_tokens
+            self._requeue(request, start, load.wake)
+            return []
         ready = start  # after a reset, nothing: others may have published KV of before it on the same path
-        if request.epoch == self.cache.epoch:
-            path = [] if run is None else run.whole_path()
-            ready = max(start, held_stop(layout, path, Tier.DEVICE, start, load.stop))
+        if is_current and run is not None:
+            ready = max(start, held_stop(layout, run.whole_path(), Tier.DEVICE, start, load.stop))
         missing: list[int] = []
         for table, band in zip(request.tables, layout.bands, strict=True):
             first = max(start, band.first_unit(ready)) if band.number else start
@@ -237,82 +317,47 @@ class Loads:
                 else:
                     table.put(first, ids)  # null until now: `start` gave all of it to jobs, or back
             missing.append(table.num_null(ready, request.num_units))
-        request.ready_up_to(ready, ready * layout.unit_tokens)
+        request.published = request.ready_stop = ready
+        request.num_computed_tokens = ready * layout.unit_tokens
         if request.overlap is not None:
             compare(self.moves, request, layout.bands)
         if ready < load.stop:
-            request.lost((load.stop - ready) * layout.unit_tokens)
+            request.num_lost_tokens += (load.stop - ready) * layout.unit_tokens
             step_back(self.request_leases, request, ready)
         self.request_leases.end_host_lease(request)
         if layout.windows:
             slide_off(self.cache, request)
         if any(missing) and sum(missing) > self.admission.num_available:
-            self._requeue(request, load, ready)
-            return
+            self._requeue(request, ready, load.wake)
+            return []
         for table, number in zip(request.tables, missing, strict=True):
             if number:
                 table.fill(ready, request.num_units, self.cache.take(Tier.DEVICE, number))
-        request.ended_load()
+        request.load = None
         self.moves.request(request, State.RUNNING)
+        return [load.wake]
 
-    def _requeue(self, request: LedgerRequest, load: Load, ready: int) -> None:
-        """Give up all blocks and wait in the line. Not during a step, which writes to them: the load is concluded again
-        when the step ends."""
+    def _requeue(self, request: LedgerRequest, ready: int, wake: Callable[[], object]) -> None:
+        """Give up all blocks and wait in the wait queue. Not during a step, which writes to the blocks: then the load
+        ends again, up to unit `ready`, when the step ends."""
         if request.num_steps:
-            load.shorten(ready)
+            if request.load is not None:
+                request.load.stop = ready
             if request.state is State.LOADING:
                 self.moves.request(request, State.DRAINING)
             return
         num_units = request.num_units
         self.request_leases.let_go(request)
         self.moves.request(request, State.REQUEUED)
-        self.admission.wait_for_allocation(Waiter(request, num_units, load.wake))
-
-    def conclude_all(self, requests: Iterable[LedgerRequest]) -> list[Callable[[], object]]:
-        """End the loads of `requests`; returns the callbacks to call after the line is served."""
-        wakes: list[Callable[[], object]] = []
-        for request in requests:
-            load = request.load
-            assert load is not None
-            self._conclude(request, load)
-            if request.state is State.RUNNING:
-                wakes.append(load.wake)
-        return wakes
-
-    def abandon(self, request: LedgerRequest) -> list[Job]:
-        """Stop waiting for the load, and discard its queued jobs that no other request waits for. Returns the jobs
-        settled by that."""
-        settled: list[Job] = []
-        if request.load is not None:
-            for job in sorted(request.load.jobs, key=lambda job: -job.job_id):
-                if self.jobs.unclaim(job, request):
-                    settled += self.jobs.discard(job)
-            request.load.jobs.clear()
-        return settled
-
-    def settled(self, jobs: list[Job]) -> list[LedgerRequest]:
-        """Tell the loads that wait for `jobs` that these are settled. Returns the requests whose load is over, by
-        ticket."""
-        over: set[LedgerRequest] = set()
-        for job in jobs:
-            for request in job.claims:
-                assert isinstance(request, LedgerRequest)
-                if request.overlap is not None:
-                    compare_job(self.moves, request, job, self.cache.layout.bands[job.band])
-                if request.load is not None:
-                    request.load.jobs.discard(job)
-                    if not request.load.jobs:
-                        over.add(request)
-            job.end_claims()
-        return sorted(over, key=_ticket) if len(over) > 1 else list(over)
+        self.admission.wait_for_allocation(Waiter(request, num_units, wake))
 
 
-def _ticket(request: LedgerRequest) -> int:
-    return request.ticket
+def _ticket(load: Load) -> int:
+    return load.ticket
 
 
 def has_holes(request: LedgerRequest) -> bool:
-    """Whether the window tables have holes: null entries that the request needs filled if nothing is loaded."""
+    """Whether the window tables have holes: null entries that must get blocks if nothing is loaded."""
     return any(table.num_null(max(request.published, table.start), request.num_units) for table in request.tables[1:])
 
 

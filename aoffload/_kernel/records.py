@@ -1,24 +1,34 @@
-"""Records: runs, parts, leases, jobs, loads. They refer to each other, so they are in one file.
+"""Records: the nouns of the kernel, and who refers to whom.
 
-Run <- Part -> Job      the blocks of one run in one band and tier, and the job that adds to them
-Lease -> Run            references that protect cached blocks
-Job -> Lease, Run       one transfer, with leases of its own
-Load -> Job             what a request waits for
+    Run <- Part -> Job       a run is a stretch of a prompt. A part holds its blocks in one band and one tier, and names
+                             the job that adds to them
+    Lease -> Run             protects the blocks of a path: they are neither evicted nor freed
+    Job -> Lease, Run        one copy between two tiers, with leases of its own
+    Load <-> Job             the jobs that one request waits for. A job may serve several loads
+    BlockTable               the blocks of one request in one band
 
-Tombstones: unfindable blocks that references still protect.
+These classes decide nothing. The verbs are elsewhere: `PrefixCache` changes runs and parts and takes leases, `JobBook`
+plans and settles jobs, `Loads` begins and ends loads.
 
-The block table of one request in one band.
+A part is a piece of the index, a block table is a piece of a request. A published block is in both: the part keeps it
+findable, and the request reads it under a lease. A block of a table that is not published is private: only the request
+reads it, and only the request frees it.
 
-By units; those before `start` have left the window and are null:
+Tombstones. A block may become unfindable while leases still protect it, because its bytes were found wrong or because
+its tier was reset. It leaves the part at once, so that no match finds it, and becomes a tombstone of the part. The last
+reference of the part frees the tombstones.
+
+A block table, by units. The units before `start` have left the window and are null:
 
     0        start          published              load.stop                  num_units
     |--------|--------------|-----------------------|--------------------------|
     | null:  | leased: the  | in flight: the jobs   | private: only the        |
     | needed | cached path  | own these blocks (0   | request reads these and  |
     | no more| (duplicates  | in the table until    | computes into them       |
-    |        | are private) | the load settles)     |                          |
+    |        | are private) | the load ends)        |                          |
 
-Without a load in flight the private part begins at `published`.
+Without a load in flight, the private part begins at `published`. A duplicate is a published unit whose cached copy is
+another request's: that request published the same tokens first, and this one keeps its private copy.
 """
 
 from __future__ import annotations
@@ -38,7 +48,6 @@ from .tokens import hash_run
 
 __all__ = [
     "BlockTable",
-    "Claimant",
     "Job",
     "Lease",
     "Load",
@@ -160,10 +169,6 @@ class Part:
     def begin_at(self, start: int) -> None:
         """Its run begins at unit `start` now, and it holds no block before that."""
         self.first, self.stop = (max(self.first, start), max(self.stop, start)) if self.blocks else (start, start)
-
-    def awaits(self, job: Job | None) -> None:
-        """Set `incoming`."""
-        self.incoming = job
 
     def drop_behind(self, stop: int) -> array[int]:
         """Truncate the part to end at unit `stop`. Returns the dropped blocks."""
@@ -294,7 +299,7 @@ class Lease:
         self.tier = tier
         self.run = run
         self.starts: list[int] = []
-        """For each window band: the first unit that is pinned, always the start of a run. A start at or behind the end
+        """For each window band: the first unit that is pinned, always the start of a run. A start at or after the end
         of `run` pins nothing of the band."""
         self.released = False
 
@@ -328,8 +333,8 @@ class Job:
         self.request_id = request_id
         """The request that caused it; empty for write-back before eviction."""
         self.state: JobState = JobState.QUEUED
-        self.claims: dict[Claimant, None] = {}
-        """The owners whose loads wait for this job. A queued load job without claims is discarded."""
+        self.claims: dict[Load, None] = {}
+        """The loads that wait for this job. A queued load job without claims is discarded."""
         self.followers: list[Job] = []
         self.parked: Completion | None = None
         """A completion that came before the predecessor was settled. The job is settled with it right after."""
@@ -337,21 +342,6 @@ class Job:
         """The completion that settled the job."""
         self.since_s = since_s
         """When it entered its state, where the ledger has a clock."""
-
-    def claimed_by(self, claimant: Claimant) -> None:
-        """Record that `claimant` waits for this job."""
-        self.claims[claimant] = None
-
-    def unclaimed_by(self, claimant: Claimant) -> None:
-        self.claims.pop(claimant, None)
-
-    def end_claims(self) -> None:
-        """Drop all claims: the job is settled."""
-        self.claims.clear()
-
-    def publish_nothing(self) -> None:
-        """Let the job publish nothing when it lands: what it brings is wrong, or was withdrawn."""
-        self.epoch = NoEpoch.INVALIDATED
 
     def __repr__(self) -> str:
         return f"<Job {self.job_id} {self.plan.direction.value} [{self.start},{self.stop}) {self.state.name}>"
@@ -371,43 +361,31 @@ class Job:
         return self.completion is not None or self.state is JobState.DISCARDED
 
 
-class Claimant:
-    """The part of a `LedgerRequest` that jobs know: a request or a cache transfer whose load waits for them."""
-
-    __slots__ = ("load",)
-
-    def __init__(self) -> None:
-        self.load: Load | None = None
-
-    def began_load(self, load: Load) -> None:
-        self.load = load
-
-    def ended_load(self) -> None:
-        self.load = None
-
-
 class Load:
-    """The load of one `LedgerRequest`, up to unit `stop`. Loads of several requests may share jobs."""
+    """What one request, or one cache transfer, waits for: the jobs that bring its units up to `stop`.
 
-    __slots__ = ("jobs", "stop", "units_per_job", "wake")
+    The load is over when the last of its jobs is settled, or when it is abandoned. Either way `over` is called, which
+    belongs to the owner of the load and says what follows. So jobs know nothing of owners."""
+
+    __slots__ = ("job_settled", "jobs", "over", "stop", "ticket", "units_per_job", "wake")
 
     def __init__(
-        self, stop: int, wake: Callable[[], object], jobs: Iterable[Job] = (), units_per_job: Sequence[int] = ()
-    ) -> None:
+        self, stop: int, wake: Callable[[], object], over: Callable[[], list[Callable[[], object]]], ticket: int,
+        jobs: Iterable[Job] = (), units_per_job: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.stop = stop
         self.wake = wake
+        """Called once the request may go on."""
+        self.over = over
+        """Ends the load. Returns the callbacks to call once the wait queue is served."""
+        self.ticket = ticket
+        """The owner's. Loads that are over in the same call end in this order."""
         self.jobs = set(jobs)
-        """Its unsettled jobs, including those shared with other requests."""
+        """Its unsettled jobs, also those that it shares with other loads."""
         self.units_per_job = units_per_job
         """Maximum units of one job, per band. Empty: the default of `JobBook`."""
-
-    def wake_by(self, wake: Callable[[], object]) -> None:
-        """Replace `wake`: another task waits for the load."""
-        self.wake = wake
-
-    def shorten(self, stop: int) -> None:
-        """Lower the end of the load to unit `stop`."""
-        self.stop = stop
+        self.job_settled: Callable[[Job], object] | None = None
+        """Called with each job of the load that is settled. Set while a step overlaps the load."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -466,18 +444,6 @@ class BlockTable:
         taken = self.ids[at : at + len(ids)]
         self.ids[at : at + len(ids)] = ids
         return not_null(taken)
-
-    def begin_at(self, start: int) -> None:
-        """Units before `start` are needed no more."""
-        self.start = start
-
-    def extend(self, ids: array[int]) -> None:
-        """Append `ids`."""
-        self.ids.extend(ids)
-
-    def has_duplicates(self, units: range) -> None:
-        """Record `units` in `duplicates`: their blocks stay private."""
-        self.duplicates.append(units)
 
     def step_back(self, stop: int) -> None:
         """Forget duplicates from unit `stop` on, where every block is private."""

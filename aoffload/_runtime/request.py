@@ -476,7 +476,7 @@ class Request:
     def _cancel_scope(self, scope: anyio.CancelScope) -> None:
         """The request keeps what it holds until its task has left the block."""
         assert self._record is not None
-        self._record.ends_for(self._cancel_reason)
+        self._record.reason = self._cancel_reason
         self._session.observers.observe(RequestCancelled(self._record, self._cancel_reason))
         scope.cancel()
 

@@ -12,7 +12,7 @@ import attrs
 from .._kernel.index import Hit, find_hit, held_stop
 from .._kernel.prefix import Prefix
 from .._kernel.records import Part
-from .._kernel.requests import Demotion, LedgerRequest, Pin, Prefetch, claimants
+from .._kernel.requests import Demotion, Pin, Prefetch
 from .._kernel.states import CacheTransferState, Direction, JobState, PinState, Tier
 from .._kernel.tokens import TokenSequence
 from .._runtime.runtime import OffloadRuntime
@@ -173,15 +173,11 @@ class PinOracle:
         for transfer in self.runtime.ledger._cache_transfers.under_way.values():
             if transfer.state is not CacheTransferState.MOVING:
                 raise Violation("a leak", f"{transfer!r} is over and still under way")
-        for job in self.runtime.ledger.jobs.unsettled.values():
-            if job.plan.direction is Direction.LOAD and job.state is JobState.QUEUED:
-                for record in claimants(job):
-                    self._check_claim(record)
-
-    def _check_claim(self, record: LedgerRequest) -> None:
         ledger = self.runtime.ledger
-        if record.request_id not in ledger.live_requests and record not in ledger._cache_transfers.under_way:
-            raise Violation("a load for nobody", f"{record} is over, and its load is queued")
+        loads = {record.load for record in (*ledger.live_requests.values(), *ledger._cache_transfers.under_way)}
+        for job in ledger.jobs.unsettled.values():
+            if job.plan.direction is Direction.LOAD and job.state is JobState.QUEUED and job.claims.keys() - loads:
+                raise Violation("a load for nobody", f"{job} is queued for a load whose owner is over")
 
     def _check_pins(self) -> None:
         is_calm = not (self.faults.fired or self.engine.num_invalidations)

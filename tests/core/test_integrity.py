@@ -151,7 +151,7 @@ def earlier_job_reaches_further(busy: Busy) -> None:
     leases = job.source_lease, job.destination_lease
     shorter = Job(job.plan, job.run, job.start, job.stop - 1, job.epoch, job.band, *leases, job.request_id)
     shorter.predecessor = job
-    job.run.parts[Tier.HOST].awaits(shorter)
+    job.run.parts[Tier.HOST].incoming = shorter
 
 
 def pins_behind_the_head(busy: Busy) -> None:

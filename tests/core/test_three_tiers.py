@@ -107,11 +107,11 @@ class Parts:
                         self.content[Tier.DEVICE, block_id] = (prefix, band.number, at)
         if record.epoch == self.cache.epoch:
             publish(self.leases, record, stop)
-        record.computed(record.sequence.num_tokens)
+        record.num_computed_tokens = record.sequence.num_tokens
         slide(self.cache, record)
 
     def end(self, record: LedgerRequest) -> None:
-        for job in self.loads.abandon(record):
+        for job in self.loads.abandon(record.load) if record.load is not None else ():
             assert job.state is JobState.DISCARDED
         if record.waiter is not None:
             self.admission.leave(record.waiter)
@@ -156,7 +156,7 @@ class Parts:
             self.content[plan.destination, block_id] = "torn"
         at = tuple(corrupt) if outcome is Outcome.CORRUPT else ()
         settled = self.jobs.settle(Completion(plan.job_id, outcome, num_landed, at))
-        self.loads.conclude_all(self.loads.settled(settled))
+        self.loads.settled(settled)
 
     def land(self) -> None:
         while self.jobs.unsettled:

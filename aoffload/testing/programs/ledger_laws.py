@@ -108,7 +108,7 @@ class Laws:
 
     @staticmethod
     def _is_anothers(job: Job, mine: LedgerRequest) -> bool:
-        return job.plan.destination is Tier.DEVICE and mine not in job.claims
+        return job.plan.destination is Tier.DEVICE and mine.load not in job.claims
 
     def _progress(self, call: Call) -> None:
         """The first waiter waits only while its room is missing. If only waiters hold room, one of them is granted room
