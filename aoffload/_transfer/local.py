@@ -21,7 +21,7 @@ from .backends.cpu import CpuBackend
 from .backends.cuda import CudaBackend
 from .checksums import BlockChecksums
 from .fences import Fence, OnlyAfter, RegionFences, WatchesRegions
-from .lane import AtOnce, CopyLane, DeviceLoss, LaneCounts, hand_over_bytes
+from .lane import TURN_BYTES, TURN_COPIES, CopyLane, DeviceLoss, LaneCounts, hand_over_bytes
 from .region import KVRegion, regions_of
 from .transport import PinProgress, ReportsPinning, TransferStatistics, TransportDisk, TransportRemote
 from .turns import Turns
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from .._tiers.disk.local import LocalDisk
     from .._tiers.remote.local import LocalRemote
 
-_HOPS = {(BELOW, Tier.DEVICE): Direction.LOAD, (Tier.DEVICE, BELOW): Direction.STORE}
+_LINKS = {(BELOW, Tier.DEVICE): Direction.LOAD, (Tier.DEVICE, BELOW): Direction.STORE}
 """The links that copy backends serve, in the order in which their lanes begin."""
-_LOWER_HOPS = frozenset(link for tier in (Tier.DISK, Tier.REMOTE) for link in ((tier, Tier.HOST), (Tier.HOST, tier)))
+_LOWER_LINKS = frozenset(link for tier in (Tier.DISK, Tier.REMOTE) for link in ((tier, Tier.HOST), (Tier.HOST, tier)))
 """The links of tiers that this transport may have below host memory."""
 _IDLE_S = 10.0
 """How long idle threads may take to end."""
@@ -68,7 +68,10 @@ class LocalTransport:
         """By link."""
         self._num_blocks: dict[Tier, int] = {}
         self._turns = Turns()
-        self._at_once = AtOnce()
+        self._most_bytes_at_once = 0
+        """Of a copy that `launch` makes itself. 0: it makes none."""
+        # Both are 0 until the first `begin_turn`, which only a caller that settles completions in turns calls.
+        self._left_bytes = self._left_copies = 0
         self._deliver: Callable[[Completion], object]
         """Set by `open`."""
         self._loss = DeviceLoss()
@@ -138,7 +141,7 @@ class LocalTransport:
             self._turns.end()
             deliver(completion)
 
-        for link, direction in _HOPS.items():
+        for link, direction in _LINKS.items():
             self._lanes[link] = CopyLane(direction, self.backend, checksums, over, env, self._loss)
         if isinstance(self.backend, HasHostRows):
             if self._disk is not None:
@@ -149,7 +152,7 @@ class LocalTransport:
                 self._num_blocks[Tier.REMOTE] = self._remote.num_blocks
         # Only `CpuBackend` itself is known to copy without waiting. Verifying takes longer than copying.
         if type(self.backend) is CpuBackend and not verify:
-            self._at_once.most_bytes = hand_over_bytes(next(iter(self._lanes.values())).hand_over)
+            self._most_bytes_at_once = hand_over_bytes(next(iter(self._lanes.values())).hand_over)
 
     def record_fence(self) -> Fence:
         """`TransferRefused` if the device records none; `DeviceGone` if it is lost."""
@@ -168,20 +171,43 @@ class LocalTransport:
         if not self._lanes:
             raise TransferRefused("the transport is not open")
         self._loss.check()
-        self._check(plan)
-        lower = self._below_host(plan.link)
-        fences = () if lower is not None else self._fences(plan.direction, after)
-        num_bytes = plan.num_blocks * self.block_bytes
-        is_small = lower is None and self._at_once.allows(num_bytes)
-        if is_small and self._lanes[plan.link].copy_now(plan, fences, self._deliver):
-            self._at_once.copied(num_bytes)
-            return
+        link = plan.source, plan.destination
+        lane = self._lanes.get(link)
+        lower: LocalDisk | LocalRemote | None = None
+        if lane is None and link in _LOWER_LINKS:
+            tier = Tier.DISK if Tier.DISK in link else Tier.REMOTE
+            if tier in self._num_blocks:  # it is open
+                lower = self._disk if tier is Tier.DISK else self._remote
+        if lane is None and lower is None:
+            raise TransferRefused(f"no way from {plan.source!r} to {plan.destination!r} here")
+        num_blocks = len(plan.source_ids)
+        if num_blocks != len(plan.destination_ids):
+            lengths = f"{num_blocks} source_ids, {len(plan.destination_ids)} destination_ids"
+            raise TransferRefused(f"job {plan.job_id}: {lengths}")
+        self._check_ids(plan, "source_ids", plan.source, plan.source_ids)
+        self._check_ids(plan, "destination_ids", plan.destination, plan.destination_ids)
+
+        fences: tuple[Fence, ...] = ()  # a copy below the host waits for none: no compute touches host memory
+        if lane is not None:
+            if isinstance(after, OnlyAfter):
+                fences = after.fences
+            elif after is None:
+                fences = (self.record_fence(),)
+            else:
+                # A load overwrites blocks that compute may still read, so it waits for all compute so far, too.
+                fences = (after, self.record_fence()) if link[1] is Tier.DEVICE else (after,)
+            num_bytes = num_blocks * self.backend.block_bytes
+            is_small = num_bytes <= self._most_bytes_at_once and num_bytes <= self._left_bytes
+            if is_small and self._left_copies > 0 and lane.copy_now(plan, fences, self._deliver):
+                self._left_bytes -= num_bytes
+                self._left_copies -= 1
+                return
         self._turns.begin()
         try:
-            if lower is not None:
-                lower.launch(plan)  # no compute touches host memory: there is no fence to wait for
-            else:
-                self._lanes[plan.link].launch(plan, fences)
+            if lane is not None:
+                lane.launch(plan, fences)
+            elif lower is not None:
+                lower.launch(plan)
         except TransferRefused:
             self._turns.end()
             raise
@@ -189,7 +215,7 @@ class LocalTransport:
     def begin_turn(self) -> None:
         """Call it each time that you have settled completions: `launch` may again make small copies of CPU tensors
         itself, up to a bound. Do not call it if you settle completions inside `deliver`."""
-        self._at_once.begin_turn()
+        self._left_bytes, self._left_copies = TURN_BYTES, TURN_COPIES
 
     def give_up(self, job_id: int) -> None:
         """A store to the disk records nothing from here on: its source may be overwritten. A copy from or to a remote
@@ -221,7 +247,7 @@ class LocalTransport:
         return all(ended)
 
     def statistics(self) -> TransferStatistics:
-        loads, stores = (self._counts(link) for link in _HOPS)
+        loads, stores = (self._counts(link) for link in _LINKS)
         return TransferStatistics(
             num_loads=loads.num_jobs,
             num_stores=stores.num_jobs,
@@ -241,32 +267,6 @@ class LocalTransport:
     def _counts(self, link: tuple[Tier, Tier]) -> LaneCounts:
         lane = self._lanes.get(link)
         return lane.counts if lane is not None else LaneCounts()
-
-    def _fences(self, direction: Direction, after: Fence | None) -> tuple[Fence, ...]:
-        """The fences to wait for. A load overwrites blocks that compute may still read, and a store without `after`
-        reads blocks that it may still write, so both wait for all compute so far, too. `OnlyAfter` says that there is
-        nothing else to wait for."""
-        if isinstance(after, OnlyAfter):
-            return after.fences
-        given = () if after is None else (after,)
-        if direction is Direction.LOAD or not given:
-            return (*given, self.record_fence())
-        return given
-
-    def _below_host(self, link: tuple[Tier, Tier]) -> LocalDisk | LocalRemote | None:
-        """The tier of this link that lies below host memory, if there is one and it is open."""
-        if Tier.DISK in link:
-            return self._disk if Tier.DISK in self._num_blocks else None
-        return self._remote if Tier.REMOTE in link and Tier.REMOTE in self._num_blocks else None
-
-    def _check(self, plan: TransferPlan) -> None:
-        if plan.link not in _HOPS and (plan.link not in _LOWER_HOPS or self._below_host(plan.link) is None):
-            raise TransferRefused(f"no way from {plan.source!r} to {plan.destination!r} here")
-        if len(plan.source_ids) != len(plan.destination_ids):
-            lengths = f"{len(plan.source_ids)} source_ids, {len(plan.destination_ids)} destination_ids"
-            raise TransferRefused(f"job {plan.job_id}: {lengths}")
-        self._check_ids(plan, "source_ids", plan.source, plan.source_ids)
-        self._check_ids(plan, "destination_ids", plan.destination, plan.destination_ids)
 
     def _check_ids(self, plan: TransferPlan, name: str, tier: Tier, ids: array[int]) -> None:
         """Refuse bad ids before anything is copied: the copy calls would clip them instead."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..._kernel.plans import TransferPlan
-from ..._kernel.states import Direction
+from ..._kernel.states import Direction, Tier
 from ...errors import ConfigError
 from ..fences import PASSED, Fence, RegionFences
 from ..region import KVRegion, byte_rows
@@ -88,10 +87,11 @@ class CpuBackend(RegionBackend):
         if watched is not None:
             return self._copy_by_region(plan, watched)
         on_device, on_host = device_ids(plan), host_ids(plan)
-        for start in range(0, plan.num_blocks, self._blocks_per_batch):
+        direction = Direction.LOAD if plan.destination is Tier.DEVICE else Direction.STORE
+        for start in range(0, len(on_device), self._blocks_per_batch):
             batch = slice(start, start + self._blocks_per_batch)
             try:
-                self.copy_batch(plan.direction, on_device[batch], on_host[batch])
+                self.copy_batch(direction, on_device[batch], on_host[batch])
             except Exception as error:  # any error: earlier batches arrived, and this one is over
                 raise CopyStopped(start) from error
         return PASSED
@@ -104,7 +104,11 @@ class CpuBackend(RegionBackend):
         waits, num_bytes = self._waits[direction], len(on_host) * self.block_bytes
         num_calls = 1 + int(np.count_nonzero(gaps(on_host))) if waits.have_begun else 0
         is_staged = num_bytes < num_calls * SHORT_CALL_BYTES
-        extents = [] if is_staged else [self._host[part] for part in _as_slices(on_host)]
+        extents = list[NDArray[np.uint8]]()
+        if not is_staged:
+            for part in stretches(on_host):
+                first = int(on_host[part.start])
+                extents.append(self._host[first : first + part.stop - part.start])
         with nullcontext() if num_bytes < LEAST_TIMED_BYTES else waits.timing(len(extents) or 1):
             if is_staged:
                 self._staging[direction].move(direction, on_device, on_host)
@@ -164,10 +168,3 @@ class CpuBackend(RegionBackend):
     def _spans(self, memory: NDArray[np.uint8]) -> bool:
         lowest, highest = (choose(region.address for region in self.regions) for choose in (min, max))
         return lowest < memory.ctypes.data < highest
-
-
-def _as_slices(on_host: NDArray[np.int64]) -> Iterator[slice]:
-    """The stretches of consecutive host blocks, as slices of host memory."""
-    for part in stretches(on_host):
-        first = int(on_host[part.start])
-        yield slice(first, first + part.stop - part.start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import attrs
@@ -64,16 +64,16 @@ class Rows:
     def indices(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return (block_ids[:, None] * self.strides + self.offsets).reshape(-1)
 
-    def paired(self, block_ids: NDArray[np.int64], extents: Extents) -> Iterator[tuple[NDArray[np.int64], Elements]]:
+    def paired(self, block_ids: NDArray[np.int64], extents: Extents) -> list[tuple[NDArray[np.int64], Elements]]:
         """Indices and host rows for each extent. One call makes all indices, since it releases the GIL, too."""
         indices, start = self.indices(block_ids), 0
+        element, row_length = self.array.dtype, self.array.shape[1]
+        pairs = []
         for extent in extents:
             stop = start + len(extent) * len(self.offsets)
-            yield indices[start:stop], self.of_host(extent)
+            pairs.append((indices[start:stop], extent.reshape(-1).view(element).reshape(-1, row_length)))
             start = stop
-
-    def of_host(self, host_rows: NDArray[np.uint8]) -> Elements:
-        return host_rows.reshape(-1).view(self.array.dtype).reshape(-1, self.array.shape[1])
+        return pairs
 
 
 @attrs.frozen(eq=False)
@@ -157,10 +157,11 @@ def gaps(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
     return found
 
 
-def stretches(ids: NDArray[np.int64]) -> Iterator[slice]:
+def stretches(ids: NDArray[np.int64]) -> list[slice]:
     """The maximal slices of consecutive ids."""
-    start = 0
+    found, start = list[slice](), 0
     for last in (*gaps(ids).nonzero()[0].tolist(), len(ids) - 1):
         if start <= last:
-            yield slice(start, last + 1)
+            found.append(slice(start, last + 1))
         start = last + 1
+    return found
