@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .._arguments import check_callable, check_has, check_type
+from .._config.config import GroupLike
 from .._config.tiers import DiskTier, RemoteTier
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.pools import are_neighbours
 from .._kernel.states import BELOW, TIERS, Direction, Tier
 from ..env import Env
-from ..errors import ConfigError, TransferRefused, WrongState
+from ..errors import ConfigError, RegionError, TransferRefused, WrongState
 from .backends.base import CopyBackend, HasHostRows
 from .backends.cpu import CpuBackend
 from .backends.cuda import CudaBackend
-from .checksums import BlockChecksums
 from .fences import Fence, OnlyAfter, RegionFences, WatchesRegions
-from .lane import TURN_BYTES, TURN_COPIES, CopyLane, DeviceLoss, LaneCounts, hand_over_bytes
+from .lane import TURN_BYTES, TURN_COPIES, BlockChecksums, CopyLane, DeviceLoss, LaneCounts, hand_over_bytes
 from .region import KVRegion, regions_of
 from .transport import PinProgress, ReportsPinning, TransferStatistics, TransportDisk, TransportRemote
 from .turns import Turns
 
-__all__ = ["LocalTransport"]
+__all__ = [
+    "LocalTransport",
+    "check_block_sizes",
+    "described",
+]
 
 
 if TYPE_CHECKING:
@@ -297,3 +301,45 @@ def _remote_of(tier: RemoteTier, regions: tuple[KVRegion, ...]) -> LocalRemote:
 
 def _backend_for(device_type: str) -> Callable[[tuple[KVRegion, ...]], CopyBackend]:
     return CudaBackend if device_type == "cuda" else CpuBackend
+
+
+MIN_TELLING_AXES = 3
+"""A block of fewer axes may have tokens, heads and their sizes in one of them."""
+
+
+def described(transport: object) -> str:
+    """The regions of `transport` in one line, alike ones together; empty where the tensors are elsewhere.
+
+    For example `4 regions of 100 blocks [16, 8, 64] torch.float16 (16384 bytes) on cpu`.
+    """
+    kinds: dict[str, int] = {}
+    for region in _regions(transport):
+        kind = _kind(region)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return ", ".join(f"{number} region{'s' * (number > 1)} of {kind}" for kind, number in kinds.items())
+
+
+def _regions(transport: object) -> Sequence[KVRegion]:
+    return transport.regions if isinstance(transport, LocalTransport) else ()
+
+
+def _kind(region: KVRegion) -> str:
+    shape = f" {list(region.block_shape)}" if region.block_shape else ""
+    gap = "" if region.block_stride_bytes == region.block_bytes else f", {region.block_stride_bytes} bytes apart"
+    blocks = f"{region.num_blocks} blocks{shape} {region.tensor.dtype}"
+    return f"{blocks} ({region.block_bytes} bytes{gap}) on {region.device}"
+
+
+def check_block_sizes(transport: object, groups: Sequence[GroupLike]) -> None:
+    """`RegionError` where the shape of a block says that it holds another number of tokens than any group's blocks.
+
+    A block of at least three axes has one that counts its tokens, in all layouts in use. Regions made by hand, of a
+    stride and a size in bytes, say nothing and are taken as they are.
+    """
+    sizes = {group.block_size for group in groups}
+    for number, region in enumerate(_regions(transport)):
+        if len(region.block_shape) >= MIN_TELLING_AXES and sizes.isdisjoint(region.block_shape):
+            wanted = " or ".join(map(str, sorted(sizes)))
+            problem = f"a block of region {number} is {list(region.block_shape)}, where no axis counts {wanted} tokens"
+            advice = "see block_size, and block_axis of KVRegion.of; KVRegion(tensor, stride, bytes) is not compared"
+            raise RegionError("kv_caches", f"{problem}: {advice}")

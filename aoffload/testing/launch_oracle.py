@@ -52,8 +52,8 @@ class LaunchOracle:
         )
 
     def _has_room(self, plan: TransferPlan) -> bool:
-        """Whether the bounds of its link allow a launch. A copy that has ended counts until it is settled, unless it was
-        over when its launch returned: then only its bytes count."""
+        """Whether the bounds of its link allow a launch. A copy that has ended counts until it is settled; of one that
+        was over when its launch returned, only the bytes count."""
         copies = self.runtime.worker.copies
         link = copies.link(plan.source, plan.destination)
         fits = link.num_bytes + plan.num_blocks * copies.block_bytes <= link.max_bytes

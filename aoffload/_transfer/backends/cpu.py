@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,13 +15,42 @@ from ..fences import PASSED, Fence, RegionFences
 from ..region import KVRegion, byte_rows
 from .base import CopyStopped, RegionBackend, anonymous_memory, device_ids, host_ids, host_size
 from .columns import RegionColumns, columns_of
-from .pieces import pieces_of
-from .rows import RowMover, gaps, row_mover, stretches
-from .staging import STAGE_BYTES, Staging
+from .pieces import element_type, pieces_of
+from .rows import LockWaits, RowMover, gaps, row_mover, stretches
 from .stripes import Stripes
-from .waits import LockWaits
 
-__all__ = ["CpuBackend"]
+__all__ = [
+    "CpuBackend",
+    "STAGE_BYTES",
+    "Staging",
+]
+
+
+STAGE_BYTES = 8 * 2**20
+
+
+@attrs.frozen(eq=False)
+class Staging:
+    """Copies every byte twice, which is still faster for short stretches under GIL contention."""
+
+    mover: RowMover
+    host: NDArray[np.uint8]
+    stage: NDArray[np.uint8]
+    """`uint8 [blocks that fit, block_bytes]`, used by one direction only."""
+
+    def move(self, direction: Direction, on_device: NDArray[np.int64], on_host: NDArray[np.int64]) -> None:
+        """Copy blocks, whose ids are checked, with two calls for as many as fit into the buffer."""
+        element = element_type(self.host.shape[1])
+        host, stage = self.host.view(element), self.stage.view(element)
+        for start in range(0, len(on_host), len(stage)):
+            part = slice(start, start + len(stage))
+            num_blocks = len(on_host[part])
+            if direction is Direction.LOAD:
+                np.take(host, on_host[part], axis=0, out=stage[:num_blocks], mode="clip")
+                self.mover.scatter(on_device[part], [self.stage[:num_blocks]])
+            else:
+                self.mover.gather(on_device[part], [self.stage[:num_blocks]])
+                host[on_host[part]] = stage[:num_blocks]
 
 
 BATCH_BYTES = 32 * 2**20
