@@ -29,7 +29,7 @@ from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_byte
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Outcome, Tier
-from aoffload._tiers.disk.slab import READ_BYTES, WRITE_BYTES
+from aoffload._tiers.disk.files import READ_BYTES, WRITE_BYTES
 from aoffload.env import Env
 from aoffload.transport import LocalTransport
 

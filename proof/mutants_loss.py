@@ -20,7 +20,7 @@ LOSS_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "final refusal taken for any other",
         COPIES,
-        "            if isinstance(error, DeviceGone):\n                self.turn_off(str(error))\n",
+        "                    if isinstance(error, DeviceGone):\n                        self.turn_off(str(error))\n",
         "",
         "a lost device is asked nothing any more",
         test="tests/shell/test_device_loss.py::test_a_load_that_is_refused_for_good_turns_the_cache_off",

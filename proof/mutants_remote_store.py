@@ -125,7 +125,7 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a panic of a store",
-        f"{REMOTE}.steps",
+        f"{REMOTE}.threads",
         "            except BaseException as error:  # noqa: BLE001 - somebody's store, and",
         "            except Exception as error:  # noqa: BLE001 - somebody's store, and",
         "whatever a store raises, its thread goes on",

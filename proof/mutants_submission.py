@@ -7,7 +7,7 @@ from .planting import Mutant, Patch
 __all__ = ["SUBMISSION_MUTANTS"]
 
 LANE, LOCAL = "aoffload._transfer.lane", "aoffload._transfer.local"
-QUEUE, AT_ONCE = "aoffload._transfer.copy_queue", "aoffload._transfer.lane"
+QUEUE = "aoffload._transfer.copy_queue"
 SESSION, FENCES = "aoffload._runtime.session", "aoffload._transfer.fences"
 USES, COMMITS = "aoffload._kernel.pools", "aoffload._kernel.commits"
 
@@ -42,16 +42,16 @@ _STEPS = (
     Mutant(
         "load waits for one step of several",
         FENCES,
-        "if step <= number]",
-        "if step == number]",
+        "if step <= number:",
+        "if step == number:",
         _OWN_STEPS,
         test="tests/shell/test_step_fences.py::test_a_step_without_a_fence_is_waited_for_with_all_others",
     ),
     Mutant(
         "step without a fence taken for over",
         FENCES,
-        " and len(fences) == len(found) else None",
-        " else None",
+        "                if fence is None:\n                    return None\n",
+        "                if fence is None:\n                    continue\n",
         _OWN_STEPS,
         test="tests/shell/test_step_fences.py::test_a_step_without_a_fence_is_waited_for_with_all_others",
     ),
@@ -74,8 +74,8 @@ _STEPS = (
     Mutant(
         "step whose fence raises taken for over",
         FENCES,
-        " if 0 < number <= self._last and ",
-        " if 0 < number and ",
+        "if not 0 < number <= self._last:",
+        "if not 0 < number:",
         _OWN_STEPS,
         test="tests/shell/test_step_fences.py::test_a_step_whose_fence_raises_is_not_taken_for_over",
     ),
@@ -179,9 +179,9 @@ _AT_ONCE = (
     Mutant(
         "small copy settled inside launch",
         QUEUE,
-        "            if self._inbox and self._inbox[-1].job_id == plan.job_id:  # copied at once\n",
-        "            if self._inbox and self._inbox[-1].job_id == plan.job_id:\n"
-        "                self.settle_delivered()\n",
+        "                    if self._inbox and self._inbox[-1].job_id == job_id:  # copied at once\n",
+        "                    if self._inbox and self._inbox[-1].job_id == job_id:\n"
+        "                        self.settle_delivered()\n",
         _TURN,
         test="tests/ledger/test_copy_queue.py::test_what_is_copied_at_once_is_settled_in_the_next_turn",
     ),
@@ -196,16 +196,16 @@ _AT_ONCE = (
     Mutant(
         "small copy waits for no fence",
         LANE,
-        "or not all(_is_known_to_have_passed(fence) for fence in before):",
+        "or not all(map(_is_known_to_have_passed, before)):",
         "or False:",
         "a store waits for the compute before it",
         test="tests/transfer/test_lane_threads.py::test_a_small_copy_waits_for_its_fence_and_its_turn",
     ),
     Mutant(
         "copies at once without a bound for a turn",
-        AT_ONCE,
-        "        self._left_bytes -= num_bytes\n        self._left_copies -= 1\n",
-        "        return\n",
+        LOCAL,
+        "                self._left_bytes -= num_bytes\n                self._left_copies -= 1\n",
+        "",
         "the event loop goes on",
         test="tests/transfer/test_lane_threads.py::test_small_copies_are_made_at_once_within_the_bounds_of_a_turn",
     ),

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from .._kernel.cache import PrefixCache
-from .._kernel.moves import Moves
 from .._kernel.index import jobs_into, stretches
 from .._kernel.layout import Band
+from .._kernel.moves import Moves
 from .._kernel.records import BlockTable, Job, Load
 from .._kernel.requests import LedgerRequest, LoadOverlap
 from .._kernel.states import OverlapState, Tier

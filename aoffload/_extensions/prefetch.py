@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from .._kernel.cache import PrefixCache
-from .._kernel.moves import Moves
 from .._kernel.index import find_hit, held_stop, jobs_into
 from .._kernel.jobs import Stores
 from .._kernel.leases import RequestLeases
 from .._kernel.loads import Loads
+from .._kernel.moves import Moves
 from .._kernel.records import NO_LIMIT, BlockTable, Job, Lease, Load, Run, nulls
 from .._kernel.requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Prefetch
 from .._kernel.states import CacheTransferState, Tier

@@ -56,11 +56,9 @@ from .._observe.log import Telemetry
 from .._observe.observers import Observers
 from .._tiers.disk.loop import DiskWork
 from .._tiers.remote.loop import RemoteWork
-from .._transfer.claims import claim, unclaim
 from .._transfer.fences import Fence
-from .._transfer.layout import check_block_sizes, described
-from .._transfer.local import LocalTransport
-from .._transfer.region import KVRegion
+from .._transfer.local import LocalTransport, check_block_sizes, described
+from .._transfer.region import KVRegion, claim, unclaim
 from .._transfer.transport import (
     TRANSPORTS,
     DiskStatistics,

@@ -2,9 +2,55 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import attrs
 
-__all__ = ["WriteRate"]
+__all__ = [
+    "DailyBudget",
+    "WriteRate",
+]
+
+
+DAY_S = 86_400.0
+SLICE_S = 600.0
+"""What was written within so long is counted together, and forgotten together."""
+LOW_SHARE = 0.25
+
+
+@attrs.define(eq=False)
+class Slice:
+    begins_s: float
+    num_bytes: int = 0
+
+
+@attrs.define(eq=False)
+class DailyBudget:
+    """At most `num_bytes` within any `DAY_S` seconds, whenever they begin. `now` is seconds on a clock that does not go
+    back. What was written in an earlier process does not count."""
+
+    num_bytes: int
+    num_written: int = attrs.field(default=0, init=False)
+    """Bytes of `_slices` together."""
+    _slices: deque[Slice] = attrs.field(factory=deque, init=False)
+    """The oldest first."""
+
+    def left(self, now: float) -> int:
+        """Bytes that may be written now."""
+        while self._slices and self._slices[0].begins_s + SLICE_S + DAY_S <= now:
+            self.num_written -= self._slices.popleft().num_bytes
+        return max(0, self.num_bytes - self.num_written)
+
+    def is_low(self, now: float) -> bool:
+        """Whether less than a quarter is left: then only what is worth it should be written."""
+        return self.left(now) < self.num_bytes * LOW_SHARE
+
+    def spend(self, num_bytes: int, now: float) -> None:
+        """So many bytes are going to be written."""
+        if not self._slices or now >= self._slices[-1].begins_s + SLICE_S:
+            self._slices.append(Slice(now))
+        self._slices[-1].num_bytes += num_bytes
+        self.num_written += num_bytes
 
 
 @attrs.define(eq=False)

@@ -130,7 +130,7 @@ class CopyQueue:
         self._dispatch()
 
     def link(self, source: Tier, destination: Tier) -> Link:
-        """Its copies from one tier to another: the same object for as long as it lives."""
+        """The link between these two tiers: one object for the life of the queue."""
         found = self._links.get((source, destination))
         if found is None:
             link = self.transport.link_bytes_per_s if isinstance(self.transport, KnowsItsLink) else 0.0
@@ -154,39 +154,32 @@ class CopyQueue:
         for link in self._links.values():
             while link.queue:
                 plan, after = link.queue[0]
-                num_bytes = len(plan.source_ids) * self.block_bytes
-                if not self._may_launch(link, num_bytes):
+                job_id, num_bytes = plan.job_id, len(plan.source_ids) * self.block_bytes
+                num_jobs = len(link.in_flight) - len(link.reported)
+                most = max(link.max_bytes, self._step_bytes) if link.follows else link.max_bytes
+                fits = link.num_bytes + num_bytes <= most and num_jobs < link.max_jobs
+                if not fits and link.in_flight:  # a job above the bound runs alone
                     break
                 link.queue.popleft()
                 link.queued_bytes -= num_bytes
-                if self.tell(self.ledger.launch, plan.job_id):
-                    link.begin(plan.job_id, num_bytes, self.clock())
-                    self._launch(link, plan, after)
-                else:
-                    self.regions.end(plan.job_id, "no request waits for it any more")
-
-    def _may_launch(self, link: Link, num_bytes: int) -> bool:
-        num_jobs = len(link.in_flight) - len(link.reported)
-        most = max(link.max_bytes, self._step_bytes) if link.follows else link.max_bytes
-        fits = link.num_bytes + num_bytes <= most and num_jobs < link.max_jobs
-        return fits or not link.in_flight  # a job above the bound runs alone
-
-    def _launch(self, link: Link, plan: TransferPlan, after: Fence | None) -> None:
-        """Start a copy. Whatever the transport raises becomes the completion of the job."""
-        try:
-            self.regions.launch(plan.job_id)
-            self.transport.launch(plan, after)
-            if self._inbox and self._inbox[-1].job_id == plan.job_id:  # copied at once
-                link.reported.add(plan.job_id)
-        except TransferRefused as error:
-            self.deliver(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
-            if isinstance(error, DeviceGone):
-                self.turn_off(str(error))
-        except Exception as error:  # noqa: BLE001 - a driver error: what was started is unknown, the engine goes on
-            self.deliver(Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))
-        except BaseException:  # the handler of a signal: the same, and whoever has sent it hears of it
-            self.deliver(Completion(plan.job_id, Outcome.UNPROVEN, error="the launch was interrupted"))
-            raise
+                if not self.tell(self.ledger.launch, job_id):
+                    self.regions.end(job_id, "nobody waits for it any more")
+                    continue
+                link.begin(job_id, num_bytes, self.clock())
+                try:
+                    self.regions.launch(job_id)
+                    self.transport.launch(plan, after)
+                    if self._inbox and self._inbox[-1].job_id == job_id:  # copied at once
+                        link.reported.add(job_id)
+                except TransferRefused as error:
+                    self.deliver(Completion(job_id, Outcome.FAILED, error=str(error)))
+                    if isinstance(error, DeviceGone):
+                        self.turn_off(str(error))
+                except Exception as error:  # noqa: BLE001 - a driver error: the copy may have begun, the engine goes on
+                    self.deliver(Completion(job_id, Outcome.UNPROVEN, error=repr(error)))
+                except BaseException:  # a signal handler raised: the copy may have begun, and the caller gets the error
+                    self.deliver(Completion(job_id, Outcome.UNPROVEN, error="the launch was interrupted"))
+                    raise
 
     # -- completions ----------------------------------------------------------------------------------------------
 
@@ -211,10 +204,9 @@ class CopyQueue:
             for link in self._links.values():
                 if completion.job_id in link.in_flight:
                     link.end(completion, self.clock())
-                # An UNPROVEN report is no end: the copy may still be moving bytes, and a copy that follows it on this
-                # link could not be told apart from it. Without a late proof, the link stays stopped. A fence that has
-                # raised is asked no second time: what it would say then is of the device's state after an error, and
-                # no proof.
+                # An UNPROVEN report is no end: the copy may still be moving bytes, and a later copy of this link could
+                # not be distinguished from it. Without a late proof, the link stays stopped. A fence that has raised is
+                # not queried again, because its answer would reflect the device's error state and prove nothing.
                 if completion.job_id in link.overdue and completion.outcome is not Outcome.UNPROVEN:
                     link.overdue.discard(completion.job_id)
                     if not link.overdue:
@@ -378,7 +370,13 @@ class CopyQueue:
     @property
     def oldest_job(self) -> float:
         """The first job that is queued or in flight; infinity if there is none."""
-        return min((link.oldest_job for link in self._links.values()), default=math.inf)
+        oldest = math.inf
+        for link in self._links.values():
+            if link.queue:
+                oldest = min(oldest, link.queue[0][0].job_id)
+            if link.in_flight:
+                oldest = min(oldest, *link.in_flight)
+        return oldest
 
     def in_flight_up_to(self, job_id: int) -> tuple[int, ...]:
         """The launched jobs up to `job_id` that have neither ended nor been given up."""

@@ -117,9 +117,15 @@ class StepFences:
         """The fences for a load whose destinations were used by steps up to `number`. None: the load has to wait for
         all compute so far, because the steps are unknown (0), or one of them has no fence."""
         self._forget_passed()
-        found = [fence for step, fence in self._pending if step <= number]
-        fences = tuple([fence for fence in found if fence is not None])
-        return OnlyAfter(fences) if 0 < number <= self._last and len(fences) == len(found) else None
+        if not 0 < number <= self._last:
+            return None
+        fences = list[Fence]()
+        for step, fence in self._pending:
+            if step <= number:
+                if fence is None:
+                    return None
+                fences.append(fence)
+        return OnlyAfter(fences)
 
     def _forget_passed(self) -> None:
         """Forget the oldest fences, as far as they have passed. The next fence replaces one that is broken."""

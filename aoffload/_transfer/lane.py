@@ -25,6 +25,7 @@ in the thread that launches, if no job of the lane is ahead.
 from __future__ import annotations
 
 import enum
+import hashlib
 import statistics
 import threading
 import time
@@ -35,19 +36,18 @@ from queue import Empty, SimpleQueue
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.states import Direction, Outcome
 from ..env import Env
 from ..errors import DeviceGone, TransferRefused
 from .backends.base import CopyBackend, CopyStopped, LostDevice
-from .checksums import BlockChecksums
 from .fences import PASSED, Fence
-from .starting import started_thread
-from .turns import wait_precisely
+from .turns import started_thread, wait_precisely
 
 __all__ = [
-    "AtOnce",
+    "BlockChecksums",
     "CopyLane",
     "DeviceLoss",
     "LaneCounts",
@@ -56,6 +56,32 @@ __all__ = [
     "TURN_COPIES",
     "hand_over_bytes",
 ]
+
+
+DIGEST_BYTES = 16
+
+
+class BlockChecksums:
+    """`uint8 [num_host_blocks, 16]`, no object per block.
+
+    A block that was never stored has an all-zero checksum, which matches no bytes: loading it reports it as corrupt.
+    BLAKE2b is the fastest collision-resistant hash of the standard library (measured: 0.4 GB/s, and 0.24 GB/s for
+    SHA-256 without hardware support), and it releases the GIL.
+    """
+
+    def __init__(self, num_host_blocks: int) -> None:
+        self._digests = np.zeros((num_host_blocks, DIGEST_BYTES), dtype=np.uint8)
+
+    def record(self, host_id: int, block: NDArray[np.uint8]) -> None:
+        self._digests[host_id] = np.frombuffer(_digest(block), dtype=np.uint8)
+
+    def matches(self, host_id: int, block: NDArray[np.uint8]) -> bool:
+        recorded: bytes = self._digests[host_id].tobytes()
+        return recorded == _digest(block)
+
+
+def _digest(block: NDArray[np.uint8]) -> bytes:
+    return hashlib.blake2b(block.data, digest_size=DIGEST_BYTES).digest()
 
 
 class DeviceLoss:
@@ -86,27 +112,6 @@ NUM_ROUNDS = 15
 MOST_S = 0.005
 """No round is begun later: where other threads compute, handing over takes tens of milliseconds."""
 SAMPLE_BYTES = 2**20
-
-
-@attrs.define
-class AtOnce:
-    """The bounds on copies that `launch` makes itself. No copy is made before the first `begin_turn`, because only a
-    caller that settles completions in turns calls it."""
-
-    most_bytes: int = 0
-    """Of one copy. 0: no copy is made at once."""
-    _left_bytes: int = attrs.field(init=False, default=0)
-    _left_copies: int = attrs.field(init=False, default=0)
-
-    def begin_turn(self) -> None:
-        self._left_bytes, self._left_copies = TURN_BYTES, TURN_COPIES
-
-    def allows(self, num_bytes: int) -> bool:
-        return num_bytes <= self.most_bytes and num_bytes <= self._left_bytes and self._left_copies > 0
-
-    def copied(self, num_bytes: int) -> None:
-        self._left_bytes -= num_bytes
-        self._left_copies -= 1
 
 
 def hand_over_bytes(hand_over: Callable[[], object]) -> int:
@@ -230,12 +235,12 @@ class CopyLane:
             with self._gate:  # `stop_launching` takes the gate before the memory is released
                 if self._refusal:
                     raise TransferRefused(self._refusal)
-                if self._num_over != self._num_launched or not all(_is_known_to_have_passed(fence) for fence in before):
+                if self._num_over != self._num_launched or not all(map(_is_known_to_have_passed, before)):
                     return False
                 began_s = self._env.now()
                 try:
                     self._backend.copy(plan)
-                    completion = self._proven(plan, plan.num_blocks, began_s)
+                    completion = self._proven(plan, len(plan.source_ids), began_s)
                 except Exception as error:  # noqa: BLE001 - becomes the outcome of this job, as in the thread
                     self._loss.notice(error)
                     completion = self._failed(plan, began_s, error)
@@ -421,12 +426,18 @@ class CopyLane:
 
     def _proven(self, plan: TransferPlan, num_copied: int, began_s: float) -> Completion:
         """The completion of a copy whose leading `num_copied` blocks are at their destination, after verification."""
-        duration_s = self._count_copy(num_copied, began_s)
+        now_s, counts = self._env.now(), self.counts
+        # Time in which several jobs ran is counted once.
+        counts.copy_seconds += now_s - max(began_s, self._last_end_s)
+        self._last_end_s = now_s
+        counts.num_jobs += 1
+        counts.num_blocks += num_copied
+        duration_s = max(0.0, now_s - began_s)  # a clock that goes back costs a duration, not the thread
         num_bytes = num_copied * self._backend.block_bytes
         landed = Completion(plan.job_id, Outcome.LANDED, num_copied, num_bytes=num_bytes, duration_s=duration_s)
         try:
             self._backend.after_copy(plan)
-            corrupt = self._verify(plan, num_copied)
+            corrupt = () if self._checksums is None else self._verify(plan, num_copied, self._checksums)
             self._backend.after_verify(plan)
         except Exception as error:  # noqa: BLE001 - reading back failed: the copy is over, and nothing proven
             self._loss.notice(error)
@@ -436,33 +447,22 @@ class CopyLane:
             return attrs.evolve(landed, outcome=Outcome.CORRUPT, num_landed=corrupt[0], corrupt=corrupt, error=problem)
         return landed
 
-    def _count_copy(self, num_copied: int, began_s: float) -> float:
-        now_s = self._env.now()
-        # Time in which several jobs ran is counted once.
-        self.counts.copy_seconds += now_s - max(began_s, self._last_end_s)
-        self._last_end_s = now_s
-        self.counts.num_jobs += 1
-        self.counts.num_blocks += num_copied
-        return max(0.0, now_s - began_s)  # a clock that goes back costs a duration, not the thread
-
-    def _verify(self, plan: TransferPlan, num_copied: int) -> tuple[int, ...]:
+    def _verify(self, plan: TransferPlan, num_copied: int, checksums: BlockChecksums) -> tuple[int, ...]:
         """For a load: indices of blocks that differ from what was stored. For a store: records the checksums.
 
         Checksums are taken from the source blocks, which the job still leases, so a load also notices a store that was
         not over yet when its fence passed.
         """
-        if self._checksums is None:
-            return ()
         if self.direction is Direction.STORE:
             for block_id, host_id in zip(plan.source_ids[:num_copied], plan.destination_ids, strict=False):
-                self._checksums.record(host_id, self._backend.device_block(block_id))
+                checksums.record(host_id, self._backend.device_block(block_id))
             return ()
         pairs = zip(plan.source_ids[:num_copied], plan.destination_ids, strict=False)
         # Read back from the device, where compute reads: this also finds blocks that were copied to the wrong place.
         found = tuple(
             index
             for index, (host_id, block_id) in enumerate(pairs)
-            if not self._checksums.matches(host_id, self._backend.device_block(block_id))
+            if not checksums.matches(host_id, self._backend.device_block(block_id))
         )
         self.counts.num_corrupt += len(found)
         self.counts.num_verified += num_copied - len(found)

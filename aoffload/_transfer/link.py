@@ -90,8 +90,8 @@ class Link:
     def begin(self, job_id: int, num_bytes: int, now: float) -> None:
         if not self.in_flight:
             self.first_since = now
-        if self.rate is not None and not self.in_flight:
-            self.rate.begins(now)
+            if self.rate is not None:
+                self.rate.begins(now)
         self.in_flight[job_id] = InFlight(num_bytes, now + self.timeout_s)
         self.num_bytes += num_bytes
 
@@ -135,12 +135,6 @@ class Link:
         self.queue.clear()
         self.queued_bytes = 0
         return queued
-
-    @property
-    def oldest_job(self) -> float:
-        """The first job that is queued or in flight; infinity if there is none."""
-        queued = [self.queue[0][0].job_id] if self.queue else []
-        return min([*queued, *self.in_flight], default=math.inf)
 
     def give_up(self, job_ids: Iterable[int]) -> None:
         """Nobody waits for these jobs any more."""

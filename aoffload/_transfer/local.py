@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .._arguments import check_callable, check_has, check_type
+from .._config.config import GroupLike
 from .._config.tiers import DiskTier, RemoteTier
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.pools import are_neighbours
 from .._kernel.states import BELOW, TIERS, Direction, Tier
 from ..env import Env
-from ..errors import ConfigError, DeviceGone, TransferRefused, WrongState
+from ..errors import ConfigError, RegionError, TransferRefused, WrongState
 from .backends.base import CopyBackend, HasHostRows
 from .backends.cpu import CpuBackend
 from .backends.cuda import CudaBackend
-from .checksums import BlockChecksums
 from .fences import Fence, OnlyAfter, RegionFences, WatchesRegions
-from .lane import AtOnce, CopyLane, DeviceLoss, LaneCounts, hand_over_bytes
+from .lane import TURN_BYTES, TURN_COPIES, BlockChecksums, CopyLane, DeviceLoss, LaneCounts, hand_over_bytes
 from .region import KVRegion, regions_of
 from .transport import PinProgress, ReportsPinning, TransferStatistics, TransportDisk, TransportRemote
 from .turns import Turns
 
-__all__ = ["LocalTransport"]
+__all__ = [
+    "LocalTransport",
+    "check_block_sizes",
+    "described",
+]
 
 
 if TYPE_CHECKING:
@@ -68,7 +72,10 @@ class LocalTransport:
         """By link."""
         self._num_blocks: dict[Tier, int] = {}
         self._turns = Turns()
-        self._at_once = AtOnce()
+        self._most_bytes_at_once = 0
+        """Of a copy that `launch` makes itself. 0: it makes none."""
+        # Both are 0 until the first `begin_turn`, which only a caller that settles completions in turns calls.
+        self._left_bytes = self._left_copies = 0
         self._deliver: Callable[[Completion], object]
         """Set by `open`."""
         self._loss = DeviceLoss()
@@ -149,7 +156,7 @@ class LocalTransport:
                 self._num_blocks[Tier.REMOTE] = self._remote.num_blocks
         # Only `CpuBackend` itself is known to copy without waiting. Verifying takes longer than copying.
         if type(self.backend) is CpuBackend and not verify:
-            self._at_once.most_bytes = hand_over_bytes(next(iter(self._lanes.values())).hand_over)
+            self._most_bytes_at_once = hand_over_bytes(next(iter(self._lanes.values())).hand_over)
 
     def record_fence(self) -> Fence:
         """`TransferRefused` if the device records none; `DeviceGone` if it is lost."""
@@ -167,15 +174,15 @@ class LocalTransport:
         lost."""
         if not self._lanes:
             raise TransferRefused("the transport is not open")
-        if self._loss.reason:
-            raise DeviceGone(self._loss.reason)
-        link = plan.link
+        self._loss.check()
+        link = plan.source, plan.destination
+        lane = self._lanes.get(link)
         lower: LocalDisk | LocalRemote | None = None
-        if Tier.DISK in link and Tier.DISK in self._num_blocks:
-            lower = self._disk
-        elif Tier.REMOTE in link and Tier.REMOTE in self._num_blocks:
-            lower = self._remote
-        if link not in _LINKS and (link not in _LOWER_LINKS or lower is None):
+        if lane is None and link in _LOWER_LINKS:
+            tier = Tier.DISK if Tier.DISK in link else Tier.REMOTE
+            if tier in self._num_blocks:  # it is open
+                lower = self._disk if tier is Tier.DISK else self._remote
+        if lane is None and lower is None:
             raise TransferRefused(f"no way from {plan.source!r} to {plan.destination!r} here")
         num_blocks = len(plan.source_ids)
         if num_blocks != len(plan.destination_ids):
@@ -183,27 +190,28 @@ class LocalTransport:
             raise TransferRefused(f"job {plan.job_id}: {lengths}")
         self._check_ids(plan, "source_ids", plan.source, plan.source_ids)
         self._check_ids(plan, "destination_ids", plan.destination, plan.destination_ids)
-        if lower is not None:  # no compute touches host memory: there is no fence to wait for
-            self._launch_in_thread(lower.launch, plan)
-            return
-        # A load overwrites blocks that compute may still read, and a store without `after` reads blocks that it may
-        # still write, so both wait for all compute so far, too. `OnlyAfter` says that there is nothing else.
-        fences: tuple[Fence, ...] = () if after is None else (after,)
-        if isinstance(after, OnlyAfter):
-            fences = after.fences
-        elif plan.destination is Tier.DEVICE or after is None:
-            fences = (*fences, self.record_fence())
-        lane, num_bytes = self._lanes[link], num_blocks * self.backend.block_bytes
-        if self._at_once.allows(num_bytes) and lane.copy_now(plan, fences, self._deliver):
-            self._at_once.copied(num_bytes)
-            return
-        self._launch_in_thread(lane.launch, plan, fences)
 
-    def _launch_in_thread(self, launch: Callable[..., None], *args: object) -> None:
-        """Hand a plan to a thread, whose completion ends the turn that begins here."""
+        fences: tuple[Fence, ...] = ()  # a copy below the host waits for none: no compute touches host memory
+        if lane is not None:
+            if isinstance(after, OnlyAfter):
+                fences = after.fences
+            elif after is None:
+                fences = (self.record_fence(),)
+            else:
+                # A load overwrites blocks that compute may still read, so it waits for all compute so far, too.
+                fences = (after, self.record_fence()) if link[1] is Tier.DEVICE else (after,)
+            num_bytes = num_blocks * self.backend.block_bytes
+            is_small = num_bytes <= self._most_bytes_at_once and num_bytes <= self._left_bytes
+            if is_small and self._left_copies > 0 and lane.copy_now(plan, fences, self._deliver):
+                self._left_bytes -= num_bytes
+                self._left_copies -= 1
+                return
         self._turns.begin()
         try:
-            launch(*args)
+            if lane is not None:
+                lane.launch(plan, fences)
+            elif lower is not None:
+                lower.launch(plan)
         except TransferRefused:
             self._turns.end()
             raise
@@ -211,7 +219,7 @@ class LocalTransport:
     def begin_turn(self) -> None:
         """Call it each time that you have settled completions: `launch` may again make small copies of CPU tensors
         itself, up to a bound. Do not call it if you settle completions inside `deliver`."""
-        self._at_once.begin_turn()
+        self._left_bytes, self._left_copies = TURN_BYTES, TURN_COPIES
 
     def give_up(self, job_id: int) -> None:
         """A store to the disk records nothing from here on: its source may be overwritten. A copy from or to a remote
@@ -293,3 +301,45 @@ def _remote_of(tier: RemoteTier, regions: tuple[KVRegion, ...]) -> LocalRemote:
 
 def _backend_for(device_type: str) -> Callable[[tuple[KVRegion, ...]], CopyBackend]:
     return CudaBackend if device_type == "cuda" else CpuBackend
+
+
+MIN_TELLING_AXES = 3
+"""A block of fewer axes may have tokens, heads and their sizes in one of them."""
+
+
+def described(transport: object) -> str:
+    """The regions of `transport` in one line, alike ones together; empty where the tensors are elsewhere.
+
+    For example `4 regions of 100 blocks [16, 8, 64] torch.float16 (16384 bytes) on cpu`.
+    """
+    kinds: dict[str, int] = {}
+    for region in _regions(transport):
+        kind = _kind(region)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return ", ".join(f"{number} region{'s' * (number > 1)} of {kind}" for kind, number in kinds.items())
+
+
+def _regions(transport: object) -> Sequence[KVRegion]:
+    return transport.regions if isinstance(transport, LocalTransport) else ()
+
+
+def _kind(region: KVRegion) -> str:
+    shape = f" {list(region.block_shape)}" if region.block_shape else ""
+    gap = "" if region.block_stride_bytes == region.block_bytes else f", {region.block_stride_bytes} bytes apart"
+    blocks = f"{region.num_blocks} blocks{shape} {region.tensor.dtype}"
+    return f"{blocks} ({region.block_bytes} bytes{gap}) on {region.device}"
+
+
+def check_block_sizes(transport: object, groups: Sequence[GroupLike]) -> None:
+    """`RegionError` where the shape of a block says that it holds another number of tokens than any group's blocks.
+
+    A block of at least three axes has one that counts its tokens, in all layouts in use. Regions made by hand, of a
+    stride and a size in bytes, say nothing and are taken as they are.
+    """
+    sizes = {group.block_size for group in groups}
+    for number, region in enumerate(_regions(transport)):
+        if len(region.block_shape) >= MIN_TELLING_AXES and sizes.isdisjoint(region.block_shape):
+            wanted = " or ".join(map(str, sorted(sizes)))
+            problem = f"a block of region {number} is {list(region.block_shape)}, where no axis counts {wanted} tokens"
+            advice = "see block_size, and block_axis of KVRegion.of; KVRegion(tensor, stride, bytes) is not compared"
+            raise RegionError("kv_caches", f"{problem}: {advice}")

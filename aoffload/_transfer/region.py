@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 import numpy as np
 import torch
 
 from .._arguments import shown
+from .._kernel.layout import Layout
 from ..errors import RegionError
 
-__all__ = ["KVRegion", "byte_rows", "regions_of", "share_memory"]
+__all__ = [
+    "KVRegion",
+    "byte_rows",
+    "claim",
+    "identity_of",
+    "regions_of",
+    "share_memory",
+    "unclaim",
+]
 
 
 _DEVICE_TYPES = ("cpu", "cuda")
@@ -251,3 +264,51 @@ def _starts(region: KVRegion) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 def _end(region: KVRegion) -> int:
     return region.address + (region.num_blocks - 1) * region.block_stride_bytes + region.block_bytes
+
+
+@attrs.frozen
+class _Claim:
+    process_id: int
+    """The process that made the claim. A forked child has copies of the claims and of the memory."""
+    has_own_ids: bool
+    """The program hands out the block ids."""
+
+
+_LOCK = threading.Lock()
+_CLAIMS: WeakKeyDictionary[KVRegion, _Claim] = WeakKeyDictionary()
+"""Weak keys: a claim ends when no copy refers to its region any more."""
+
+
+def claim(regions: Sequence[KVRegion], *, has_own_ids: bool) -> None:
+    """Claim the memory of `regions`. `RegionError("kv_caches")` if an open runtime uses some of it, unless the program
+    hands out the block ids of both."""
+    with _LOCK:
+        for other, theirs in list(_CLAIMS.items()):
+            if theirs.process_id != os.getpid() or (has_own_ids and theirs.has_own_ids):
+                continue
+            if any(one.device == other.device and share_memory(one, other) for one in regions):
+                problem = "is in use by another open runtime: each would overwrite what the other one has cached"
+                raise RegionError("kv_caches", problem)
+        for region in regions:
+            _CLAIMS[region] = _Claim(os.getpid(), has_own_ids)
+
+
+def unclaim(regions: Sequence[KVRegion]) -> None:
+    """No copy uses the memory of `regions` any more."""
+    with _LOCK:
+        for region in regions:
+            _CLAIMS.pop(region, None)
+
+
+def identity_of(layout: Layout, namespace: str, regions: Sequence[KVRegion]) -> str:
+    """As text that is the same in every process. Sizes of units and blocks come on top."""
+    kinds = [_described(band.kind) for band in layout.bands]
+    shapes = [(str(region.tensor.dtype), tuple(region.block_shape), region.block_bytes) for region in regions]
+    places = [tuple(place) for place in layout.places]
+    return repr((namespace, kinds, places, shapes, sys.byteorder))
+
+
+def _described(kind: object) -> str:
+    """An attention kind as text that is the same in every process."""
+    name = f"{type(kind).__module__}.{type(kind).__qualname__}"
+    return name if type(kind).__repr__ is object.__repr__ else f"{name} {kind!r}"

@@ -6,9 +6,19 @@ import ctypes
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["SWITCH_S", "Turns", "give_way", "wait_precisely"]
+from ..env import Env
+from ..errors import TransferRefused
+
+__all__ = [
+    "SWITCH_S",
+    "Turns",
+    "give_way",
+    "started_thread",
+    "wait_precisely",
+]
 
 
 SWITCH_S = 1e-5
@@ -86,3 +96,11 @@ def give_way() -> None:
     with suppress(OSError):  # a sandbox that lets nobody choose
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def started_thread(env: Env, work: Callable[[], None], name: str) -> threading.Thread:
+    """Start a thread of `env`. `TransferRefused` where the system has none left: then `work` never runs."""
+    try:
+        return env.start_thread(work, name)
+    except RuntimeError as error:
+        raise TransferRefused(f"the thread {name} cannot be started: {error}") from error

@@ -52,9 +52,12 @@ class LaunchOracle:
         )
 
     def _has_room(self, plan: TransferPlan) -> bool:
-        """Whether it could be launched. A copy that has ended fills its bound until it is settled."""
+        """Whether the bounds of its link allow a launch. A copy that has ended counts until it is settled; of one that
+        was over when its launch returned, only the bytes count."""
         copies = self.runtime.worker.copies
-        return copies._may_launch(copies.link(plan.source, plan.destination), plan.num_blocks * copies.block_bytes)
+        link = copies.link(plan.source, plan.destination)
+        fits = link.num_bytes + plan.num_blocks * copies.block_bytes <= link.max_bytes
+        return not link.in_flight or (fits and len(link.in_flight) - len(link.reported) < link.max_jobs)
 
     def _check_order(self, plan: TransferPlan) -> None:
         unsettled = self.runtime.ledger.jobs.unsettled

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from .._tiers.remote.steps import Steps
-from .._tiers.remote.threads import Threads
+from .._tiers.remote.threads import Steps, Threads
 from ..env import Env
 from ..errors import StoreError
 from .faults import Faults

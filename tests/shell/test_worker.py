@@ -35,8 +35,8 @@ from serving import (
 from aoffload import IntegrityError, OffloadRuntime, OutOfBlocks, RequestState, RuntimeClosed
 from aoffload._kernel.states import Direction
 from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
-from aoffload._transfer.copy_queue import CopyQueue
 from aoffload._transfer.fences import PASSED, Fence
+from aoffload._transfer.link import Link
 from aoffload.errors import TransferRefused
 from aoffload.ledger import Completion, Outcome
 
@@ -461,13 +461,13 @@ async def test_a_bug_where_completions_arrive_turns_the_cache_off(monkeypatch: p
     with anyio.fail_after(GUARD_S):
         async with scripted() as (engine, transport):
             await on_the_host_only(engine, A)
-            note_end = CopyQueue._note_end
+            end = Link.end
 
-            def fails_once(copies: CopyQueue, completion: Completion) -> None:
-                monkeypatch.setattr(CopyQueue, "_note_end", note_end)
+            def fails_once(link: Link, completion: Completion, now: float) -> None:
+                monkeypatch.setattr(Link, "end", end)
                 raise IntegrityError("planted")
 
-            monkeypatch.setattr(CopyQueue, "_note_end", fails_once)
+            monkeypatch.setattr(Link, "end", fails_once)
             monkeypatch.setattr(engine.runtime.telemetry, "worker_failed", errors.append)
             assert await engine.serve(A) == 0
             assert [str(error) for error in errors] == ["planted"]

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from aoffload._kernel.states import Direction, Outcome
 from aoffload._transfer.backends.cpu import CpuBackend
-from aoffload._transfer.backends.rows import stretches
+from aoffload._transfer.backends.rows import LockWaits, stretches
 from aoffload._transfer.backends.stripes import Stripes
-from aoffload._transfer.backends.waits import LockWaits
 from aoffload._transfer.region import regions_of
 from aoffload.errors import ConfigError
 

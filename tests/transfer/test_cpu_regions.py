@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from aoffload._kernel.states import Direction, Outcome
 from aoffload._transfer.backends.columns import RegionColumns
 from aoffload._transfer.backends.cpu import CpuBackend
-from aoffload._transfer.backends.waits import LockWaits
+from aoffload._transfer.backends.rows import LockWaits
 from aoffload._transfer.fences import LoadedRegion, RegionFences
 from aoffload._transfer.region import KVRegion
 from aoffload.errors import RegionNotLoaded

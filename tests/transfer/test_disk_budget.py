@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from aoffload._tiers.disk.budget import DAY_S, DailyBudget
+from aoffload._tiers.write_rate import DAY_S, DailyBudget
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,8 +10,7 @@ import structlog
 import torch
 
 from aoffload import ChunkedLocal, KVCacheGroup, KVRegion, OffloadConfig, OffloadRuntime
-from aoffload._transfer.layout import described
-from aoffload._transfer.local import LocalTransport
+from aoffload._transfer.local import LocalTransport, described
 from aoffload._transfer.region import byte_rows, regions_of
 from aoffload.errors import RegionError
 

@@ -173,7 +173,7 @@ def test_small_copies_are_made_at_once_within_the_bounds_of_a_turn() -> None:
     """Their bytes are there, and their completion is delivered, when `launch` returns; beyond the bounds a thread makes
     them; another turn begins anew."""
     small = Small(block_bytes=48 * 1024, num_blocks=16)
-    small.transport._at_once.most_bytes = 64 * 1024  # whatever this machine's threads cost
+    small.transport._most_bytes_at_once = 64 * 1024  # whatever this machine's threads cost
     small.transport.begin_turn()
     at_once = []
     for number in range(12):
@@ -250,4 +250,4 @@ def test_a_backend_of_the_program_copies_in_threads(open_copies: Callable[..., C
     """It may wait in `copy`, which would stop the event loop."""
     copies = open_copies(numbered_pool(), 4, FailingBackend)
     copies.transport.begin_turn()
-    assert copies.transport._at_once.most_bytes == 0
+    assert copies.transport._most_bytes_at_once == 0

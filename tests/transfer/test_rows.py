@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from aoffload._transfer.backends import stripes, waits
+from aoffload._transfer.backends import rows, stripes
 from aoffload._transfer.backends.pieces import common_unit, pieces_of
-from aoffload._transfer.backends.rows import FlatRows, PatientRows, RowMover, Rows, row_mover
+from aoffload._transfer.backends.rows import FlatRows, LockWaits, PatientRows, RowMover, Rows, row_mover
 from aoffload._transfer.backends.stripes import Stripes, progressions
-from aoffload._transfer.backends.waits import LockWaits
 from aoffload._transfer.region import KVRegion, regions_of
 from aoffload._transfer.turns import SWITCH_S
 
@@ -220,7 +219,7 @@ def test_a_wait_is_time_that_is_not_the_threads_own(monkeypatch: pytest.MonkeyPa
     """Copying is no wait, however long it takes."""
     clocks = {"perf_counter": 5.0, "thread_time": 1.0}
     for name in clocks:
-        monkeypatch.setattr(waits.time, name, lambda name=name: clocks[name])
+        monkeypatch.setattr(rows.time, name, lambda name=name: clocks[name])
     found = LockWaits()
     for own_s, other_s, has_waited in ((0.5, 0.0, False), (0.5, 2 * SWITCH_S, True), (0.5, 0.0, False)):
         with found.timing(1):

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from ..._kernel.plans import Completion, RestoredRun, TransferPlan
 from ..._kernel.states import Direction, Outcome, Tier
 from ..._transfer.breaker import MAX_MOVES, Breaker, LeftAlone, StorageMove, Use
-from ..._transfer.checksums import BlockChecksums
-from ..._transfer.starting import started_thread
-from ..._transfer.turns import wait_precisely
+from ..._transfer.lane import BlockChecksums
+from ..._transfer.turns import started_thread, wait_precisely
 from ...env import Env
 from ...errors import TransferRefused
 from .forgetting import DiskTrouble

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,21 +16,23 @@ from ..._kernel.layout import Layout
 from ..._kernel.plans import Completion, RestoredRun, TransferPlan
 from ..._kernel.states import Direction
 from ..._transfer.breaker import StorageMove, taken
-from ..._transfer.checksums import BlockChecksums
-from ..._transfer.identity import identity_of
-from ..._transfer.region import KVRegion
+from ..._transfer.lane import BlockChecksums
+from ..._transfer.region import KVRegion, identity_of
 from ..._transfer.transport import DiskStatistics
+from ..._transfer.turns import started_thread
 from ...env import Env
-from ...errors import TransferRefused, WrongState
+from ...errors import ConfigError, TransferRefused, WrongState
 from .files import DiskDirectory
 from .forgetting import DiskTrouble
 from .lanes import DiskCounts, DiskLanes
-from .opening import opened_within
 from .posix import PosixDirectory
 from .records import SlotLayout
 from .slots import DiskSlots
 
-__all__ = ["LocalDisk"]
+__all__ = [
+    "LocalDisk",
+    "opened_within",
+]
 
 
 @attrs.define(eq=False)
@@ -136,3 +139,31 @@ class LocalDisk:
         if self._lanes is None:
             raise TransferRefused("the disk is not open")
         return self._lanes
+
+
+def opened_within(timeout_s: float, open_slots: Callable[[], DiskSlots], env: Env) -> DiskSlots:
+    """What `open_slots` returns, called in a thread of its own. `ConfigError("path")` if it takes longer than
+    `timeout_s` seconds: the thread then closes what it opens in the end. Until that another opener is refused."""
+    is_over = threading.Lock()  # taken by the thread when it has opened, or by the caller when it has given up
+    has_ended = threading.Event()
+    found: list[DiskSlots] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            slots = open_slots()
+            if is_over.acquire(blocking=False):
+                found.append(slots)
+            else:
+                slots.close()
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            errors.append(error)
+        has_ended.set()
+
+    started_thread(env, work, "aoffload-disk-opener")
+    if not has_ended.wait(timeout_s) and is_over.acquire(blocking=False):
+        raise ConfigError("path", f"does not answer: it was not open within {timeout_s:g} s")
+    has_ended.wait()
+    if errors:
+        raise errors[0]
+    return found[0]

@@ -35,7 +35,7 @@ from ..._transfer.breaker import in_lines
 from ..._transfer.transport import TransportDisk
 from ...env import Env
 from ...errors import TransferRefused
-from .budget import DailyBudget
+from ..write_rate import DailyBudget
 from .forgetting import DiskTrouble
 
 __all__ = ["DiskState", "DiskWork"]

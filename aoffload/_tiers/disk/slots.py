@@ -21,12 +21,10 @@ from ..._config.tiers import num_slots_in
 from ..._kernel.plans import BlockLabel
 from ..._kernel.states import Outcome
 from ...errors import ConfigError, InvalidArgument
-from .files import DiskDirectory, DiskFile
+from .files import READ_BYTES, WRITE_BYTES, DiskDirectory, DiskFile, Slab, Stretch, neighbours
 from .forgetting import DiskTrouble, forgotten
-from .neighbours import Stretch, neighbours
 from .records import RecordFormat, SlotLayout, Superblock
 from .recovery import Chains, Survivors
-from .slab import READ_BYTES, WRITE_BYTES, Slab
 from .sums import SlotSums, SumThreads, as_rows, data_sum
 from .table import SlotTable
 

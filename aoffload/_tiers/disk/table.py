@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._config.tiers import SUPERBLOCK_BYTES
-from .files import DiskFile
-from .neighbours import neighbours
+from .files import DiskFile, neighbours
 from .records import RecordFormat, Superblock
 
 __all__ = ["SlotTable"]

@@ -20,7 +20,7 @@ from ...env import Env
 from ...errors import StoreError
 from .cells import Cells
 from .nodes import Nodes
-from .steps import Steps
+from .threads import Steps
 
 __all__ = ["ASK_THREADS", "LOAD_THREADS", "STORE_THREADS", "StoreCalls"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._kernel.plans import CellLabel, TransferPlan
-from ..._transfer.checksums import BlockChecksums
+from ..._transfer.lane import BlockChecksums
 
 __all__ = ["CellJob", "HostCells", "HostRows"]
 

@@ -31,8 +31,7 @@ from .jobs import CellJob, HostCells
 from .memory import CellMemory, Known
 from .questions import Questions
 from .removals import Removals
-from .steps import Steps
-from .threads import MakesThreads, Threads
+from .threads import MakesThreads, Steps, Threads
 
 __all__ = ["RemoteCounts", "RemoteLanes"]
 

@@ -13,9 +13,8 @@ from ..._kernel.layout import Layout
 from ..._kernel.plans import CellLabel, Completion, TransferPlan
 from ..._kernel.states import Direction
 from ..._transfer.breaker import StorageMove, taken
-from ..._transfer.checksums import BlockChecksums
-from ..._transfer.identity import identity_of
-from ..._transfer.region import KVRegion
+from ..._transfer.lane import BlockChecksums
+from ..._transfer.region import KVRegion, identity_of
 from ..._transfer.transport import RemoteStatistics
 from ...env import Env
 from ...errors import TransferRefused, WrongState

@@ -21,8 +21,7 @@ from ...errors import TransferRefused
 from .calls import ASK_THREADS, StoreCalls
 from .memory import CellMemory, Known
 from .removals import Removals
-from .steps import Steps
-from .threads import MakesThreads, Threads
+from .threads import MakesThreads, Steps, Threads
 
 __all__ = ["Questions", "positions"]
 

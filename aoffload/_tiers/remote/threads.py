@@ -5,15 +5,46 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Generator
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-from ..._transfer.starting import started_thread
+from ..._transfer.turns import started_thread
 from ...env import Env
-from ...errors import TransferRefused
-from .steps import Steps, run_steps
+from ...errors import StoreError, TransferRefused
 
-__all__ = ["MakesThreads", "Threads"]
+__all__ = [
+    "MakesThreads",
+    "Steps",
+    "Threads",
+    "run_steps",
+]
+
+
+Found = TypeVar("Found")
+Steps: TypeAlias = Generator[Callable[[], Any], Any, Found]
+
+
+def run_steps(steps: Steps[Found]) -> Found:
+    """Do the work in this thread, one that no interrupt reaches: whatever a call raises there, its store has failed."""
+    try:
+        call = next(steps)
+        while True:
+            try:
+                found = call()
+            except BaseException as error:  # noqa: BLE001 - somebody's store, and perhaps a panic of its Rust or C++
+                call = steps.throw(_store_error(error))
+            else:
+                call = steps.send(found)
+    except StopIteration as over:
+        result: Found = over.value
+        return result
+
+
+def _store_error(error: BaseException) -> StoreError:
+    try:
+        return StoreError(str(error) if isinstance(error, StoreError) else repr(error))
+    except BaseException:  # noqa: BLE001 - the words are the store's, too
+        return StoreError(f"a {type(error).__name__} that cannot be shown")
 
 
 Work = TypeVar("Work")

@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
+import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from ..._kernel.plans import TransferPlan
-from ..._kernel.states import Direction
+from ..._kernel.states import Direction, Tier
 from ...errors import ConfigError
 from ..fences import PASSED, Fence, RegionFences
 from ..region import KVRegion, byte_rows
 from .base import CopyStopped, RegionBackend, anonymous_memory, device_ids, host_ids, host_size
 from .columns import RegionColumns, columns_of
-from .pieces import pieces_of
-from .rows import RowMover, gaps, row_mover, stretches
-from .staging import STAGE_BYTES, Staging
+from .pieces import element_type, pieces_of
+from .rows import LockWaits, RowMover, gaps, row_mover, stretches
 from .stripes import Stripes
-from .waits import LockWaits
 
-__all__ = ["CpuBackend"]
+__all__ = [
+    "CpuBackend",
+    "STAGE_BYTES",
+    "Staging",
+]
+
+
+STAGE_BYTES = 8 * 2**20
+
+
+@attrs.frozen(eq=False)
+class Staging:
+    """Copies every byte twice, which is still faster for short stretches under GIL contention."""
+
+    mover: RowMover
+    host: NDArray[np.uint8]
+    stage: NDArray[np.uint8]
+    """`uint8 [blocks that fit, block_bytes]`, used by one direction only."""
+
+    def move(self, direction: Direction, on_device: NDArray[np.int64], on_host: NDArray[np.int64]) -> None:
+        """Copy blocks, whose ids are checked, with two calls for as many as fit into the buffer."""
+        element = element_type(self.host.shape[1])
+        host, stage = self.host.view(element), self.stage.view(element)
+        for start in range(0, len(on_host), len(stage)):
+            part = slice(start, start + len(stage))
+            num_blocks = len(on_host[part])
+            if direction is Direction.LOAD:
+                np.take(host, on_host[part], axis=0, out=stage[:num_blocks], mode="clip")
+                self.mover.scatter(on_device[part], [self.stage[:num_blocks]])
+            else:
+                self.mover.gather(on_device[part], [self.stage[:num_blocks]])
+                host[on_host[part]] = stage[:num_blocks]
 
 
 BATCH_BYTES = 32 * 2**20
@@ -88,10 +117,11 @@ class CpuBackend(RegionBackend):
         if watched is not None:
             return self._copy_by_region(plan, watched)
         on_device, on_host = device_ids(plan), host_ids(plan)
-        for start in range(0, plan.num_blocks, self._blocks_per_batch):
+        direction = Direction.LOAD if plan.destination is Tier.DEVICE else Direction.STORE
+        for start in range(0, len(on_device), self._blocks_per_batch):
             batch = slice(start, start + self._blocks_per_batch)
             try:
-                self.copy_batch(plan.direction, on_device[batch], on_host[batch])
+                self.copy_batch(direction, on_device[batch], on_host[batch])
             except Exception as error:  # any error: earlier batches arrived, and this one is over
                 raise CopyStopped(start) from error
         return PASSED
@@ -104,7 +134,11 @@ class CpuBackend(RegionBackend):
         waits, num_bytes = self._waits[direction], len(on_host) * self.block_bytes
         num_calls = 1 + int(np.count_nonzero(gaps(on_host))) if waits.have_begun else 0
         is_staged = num_bytes < num_calls * SHORT_CALL_BYTES
-        extents = [] if is_staged else [self._host[part] for part in _as_slices(on_host)]
+        extents = list[NDArray[np.uint8]]()
+        if not is_staged:
+            for part in stretches(on_host):
+                first = int(on_host[part.start])
+                extents.append(self._host[first : first + part.stop - part.start])
         with nullcontext() if num_bytes < LEAST_TIMED_BYTES else waits.timing(len(extents) or 1):
             if is_staged:
                 self._staging[direction].move(direction, on_device, on_host)
@@ -164,10 +198,3 @@ class CpuBackend(RegionBackend):
     def _spans(self, memory: NDArray[np.uint8]) -> bool:
         lowest, highest = (choose(region.address for region in self.regions) for choose in (min, max))
         return lowest < memory.ctypes.data < highest
-
-
-def _as_slices(on_host: NDArray[np.int64]) -> Iterator[slice]:
-    """The stretches of consecutive host blocks, as slices of host memory."""
-    for part in stretches(on_host):
-        first = int(on_host[part.start])
-        yield slice(first, first + part.stop - part.start)

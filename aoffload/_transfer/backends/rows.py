@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import attrs
@@ -11,11 +13,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..region import KVRegion
+from ..turns import SWITCH_S
 from .pieces import Elements, Piece, common_unit, element_type, pieces_of, strided
 from .stripes import Extents, Stripes, progressions
-from .waits import LockWaits
 
-__all__ = ["FlatRows", "PatientRows", "RowMover", "Rows", "gaps", "row_mover", "stretches"]
+__all__ = [
+    "FlatRows",
+    "LockWaits",
+    "PatientRows",
+    "RowMover",
+    "Rows",
+    "gaps",
+    "row_mover",
+    "stretches",
+]
+
+
+LARGE_SHARE = 0.2
+"""Share of waiting that counts as contention: few of many small calls wait, but as long as all of them take."""
+
+
+@attrs.define(eq=False)
+class LockWaits:
+    """Seconds per call that the last timed calls of one thread spent neither copying nor computing.
+
+    That is time without the GIL or without a core, and fewer calls help against both. A wait for the GIL takes
+    `SWITCH_S` at least; a call without a wait loses some hundred nanoseconds.
+    """
+
+    last_s: float = 0.0
+    last_share: float = 0.0
+    """Share of waiting in the time of those calls, including the time between them."""
+
+    @property
+    def have_begun(self) -> bool:
+        return self.last_s > SWITCH_S or self.last_share > LARGE_SHARE
+
+    @contextmanager
+    def timing(self, num_calls: int) -> Iterator[None]:
+        """Times the `num_calls` calls inside."""
+        began_s, began_own_s = time.perf_counter(), time.thread_time()
+        yield
+        took_s = time.perf_counter() - began_s
+        waited_s = took_s - (time.thread_time() - began_own_s)
+        self.last_s, self.last_share = waited_s / num_calls, waited_s / took_s if took_s else 0.0
 
 
 LONG_ROW_BYTES = 16 * 1024
@@ -64,16 +105,16 @@ class Rows:
     def indices(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return (block_ids[:, None] * self.strides + self.offsets).reshape(-1)
 
-    def paired(self, block_ids: NDArray[np.int64], extents: Extents) -> Iterator[tuple[NDArray[np.int64], Elements]]:
+    def paired(self, block_ids: NDArray[np.int64], extents: Extents) -> list[tuple[NDArray[np.int64], Elements]]:
         """Indices and host rows for each extent. One call makes all indices, since it releases the GIL, too."""
         indices, start = self.indices(block_ids), 0
+        element, row_length = self.array.dtype, self.array.shape[1]
+        pairs = []
         for extent in extents:
             stop = start + len(extent) * len(self.offsets)
-            yield indices[start:stop], self.of_host(extent)
+            pairs.append((indices[start:stop], extent.reshape(-1).view(element).reshape(-1, row_length)))
             start = stop
-
-    def of_host(self, host_rows: NDArray[np.uint8]) -> Elements:
-        return host_rows.reshape(-1).view(self.array.dtype).reshape(-1, self.array.shape[1])
+        return pairs
 
 
 @attrs.frozen(eq=False)
@@ -157,10 +198,11 @@ def gaps(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
     return found
 
 
-def stretches(ids: NDArray[np.int64]) -> Iterator[slice]:
+def stretches(ids: NDArray[np.int64]) -> list[slice]:
     """The maximal slices of consecutive ids."""
-    start = 0
+    found, start = list[slice](), 0
     for last in (*gaps(ids).nonzero()[0].tolist(), len(ids) - 1):
         if start <= last:
-            yield slice(start, last + 1)
+            found.append(slice(start, last + 1))
         start = last + 1
+    return found

@@ -16,8 +16,8 @@ import attrs
 
 from aoffload import DiskTier, Ledger, Tier
 
-from ..._tiers.disk.budget import DailyBudget
 from ..._tiers.disk.forgetting import DiskTrouble
+from ..._tiers.write_rate import DailyBudget
 from ..._transfer.breaker import Breaker, BreakerMove, StorageMove, Use, in_words
 from ...ledger import Completion, CopyQueue, Outcome, RestoredRun, TransferPlan
 from .counts import Counts
