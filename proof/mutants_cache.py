@@ -10,7 +10,10 @@ PREFIX, TOKENS, MATCHING = "aoffload._kernel.prefix", "aoffload._kernel.tokens",
 PINS, CACHE, TIERS = "aoffload._kernel.leases", "aoffload._kernel.cache", "aoffload._kernel.pools"
 EVICTION, INDEX, RECORDS = "aoffload._kernel.eviction", "aoffload._kernel.index", "aoffload._kernel.records"
 PUBLISH, COMMITS, OWNERS = "aoffload._kernel.leases", "aoffload._kernel.commits", "aoffload._kernel.requests"
-KNOWS_LEASES = ("from .records import Part, Run", "from .records import Lease, Part, Run")
+KNOWS_LEASES = (
+    "from .records import BlockTable, Part, Run, nulls",
+    "from .records import BlockTable, Lease, Part, Run, nulls",
+)
 
 _KEYS = (
     Mutant(
@@ -75,16 +78,16 @@ _PINS = (
     Mutant(
         "device hit not pinned",
         PINS,
-        "= self.cache.lease(tier, run)",
-        "= Lease(tier, run) if tier is Tier.DEVICE else self.cache.lease(tier, run)",
+        "= cache.lease(Tier.DEVICE, cache.cut(last, hit.device_stop))",
+        "= Lease(Tier.DEVICE, cache.cut(last, hit.device_stop))",
         "match and pin are one step, on the device (I2)",
         also=(Patch(PINS, *KNOWS_LEASES),),
     ),
     Mutant(
         "host hit not pinned",
         PINS,
-        "= self.cache.lease(tier, run)",
-        "= Lease(tier, run) if tier is Tier.HOST else self.cache.lease(tier, run)",
+        "= cache.lease(BELOW, last)",
+        "= Lease(BELOW, last)",
         "match and pin are one step, on the host (I1)",
         also=(Patch(PINS, *KNOWS_LEASES),),
     ),
@@ -234,14 +237,14 @@ _PUBLISHING = (
     Mutant(
         "takes the place of blocks that somebody reads",
         PUBLISH,
-        "        if _is_unused(run):\n",
+        "        if not any(part.num_references or part.incoming is not None for part in parts):\n",
         "        if run is not request.device_run:\n",
         "blocks that somebody uses stay where they are",
     ),
     Mutant(
         "second copy of what nobody uses",
         PUBLISH,
-        "        if _is_unused(run):\n",
+        "        if not any(part.num_references or part.incoming is not None for part in parts):\n",
         "        if False:\n",
         "what a request computed again keeps it waiting for no room of its own",
         test="tests/core/test_leases.py::test_hit_caps_leave_a_request_the_whole_device",
@@ -285,7 +288,7 @@ _PUBLISHING = (
     Mutant(
         "tainted readers publish on",
         COMMITS,
-        "                    other.taint()  # whatever its task still commits before it unwinds\n",
+        "                    other.epoch = NoEpoch.INVALIDATED  # whatever its task still commits before it unwinds\n",
         "",
         "whoever matched wrong bytes publishes nothing more",
         scenarios=("failed_forwards",),

@@ -43,12 +43,14 @@ MATCHED_TO_LOOK = """\
 """
 
 LINE_LEFT = """\
-            self.queue.allocating.pop(0)
-            first.fail(OutOfBlocks(self.num_needed(first.request, first.num_units), self.capacity, retryable=False))
+                allocating.pop(0)
+                needed = self.num_needed(request, waiter.num_units)
+                waiter.error = OutOfBlocks(needed, capacity, retryable=False)
+                over.append(waiter)
 """
 WAITS_ON = """\
-            self.request_leases.match_again(first.request)
-            return False
+                self.request_leases.match_again(request)
+                break
 """
 
 CALL_MUTANTS = (
@@ -99,10 +101,10 @@ CALL_MUTANTS = (
     Mutant(
         "a pin asked to yield what the first in line matches",
         ADMISSION,
-        "        self._forget_match(first.request)\n        if pool.num_free == before and not self.yield_pin():\n"
-        + LINE_LEFT,
-        "        if self.yield_pin():\n            return True\n"
-        "        self._forget_match(first.request)\n        if pool.num_free == before:\n" + WAITS_ON,
+        "            self._forget_match(request)\n"
+        "            if device.pool.num_free == before and not self.yield_pin():\n" + LINE_LEFT,
+        "            if self.yield_pin():\n                continue\n"
+        "            self._forget_match(request)\n            if device.pool.num_free == before:\n" + WAITS_ON,
         "pins promise nothing to whom nobody else can make room",
         programs=True,
     ),

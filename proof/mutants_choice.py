@@ -51,7 +51,7 @@ CHOICE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "what is declined is in the match",
         "aoffload._host_cache.matches",
-        "        request.narrow_hit(stop)\n        self.request_leases.end_host_lease(request)\n",
+        "        request.hit_limit = stop\n        self.request_leases.end_host_lease(request)\n",
         "        self.request_leases.end_host_lease(request)\n",
         "an engine is told what it is to load",
         f"{TESTS}::test_what_is_declined_is_computed",

@@ -185,8 +185,8 @@ _FETCHES = (
         OF_FETCHES + "a_request_in_line_is_not_matched_by_a_fetch",
         "disk: matched again in the line",
         LEDGER_DISK,
-        "        if request.waiter is not None:\n",
-        "        if request.waiter is None and not request:\n",
+        "        if request.waiter is not None:\n            raise",
+        "        if request.waiter is None and not request:\n            raise",
         "behind the head of the line nobody keeps pins",
     ),
     _met_by(

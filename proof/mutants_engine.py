@@ -77,8 +77,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "who has read what was wrong stores on",
         ENGINE,
-        "            other.taint()\n",
-        "            other.hit_up_to(0)\n",
+        "            other.epoch = NoEpoch.INVALIDATED\n",
+        "            other.hit_stop = 0\n",
         "what was computed on wrong bytes is never found",
         test=f"{TAKEN_BACK}test_who_may_have_read_it_is_told_and_stores_nothing_any_more",
     ),
@@ -117,7 +117,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "a next try loads what was lost",
         ENGINE,
-        "        request.retry_up_to(ready * unit)\n",
+        "        request.retry_max_hit_tokens = ready * unit\n",
         "",
         "no hang: an engine that asks again after a lost load comes to an end",
         test=f"{LOST}test_an_engine_that_tries_again_comes_to_an_end",

@@ -1,13 +1,12 @@
-"""Planted defects of the line for room and of the ledger around it: hold-and-wait, lost wake-ups, steps."""
+"""Planted defects of the wait queue and of the ledger around it: hold-and-wait, lost wake-ups, steps."""
 
 from __future__ import annotations
 
-from .planting import Mutant
+from .planting import Mutant, Patch
 
 __all__ = ["LINE_MUTANTS"]
 
 ADMISSION, WAITING, LEDGER = "aoffload._kernel.waiting", "aoffload._kernel.waiting", "aoffload._kernel.ledger"
-OWNERS = "aoffload._kernel.requests"
 COMMITS = "aoffload._kernel.commits"
 
 _LINE = (
@@ -22,7 +21,7 @@ _LINE = (
     Mutant(
         "hold and wait",
         ADMISSION,
-        "        if head is not waiter:\n            self._forget_match(waiter.request)\n",
+        "        if head is not waiter:\n            self._forget_match(request)\n",
         "",
         "only the head of the line keeps pins while it waits",
     ),
@@ -37,23 +36,23 @@ _LINE = (
     Mutant(
         "head without room blocks an extension",
         ADMISSION,
-        "            self._forget_match(self.queue.allocating[0].request)",
-        "            pass",
+        "                self._forget_match(allocating[0].request)",
+        "                pass",
         "who has nothing yet must not block who has",
         programs=True,
     ),
     Mutant(
         "who waits keeps what it matched first",
         "aoffload._kernel.leases",
-        "        if self.cache.layout.windows or not self._pins_just(",
-        "        if self.cache.layout.windows and not self._pins_just(",
+        "            if is_same and wanted == {tier: lease.run for tier, lease in request.leases.items()}:\n",
+        "            if True:\n",
         "who waited matches again in the step that grants",
     ),
     Mutant(
         "what has come to the device meanwhile does not count",
         ADMISSION,
-        "if waiter.changes_seen == device.num_changes and",
-        "if waiter.changes_seen >= 0 and",
+        "if waiter.changes_seen != device.num_changes or",
+        "if waiter.changes_seen < 0 or",
         "who waited matches again in the step that grants",
     ),
     Mutant(
@@ -67,7 +66,7 @@ _LINE = (
     Mutant(
         "no match at the grant",
         ADMISSION,
-        "        self.request_leases.refresh_match(request)  # in the step that grants\n",
+        "                self.request_leases.refresh_match(request)  # in the step that grants\n",
         "",
         "who waited matches again in the step that grants",
     ),
@@ -93,116 +92,121 @@ _LINE = (
     Mutant(
         "unused grant kept",
         ADMISSION,
-        "            self.cache.give(Tier.DEVICE, waiter.give_back())\n",
-        "            waiter.give_back()\n",
+        "            self.cache.give(Tier.DEVICE, waiter.granted)\n            waiter.granted = array",
+        "            waiter.granted = array",
         "a cancelled waiter returns an unused grant",
         scenarios=("retries",),
     ),
     Mutant(
         "fast path ignores the line",
         ADMISSION,
-        "behind=bool(self.queue.allocating or self.queue.extending)",
-        "behind=False",
+        "would_overtake = bool(self.queue.allocating or self.queue.extending)",
+        "would_overtake = False",
         "the fast path checks that nobody waits",
     ),
     Mutant(
         "extension behind allocations",
         ADMISSION,
-        "behind=bool(self.queue.extending))",
-        "behind=bool(self.queue.allocating or self.queue.extending))",
+        "would_overtake, before = bool(self.queue.extending)",
+        "would_overtake, before = bool(self.queue.allocating or self.queue.extending)",
         "extend goes before allocate",
         programs=True,
     ),
     Mutant(
         "allocation overtakes an extension",
         ADMISSION,
-        "while self.queue.allocating and not self.queue.extending:",
-        "while self.queue.allocating:",
+        "while allocating and not extending:",
+        "while allocating:",
         "extend goes before allocate",
         programs=True,
     ),
     Mutant(
         "only waiters hold room and nobody fails",
         ADMISSION,
-        "        if self.others_hold_room():\n            return False\n        if self.yield_pin",
-        "        if waiter.num_units:\n            return False\n        if self.yield_pin",
+        "            if self.others_hold_room():\n                break\n            if self.yield_pin",
+        "            if waiter.num_units:\n                break\n            if self.yield_pin",
         "when only waiters hold room the youngest extend fails",
     ),
     Mutant(
         "oldest extension fails",
         ADMISSION,
-        "youngest = self.queue.extending.pop()",
-        "youngest = self.queue.extending.pop(0)",
+        "youngest = extending.pop()",
+        "youngest = extending.pop(0)",
         "the youngest extend is the one to fail",
         scenarios=("growing",),
     ),
     Mutant(
         "requeued at the end",
         WAITING,
-        "        insort(self.allocating, waiter, key=_ticket)",
-        "        self.allocating.append(waiter)",
+        "        insort(allocating, waiter, key=_ticket)",
+        "        allocating.append(waiter)",
         "who had to let go of everything gets its old place back",
         scenarios=("retries",),
     ),
     Mutant(
         "quarantine fails nobody",
         ADMISSION,
-        "        if self.capacity < self._promised:\n            self._fail_who_cannot_fit(over)\n",
-        "",
+        "        if capacity < self._promised:",
+        "        if False:",
         "room lost to quarantine fails who can no longer fit",
         scenarios=("second_try",),
     ),
     Mutant(
         "what can never fit waits",
         ADMISSION,
-        "num_units)\n        if needed > self.capacity:\n            raise OutOfBlocks",
-        "num_units)\n        if needed > self.capacity + 1:\n            raise OutOfBlocks",
+        "if needed > self.capacity else None",
+        "if needed > self.capacity + 1 else None",
         "no hang: what can never fit is refused",
         test="tests/core/test_leases.py::test_what_can_never_fit_says_so",
     ),
     Mutant(
         "room taken in part",
         ADMISSION,
-        "            raise OutOfBlocks(self.num_missing(record, num_units), 0 if behind",
-        "            missing = self.num_missing(record, num_units)\n"
-        "            self.cache.take(Tier.DEVICE, min(missing, self.num_available))\n"
-        "            raise OutOfBlocks(missing, 0 if behind",
+        "                raise OutOfBlocks(missing, 0 if would_overtake",
+        "                self.cache.take(Tier.DEVICE, min(missing, self.num_available))\n"
+        "                raise OutOfBlocks(missing, 0 if would_overtake",
         "all or nothing: refusing changes no count",
     ),
     Mutant(
         "host lease ends at allocation",
         ADMISSION,
-        "        self.request_leases.start_tables(request, num_units, blocks)\n        request.computed(",
-        "        self.request_leases.start_tables(request, num_units, blocks)\n"
-        "        self.request_leases.end_host_lease(request)\n"
-        "        request.computed(",
+        "        self.request_leases.start_tables(request, num_units, self.cache.take(Tier.DEVICE, missing))\n",
+        "        self.request_leases.start_tables(request, num_units, self.cache.take(Tier.DEVICE, missing))\n"
+        "        self.request_leases.end_host_lease(request)\n",
         "a hit that was matched is there to be loaded (I1)",
     ),
 )
+
+_GRANT = """\
+                    waiter.granted = self.cache.take(Tier.DEVICE, self.num_missing(request, waiter.num_units))
+"""
+_MORE = """\
+                waiter.granted = self.cache.take(Tier.DEVICE, missing)
+"""
 
 _WAKING = (
     Mutant(
         "no wake-up with a grant",
         ADMISSION,
-        "            waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(request, waiter.num_units)))\n"
-        "            over.append(waiter)\n",
-        "            waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(request, waiter.num_units)))\n",
+        f"{_GRANT}                    over.append(waiter)\n",
+        _GRANT,
         "no hang: whoever is granted room is woken",
     ),
     Mutant(
         "woken before the grant is there",
-        OWNERS,
-        "        self.granted = blocks\n",
-        "        self.wake()\n        self.granted = blocks\n",
+        ADMISSION,
+        _GRANT,
+        f"                    waiter.wake()\n{_GRANT}",
         "the grant is in the waiter before anybody is woken",
+        also=(Patch(ADMISSION, _MORE, f"                waiter.wake()\n{_MORE}"),),
         test="tests/core/test_line.py::test_the_grant_is_there_before_anybody_is_woken",
     ),
     Mutant(
         "no wake-up with a failure",
         ADMISSION,
-        "                    waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))\n"
-        "                    over.append(waiter)\n",
-        "                    waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))\n",
+        "                        waiter.error = OutOfBlocks(needed, capacity, retryable=False)\n"
+        "                        over.append(waiter)\n",
+        "                        waiter.error = OutOfBlocks(needed, capacity, retryable=False)\n",
         "no hang: whoever can no longer fit is woken",
     ),
     Mutant(
@@ -223,7 +227,7 @@ _WAKING = (
     Mutant(
         "head keeps what nobody finds any more",
         ADMISSION,
-        "if pool.num_free == before and not self.yield_pin():",
+        "if device.pool.num_free == before and not self.yield_pin():",
         "if not self.yield_pin():",
         "who is first is never kept waiting by its own pins",
         test="tests/core/test_line.py::test_who_is_first_lets_go_of_what_nobody_finds_any_more",
@@ -307,16 +311,17 @@ _STEPS = (
     Mutant(
         "first of two steps lets go",
         "aoffload._kernel.ledger",
-        "                if request.ended_step(number):\n                    wakes",
-        "                if request.ended_step(number) or True:\n                    wakes",
+        "                if request.num_steps:  # another step still touches its blocks\n",
+        "                if False:\n",
         "a block is free when request, jobs and every step have let go",
         scenarios=("overlapping_steps",),
     ),
     Mutant(
         "step keeps the blocks",
         "aoffload._kernel.ledger",
-        "            self._closing.discard(request)\n            self._request_leases.let_go(request)\n",
-        "            self._closing.discard(request)\n",
+        "                    self._closing.discard(request)\n"
+        "                    self._request_leases.let_go(request)\n",
+        "                    self._closing.discard(request)\n",
         "nothing leaks behind a step",
     ),
     Mutant(

@@ -69,9 +69,9 @@ STUCK_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a wait that begins again is young",
-        "aoffload._kernel.requests",
-        "        if self.joined_s is None:\n            self.joined_s = now\n",
-        "        self.joined_s = now\n",
+        "aoffload._kernel.waiting",
+        "        if waiter.joined_s is None and self.moves.clock is not None:\n",
+        "        if self.moves.clock is not None:\n",
         "a wait is as old as its first place in line",
         test=f"{WAITS}::test_a_wait_that_begins_again_is_as_old_as_before",
     ),

@@ -240,9 +240,9 @@ _SHARING = (
     ),
     Mutant(
         "host hit counts before it is loaded",
-        "aoffload._kernel.waiting",
-        "        request.computed(request.published * self.cache.layout.unit_tokens)\n",
-        "        request.computed(request.hit_stop * self.cache.layout.unit_tokens)\n",
+        "aoffload._kernel.leases",
+        "        request.num_computed_tokens = stop * self.cache.layout.unit_tokens\n",
+        "        request.num_computed_tokens = request.hit_stop * self.cache.layout.unit_tokens\n",
         "a failed load is a miss",
     ),
     Mutant(

@@ -515,7 +515,7 @@ class Learning:
         times.asked(by_class)
         self._counts.trim()
         if not first and path[0].num_uses > 1:
-            request.asked_for(_uses(path))
+            request.uses = _uses(path)
         return path
 
     def was_split(self, counted: CountedRun, head: CountedRun) -> None:

@@ -1,21 +1,29 @@
-"""Forks: a new request goes on from where its parent is, and shares the blocks that are full."""
+"""Forks: a new request continues from where its parent is, and shares the blocks of the full units.
+
+    parent   [ published: cached, leased ........)[ private, partly computed )
+    child    [ the same blocks, a lease of its own )[ own blocks, into which the engine copies )
+             0                                shared
+
+The child begins RUNNING, with the tokens and the limits of its parent. It never waits for blocks. Like an extension, a
+fork goes ahead of allocations, but not of waiting extensions.
+
+Copied blocks carry KV from parent to child without a lease. So a request remembers its origins, each with the number of
+tokens that it had computed at the fork, and an invalidation of an origin reaches its forks (`taken_from`).
+"""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .._kernel.cache import PrefixCache
 from .._kernel.events import Moves
 from .._kernel.index import held_ids, stretches
-from .._kernel.layout import Band
 from .._kernel.leases import RequestLeases
 from .._kernel.plans import PrefixMatch
 from .._kernel.records import BlockTable, nulls
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import NoEpoch, Tier
-from .._kernel.states import RequestState as State
 from .._kernel.status import Fork
 from .._kernel.waiting import Admission, is_waiting
 from ..errors import OutOfBlocks, WrongState
@@ -30,43 +38,35 @@ class Forks:
     admission: Admission
     moves: Moves
     over: dict[LedgerRequest, None] = field(default_factory=dict)
-    """Forks that are over while a request they were forked from is not. What they published depends on a copied block,
-    which no path shows."""
+    """Forks that are over while a request from which they were forked is live. Their published units depend on a copied
+    block, which no path of the index shows."""
     _over_of: dict[LedgerRequest, list[LedgerRequest]] = field(default_factory=dict)
-    """The same by origin, so that the end of a request looks only at its own forks."""
+    """The same by origin, so that the end of a request scans its own forks only."""
 
     def leaving(self, request: LedgerRequest) -> None:
-        """`request` is about to release everything: remember a fork that has published something to take back."""
+        """`request` is about to release everything: remember it if it is a fork with published units, which an
+        invalidation of an origin must reach."""
         origins = [origin for origin in request.origins if not origin.is_over]
         if origins and (request.read_before or request.published > request.ready_stop):
-            request.had_read(request.published)
+            request.read_before = max(request.read_before, request.published)
             self.over[request] = None
             for origin in origins:
                 self._over_of.setdefault(origin, []).append(request)
 
     def left(self, request: LedgerRequest) -> None:
-        """`request` is over: forget its forks whose origins are all over, as nothing can be taken back from them."""
+        """`request` is over: forget its forks whose origins are all over, because no invalidation can reach them."""
         for fork in self._over_of.pop(request, ()):
             if all(origin.is_over for origin in fork.origins):
                 del self.over[fork]
 
     def check(self, parent: LedgerRequest) -> None:
-        """Refuse to fork a request that waits for room, is in a step, or was invalidated."""
+        """Refuse to fork a request that waits for blocks, is in a step, or was invalidated."""
         if parent.waiter is not None:
             raise is_waiting(parent, "fork")
         if parent.num_steps:
             raise WrongState(f"fork: a step writes into the blocks of {parent}")
         if parent.epoch is NoEpoch.INVALIDATED:
-            raise WrongState(f"fork: what {parent} has read was taken back: it has to be aborted")
-
-    @staticmethod
-    def twin(parent: LedgerRequest, name: str, ticket: int) -> LedgerRequest:
-        """A new request with the same tokens and limits, which owns nothing yet."""
-        sequence, epoch, limit = parent.sequence.copy(), parent.epoch, parent.hit_limit
-        return LedgerRequest(
-            name, sequence, epoch, ticket, limit, parent.hit_alignment,
-            store_limit=parent.store_limit, ledger=parent.ledger, evictions_before=parent.evictions_before,
-        )  # fmt: skip
+            raise WrongState(f"fork: {parent} has read KV that was invalidated: it must be aborted")
 
     def shared_stop(self, parent: LedgerRequest) -> int:
         """The unit up to which `parent` can share its blocks: published, and not found corrupt since."""
@@ -78,59 +78,54 @@ class Forks:
                     stop = min(stop, part.stop if part.first <= first else first)
         return stop
 
-    def num_units(self, parent: LedgerRequest, num_tokens: int) -> int:
-        """The units in the tables of a fork with room for `num_tokens`, at least for all known tokens."""
-        return self.cache.layout.num_units(max(num_tokens, parent.sequence.num_tokens, parent.num_computed_tokens))
+    def fork(self, parent: LedgerRequest, name: str, ticket: int, num_tokens: int) -> Fork:
+        """A request with the same tokens, and with blocks for `num_tokens`, or for all known tokens if those are more.
+        `OutOfBlocks` changes nothing. The caller moves the state of the new request."""
+        layout, bands, shared = self.cache.layout, self.cache.layout.bands, self.shared_stop(parent)
+        num_units = layout.num_units(max(num_tokens, parent.sequence.num_tokens, parent.num_computed_tokens))
 
-    def take(self, parent: LedgerRequest, shared: int, num_units: int) -> list[array[int]]:
-        """Take the blocks of a fork's own, for each band from unit `shared` on; `OutOfBlocks` changes nothing."""
-        bands, firsts = self.cache.layout.bands, [max(shared, table.start) for table in parent.tables]
+        firsts = [max(shared, table.start) for table in parent.tables]
         counts = [max(0, num_units - first) * band.width for band, first in zip(bands, firsts, strict=True)]
-        room, capacity = self.admission.num_available, self.admission.capacity
-        in_all = sum(num_units * table.width - table.start * table.width for table in parent.tables)
-        if in_all > capacity:
-            raise OutOfBlocks(in_all, capacity, retryable=False)
-        behind = bool(self.admission.queue.extending)  # like an extension: ahead of allocations
-        if behind or sum(counts) > room:
-            raise OutOfBlocks(sum(counts), 0 if behind else room, retryable=True)
-        found = []
-        for band, first, count in zip(bands, firsts, counts, strict=True):
-            before = nulls(band.width * (min(first, num_units) - shared))
-            found.append(before + self.cache.take(Tier.DEVICE, count))
-        return found
+        available, capacity = self.admission.num_available, self.admission.capacity
+        needed = sum(num_units * table.width - table.start * table.width for table in parent.tables)
+        if needed > capacity:
+            raise OutOfBlocks(needed, capacity, retryable=False)
+        would_overtake = bool(self.admission.queue.extending)
+        if would_overtake or sum(counts) > available:
+            raise OutOfBlocks(sum(counts), 0 if would_overtake else available, retryable=True)
+        own = [self.cache.take(Tier.DEVICE, count) for count in counts]
 
-    def share(
-        self, parent: LedgerRequest, child: LedgerRequest, shared: int, num_units: int, blocks: list[array[int]]
-    ) -> Fork:
-        """Give `child` a lease like the parent's up to unit `shared`, and `blocks` from there on."""
+        child = LedgerRequest(
+            name, parent.sequence.copy(), parent.epoch, ticket, parent.hit_limit, parent.hit_alignment,
+            store_limit=parent.store_limit, ledger=parent.ledger, evictions_before=parent.evictions_before,
+        )  # fmt: skip
         if shared:
-            self.request_leases.share(parent, child, self.cache.cut(parent.leases[Tier.DEVICE].run, shared))
-        bands = self.cache.layout.bands
-        tables = tuple(self._table(parent, child, band, shared, own) for band, own in zip(bands, blocks, strict=True))
-        unit = self.cache.layout.unit_tokens
-        child.given_tables(tables, num_units)
-        parent.used_outside_of_steps()  # the engine copies from its blocks
-        child.forked_from(parent, shared, PrefixMatch(shared * unit, 0))
-        for state in (State.MATCHED, State.PINNED, State.ALLOCATED, State.RUNNING):
-            self.moves.request(child, state)
-        return Fork(child, self._copies(parent, child, shared))
+            lease = parent.leases[Tier.DEVICE]
+            run = self.cache.cut(lease.run, shared)
+            starts = [min(start, run.stop) for start in lease.starts]
+            child.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
+        tables: list[BlockTable] = []
+        for band, first, fresh in zip(bands, firsts, own, strict=True):
+            start = parent.tables[band.number].start
+            held = held_ids(child.device_run, Tier.DEVICE, band.number, start, shared)
+            before, between = min(start, shared), min(first, num_units) - shared
+            ids = nulls(before * band.width) + held + nulls(between * band.width) + fresh
+            tables.append(BlockTable(band.width, ids, start))
+        child.tables, child.num_units = tuple(tables), num_units
+        child.published = child.ready_stop = child.hit_stop = shared
+        child.match = PrefixMatch(shared * layout.unit_tokens, 0)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.origins = {origin: stop for origin, stop in parent.origins.items() if not origin.is_over}
+        child.origins[parent] = parent.num_computed_tokens
 
-    def _table(
-        self, parent: LedgerRequest, child: LedgerRequest, band: Band, shared: int, own: array[int]
-    ) -> BlockTable:
-        start = parent.tables[band.number].start
-        held = held_ids(child.device_run, Tier.DEVICE, band.number, start, shared)
-        return BlockTable(band.width, nulls(min(start, shared) * band.width) + held + own, start)
-
-    def _copies(self, parent: LedgerRequest, child: LedgerRequest, shared: int) -> tuple[tuple[int, int], ...]:
-        """(source, destination) blocks that `parent` has computed and `child` does not share."""
-        layout, found = self.cache.layout, list[tuple[int, int]]()
-        tables = [layout.by_group([table.ids for table in request.tables]) for request in (parent, child)]
-        for group, old, new in zip(layout.groups, *tables, strict=True):
-            first = shared * (layout.unit_tokens // group.block_size)
+        copies: list[tuple[int, int]] = []
+        old_ids, new_ids = ([table.ids for table in request.tables] for request in (parent, child))
+        for group, old, new in zip(layout.groups, layout.by_group(old_ids), layout.by_group(new_ids), strict=True):
+            start = shared * (layout.unit_tokens // group.block_size)
             stop = -(-parent.num_computed_tokens // group.block_size)
-            found += [pair for pair in zip(old[first:stop], new[first:stop], strict=True) if all(pair)]
-        return tuple(found)
+            copies += [pair for pair in zip(old[start:stop], new[start:stop], strict=True) if all(pair)]
+        parent.last_step = 0  # the engine copies from its blocks, outside of steps
+        return Fork(child, tuple(copies))
 
 
 def taken_from(request: LedgerRequest, sources: Mapping[LedgerRequest, int], unit_tokens: int) -> list[int]:

@@ -1,10 +1,17 @@
-"""Pins that a program asks for: what is cached of a prompt stays cached until its pin ends.
+"""Pins: the cached part of a prompt stays cached until its pin ends.
 
-A pin owns leases, as a request does, but computes nothing and waits for nothing. No request may wait for it in vain, so
-all pins together keep at most a share of each tier, and if only pins could make room for the first in line, a pin that
-keeps some ends (YIELDED).
+A pin owns leases, as a request does, but it computes nothing and waits for nothing. Two rules keep pins from starving
+requests:
 
-Pins also end by their deadlines. The core has no clock: the caller looks at `next_lapse` and calls `lapse`.
+- All pins together pin at most `max_share` of each tier. A block that several pins share counts once.
+- If the head of the wait queue lacks blocks and only pins could free some, a pin ends (YIELDED): the one with the
+  earliest deadline among those on blocks that nothing but pins protects.
+
+A pin takes a lease in each tier that holds a part of the prompt: on the device up to the device hit, in the host up to
+the end of the hit. In a window, a lease pins the units that the next request for the same prompt needs. That request
+computes the last token again, so its hit may be a unit shorter, and its windows begin earlier.
+
+Pins also end by their deadlines. The kernel reads no clock: the caller compares `next_lapse` and calls `lapse`.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ __all__ = ["Pins", "check_time", "pinned_parts"]
 
 @dataclass(slots=True, frozen=True)
 class _Wish:
-    """A lease to take: in `tier`, up to unit `stop`; of window bands from `starts` on."""
+    """A lease to take: in `tier`, up to unit `stop`; in windows, from `starts` on."""
 
     tier: Tier
     stop: int
@@ -44,14 +51,14 @@ class Pins:
     moves: Moves
     max_share: float
     pins: list[Pin] = field(default_factory=list)
-    """The held pins, by deadline, the earliest in front."""
+    """The held pins, by deadline, the earliest first."""
     num_pins: int = 0
     """Pins begun so far."""
 
     # -- beginning and end ----------------------------------------------------------------------------------------
 
     def pin(self, sequence: TokenSequence, expires_at: object, ledger: object) -> Pin:
-        """Pin what is cached of `sequence`, to its last whole unit; `OutOfBlocks` beyond the share changes nothing."""
+        """Pin the cached part of `sequence`, whole units only. `OutOfBlocks` beyond the share changes nothing."""
         expiry = check_time("expires_at", expires_at)
         limit = sequence.num_tokens // self.cache.layout.unit_tokens
         hit, wishes = self._wishes(sequence, limit)
@@ -75,11 +82,11 @@ class Pins:
 
     @property
     def next_lapse(self) -> float:
-        """When the first pin lapses; infinity without one."""
+        """The time at which the first pin lapses; infinity without one."""
         return self.pins[0].expires_at if self.pins else math.inf
 
     def lapse(self, now: object) -> bool:
-        """End every pin whose deadline has come; whether there was one."""
+        """End every pin whose deadline has come. Returns whether there was one."""
         seconds = check_time("now", now)
         before = len(self.pins)
         while self.pins and self.pins[0].expires_at <= seconds:
@@ -87,7 +94,8 @@ class Pins:
         return len(self.pins) < before
 
     def yield_one(self) -> bool:
-        """End the pin that expires first of those on device blocks that only pins protect; whether there was one."""
+        """End the pin with the earliest deadline among those on device blocks that only pins protect. Returns whether
+        there was one."""
         leases = {pin: [lease for lease in pin.leases if lease.tier is Tier.DEVICE] for pin in self.pins}
         alone = self.cache.pinned_by_none_but(itertools.chain.from_iterable(leases.values()))
         kept = {part for part in alone if part.blocks or part.tombstones}
@@ -98,7 +106,8 @@ class Pins:
         return False
 
     def renew(self) -> None:
-        """Cached blocks were wrong: pins on tombstones take new leases on what is right, so that the rest is freed."""
+        """Cached blocks were withdrawn: a pin on tombstones takes new leases on the blocks that are left, so that the
+        tombstones are freed."""
         for pin in self.pins:
             if any(part.tombstones for lease in pin.leases for part in pinned_parts(lease)):
                 limit = pin.match.num_tokens // self.cache.layout.unit_tokens
@@ -114,31 +123,26 @@ class Pins:
         ends: list[tuple[Tier, int]] = []
         if hit.stop > hit.device_stop:
             ends.append((BELOW, hit.stop))
-            if cache.layout.windows:  # what the device holds behind the device hit
+            if cache.layout.windows:  # window blocks that the device holds after the device hit
                 ends.append((Tier.DEVICE, hit.stop))
         elif (host_stop := held_stop(cache.layout, hit.path, BELOW, 0, hit.stop)) > 0:
             ends.append((BELOW, host_stop))
         if hit.device_stop:
             ends.append((Tier.DEVICE, hit.device_stop))
-        # The same prompt again computes its last token: its hit may be shorter, and its windows begin earlier.
-        again = self._hit_again(sequence, hit)
-        device_start = again.device_stop or again.stop
-        starts = {Tier.DEVICE: device_start, BELOW: again.stop}
-        window_starts = self.cache.layout.window_starts
+        # A request for the same prompt computes the last token: its hit may be shorter, and its windows begin earlier.
+        again, limit = hit, (sequence.num_tokens - 1) // cache.layout.unit_tokens
+        if hit.stop > limit and cache.layout.windows:
+            again = find_hit(cache.index, sequence, cache.layout, limit)
+        starts = {Tier.DEVICE: again.device_stop or again.stop, BELOW: again.stop}
+        window_starts = cache.layout.window_starts
         return hit, [_Wish(tier, stop, list(window_starts(min(stop, starts[tier])))) for tier, stop in ends]
-
-    def _hit_again(self, sequence: TokenSequence, hit: Hit) -> Hit:
-        """What a request for the same prompt would match of `hit`."""
-        layout = self.cache.layout
-        limit = (sequence.num_tokens - 1) // layout.unit_tokens
-        return hit if hit.stop <= limit or not layout.windows else find_hit(self.cache.index, sequence, layout, limit)
 
     def _take(self, pin: Pin, hit: Hit, wishes: list[_Wish]) -> None:
         unit = self.cache.layout.unit_tokens
         pin.match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
         if not wishes:
             return
-        # Pin exactly what is there, not what is published behind it later.
+        # Pin the hit exactly, and no units that are published after it later.
         last = self.cache.cut(hit.path[-1], hit.stop)
         for wish in wishes:
             pin.leases.append(self.cache.lease(wish.tier, self.cache.cut(last, wish.stop), wish.starts))
@@ -162,7 +166,7 @@ class Pins:
                 raise OutOfBlocks(added, left, retryable=added <= bound, argument="max_pinned_share")
 
     def _num_added(self, hit: Hit, wishes: list[_Wish], kept: set[Part]) -> int:
-        """Blocks of one tier that `wishes` would pin and no pin keeps so far."""
+        """Blocks of one tier that `wishes` would pin and no other pin pins."""
         wanted: dict[Part, range] = {}
         for wish in wishes:
             for band, start in zip(self.cache.layout.bands, (0, *wish.starts), strict=True):
@@ -176,7 +180,7 @@ class Pins:
 
 
 def pinned_parts(lease: Lease) -> Iterator[Part]:
-    """Every part that `lease` pins: of full attention all, of window bands from their starts on."""
+    """Every part that `lease` pins: in full attention all, in a window from its start on."""
     for run in lease.run.path():
         for part, start in zip(run.parts_in(lease.tier), (0, *lease.starts), strict=True):
             if run.start >= start:

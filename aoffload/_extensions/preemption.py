@@ -1,4 +1,10 @@
-"""Preemption: a request gives up its device blocks, keeps its progress in host memory, and gets it back later."""
+"""Preemption: a request gives up its device blocks, keeps its progress in host memory, and continues later.
+
+A preempted request has one lease, on the host copy of its published units, and its tokens. `resume` matches it again,
+and from there on it goes the way of a new request: blocks, load, step. Units that the host could not store are computed
+again. What the last step computed and the request has not committed is lost (`Computing.LOST_BLOCKS`): the request
+cannot commit it any more, because its blocks are gone.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +14,11 @@ from .._kernel.cache import PrefixCache
 from .._kernel.events import Moves
 from .._kernel.jobs import JobBook, Stores
 from .._kernel.leases import RequestLeases
-from .._kernel.plans import Preemption, TransferPlan
+from .._kernel.plans import Preemption
+from .._kernel.records import Job
 from .._kernel.requests import LedgerRequest
+from .._kernel.states import Computing, Tier, require
 from .._kernel.states import RequestState as State
-from .._kernel.states import Tier, require
 from .._kernel.waiting import Admission, is_waiting
 from ..errors import WrongState
 from .overlap import tell
@@ -32,7 +39,8 @@ class Preemptions:
 
     @staticmethod
     def check(request: LedgerRequest) -> None:
-        """Refuse to preempt a request without blocks to give up, in a step, or waiting for room (unless REQUEUED)."""
+        """Refuse to preempt a request that has no blocks to give up, is in a step, or waits for blocks (unless
+        REQUEUED)."""
         require(
             request, "preempt",
             State.ALLOCATED, State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED, State.RUNNING,
@@ -44,52 +52,48 @@ class Preemptions:
             raise WrongState(f"preempt: a step touches the blocks of {request}")
 
     def preempt(self, request: LedgerRequest) -> Preemption:
-        """Offer what is computed to the host, pin it there, and release every device block. The caller has abandoned
-        the load, if there was one."""
-        before = self.admission.num_available
+        """Offer the published units to the host, pin there what it has, and release every device block. The caller has
+        abandoned the load, if there was one."""
+        cache, before, published = self.cache, self.admission.num_available, request.published
+        unit_tokens, run = cache.layout.unit_tokens, request.device_run
         if request.waiter is not None:
             self.admission.leave(request.waiter)
         if request.state is not State.RUNNING:
             self.request_leases.end_host_lease(request)
-            request.computed(request.published * self.cache.layout.unit_tokens)
-        plans = self._store(request)
-        run, held = request.device_run, self._held(request)
+            request.num_computed_tokens = published * unit_tokens
+
+        # Stored at once, whatever the timing of the policy, but nothing with `NoStore`, nor beyond the store limit.
+        jobs: list[Job] = []
+        stop = min(published, request.store_limit)
+        if run is not None and stop and request.epoch == cache.epoch and not isinstance(self.policy, NoStore):
+            jobs = self.stores.offer(request, run, published, stop, with_windows=True)
+        held = {block_id for table in request.tables for block_id in table.ids if block_id}
         self.request_leases.give_up_tables(request)
         if run is not None:
-            self.request_leases.keep(request, self.stores.destination, run)
+            request.leases[self.stores.destination] = cache.lease(self.stores.destination, run)
             self.request_leases.follow(request, None)
-        request.preempted(self.cache.layout.unit_tokens)
+
+        # The limit of `admit` is about the prompt. What the request itself has computed may always be matched.
+        request.hit_limit = max(request.hit_limit, request.num_computed_tokens // unit_tokens)
+        request.read_before = max(request.read_before, published)
+        request.published = request.ready_stop = 0
+        if request.computing is Computing.ITS_BLOCKS:
+            request.computing = Computing.LOST_BLOCKS
         self.moves.request(request, State.PREEMPTED)
         tell(self.moves, request)
-        read = {job.job_id: held & _read_by(job.plan) for job in self.jobs.unsettled.values()}
+
+        stores = [job for job in self.jobs.unsettled.values() if job.plan.source is Tier.DEVICE]
+        read = {job.job_id: held.intersection(job.plan.source_ids) for job in stores}
         job_ids = tuple(job_id for job_id, blocks in read.items() if blocks)
-        num_freed = max(
-            0, self.admission.num_available - before
-        )  # less than 0 if stores pin the margin before a window
-        return Preemption(num_freed, len(set().union(*read.values())), job_ids, plans)
+        # Negative if the stores pin the margin before a window.
+        num_freed = max(0, self.admission.num_available - before)
+        return Preemption(num_freed, len(set().union(*read.values())), job_ids, tuple(job.plan for job in jobs))
 
     def resume(self, request: LedgerRequest, num_tokens: object) -> None:
-        """Match it again, with what it has computed: PINNED. It asks for room and a load as after the first match."""
+        """Match it again, with the tokens that it has computed: PINNED. Blocks and a load follow as after `admit`."""
         require(request, "resume", State.PREEMPTED, instead="only a request that was preempted is resumed")
         if num_tokens is not None:
             self.admission.check_could_fit(num_tokens)
         self.moves.request(request, State.MATCHED)
         self.request_leases.match_again(request)
         self.moves.request(request, State.PINNED)
-
-    def _store(self, request: LedgerRequest) -> tuple[TransferPlan, ...]:
-        """Store at once what is published, whatever the timing of the policy; nothing with `NoStore`, nor beyond the
-        request's store limit."""
-        run, stop = request.device_run, min(request.published, request.store_limit)
-        if run is None or not stop or request.epoch != self.cache.epoch or isinstance(self.policy, NoStore):
-            return ()
-        jobs = self.stores.offer(request, run, request.published, stop, with_windows=True)
-        return tuple(job.plan for job in jobs)
-
-    @staticmethod
-    def _held(request: LedgerRequest) -> set[int]:
-        return {block_id for table in request.tables for block_id in table.ids if block_id}
-
-
-def _read_by(plan: TransferPlan) -> set[int]:
-    return set(plan.source_ids) if plan.source is Tier.DEVICE else set()

@@ -64,7 +64,7 @@ class CacheTransfers:
                 self._start_tables(request, first)
                 return True
             full = self.cache.layout.full.width
-            request.narrow_hit(request.hit_stop - -(-excess // full) if full else 0)
+            request.hit_limit = request.hit_stop - -(-excess // full) if full else 0
             if request.hit_limit <= first:
                 return False
             self.request_leases.match_again(request)
@@ -91,9 +91,8 @@ class CacheTransfers:
         stop = request.hit_stop
         # They begin behind the device hit: a prefetch computes nothing that would read it.
         bands, start = self.cache.layout.bands, request.published
-        tables = tuple(BlockTable(band.width, nulls(stop * band.width), start) for band in bands)
-        request.given_tables(tables, stop)
-        full = tables[0]
+        request.tables = tuple(BlockTable(band.width, nulls(stop * band.width), start) for band in bands)
+        request.num_units, full = stop, request.tables[0]
         full.fill(first, stop, self.cache.take(Tier.DEVICE, (stop - first) * full.width))
 
     # -- sending away ---------------------------------------------------------------------------------------------

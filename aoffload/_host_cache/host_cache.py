@@ -30,7 +30,7 @@ from .._kernel.leases import RequestLeases
 from .._kernel.prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .._kernel.records import Job, Load, Run
 from .._kernel.requests import LedgerRequest, call_all
-from .._kernel.states import BELOW, Direction, JobState, Outcome, Tier, require
+from .._kernel.states import BELOW, Computing, Direction, JobState, NoEpoch, Outcome, Tier, require
 from .._kernel.states import RequestState as State
 from ..errors import CommitError, InvalidArgument, WrongState
 from .ids import EngineIds, has_null, named_rows
@@ -85,7 +85,7 @@ class EngineOwned:
             if into is not None:
                 raise WrongState(f"load: the blocks of {request} were named before: call it again without `into`")
             if request.load is not None:  # called again
-                request.load.wake_by(wake)
+                request.load.wake = wake
             elif self.lost_to_reset(request):
                 call_all(iter(self._falls_short(request, self.arrivals.under_way[request].start)))
             return []
@@ -118,8 +118,8 @@ class EngineOwned:
     def _falls_short(self, request: LedgerRequest, ready: int) -> list[Callable[[], object]]:
         """The load of `request`, which is over, counts only up to unit `ready`. Returns the callbacks to call."""
         unit, arrival = self.cache.layout.unit_tokens, self.arrivals.under_way[request]
-        request.lost((arrival.stop - ready) * unit)
-        request.retry_up_to(ready * unit)
+        request.num_lost_tokens += (arrival.stop - ready) * unit
+        request.retry_max_hit_tokens = ready * unit
         self._ready(request, ready)
         return self.arrivals.fell_short(request, ready)
 
@@ -170,8 +170,8 @@ class EngineOwned:
         self.moves.request(request, State.RUNNING)
 
     def _ready(self, request: LedgerRequest, ready: int) -> None:
-        request.hit_up_to(ready)
-        request.ready_up_to(ready, max(request.engine_tokens, ready * self.cache.layout.unit_tokens))
+        request.hit_stop = request.published = request.ready_stop = ready
+        request.num_computed_tokens = max(request.engine_tokens, ready * self.cache.layout.unit_tokens)
 
     def _ready_stop(self, arrival: Arrival) -> int:
         """The unit at which computing can go on: all that it needs before is proven to be there, in every group."""
@@ -207,21 +207,22 @@ class EngineOwned:
         known, computed, published = request.sequence.num_tokens, request.num_computed_tokens, request.published
         if added:
             request.sequence.append(added)
-        request.counts_as(num_tokens, num_units)
+        request.num_computed_tokens, request.published = num_tokens, num_units
         try:
             wanted = self.offers.wanted(request, ids, self._unwritten.get(request, _NOTHING), is_last=is_last)
             self.offers.check_sources(wanted.offers)
         except BaseException:  # also of the policy or of `find`
             request.sequence.drop_after(known)
-            request.counts_as(computed, published)
+            request.num_computed_tokens, request.published = computed, published
             raise
         if request.state is State.PINNED:  # without a load
             self.request_leases.end_host_lease(request)
-            request.hit_up_to(0)
-            request.computed(request.engine_tokens)  # observers find what was ready in it
+            request.hit_stop = 0
+            request.num_computed_tokens = request.engine_tokens  # observers find what was ready in it
             self.moves.request(request, State.ALLOCATED)
             self.moves.request(request, State.RUNNING)
-        request.committed(num_tokens)
+        request.num_computed_tokens = num_tokens
+        request.has_committed, request.computing = True, Computing.NOTHING
         self.offers.computed(num_units - before // self.cache.layout.unit_tokens)
         jobs = self.offers.store(request, wanted, self._unwritten.get(request, _NOTHING))
         if self.arrivals.under_way:
@@ -248,12 +249,13 @@ class EngineOwned:
         settled = [job for one in queued if not one.is_settled for job in self.jobs.discard(one)]
         self.pins.renew()
         for other in tainted:
-            other.taint()
+            other.epoch = NoEpoch.INVALIDATED
         self.matches.forget([other for other in others if other not in tainted])
         self.offers.taken_back(request.sequence, from_token + 1)
         request.sequence.drop_after(from_token + 1)
         self.offers.forget(request)
-        request.taken_back(start, from_token)
+        request.published, request.ready_stop = min(request.published, start), min(request.ready_stop, start)
+        request.num_computed_tokens = from_token
         for number, units in self._unwritten.get(request, {}).items():
             self._unwritten[request][number] = range(units.start, min(units.stop, start))
         call_all(iter(self.arrivals.taken_back(request, start)))

@@ -226,7 +226,7 @@ class EngineMatches:
         next block: MATCHED, without pins; `wake` is called when asking again may give another answer."""
         if request.state is State.PINNED and self.is_current(request, num_device_tokens):
             return
-        request.asked_behind(num_device_tokens)
+        request.engine_tokens = num_device_tokens
         hit = self._hit(request)
         bringer = None
         if hit.stop > hit.device_stop and self.arrivals.under_way:
@@ -235,7 +235,7 @@ class EngineMatches:
         self.request_leases.end_host_lease(request)
         if bringer is not None:
             self.arrivals.ask_again(request, bringer, wake)
-            request.told(PrefixMatch(hit.device_stop * self.cache.layout.unit_tokens, 0, is_pending=True))
+            request.match = PrefixMatch(hit.device_stop * self.cache.layout.unit_tokens, 0, is_pending=True)
         else:
             self.arrivals.answered(request)
             self._pin(request, hit)
@@ -273,10 +273,11 @@ class EngineMatches:
         unit = self.cache.layout.unit_tokens
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
-            self.request_leases.keep(request, BELOW, run)
+            request.leases[BELOW] = self.cache.lease(BELOW, run)
         on_disk = self.request_leases.num_fetchable(request, hit.stop) * unit
-        match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_disk_tokens=on_disk)
-        request.matched(0, hit.stop, match)
+        request.published, request.ready_stop, request.hit_stop = 0, 0, hit.stop
+        num_host_tokens = (hit.stop - hit.device_stop) * unit
+        request.match = PrefixMatch(hit.device_stop * unit, num_host_tokens, num_disk_tokens=on_disk)
 
     def match_fetched(self, request: LedgerRequest) -> None:
         """Match a PINNED request again, behind the same tokens: the host may hold more by now."""
@@ -292,7 +293,7 @@ class EngineMatches:
 
     def decline(self, request: LedgerRequest, stop: int) -> None:
         """Match a PINNED request again, up to unit `stop`: the rest of its hit is computed."""
-        request.narrow_hit(stop)
+        request.hit_limit = stop
         self.request_leases.end_host_lease(request)
         self._pin(request, self._hit(request))
 

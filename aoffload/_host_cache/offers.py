@@ -329,7 +329,7 @@ class EngineOffers:
                 over = stretches(run if pin is None else pin.run, taken.start, taken.stop)
                 planned = self.stores.store(request, taken.band, over, taken.blocks)
                 if planned and not taken.band.number:
-                    request.stored_up_to(max(request.stored_stop, planned[-1].stop))
+                    request.stored_stop = max(request.stored_stop, planned[-1].stop)
                 is_full |= sum(job.plan.num_blocks for job in planned) < len(taken.blocks)
                 jobs += planned
         if is_full and num_left:  # there is no room for what comes after, either

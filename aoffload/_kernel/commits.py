@@ -32,7 +32,7 @@ from .plans import TransferPlan
 from .prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .records import Run
 from .requests import LedgerRequest
-from .states import Computing, Tier, require
+from .states import Computing, NoEpoch, Tier, require
 from .states import RequestState as State
 from .waiting import Admission
 
@@ -65,20 +65,21 @@ class Commits:
         if num_units and request.store_limit and is_current:
             # The policy may be the program's own and raise, so it is asked before anything is published. Then `added`
             # is dropped: a commit that is repeated would append it twice.
-            request.counts_as(num_tokens, max(first, num_units))
+            request.num_computed_tokens, request.published = num_tokens, max(first, num_units)
             try:
                 wanted = min(request.published, request.store_limit, self.policy.wanted_stop(request))
             except BaseException:
                 request.sequence.drop_after(known)
                 raise
             finally:
-                request.counts_as(computed, first)
+                request.num_computed_tokens, request.published = computed, first
         if request.state is State.ALLOCATED:
             self.request_leases.end_host_lease(request)
             self.moves.request(request, State.RUNNING)
         if num_tokens > computed and request.computing is Computing.NOTHING and not request.num_steps:
             self.cache.last_uses.are_covered = False  # no step covers this commit
-        request.committed(num_tokens)
+        request.num_computed_tokens = num_tokens
+        request.has_committed, request.computing = True, Computing.NOTHING
         plans: tuple[TransferPlan, ...] = ()
         if is_current:
             publish(self.request_leases, request, num_units)
@@ -179,10 +180,10 @@ class Commits:
         self.admission.match_again([other for other in others if other in tainted or _leases_any(other, wrong)])
         goes_on = self._compute_again(request, from_token, tainted)
         request.sequence.drop_after(from_token + 1)
-        request.computed(from_token)
+        request.num_computed_tokens = from_token
         if goes_on and self._reaches_back(request):
             return tainted
-        request.taint()
+        request.epoch = NoEpoch.INVALIDATED
         return {request: start, **tainted}
 
     def _compute_again(self, request: LedgerRequest, from_token: int, readers: Iterable[LedgerRequest]) -> bool:
@@ -228,7 +229,7 @@ class Commits:
                     # Only from its first wrong unit on: what it computed before is right, and others may use it.
                     tainted[other] = min(read)
                     sources[other] = min(read) * self.cache.layout.unit_tokens
-                    other.taint()  # whatever its task still commits before it unwinds
+                    other.epoch = NoEpoch.INVALIDATED  # whatever its task still commits before it unwinds
                     wrong.update(dict.fromkeys(runs_from(self.cache, other, min(read), wrong)))
                     found = True
         return tainted

@@ -1,8 +1,35 @@
-"""RequestLeases: the leases and block tables of a request, from its match until it gives everything back.
+"""The leases and the block tables of a request, from the match until the request gives everything back.
 
-Windows: a request gives back the blocks that its windows have left behind.
+**Leases.** A match pins what it found in the same step, so nothing of a hit can be evicted between the match and the
+load. A request has at most one lease a tier, on a path of the index:
 
-Publishing on the device: making computed units findable, and making them private again.
+    state of the request | device lease                     | host lease
+    matched              | up to `published` (device hit)   | up to `hit_stop` (what the load brings)
+    loading              | up to the end of the load        | the same, until the load is over
+    running              | up to `published`, which grows   | none
+    preempted            | none                             | up to `published` at the preemption
+
+With windows, a matched request may have a second device lease, `reserve`: after the device hit, the device may hold
+window blocks that the host lacks, and the load adopts them. In a window a lease pins a suffix of the path, and the
+suffix moves forward with the window.
+
+**No request waits for its own pins.** A match pins nothing after the hit. If only `reserve` is in the way of the blocks
+that a request needs, the request is matched again without it (`islands=False`).
+
+**Tables.** Once a request has device blocks, it has one block table a band, and it is never matched again: the tables
+name cached blocks for the first `published` units, and private blocks for the others. Null entries are units before a
+window, or units that a load brings in blocks of its jobs.
+
+**Publishing** turns private blocks into cached ones, one run of the index at a time:
+
+    The index has the next tokens          | the device copy is pinned     | the copy is unused or missing
+    no: grow the request's last run        | -                             | the request's blocks become cached
+    or insert a run                        |                               |
+    yes, from another request              | lease that copy, and keep the | lease the run; the request's blocks
+                                           | own one private: a duplicate  | take the place of the copy
+
+A request that has to compute again steps back: its blocks from some unit on are private once more, and its lease ends
+there.
 """
 
 from __future__ import annotations
@@ -42,17 +69,27 @@ class RequestLeases:
     """Host blocks that requests without block tables keep since they were fetched for them."""
 
     def pin(self, request: LedgerRequest, *, islands: bool = True) -> None:
-        """Match and pin, in one step: nothing can be evicted in between. `islands`: see `find_hit`."""
+        """Match and pin, in one step. `islands`: see `find_hit`."""
+        cache, unit, on_disk = self.cache, self.cache.layout.unit_tokens, 0
         hit = self._find(request, islands=islands)
-        self._take_leases(request, hit, islands=islands)
-        unit, on_disk = self.cache.layout.unit_tokens, 0
-        if self.cache.has_disk:
+        if hit.stop:
+            last = hit.path[-1]
+            if last.stop != hit.stop:  # pin nothing after the hit: a request must not wait for its own pins
+                last = cache.cut(last, hit.stop)
+            if hit.stop > hit.device_stop:
+                request.leases[BELOW] = cache.lease(BELOW, last)
+                if islands and cache.layout.windows:
+                    request.reserve = cache.lease(Tier.DEVICE, last)
+            if hit.device_stop:
+                request.leases[Tier.DEVICE] = cache.lease(Tier.DEVICE, cache.cut(last, hit.device_stop))
+        if cache.has_disk:
             on_disk = self.num_fetchable(request, hit.stop) * unit
-        match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_disk_tokens=on_disk)
-        request.matched(hit.device_stop, hit.stop, match)
+        request.published = request.ready_stop = hit.device_stop
+        request.hit_stop, num_host_tokens = hit.stop, (hit.stop - hit.device_stop) * unit
+        request.match = PrefixMatch(hit.device_stop * unit, num_host_tokens, num_disk_tokens=on_disk)
 
     def num_fetchable(self, request: LedgerRequest, hit_stop: int) -> int:
-        """Units behind the hit of `request`, which ends at `hit_stop`, that a fetch would add."""
+        """Units that a fetch would add to the hit of `request`, which ends at `hit_stop`."""
         if not self.cache.has_disk or request.epoch != self.cache.epoch:
             return 0
         layout, sequence = self.cache.layout, request.sequence
@@ -69,34 +106,14 @@ class RequestLeases:
         limit = min((request.sequence.num_tokens - 1) // layout.unit_tokens, request.hit_limit)
         hit = find_hit(self.cache.index, request.sequence, layout, limit, request.hit_alignment, islands=islands)
         if request.state is RequestState.REQUEUED:
-            # A requeued request does not load again. Otherwise two requests whose loads keep failing could take turns
+            # A requeued request does not load again. Otherwise two requests whose loads keep failing could alternate
             # forever: each gives up its blocks, which lets the other one try again.
             hit = Hit(hit.device_stop, hit.device_stop, hit.path)
         return hit
 
-    def _take_leases(self, request: LedgerRequest, hit: Hit, *, islands: bool) -> None:
-        if not hit.stop:
-            return
-        layout = self.cache.layout
-        # Pin nothing behind the hit: a request must never wait for room that its own pins take.
-        last = hit.path[-1]
-        if last.stop != hit.stop:
-            last = self.cache.cut(last, hit.stop)
-        if hit.stop > hit.device_stop:
-            self.keep(request, BELOW, last)
-            if islands and layout.windows:
-                # Behind the device hit, the device may hold window blocks that the host lacks: the load adopts them.
-                request.reserve = self.cache.lease(Tier.DEVICE, last)
-        if hit.device_stop:
-            self.keep(request, Tier.DEVICE, self.cache.cut(last, hit.device_stop))
-
-    def keep(self, request: LedgerRequest, tier: Tier, run: Run) -> None:
-        """Pin in `tier` what the request reads or loads up to the end of `run`."""
-        request.leases[tier] = self.cache.lease(tier, run)
-
     def follow(self, request: LedgerRequest, run: Run | None) -> None:
-        """Move the end of the device lease to `run`, or take a device lease that ends there; None: end the lease. A new
-        lease pins each window band from the start of its table on."""
+        """Move the end of the device lease to `run`, or take a device lease that ends there; None: end the lease. In a
+        window, a new lease pins the units from the start of the table on."""
         lease = request.leases.get(Tier.DEVICE)
         if lease is not None and run is not None:
             self.cache.move_lease(lease, run)
@@ -107,19 +124,18 @@ class RequestLeases:
             starts = [table.start for table in request.tables[1:]] if self.cache.windows else ()
             request.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
 
-    def share(self, parent: LedgerRequest, child: LedgerRequest, run: Run) -> None:
-        """Give `child`, a fork, a device lease like that of `parent`, but only to the end of `run`."""
-        starts = [min(start, run.stop) for start in parent.leases[Tier.DEVICE].starts]
-        child.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
-
     def forget_match(self, request: LedgerRequest) -> None:
-        """Release the leases and clear the match; the request is matched again later. Does not free private blocks."""
-        for lease in request.forgot_match():
+        """Release the leases and clear the match. Private blocks stay."""
+        leases = request.match_leases
+        request.leases, request.reserve = {}, None
+        request.published = request.ready_stop = request.hit_stop = 0
+        for lease in leases:
             self.cache.release(lease)
 
     def keep_fetched(self, request: LedgerRequest, most: int) -> None:
-        """Keep the host hit until the request has block tables, also while it gives its match up in the line for room:
-        it was just fetched. At most `most` blocks are kept so, of all requests together; else it may be evicted."""
+        """Pin the host hit, which was just fetched for the request, until the request has block tables. The pin
+        outlasts the match, which a request gives up in the wait queue. All such pins keep at most `most` blocks; a hit
+        beyond that may be evicted."""
         self.end_fetched(request)
         lease = request.leases.get(BELOW)
         if lease is None:
@@ -127,11 +143,11 @@ class RequestLeases:
         num_blocks = self.num_fresh(request.published, request.hit_stop, request.hit_stop)
         if self.num_fetched + num_blocks <= most:
             self.num_fetched += num_blocks
-            request.keeps_fetched(Fetched(self.cache.lease(BELOW, lease.run), num_blocks))
+            request.fetched = Fetched(self.cache.lease(BELOW, lease.run), num_blocks)
 
     def end_fetched(self, request: LedgerRequest) -> None:
-        """Keep no longer what was fetched for the request."""
-        fetched = request.take_fetched()
+        """End the pin of `keep_fetched`."""
+        fetched, request.fetched = request.fetched, None
         if fetched is not None:
             self.num_fetched -= fetched.num_host_blocks
             self.cache.release(fetched.lease)
@@ -143,25 +159,21 @@ class RequestLeases:
         self.pin(request, islands=islands)
 
     def refresh_match(self, request: LedgerRequest) -> None:
-        """Bring the match up to date. Keeps the leases if a new match would take the same ones, since the head of the
-        line is examined often; with windows, matches again in any case."""
-        if self.cache.layout.windows or not self._pins_just(request, self._find(request, islands=True)):
-            self.match_again(request)
-
-    @staticmethod
-    def _pins_just(request: LedgerRequest, hit: Hit) -> bool:
-        """Whether the leases are exactly those that `hit` would take."""
-        if (request.published, request.hit_stop) != (hit.device_stop, hit.stop) or not request.leases:
-            return False
-        wanted: dict[Tier, Run] = {}
-        if hit.stop > hit.device_stop:
-            wanted[BELOW] = hit.run_at(hit.stop)
-        if hit.device_stop:
-            wanted[Tier.DEVICE] = hit.run_at(hit.device_stop)
-        return wanted == {tier: lease.run for tier, lease in request.leases.items()}
+        """Bring the match up to date. Without windows, a request whose leases are exactly those that a new match would
+        take keeps them, because the head of the wait queue is examined often."""
+        if not self.cache.layout.windows and request.leases:
+            hit, wanted = self._find(request, islands=True), dict[Tier, Run]()
+            if hit.stop > hit.device_stop:
+                wanted[BELOW] = hit.run_at(hit.stop)
+            if hit.device_stop:
+                wanted[Tier.DEVICE] = hit.run_at(hit.device_stop)
+            is_same = (request.published, request.hit_stop) == (hit.device_stop, hit.stop)
+            if is_same and wanted == {tier: lease.run for tier, lease in request.leases.items()}:
+                return
+        self.match_again(request)
 
     def end_host_lease(self, request: LedgerRequest) -> None:
-        """Release the leases that only a load needs, the host lease and `reserve`: it is over, or there is none."""
+        """Release the leases that only a load needs, the host lease and `reserve`."""
         lease = request.leases.pop(BELOW, None)
         if lease is not None:
             self.cache.release(lease)
@@ -181,22 +193,22 @@ class RequestLeases:
         private = request.private_blocks()
         for table in request.tables:
             self.cache.last_uses.gave_up(request, table.ids)
-        request.gave_up_tables()
+        request.tables, request.num_units, request.load, request.nulled = (), 0, None, []
         self.cache.give(Tier.DEVICE, private)
 
     # -- tables ---------------------------------------------------------------------------------------------------
 
     def num_fresh(self, device_stop: int, hit_stop: int, num_units: int) -> int:
-        """How many new blocks tables of `num_units` units take behind the device hit. A window band takes none for
-        units that will lie before its window once the host hit is loaded."""
+        """How many new blocks tables of `num_units` units take after the device hit. A window takes none for units that
+        it will have left once the host hit is loaded."""
         found = max(0, num_units - device_stop) * self.cache.layout.full.width
         for band in self.cache.layout.windows:
             found += max(0, num_units - max(device_stop, band.first_unit(hit_stop))) * band.width
         return found
 
     def without_islands(self, request: LedgerRequest, num_units: int) -> tuple[int, int]:
-        """Try out a match without islands (see `find_hit`). Returns how many new blocks tables of `num_units` units
-        would take with it, and by how many blocks room would grow if it replaced the present match. Changes nothing."""
+        """Try a match without islands (see `find_hit`). Returns how many new blocks tables of `num_units` units would
+        take with it, and how many more blocks would be available if it replaced the present match. Changes nothing."""
         hit = self._find(request, islands=False)
         leases = [lease for lease in request.all_leases() if lease.tier is Tier.DEVICE]
         let_go = self.cache.pinned_by_none_but(leases)
@@ -211,16 +223,11 @@ class RequestLeases:
         first = band.first_unit(stop)
         return len(range(max(part.first, first), min(part.stop, stop))) * part.width
 
-    def num_kept(self, request: LedgerRequest) -> int:
-        """How many blocks of the device hit the request needs to continue computing at the end of the device hit."""
-        stop, bands = request.published, self.cache.layout.bands
-        return sum((stop - band.first_unit(stop)) * band.width for band in bands)
-
     def start_tables(self, request: LedgerRequest, num_units: int, blocks: array[int]) -> None:
-        """Set the block tables: the needed ids of the device hit, then `blocks`. Units behind the device hit and before
+        """Set the block tables: the needed ids of the device hit, then `blocks`. Units after the device hit and before
         the window of the host hit stay null; they get blocks if the load fails."""
         stop, taken = request.published, 0
-        num_units = max(num_units, stop)  # a later match may have hit more than the request asked room for
+        num_units = max(num_units, stop)  # a later match may have hit more than the request needed blocks for
         tables: list[BlockTable] = []
         for band in self.cache.layout.bands:
             start = band.first_unit(stop) if stop else 0
@@ -232,9 +239,10 @@ class RequestLeases:
                 held = held_ids(request.device_run, Tier.DEVICE, band.number, start, stop)
                 ids = nulls(start * band.width) + held + nulls((fresh - stop) * band.width) + ids
             tables.append(BlockTable(band.width, ids, start))
-        request.given_tables(tuple(tables), num_units)
+        request.tables, request.num_units = tuple(tables), num_units
+        request.num_computed_tokens = stop * self.cache.layout.unit_tokens
         if request.fetched is not None:
-            self.end_fetched(request)  # its match pins what it loads
+            self.end_fetched(request)  # the match pins what the request loads
 
     def lengthen_tables(self, request: LedgerRequest, num_units: int, blocks: array[int]) -> None:
         """Append `blocks`, taken for the units up to `num_units`."""
@@ -242,14 +250,14 @@ class RequestLeases:
         if added > 0:
             for table, ids in zip(request.tables, self.cache.layout.deal(blocks, added), strict=True):
                 table.extend(ids)
-            request.given_tables(request.tables, num_units)
+            request.num_units = num_units
 
 
 def slide(cache: PrefixCache, request: LedgerRequest) -> None:
-    """Release the blocks that computing on from `num_computed_tokens` needs no more.
+    """Release the blocks that the windows have left at `num_computed_tokens`.
 
-    Private blocks are freed; cached ones stay cached as long as there is room. Their positions become null. Does
-    nothing in a step, which may still read them: the end of the step slides.
+    Private blocks are freed; cached ones stay cached until their blocks are needed. Their positions become null. Does
+    nothing in a step, which may still read the blocks: the end of the step slides.
     """
     if not request.num_steps and request.tables:
         slide_off(cache, request)
@@ -268,7 +276,7 @@ def slide_off(cache: PrefixCache, request: LedgerRequest) -> None:
         lease = request.leases.get(Tier.DEVICE)
         if lease is not None:
             cache.slide_lease(lease, band, start)
-        request.slid(band.number, table.start, start)
+        request.nulled.append((band.number, table.start, start))
         table.begin_at(start)
 
 
@@ -287,28 +295,26 @@ def publish(leases: RequestLeases, request: LedgerRequest, stop: int) -> None:
         run = request.device_run
         if run is None or run.stop == position:
             following = cache.index.find(sequence, run, position)
-            if following is None:
-                _append(leases, request, run, sequence.run_stop(position, stop))
+            if following is None:  # no run has these tokens
+                upto = sequence.run_stop(position, stop)
+                if run is not None and run.spans == sequence.spans_at(position) and _may_grow(cache, run):
+                    cache.index.grow(run, sequence, upto)
+                else:
+                    run = cache.index.insert(sequence, run, position, upto)
+                    leases.follow(request, run)
+                _fill(cache, request, run, upto)
                 continue
             run = following
         agreed = sequence.common_stop(run, stop)
         run = cache.cut(run, agreed)
-        if _is_unused(run):
-            _take_place(cache, request, run)
+        parts = run.parts_in(Tier.DEVICE)
+        if not any(part.num_references or part.incoming is not None for part in parts):
+            # The device copy is unused, and no job adds to it: free it, so that the request's blocks take its place.
+            for part, table in zip(parts, request.tables, strict=True):
+                if table.start <= run.start:  # else the request has no blocks for units that left its window
+                    cache.withdraw_part(part)
         leases.follow(request, run)
         _fill(cache, request, run, agreed)
-
-
-def _is_unused(run: Run) -> bool:
-    """Whether its device blocks are unpinned, and no job adds to them."""
-    return not any(part.num_references or part.incoming is not None for part in run.parts_in(Tier.DEVICE))
-
-
-def _take_place(cache: PrefixCache, request: LedgerRequest, run: Run) -> None:
-    """Free the device blocks of `run`, so that it can get those of the request."""
-    for band, table in enumerate(request.tables):
-        if table.start <= run.start:  # else the request has no blocks for units that left its window
-            cache.withdraw_part(run.part(Tier.DEVICE, band))
 
 
 def _fill(cache: PrefixCache, request: LedgerRequest, run: Run, stop: int) -> None:
@@ -328,27 +334,14 @@ def _fill(cache: PrefixCache, request: LedgerRequest, run: Run, stop: int) -> No
                 table.has_duplicates(known)
             if before != (part.first, part.stop):
                 cache.tiers[Tier.DEVICE].part_changed(part, *before)
-    request.published_up_to(stop)
-
-
-def _append(leases: RequestLeases, request: LedgerRequest, run: Run | None, stop: int) -> None:
-    """These tokens are not in the index: grow the last run if only this request uses it, else insert a new one."""
-    cache, sequence, position = leases.cache, request.sequence, request.published
-    if run is not None and _may_grow(cache, run) and run.spans == sequence.spans_at(position):
-        cache.index.grow(run, sequence, stop)
-    else:
-        run = cache.index.insert(sequence, run, position, stop)
-        leases.follow(request, run)
-    _fill(cache, request, run, stop)
+    request.published = stop
 
 
 def _may_grow(cache: PrefixCache, run: Run) -> bool:
-    """Whether only this request uses `run`, it is short (growing copies tokens), and it ends at no maximum boundary."""
-    return len(run.tokens) <= MAX_GROWN_BYTES and not cache.is_cut(run.stop) and _is_ours_alone(cache, run)
-
-
-def _is_ours_alone(cache: PrefixCache, run: Run) -> bool:
-    """Whether the growing request's lease is the only reference, so that no other reader sees the run change."""
+    """Whether `run` may get more units in place: it is short, because growing copies its tokens, it ends at no maximum
+    boundary, and the growing request's lease is its only reference, so that no other reader sees it change."""
+    if len(run.tokens) > MAX_GROWN_BYTES or cache.is_cut(run.stop):
+        return False
     full = run.parts[Tier.DEVICE]
     if run.num_after or full.rank or (full.width and full.stop != run.stop):
         return False
@@ -362,8 +355,8 @@ def _is_ours_alone(cache: PrefixCache, run: Run) -> bool:
 
 
 def published_by(cache: PrefixCache, request: LedgerRequest, start: int) -> list[tuple[Band, Run]]:
-    """The runs, band by band, that hold what the request itself has published from unit `start` on, without copies that
-    others cached first. Splits runs where these units begin and end."""
+    """The runs, by band, that hold units which the request itself has published from unit `start` on, without copies
+    that other requests cached first. Splits runs where these units begin and end."""
     own = _own_units(cache, request, start)
     for at in {at for _, units in own for at in (units.start, units.stop)}:
         for run, _, _ in stretches(request.device_run, at, at + 1):
@@ -389,7 +382,7 @@ def _own_units(cache: PrefixCache, request: LedgerRequest, start: int) -> list[t
 
 def runs_from(cache: PrefixCache, request: LedgerRequest, start: int, cut: Container[Run]) -> list[Run]:
     """The runs from unit `start` on that the request uses: those of its device lease or, without tables, the cached
-    ones of the tokens that it had published when it gave them up. Splits at `start`, but no run in `cut`."""
+    runs of the tokens that it had published when it gave its tables up. Splits at `start`, but no run in `cut`."""
     if request.tables:
         runs = request.device_run.whole_path() if request.device_run is not None else []
     else:
@@ -414,8 +407,8 @@ def read_by(readers: Iterable[LedgerRequest], published: list[tuple[Band, Run]])
 def take_private(
     cache: PrefixCache, request: LedgerRequest, published: list[tuple[Band, Run]], shared: list[tuple[Band, Run]]
 ) -> None:
-    """Make the withdrawn blocks of `published` private to the request again. The `shared` ones stay with their readers
-    until these let go: there the request gets fresh blocks, for which there must be room."""
+    """Make the withdrawn blocks of `published` private to the request again. The `shared` ones stay with the requests
+    that read them; in their place the request gets fresh blocks, which must be available."""
     for band, run in published:
         table = request.tables[band.number]
         if run.start < table.start:
@@ -429,9 +422,9 @@ def take_private(
 
 def step_back(leases: RequestLeases, request: LedgerRequest, start: int) -> None:
     """Let the request compute again from unit `start` on: its blocks there are private, its lease ends there."""
-    start = min(start, request.published)  # after a reset more may be computed than was published
+    start = min(start, request.published)  # after a reset, more may be computed than is published
     run = request.device_run
     leases.follow(request, leases.cache.cut(run, start) if run is not None and start else None)
-    request.published_up_to(start)
+    request.published = start
     for table in request.tables:
         table.step_back(start)

@@ -1,18 +1,26 @@
-"""The parts of a ledger, wired once, and what its calls begin and end with.
+"""The ledger: the verbs of the kernel. A step-based engine calls them directly, or the async runtime does.
 
-The ledger's calls about requests that begin: match, room, forks.
+One request calls them in this order (`README.md` has the theory behind each):
 
-The ledger's calls about requests that have blocks: loads, jobs, commits, steps, the end.
+Verb | state afterwards | what it does
+--- | --- | ---
+`admit` | PINNED | match the prompt and pin the hit, in one step
+`allocate_nowait`, or `queue_allocation` and `accept` | ALLOCATED | take device blocks for the rest of the prompt
+`plan_load` | LOADING, or RUNNING | plan the copies of the host hit; returns plans
+`step` | | hold the blocks of a batch during a forward
+`commit` | RUNNING | publish computed units; returns plans of stores
+`extend_nowait`, or `queue_extension` and `accept` | | take more device blocks
+`release` | DONE, ABORTED | give everything back; returns plans of stores
 
-The ledger's calls about the disk, the tier below the host, and about fetches from there.
+The caller makes the planned copies. It calls `launch` before a copy begins and `settle` when the copy is over. `fork`,
+`preempt_nowait` and `resume`, `invalidate` and `reset` leave this path.
 
-The ledger's calls about a remote store, which other processes use too.
+Each verb checks its arguments and the state first, so a refused call changes nothing. No verb waits, and none leaves a
+change half done. A verb that may change the free blocks or the wait queue ends with `Admission.serve_queue`, which
+calls the `wake` of each waiter and of each load that is over. A `wake` may call the ledger.
 
-The ledger: the synchronous API. A step-based engine drives it directly; the async runtime is its first client.
-
-A request's way through it: `admit` (match and pin) -> `allocate_nowait` or `queue_allocation` + `accept` -> `plan_load`
--> `commit` ... -> `release`. `plan_load`, `commit` and `release` return plans; `launch` and `settle` report what became
-of them. Nothing here waits, and no call leaves anything half done.
+The constructor wires the rooms of the kernel and of its features. Features are off by being absent: no disk, no remote
+store, no learned eviction, no engine that owns the device blocks.
 """
 
 from __future__ import annotations
@@ -72,7 +80,7 @@ from .prefix import Prefix, TokenIds, check_prefix
 from .protocols import OBSERVES, BlockWatcher, DevicePool, EngineBlocks, Observer
 from .records import NO_LIMIT, Job
 from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, nobody
-from .states import BELOW, Outcome, PinState, RequestState, Tier, check_tier, require
+from .states import BELOW, Computing, NoEpoch, Outcome, PinState, Tier, check_tier, require
 from .states import RequestState as State
 from .status import EvictionStatistics, Fork, Holder, RequestStatus, TierStatistics, explained, plain
 from .tokens import TokenSequence
@@ -86,7 +94,7 @@ __all__ = [
 
 
 HOST_WATERMARK = 8
-"""The part of the host that is stored on the disk before it is evicted."""
+"""One in so many host blocks, the next to be evicted, is stored to disk before that."""
 
 
 def _groups_of(config: OffloadConfig) -> list[KVCacheGroup]:
@@ -121,10 +129,10 @@ MAX_CATEGORY = 256
 
 @attrs.frozen
 class RemoteCounts:
-    """Cells of a remote store. What it holds, only the store knows."""
+    """Cells of a remote store that are being copied or removed. Only the store knows the cells that it holds."""
 
     num_loads: int
-    """On their way into the host."""
+    """Being loaded into the host."""
     num_stores: int
     num_forgotten: int
     """To be removed: see `Ledger.take_forgotten_cells`."""
@@ -141,13 +149,13 @@ class LedgerStatistics:
     num_pins: int
     """Held pins of `Ledger.pin`, not those of requests."""
     loads_paused: bool
-    """With `engine_blocks`: more than `max_quarantined_share` of the blocks is in quarantine. Nothing is loaded."""
+    """With `engine_blocks`: more than `max_quarantined_share` of the blocks are in quarantine. Nothing is loaded."""
     disk: TierStatistics | None
     """None without a disk."""
     remote: RemoteCounts | None
     """None without a remote store."""
     learned: tuple[Tier, ...]
-    """The tiers whose eviction follows what was learned now, and not the last use."""
+    """The tiers whose eviction follows the learned order now, and not the last use."""
     num_hints: int
     """In force."""
     eviction: EvictionStatistics | None
@@ -160,10 +168,10 @@ class Ledger:
     `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is the size of
     one block over all regions; it only bounds bytes in flight and per job, and converts `host_bytes` to blocks.
 
-    The ledger allocates the device blocks. With `engine_blocks`, an engine does, which has a pool and a prefix cache
-    itself: then `offer` takes the place of `commit`, `plan_load` copies into blocks that the engine names, and the
-    calls about device blocks raise `WrongState` (docs/engines.md has the table). `clock` counts seconds, such as
-    `time.monotonic`: `engine_blocks` need one, otherwise it only tells the ages in `requests()`.
+    The ledger allocates the device blocks. With `engine_blocks`, an engine allocates them from a pool of its own and
+    has its own prefix cache: then `offer` takes the place of `commit`, `plan_load` copies into blocks that the engine
+    names, and the calls about device blocks raise `WrongState` (docs/engines.md has the table). `clock` counts seconds,
+    such as `time.monotonic`. `engine_blocks` need one; otherwise it only gives the ages in `requests()`.
     """
 
     def __init__(
@@ -187,7 +195,7 @@ class Ledger:
         self.live_requests: dict[str, LedgerRequest] = {}
         self._closing: set[LedgerRequest] = set()
         self.steps: dict[int, Step] = {}
-        """Those under way, the oldest first."""
+        """The steps under way, the oldest first."""
         self._num_steps = 0
         self._num_admitted, self._block_bytes = 0, block_bytes
         num_host_blocks = config.resolve_host_blocks(block_bytes)
@@ -231,8 +239,8 @@ class Ledger:
         self._cache_transfers = CacheTransfers(cache, leases, moves, self._loads, stores, self.admission, share)
         self._fetches: Fetches | None = None
         self._restores: Restores | None = None
-        """Until the first store on the disk, or a reset: what was there before it is no longer what an earlier process
-        has left."""
+        """None after the first store to disk or a reset: a restart can no longer trust the slots of an earlier
+        process."""
         self._disk_stores: DiskStores | None = None
         self._remote_stores: RemoteStores | None = None
         if isinstance(policy, AlsoCounts):
@@ -261,7 +269,7 @@ class Ledger:
     def _eviction(
         self, config: OffloadConfig, num_device: int, num_host: int
     ) -> tuple[Callable[[Tier], EvictionOrder], Learning | None]:
-        """What makes the order of a tier, and what it learns from."""
+        """The function that makes the eviction order of a tier; what learned orders learn from, if they do."""
         is_named = type(config.eviction) is str and config.eviction == "learned"
         choice = LearnedEviction() if is_named else config.eviction
         if not isinstance(choice, LearnedEviction):
@@ -276,7 +284,7 @@ class Ledger:
         return learning.new_order, learning
 
     def _wire_lower(self, counts: AlsoCounts, config: OffloadConfig) -> None:
-        """Wire what is below the host: a disk, a remote store, or both."""
+        """Wire the tiers below the host: a disk, a remote store, or both."""
         from_disk = from_remote = None
         if config.disk is not None:
             from_disk = self._wire_disk(counts)
@@ -297,8 +305,8 @@ class Ledger:
         return Stores(self.cache, self.jobs, self._moves, Tier.REMOTE, Tier.HOST)
 
     def _check_cell(self, num_blocks: int) -> None:
-        """A cell that is larger than what fetches may take would be stored and asked for, and never loaded. A share of
-        0 says that nothing is to be fetched."""
+        """Refuse cells larger than the share of all fetches: they would be stored and never loaded. A share of 0 turns
+        fetches off."""
         most = int(self.cache.tiers[Tier.HOST].pool.num_blocks * self.config.max_fetch_share)
         if self.config.max_fetch_share and num_blocks > most:
             room = f"max_fetch_share of host memory is {most} blocks of {self._block_bytes} bytes"
@@ -312,7 +320,7 @@ class Ledger:
         self._restores = Restores(cache, pool)
         host, disk = cache.tiers[Tier.HOST].pool.num_blocks, cache.tiers[Tier.DISK].pool.num_blocks
         most = min(max(self.layout.width, host // HOST_WATERMARK), disk)
-        # A look at what was asked for twice walks the host's order: none for a few blocks.
+        # A scan for blocks that were requested twice walks the host's order: not worth it for a few blocks.
         self._disk_stores = DiskStores(EvictionWatermark(cache, jobs, down, most, max(1, most // STEPS)), counts)
         return up
 
@@ -388,7 +396,7 @@ class Ledger:
     # -- admission ------------------------------------------------------------------------------------------------
 
     def lookup(self, prefix: Prefix) -> PrefixMatch:
-        """What a request for `prefix` would hit. Changes nothing, not even the eviction order."""
+        """The hit of a request for `prefix`. Changes nothing, not even the eviction order."""
         unit = self.layout.unit_tokens
         limit = (check_prefix(prefix).num_tokens - 1) // unit
         sequence = TokenSequence(prefix, unit)
@@ -417,10 +425,10 @@ class Ledger:
         """Match `prefix` and pin the hit, in one step. All limits are in tokens.
 
         `reads_cache=False`: use no hit. `store` (all, the prompt only, nothing) and `max_store_tokens` (leading tokens)
-        limit what may be stored. At least one token is always left to compute: a fully cached prompt hits one block
-        less.
+        limit the tokens that may be stored. At least one token is always left to compute, so a fully cached prompt hits
+        one block less.
 
-        With `engine_blocks`, the engine has the first `num_device_tokens` on its device; the host is matched behind
+        With `engine_blocks`, the engine has the first `num_device_tokens` on its device; the host is matched after
         them. The answer may be `PENDING`: see `match_again`.
         """
         if self._moves.is_telling:
@@ -500,13 +508,13 @@ class Ledger:
         return name
 
     def allocate_nowait(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
-        """Take blocks for `num_tokens` (None: the prompt), all or nothing; `OutOfBlocks` changes nothing."""
+        """Take blocks for `num_tokens` (None: the prompt), all or nothing. `OutOfBlocks` changes nothing."""
         self.admission.allocate_nowait(self._on_own_device(request, "allocate"), num_tokens)
 
     def queue_allocation(
         self, request: LedgerRequest, num_tokens: int | None = None, wake: Callable[[], object] = nobody
     ) -> Waiter:
-        """Join the line. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it.
+        """Join the wait queue. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it.
 
         `wake` may call the ledger, but must not raise."""
         check_callable("wake", wake)
@@ -515,23 +523,23 @@ class Ledger:
         return waiter
 
     def extend_nowait(self, request: LedgerRequest, num_tokens: int) -> Extension:
-        """Extend the block table to `num_tokens` in all; `OutOfBlocks` changes nothing."""
+        """Extend the block table to `num_tokens` in all. `OutOfBlocks` changes nothing."""
         return self.admission.extend_nowait(self._on_own_device(request, "extend"), num_tokens)
 
     def queue_extension(self, request: LedgerRequest, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
-        """Join the line for more room, ahead of all allocations."""
+        """Join the wait queue for more blocks, ahead of all allocations."""
         check_callable("wake", wake)
         waiter = self.admission.queue_extension(self._on_own_device(request, "extend"), num_tokens, wake)
         self.admission.serve_queue()
         return waiter
 
     def accept(self, waiter: Waiter) -> Extension:
-        """Take what `waiter` was granted, or raise what it failed with."""
+        """Take the blocks that `waiter` was granted, or raise the error that it failed with."""
         self._own(check_type("waiter", waiter, Waiter).request)
         return self.admission.accept(waiter)
 
     def withdraw(self, waiter: Waiter) -> None:
-        """Stop waiting: give back an unused grant and serve the line."""
+        """Stop waiting: give back an unused grant and serve the wait queue."""
         self._own(check_type("waiter", waiter, Waiter).request)
         self.admission.withdraw(waiter)
         self.admission.serve_queue()
@@ -539,7 +547,7 @@ class Ledger:
     # -- forks ----------------------------------------------------------------------------------------------------
 
     def num_shared_tokens(self, request: LedgerRequest) -> int:
-        """Leading tokens whose blocks a fork of `request` would share; behind them it needs blocks of its own."""
+        """Leading tokens whose blocks a fork of `request` would share. It needs its own blocks for the tokens after."""
         require(self._on_own_device(request, "fork"), "fork", State.RUNNING)
         return self._forks.shared_stop(request) * self.layout.unit_tokens
 
@@ -551,18 +559,18 @@ class Ledger:
         num_tokens: int = 0,
     ) -> Fork:
         """Start another request with the tokens that `request` has so far, RUNNING at once. It shares the full blocks;
-        the engine copies the others (`Fork.copies`). It has room for `num_tokens`, or for all known tokens if those are
-        more. `OutOfBlocks` changes nothing.
+        the engine copies the others (`Fork.copies`). It has blocks for `num_tokens`, or for all known tokens if those
+        are more. `OutOfBlocks` changes nothing.
         """
-        shared = self.num_shared_tokens(request) // self.layout.unit_tokens
+        require(self._on_own_device(request, "fork"), "fork", State.RUNNING)
         self._forks.check(request)
         name, wanted = self._checked_name(request_id), check_int("num_tokens", num_tokens, 0)
-        num_units = self._forks.num_units(request, wanted)
-        unborn = self._forks.twin(request, name, self._num_admitted)
-        blocks = self._forks.take(request, shared, num_units)
+        fork = self._forks.fork(request, name, self._num_admitted, wanted)
         self._num_admitted += 1
-        self.live_requests[name] = unborn
-        return self._forks.share(request, unborn, shared, num_units, blocks)
+        self.live_requests[name] = fork.request
+        for state in (State.MATCHED, State.PINNED, State.ALLOCATED, State.RUNNING):
+            self._moves.request(fork.request, state)
+        return fork
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -794,57 +802,51 @@ class Ledger:
 
     @contextmanager
     def step(self, requests: Iterable[LedgerRequest], arriving: Iterable[LedgerRequest] = ()) -> Iterator[None]:
-        """Hold the blocks of `requests` while a forward touches them, whatever becomes of the requests.
+        """Hold the blocks of `requests` while a forward touches them, even if the requests end meanwhile.
 
         For the requests in `arriving`, the forward overlaps a load: see `expected_block_ids`. If the load falls short,
-        what the forward computed cannot be committed. A request whose load is over already is held like the others.
+        the tokens that the forward computed cannot be committed. A request whose load is over is held like the others.
         """
         self._require_own_device("step")
         held, arrived = as_tuple("requests", requests, "LedgerRequest"), as_tuple("arriving", arriving, "LedgerRequest")
-        self._check_step(held, arrived)
+        for request in held:
+            if self._own(request).state is not State.RUNNING:
+                require(request, "step", State.ALLOCATED, State.RUNNING)
+                require_no_holes(request, "step")
+        for request in arrived:
+            require(self._own(request), "step", State.LOADING, State.RUNNING)
+            if request.state is not State.RUNNING and not can_start(self.cache, request):
+                raise WrongState(f"step: the load of {request} is not under way: wait until it is over")
         held += arrived
         for request in held:
-            begin_step(self.cache, self._moves, request)
-            request.began_step()
-        step = self._begun(held)
+            if request.load is not None or request.overlap is not None:
+                begin_step(self.cache, self._moves, request)
+            request.num_steps += 1
+            request.computing = Computing.ITS_BLOCKS
+        self._num_steps += 1
+        self.steps[self._num_steps] = step = Step(self._num_steps, held)
+        self._moves.step_begun(step)
         try:
             yield
         finally:
             wakes: list[Callable[[], object]] = []
             number = self.cache.last_uses.step_ended()
             for request in held:
-                if request.ended_step(number):
-                    wakes += self._end_steps(request)
+                request.last_step = number
+                request.num_steps -= 1
+                if request.num_steps:  # another step still touches its blocks
+                    continue
+                request.when_idle()
+                if request in self._closing:
+                    self._closing.discard(request)
+                    self._request_leases.let_go(request)
+                elif request.state is State.DRAINING:
+                    wakes += self._loads.conclude_all([request])
+                elif self.layout.windows:
+                    slide(self.cache, request)
             del self.steps[step.step_id]
             self._moves.step_ended(step)
             self.admission.serve_queue(wakes)
-
-    def _begun(self, requests: tuple[LedgerRequest, ...]) -> Step:
-        self._num_steps += 1
-        self.steps[self._num_steps] = step = Step(self._num_steps, requests)
-        self._moves.step_begun(step)
-        return step
-
-    def _check_step(self, requests: Iterable[LedgerRequest], arriving: Iterable[LedgerRequest]) -> None:
-        for request in requests:
-            require(self._own(request), "step", State.ALLOCATED, State.RUNNING)
-            require_no_holes(request, "step")
-        for request in arriving:
-            require(self._own(request), "step", State.LOADING, State.RUNNING)
-            if request.state is not State.RUNNING and not can_start(self.cache, request):
-                raise WrongState(f"step: the load of {request} is not under way: wait until it is over")
-
-    def _end_steps(self, request: LedgerRequest) -> list[Callable[[], object]]:
-        """The last step of `request` is over. Returns the callbacks to call after the line is served."""
-        request.when_idle()
-        if request in self._closing:
-            self._closing.discard(request)
-            self._request_leases.let_go(request)
-        elif request.state is State.DRAINING:
-            return self._loads.conclude_all([request])
-        else:
-            slide(self.cache, request)
-        return []
 
     def can_start_early(self, request: LedgerRequest) -> bool:
         """Whether `step` accepts the request as `arriving` while its load is under way."""
@@ -857,19 +859,20 @@ class Ledger:
 
     def expected_block_ids(self, request: LedgerRequest) -> list[list[int]]:
         """The block table as it will be once the load has landed, one list per group, for a step with the request in
-        `arriving`. A loaded block is valid only once its job's fence has passed. `WrongState` before such a step."""
+        `arriving`. A loaded block is valid once the fence of its job has passed. `WrongState` before such a step."""
         ids = expected_ids(self._on_own_device(request, "expected_block_ids"))
         return self.layout.by_group(ids) if ids else self._no_tables()
 
     def begin_again(self, request: LedgerRequest) -> int | None:
-        """The first token to compute again, in a new step, since the load fell short of what an overlapping step
-        assumed; None: nothing to compute again. After an invalid overlap, commits need this call and a new step."""
+        """The first token to compute again, in a new step, because the load fell short of the blocks that an
+        overlapping step assumed; None: nothing to compute again. After an invalid overlap, commits need this call and a
+        new step."""
         require(self._on_own_device(request, "begin_again"), "begin_again", State.RUNNING)
         tell(self._moves, request)
         return first_invalid_token(request)
 
     def first_invalid_token(self, request: LedgerRequest) -> int | None:
-        """The same without acknowledging it: commits stay refused."""
+        """The same as `begin_again`, but commits stay refused."""
         return first_invalid_token(self._on_own_device(request, "first_invalid_token"))
 
     def release(self, request: LedgerRequest, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
@@ -897,7 +900,7 @@ class Ledger:
                 self._request_leases.let_go(request)
             del self.live_requests[request.request_id]
             if not done:
-                request.ends_for(reason)
+                request.reason = reason
             self._moves.request(request, State.DONE if done else State.ABORTED)
             if self._forks.over:
                 self._forks.left(request)
@@ -911,8 +914,9 @@ class Ledger:
     # -- preemption -----------------------------------------------------------------------------------------------
 
     def preempt_nowait(self, request: LedgerRequest) -> Preemption:
-        """Give up every device block of `request`. What it has computed is kept in host memory as far as there is room,
-        pinned until it is resumed or over. Refused in a step, and in the line for room unless REQUEUED."""
+        """Give up every device block of `request`. Its computed blocks are stored in host memory as far as the host has
+        free blocks, and pinned there until the request is resumed or over. Refused in a step, and in the wait queue
+        unless REQUEUED."""
         self._preemptions.check(self._on_own_device(request, "preempt"))
         wakes: list[Callable[[], object]] = []
         if request.load is not None:
@@ -924,10 +928,10 @@ class Ledger:
         return found
 
     def resume(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
-        """Match a preempted request again, with what it had computed: PINNED afterwards, as after `admit`. It computes
-        again from the first token that no load brings back.
+        """Match a preempted request again, with the tokens that it had computed: PINNED afterwards, as after `admit`.
+        It computes again from the first token that no load brings back.
 
-        `num_tokens`: the room that it will ask for; `OutOfBlocks`, with nothing changed, if that can never fit.
+        `num_tokens`: the tokens that it will allocate; `OutOfBlocks`, with nothing changed, if they can never fit.
         """
         self._preemptions.resume(self._on_own_device(request, "resume"), num_tokens)
         self.admission.serve_queue()
@@ -973,9 +977,9 @@ class Ledger:
         return self._need_fetches("num_remote_fetch_blocks").num_remote_blocks(sequence, remote_stop)
 
     def match_fetched(self, request: LedgerRequest) -> PrefixMatch:
-        """Match a PINNED request again and pin what is there now, in one step: a fetch has brought more of it. Refused
-        while it is in the line for room, and once it has blocks."""
-        require(self._own(request), "match_fetched", RequestState.PINNED)
+        """Match a PINNED request again and pin the hit, in one step, because a fetch has brought more of it. Refused in
+        the wait queue, and once the request has blocks."""
+        require(self._own(request), "match_fetched", State.PINNED)
         if request.waiter is not None:
             raise is_waiting(request, "match_fetched")
         if self._engine is not None:
@@ -1078,17 +1082,17 @@ class Ledger:
         tiers = [f"{t.tier.name.lower()} {t.pool.num_free}/{t.pool.num_blocks} free" for t in self.cache.tiers]
         return f"<Ledger {', '.join(tiers)}, {len(self.live_requests)} requests>"
 
-    # -- what no request asks for ---------------------------------------------------------------------------------
+    # -- pins, hints and cache transfers --------------------------------------------------------------------------
 
     def pin(self, prefix: Prefix, *, expires_at: float = math.inf) -> Pin:
-        """Pin what is cached of `prefix` until `unpin`, or until `lapse` is called with `expires_at` or a later time.
+        """Pin the cached part of `prefix` until `unpin`, or until `lapse` is called with `expires_at` or a later time.
         `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
         if self._moves.is_telling:
             raise self._in_report("pin")
         return self._pins.pin(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), expires_at, self)
 
     def unpin(self, pin: Pin) -> None:
-        """End a pin. One that has ended by itself is left as it is; a second `unpin` raises."""
+        """End a pin. Does nothing if the pin has ended by itself; a second `unpin` raises."""
         if self._moves.is_telling:
             raise self._in_report("unpin")
         if not isinstance(pin, Pin) or pin.ledger is not self:
@@ -1099,7 +1103,7 @@ class Ledger:
 
     @property
     def next_lapse(self) -> float:
-        """When the first pin or hint lapses; infinity without one."""
+        """The time at which the first pin or hint lapses; infinity without one."""
         if self._hints is not None:
             return min(self._pins.next_lapse, self._hints.next_lapse)
         return self._pins.next_lapse
@@ -1114,10 +1118,10 @@ class Ledger:
             self._hints.lapse(now)
 
     def hint(self, prefix: Prefix, *, expires_at: float, category: str = "") -> int:
-        """Spare what is cached of `prefix` until it is asked for, or until `lapse` is called with `expires_at` or a
-        later time: it is evicted last. Pins nothing. Returns the tokens that are spared, 0 unless eviction learns.
+        """Evict the cached part of `prefix` last, until it is requested, or until `lapse` is called with `expires_at`
+        or a later time. Pins nothing. Returns the number of tokens spared, 0 unless eviction learns.
 
-        Hints of a `category`, at most 64 of them, spare nothing while less than a quarter of them comes true."""
+        Hints of a `category`, at most 64 of them, have no effect while less than a quarter of them come true."""
         if self._moves.is_telling:
             raise self._in_report("hint")
         check_prefix(prefix)
@@ -1196,13 +1200,12 @@ class Ledger:
             match_again(self.live_requests.values())
         for request in (*self.live_requests.values(), *self._closing):
             if tier is Tier.DEVICE and request.num_units and request.epoch == self.cache.epoch:
-                request.orphan()
+                request.epoch = NoEpoch.ORPHANED
         self.admission.serve_queue()
 
     def statistics(self) -> LedgerStatistics:
         device, host, *rest = (tier.statistics() for tier in self.cache.tiers)
-        line = self.admission.queue
-        waiting = len(line.extending) + len(line.allocating)
+        waiting = len(self.admission.queue.extending) + len(self.admission.queue.allocating)
         num_jobs, num_pins = len(self.jobs.unsettled), len(self._pins.pins)
         late, paused = self.jobs.num_late, self._engine is not None and self._engine.matches.loads_paused
         disk = rest[0] if rest else None
@@ -1221,13 +1224,13 @@ class Ledger:
         return RemoteCounts(num_loads, num_stores, len(self._remote_stores.forgotten))
 
     def requests(self) -> tuple[RequestStatus, ...]:
-        """The live requests, the one that is in its state for the longest first: what each holds and waits for, and who
-        holds that. Ages are None in a ledger without a `clock`."""
+        """The live requests, those that have been in their state for the longest first: the blocks that each holds and
+        waits for, and the holders of these. Ages are None in a ledger without a `clock`."""
         return tuple(self.situation.requests())
 
     def holders(self) -> tuple[Holder, ...]:
-        """Everybody who holds device blocks, the biggest first: requests, steps (also for requests that are over),
-        pins, jobs, prefetches, demotions."""
+        """All holders of device blocks, the largest first: requests, steps (also for requests that are over), pins,
+        jobs, prefetches, demotions."""
         return tuple(self.situation.biggest())
 
     def explain(self) -> str:
@@ -1239,7 +1242,7 @@ class Ledger:
             live += f", {moving:,} cell{'' if moving == 1 else 's'} on the way"
         if self._engine is None:
             about = f"{device.counted('device')}; {live}, {found.num_waiting:,} in line"
-        else:  # what it has free and cached only the engine knows, and who waits for room
+        else:  # only the engine knows its free and cached blocks, and the requests that wait for them
             held = f"{device.num_blocks:,} ({device.num_quarantined:,} quarantined)"
             about = (
                 f"{self._engine.num_rows - 1:,} device blocks, which the engine hands out: copies hold {held}; {live}"
@@ -1248,7 +1251,7 @@ class Ledger:
         return explained("\n".join((about, *below, *self._evicts(found))), self.requests(), self.holders())
 
     def _evicts(self, found: LedgerStatistics) -> tuple[str, ...]:
-        """By which order, in words; nothing where it is the default."""
+        """A line about the eviction order, if it is not the default."""
         if found.eviction is not None:
             num_hints = found.num_hints
             hints = f"; {num_hints:,} hint{'' if num_hints == 1 else 's'} in force" if num_hints else ""
@@ -1266,8 +1269,8 @@ class Ledger:
         check_integrity(self.cache, self.jobs, self.admission.queue, owners, self._pins.pins)
 
     def watch(self, watcher: BlockWatcher | None) -> None:
-        """Tell `watcher` of every block that becomes cached or is no longer cached, engine-owned blocks excepted. None:
-        stop telling."""
+        """Report to `watcher` every block that becomes cached or is no longer cached, except engine-owned blocks. None:
+        stop reporting."""
         if watcher is not None:
             check_has("watcher", watcher, "BlockWatcher", "part_changed all_cleared")
         self.cache.watch(watcher)

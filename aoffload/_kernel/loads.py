@@ -56,7 +56,7 @@ class Loads:
         if request.waiter is not None:
             if request.state is not State.REQUEUED:
                 raise is_waiting(request, "load")
-            request.waiter.wake_by(wake)
+            request.waiter.wake = wake
             return ()
         if request.num_steps:
             raise WrongState(f"load: a step touches the blocks of {request}, and a load gives some of them back")
@@ -218,7 +218,7 @@ class Loads:
         if start and request.epoch != self.cache.epoch:  # a device hit from before a reset
             if request.overlap is not None:
                 compare(self.moves, request, layout.bands)
-            request.lost((load.stop - start) * layout.unit_tokens)
+            request.num_lost_tokens += (load.stop - start) * layout.unit_tokens
             self._requeue(request, load, start)
             return
         ready = start  # after a reset, nothing: others may have published KV of before it on the same path
@@ -237,11 +237,12 @@ class Loads:
                 else:
                     table.put(first, ids)  # null until now: `start` gave all of it to jobs, or back
             missing.append(table.num_null(ready, request.num_units))
-        request.ready_up_to(ready, ready * layout.unit_tokens)
+        request.published = request.ready_stop = ready
+        request.num_computed_tokens = ready * layout.unit_tokens
         if request.overlap is not None:
             compare(self.moves, request, layout.bands)
         if ready < load.stop:
-            request.lost((load.stop - ready) * layout.unit_tokens)
+            request.num_lost_tokens += (load.stop - ready) * layout.unit_tokens
             step_back(self.request_leases, request, ready)
         self.request_leases.end_host_lease(request)
         if layout.windows:

@@ -1,9 +1,28 @@
-"""Owners: everything that one request or one cache transfer owns, in one place.
+"""Requests, and the other owners of blocks: what each of them owns.
 
-A request is a `LedgerRequest`: one call gives back everything it owns. It has a `Waiter` while it waits for room, and a
-`LoadOverlap` once a step has begun before its load is over.
+Every block that is neither free nor evictable has an owner, and an owner ends by one call that gives back everything it
+owns. `check_integrity` adds the owners up.
 
-What keeps blocks beside a request: pins, prefetches, fetches, demotions and steps, and what each owns.
+Owner | owns | ends by
+--- | --- | ---
+`LedgerRequest` | leases on the cached path that it reads or will load, and private blocks | `Ledger.release`
+`Waiter` | the blocks of a grant that its request has not accepted | `Ledger.accept`, `Ledger.withdraw`
+`Pin` | leases on a cached prompt | `Ledger.unpin`, its deadline, a reset; or it yields to a request
+`CacheTransfer` | a `LedgerRequest` that computes nothing | the end of its jobs, or `Ledger.cancel`
+`Step` | the blocks of its requests, although they may be over | the end of the forward
+
+Jobs (`records.Job`) own the blocks that they write, and lease the blocks that they read.
+
+**Published units.** The tables of a request name cached blocks before unit `published`, which its device lease pins,
+and private blocks from there on, which the request alone reads and frees. (A published unit is private, too, if another
+request has cached its own copy first: a duplicate, see `BlockTable`.) The match, the load and commits raise
+`published`; `ready_stop` stays where the request began to compute.
+
+    units   [ hit on the device | loaded from the host | computed and committed | allocated )
+            0                                  ready_stop               published    num_units
+
+The verbs of the kernel set these fields directly. The state alone is moved by `Moves`, which checks the move and
+reports it.
 """
 
 from __future__ import annotations
@@ -42,7 +61,7 @@ _UNDER_WAY = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED
 
 
 class Fetched:
-    """What a fetch has brought for a request, pinned in the host until the request has blocks to load it into."""
+    """A host lease on a fetched prefix, kept until the request has device blocks to load it into."""
 
     __slots__ = ("lease", "num_host_blocks")
 
@@ -69,11 +88,11 @@ class LedgerRequest(Claimant):
         self.sequence = sequence
         self.epoch = epoch
         self.ticket = ticket
-        """Its place in the line for room, kept when it has to queue again."""
+        """Its place in the wait queue. The request keeps it when it has to wait again."""
         self.hit_limit = hit_limit
         """Maximum units of a match."""
         self.ledger = ledger
-        """The ledger that admitted it. Others refuse it."""
+        """The ledger that admitted it. Other ledgers refuse it."""
         self.evictions_before = evictions_before
         """How many blocks the host had evicted when it was admitted."""
         self.stored_stop = 0
@@ -81,52 +100,54 @@ class LedgerRequest(Claimant):
         self.hit_alignment = hit_alignment
         """The units of a match are a multiple of this."""
         self.uses: tuple[tuple[int, int], ...] = ()
-        """Where eviction learns: how often its prompt was asked for, as (stop, number)."""
+        """With learned eviction: how often its prompt was requested before, as (stop, number)."""
         self.store_limit = store_limit
         """End of the units that may be stored."""
         self.state: RequestState = RequestState.QUEUED
         self.reason = ""
-        """Why it was aborted, or will be: it was cancelled, and its task has not left it yet."""
+        """Why it was aborted, or will be: a cancelled request ends once its task has left it."""
         self.match: PrefixMatch = NO_MATCH
         self.origins: dict[LedgerRequest, int] = {}
         """The requests it descends from by forks, each with its number of computed tokens at that fork."""
         self.engine_tokens = 0
-        """Leading tokens in the engine's own prefix cache (engine-owned blocks). The host match begins behind them."""
+        """Leading tokens in the engine's own prefix cache (engine-owned blocks). The host match begins after them."""
         self.hit_stop = 0
+        """End of the hit, in units: on the device up to `published`, from there on in the host."""
         self.tables: tuple[BlockTable, ...] = ()
-        """One per band, once the request has room."""
+        """One per band, once the request has blocks."""
         self.num_units = 0
         """Units that the tables cover."""
         self.leases: dict[Tier, Lease] = {}
-        """Device: the cached path that it reads. Host: the path that it is to load."""
+        """Device: the cached path that it reads. Host: the path that it will load."""
         self.reserve: Lease | None = None
-        """With windows: a second device lease, for blocks behind the device hit that the load will find there."""
+        """With windows: a second device lease, on window blocks after the device hit, which the load adopts."""
         self.fetched: Fetched | None = None
-        """Beside the match, which a request in the line for room gives up."""
+        """Its lease is kept in the wait queue, where a request gives up the leases of its match."""
         self.published = 0
         """Leading units that are findable, or were when the request got them."""
         self.nulled: list[tuple[int, int, int]] = []
-        """(band, start, stop): units that left the window of a band since the last `Extension`."""
+        """(band, start, stop): units that have left the window of a band since the last `Extension`."""
         self.ready_stop = 0
         """Leading units that were ready before the request computed: hits, and what was loaded."""
         self.num_computed_tokens = 0
         self.has_committed = False
         self.read_before = 0
-        """Leading units of which it may have read KV of others before its leases ended (preempted, or a fork)."""
+        """Leading units whose KV it may have read from other requests' blocks with leases that have ended: it was
+        preempted, or is a fork that is over."""
         self.overlap: LoadOverlap | None = None
         """Set once a step has begun before the load was over."""
         self.num_lost_tokens = 0
-        """Tokens that its loads failed to bring."""
+        """Tokens that its loads failed to bring to the device."""
         self.retry_max_hit_tokens: int | None = None
-        """Engine-owned blocks: the `max_hit_tokens` for a next try of the same prompt. Where a load that fell short
-        ended, so that the same copy is not tried for ever; None: no load fell short."""
+        """Engine-owned blocks: the `max_hit_tokens` for the next attempt at the same prompt, which is the end of a load
+        that fell short. Without that limit, the same copy could fail for ever. None: no load fell short."""
         self.waiter: Waiter | None = None
         self.computing: Computing = Computing.NOTHING
         self.num_steps = 0
         """Forwards that touch its blocks. No block that they touch is given back before they end."""
         self.last_step = 0
-        """The number of its last step that has ended, see `LastUses`. 0: there is none, or its blocks were used outside
-        of steps since."""
+        """The number of its last step that has ended, see `LastUses`. 0: no step has ended, or its blocks were used
+        outside of steps since then."""
         self.when_idle: Callable[[], object] = nobody
         """Called when the last of these forwards has ended."""
         self.since_s = 0.0
@@ -162,12 +183,12 @@ class LedgerRequest(Claimant):
 
     @property
     def may_match_again(self) -> bool:
-        """Whether its match is only pins, without block tables. No other request is matched again."""
+        """Whether its match consists of leases only, without block tables. No other request is matched again."""
         return self.state in _UNREAD
 
     @property
     def is_loading(self) -> bool:
-        """Whether its load is not over: it waits for copies, for an overlapping step, or for room again."""
+        """Whether its load is not over: it waits for copies, for an overlapping step, or for free blocks again."""
         return self.state in _UNDER_WAY
 
     @property
@@ -181,138 +202,6 @@ class LedgerRequest(Claimant):
 
     def all_leases(self) -> list[Lease]:
         return self.match_leases if self.fetched is None else [self.fetched.lease, *self.match_leases]
-
-    # -- events ---------------------------------------------------------------------------------------------------
-
-    def matched(self, device_stop: int, hit_stop: int, match: PrefixMatch) -> None:
-        self.published = self.ready_stop = device_stop
-        self.hit_stop = hit_stop
-        self.match = match
-
-    def asked_for(self, uses: tuple[tuple[int, int], ...]) -> None:
-        self.uses = uses
-
-    def stored_up_to(self, stop: int) -> None:
-        self.stored_stop = stop
-
-    def asked_behind(self, num_tokens: int) -> None:
-        """The engine has the first `num_tokens` in its own cache."""
-        self.engine_tokens = num_tokens
-
-    def told(self, match: PrefixMatch) -> None:
-        """Record `match` as the answer given; nothing of it is pinned."""
-        self.match = match
-
-    def hit_up_to(self, stop: int) -> None:
-        self.hit_stop = stop
-
-    def taken_back(self, start: int, num_tokens: int) -> None:
-        """Units from `start` on, and everything computed behind `num_tokens`, are invalidated."""
-        self.published, self.ready_stop = min(self.published, start), min(self.ready_stop, start)
-        self.num_computed_tokens = num_tokens
-
-    def forgot_match(self) -> list[Lease]:
-        """Returns its leases, which the caller releases."""
-        leases = [*self.leases.values()] if self.reserve is None else [self.reserve, *self.leases.values()]
-        self.leases, self.reserve = {}, None
-        self.published = self.ready_stop = self.hit_stop = 0
-        return leases
-
-    def keeps_fetched(self, fetched: Fetched) -> None:
-        self.fetched = fetched
-
-    def take_fetched(self) -> Fetched | None:
-        """Return and clear `fetched`."""
-        fetched, self.fetched = self.fetched, None
-        return fetched
-
-    def given_tables(self, tables: tuple[BlockTable, ...], num_units: int) -> None:
-        self.tables, self.num_units = tables, num_units
-
-    def gave_up_tables(self) -> None:
-        self.tables, self.num_units, self.load, self.nulled = (), 0, None, []
-
-    def slid(self, band: int, start: int, stop: int) -> None:
-        """Units `[start, stop)` of a band have left its window."""
-        self.nulled.append((band, start, stop))
-
-    def take_nulled(self) -> list[tuple[int, int, int]]:
-        """Return and clear `nulled`."""
-        nulled, self.nulled = self.nulled, []
-        return nulled
-
-    def ready_up_to(self, stop: int, num_tokens: int) -> None:
-        """All units before `stop` are on the device; the first `num_tokens` count as computed."""
-        self.published = self.ready_stop = stop
-        self.num_computed_tokens = num_tokens
-
-    def published_up_to(self, stop: int) -> None:
-        self.published = stop
-
-    def computed(self, num_tokens: int) -> None:
-        self.num_computed_tokens = num_tokens
-
-    def counts_as(self, num_computed_tokens: int, published: int) -> None:
-        """Set both totals for a question to the store policy, which is asked before they are true."""
-        self.num_computed_tokens, self.published = num_computed_tokens, published
-
-    def narrow_hit(self, stop: int) -> None:
-        """Lower the maximum of a match to `stop` units."""
-        self.hit_limit = stop
-
-    def committed(self, num_tokens: int) -> None:
-        self.num_computed_tokens = num_tokens
-        self.has_committed, self.computing = True, Computing.NOTHING
-
-    def lost(self, num_tokens: int) -> None:
-        """Its load failed to bring `num_tokens`."""
-        self.num_lost_tokens += num_tokens
-
-    def retry_up_to(self, num_tokens: int) -> None:
-        """Its load fell short behind `num_tokens`."""
-        self.retry_max_hit_tokens = num_tokens
-
-    def preempted(self, unit_tokens: int) -> None:
-        # The caller's limit is about the prompt. What the request itself has computed may always be matched.
-        self.hit_limit = max(self.hit_limit, self.num_computed_tokens // unit_tokens)
-        self.had_read(self.published)
-        self.published = self.ready_stop = 0
-        if self.computing is Computing.ITS_BLOCKS:
-            self.computing = Computing.LOST_BLOCKS
-
-    def had_read(self, stop: int) -> None:
-        """It gives up its leases, and may have read KV of other requests for units before `stop`."""
-        self.read_before = max(self.read_before, stop)
-
-    def forked_from(self, parent: LedgerRequest, shared: int, match: PrefixMatch) -> None:
-        self.matched(shared, shared, match)
-        self.num_computed_tokens = parent.num_computed_tokens
-        self.origins = {origin: stop for origin, stop in parent.origins.items() if not origin.is_over}
-        self.origins[parent] = parent.num_computed_tokens
-
-    def began_step(self) -> None:
-        self.num_steps += 1
-        self.computing = Computing.ITS_BLOCKS
-
-    def ended_step(self, number: int) -> bool:
-        """Whether that was the last forward that touches its blocks. `number`: of the step, see `LastUses`."""
-        self.num_steps -= 1
-        self.last_step = number
-        return not self.num_steps
-
-    def used_outside_of_steps(self) -> None:
-        self.last_step = 0
-
-    def ends_for(self, reason: str) -> None:
-        self.reason = reason
-
-    def taint(self) -> None:
-        """It may have read wrong KV: nothing of it is published any more."""
-        self.epoch = NoEpoch.INVALIDATED
-
-    def orphan(self) -> None:
-        """A reset of the device tier has made its blocks unfindable."""
-        self.epoch = NoEpoch.ORPHANED
 
     def private_blocks(self) -> array[int]:
         """Ids of the blocks that only this request reads and frees."""
@@ -352,7 +241,7 @@ def call_all(wakes: Iterator[Callable[[], object]]) -> None:
 
 
 class Waiter:
-    """One wait of one request for room. When it is over, exactly one of `granted` and `error` is set."""
+    """One wait of one request for device blocks. When it is over, exactly one of `granted` and `error` is set."""
 
     __slots__ = ("changes_seen", "error", "granted", "joined_s", "num_missing", "num_units", "request", "wake")
 
@@ -368,7 +257,8 @@ class Waiter:
         self.changes_seen = -1
         """`TierBlocks.num_changes` of the device at that time; -1: examine it in any case."""
         self.joined_s: float | None = None
-        """When it joined the line, where the ledger has a clock."""
+        """When it first joined the wait queue, where the ledger has a clock. A waiter that joins again, because its
+        grant was withdrawn, has been waiting since then."""
 
     def __repr__(self) -> str:
         over = "granted" if self.granted is not None else "failed" if self.error else "waiting"
@@ -377,33 +267,6 @@ class Waiter:
     @property
     def is_over(self) -> bool:
         return self.granted is not None or self.error is not None
-
-    def joined(self, now: float) -> None:
-        """It joins the line. One whose grant was taken back joins again, and waits since it joined first."""
-        if self.joined_s is None:
-            self.joined_s = now
-
-    def wake_by(self, wake: Callable[[], object]) -> None:
-        """Replace `wake`: another task waits for the room."""
-        self.wake = wake
-
-    def take_back(self) -> array[int]:
-        """Remove and return the unaccepted grant. The waiter is waiting again."""
-        granted, self.granted = self.granted, None
-        assert granted is not None
-        return granted
-
-    def give_back(self) -> array[int]:
-        """Remove and return the unwanted grant. The waiter stays over."""
-        granted, self.granted = self.granted, array("i")
-        assert granted is not None
-        return granted
-
-    def grant(self, blocks: array[int]) -> None:
-        self.granted = blocks
-
-    def fail(self, error: OutOfBlocks) -> None:
-        self.error = error
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -423,7 +286,7 @@ class LoadOverlap:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Pin:
-    """What `Ledger.pin` returns. Ends once: by `unpin`, its deadline, `drop_pins` or `reset`, or to make room."""
+    """A pin of `Ledger.pin`. It ends once: by `unpin`, its deadline, `drop_pins`, `reset`, or because it yields."""
 
     pin_id: int
     sequence: TokenSequence
@@ -432,7 +295,7 @@ class Pin:
     ledger: Any
     state: PinState = PinState.NEW
     match: PrefixMatch = NO_MATCH
-    """What it keeps, or has kept."""
+    """The cached prefix that it pins, or has pinned."""
     leases: list[Lease] = field(default_factory=list)
     since_s: float = 0.0
     """When it entered its state, where the ledger has a clock."""
@@ -483,13 +346,13 @@ class Prefetch(CacheTransfer):
 @dataclass(slots=True, eq=False, repr=False)
 class Demotion(CacheTransfer):
     num_blocks: int = 0
-    """Device blocks that it has given back."""
+    """Device blocks that it has freed."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Fetch(CacheTransfer):
     for_request: LedgerRequest | None = None
-    """Who waits for it; None for one that was begun ahead."""
+    """The request that waits for it; None if no request waits yet."""
     num_blocks: int = 0
     """Host blocks that it has taken: they count in the share of all fetches while it is under way."""
     num_tokens: int = 0

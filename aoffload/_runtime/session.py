@@ -317,7 +317,7 @@ class Session:
 
     def cancelled(self, record: LedgerRequest, reason: str) -> None:
         """Its block is being cancelled. It holds what it has until its task has left the block."""
-        record.ends_for(reason)
+        record.reason = reason
         self.observers.request_cancelled(record, reason)
 
     def close_requests(self) -> None:

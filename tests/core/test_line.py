@@ -146,9 +146,9 @@ def test_a_request_waits_once() -> None:
     line.full()
     request = line.admit(prompt(1, 8))
     line.wait(request)
-    with pytest.raises(WrongState, match="waiting for room already"):
+    with pytest.raises(WrongState, match="waiting for blocks already"):
         line.wait(request)
-    with pytest.raises(WrongState, match="waiting for room already"):
+    with pytest.raises(WrongState, match="waiting for blocks already"):
         line.ledger.allocate_nowait(request)
 
 

@@ -73,7 +73,7 @@ def test_a_reset_does_not_clear_who_has_read_what_was_wrong() -> None:
     assert driven.ledger.invalidate(request, 0) == (reader,)
     driven.ledger.reset(Tier.DEVICE)
     driven.commit(reader)
-    with pytest.raises(WrongState, match="taken back"):
+    with pytest.raises(WrongState, match="invalidated"):
         driven.ledger.fork(reader)
 
 

@@ -107,7 +107,7 @@ class Parts:
                         self.content[Tier.DEVICE, block_id] = (prefix, band.number, at)
         if record.epoch == self.cache.epoch:
             publish(self.leases, record, stop)
-        record.computed(record.sequence.num_tokens)
+        record.num_computed_tokens = record.sequence.num_tokens
         slide(self.cache, record)
 
     def end(self, record: LedgerRequest) -> None:

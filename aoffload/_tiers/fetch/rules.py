@@ -60,9 +60,9 @@ class Fetches:
         stop = cells[-1].stop if cells else start
         if stop > hit:
             request = transfer.request
-            request.narrow_hit(stop)
+            request.hit_limit = stop
             run = self.cache.path_to(sequence, stop) if stop > on_disk else self.cache.cut(path[-1], stop)
-            self.request_leases.keep(request, Tier.HOST, run)
+            request.leases[Tier.HOST] = self.cache.lease(Tier.HOST, run)
             jobs = self._load(transfer, on_disk, start, cells, room)
             transfer.num_blocks = sum(job.plan.num_blocks for job in jobs)
             transfer.plans = tuple(job.plan for job in jobs)
