@@ -107,7 +107,7 @@ CHOICE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "vLLM is told of what is declined",
         VLLM,
-        "        found.chosen = found.request.match\n",
+        "        found.chosen = found.record.match\n",
         "        found.chosen = match\n",
         "what is computed is no hit for vLLM",
         f"{IN_VLLM}::test_what_is_computed_sooner_is_not_loaded",

@@ -90,8 +90,8 @@ _OBSERVERS = (
     Mutant(
         "observer's BaseException reaches the ledger",
         "aoffload._kernel.moves",
-        "except BaseException:",
-        "except Exception:",
+        "with suppress(BaseException):",
+        "with suppress(Exception):",
         _FOREIGN,
         test=f"{_MISBEHAVE}::test_nothing_of_an_observers_goes_through[False-Own]",
     ),

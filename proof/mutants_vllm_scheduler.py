@@ -25,8 +25,8 @@ MATCHES = (
     Mutant(
         "vLLM: a try begins anew each time",
         REQUESTS,
-        "        if request is not None and self.is_asking:\n",
-        "        if request is not None and self.is_running:\n",
+        "        if record is not None and self.is_asking:\n",
+        "        if record is not None and self.is_running:\n",
         "no hang: a request waits for another's load only so long, however often vLLM asks",
         test=f"{ASKED}test_who_waits_for_anothers_load_does_not_wait_for_long",
     ),

@@ -14,9 +14,6 @@ from ..errors import ConfigError
 from .sources import read_environment, read_file
 from .tiers import DiskTier, RemoteTier, check_eviction, parse_bytes
 
-__all__ = ["GroupLike", "OffloadConfig"]
-
-
 MAX_BLOCKS = 2**31 - 1
 MAX_SECONDS = 1e9
 

@@ -26,9 +26,6 @@ import attrs
 from .._arguments import check_has, check_int, shown
 from ..errors import ConfigError
 
-__all__ = ["AttentionKind", "ChunkedLocal", "FullAttention", "KVCacheGroup", "SlidingWindow", "check_kind"]
-
-
 EACH_TOKEN = 40
 """The rules are checked at each of the first tokens, up to this number."""
 

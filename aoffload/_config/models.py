@@ -10,9 +10,6 @@ from pathlib import Path
 from .._arguments import shown
 from ..errors import InvalidArgument
 
-__all__ = ["fingerprint"]
-
-
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".h5")
 """Suffixes of files with weights."""
 CONFIGURES = (".json", ".py")

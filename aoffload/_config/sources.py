@@ -25,18 +25,6 @@ from ..errors import ConfigError
 from .groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from .tiers import DiskTier, ObjectStore, RemoteTier
 
-__all__ = [
-    "NONE",
-    "Settings",
-    "disk_from_table",
-    "read_environment",
-    "read_file",
-    "remote_from_table",
-    "secret_in",
-    "store_of",
-]
-
-
 NONE = "none"
 """Stands for None in a file or a variable, which have no other way to write it."""
 DISK_KEYS = ("path", "size", "daily_writes", "close_flush_s", "open_timeout_s")

@@ -17,23 +17,6 @@ import attrs
 from .._arguments import check_bool, check_has, number_of, shown
 from ..errors import ConfigError
 
-__all__ = [
-    "DiskTier",
-    "LearnedEviction",
-    "MAX_CELL_BYTES",
-    "ObjectStore",
-    "ROUNDING_BYTES",
-    "RemoteTier",
-    "SUPERBLOCK_BYTES",
-    "cell_units",
-    "check_eviction",
-    "new_order",
-    "num_slots_in",
-    "parse_bytes",
-    "record_bytes",
-]
-
-
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 

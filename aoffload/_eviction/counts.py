@@ -16,9 +16,6 @@ from .._kernel.layout import Layout
 from .._kernel.prefix import TOKEN_BYTES, KeySpan
 from .._kernel.tokens import TokenSequence
 
-__all__ = ["CountedRun", "HitCounts", "RecentPrompts", "RunWatcher"]
-
-
 RUN_TOKENS = 256
 """Overhead of one run (about 1 KB), in tokens of 4 bytes."""
 NEXT_SALT = 0x9E3779B1
@@ -55,9 +52,6 @@ class CountedRun:
     def used(self, now: int) -> None:
         self.num_uses += 1
         self.last_asked = now
-
-    def begin_at(self, start: int, tokens: bytes, key: bytes) -> None:
-        self.start, self.tokens, self.key = start, tokens, key
 
 
 class RunWatcher(Protocol):
@@ -164,7 +158,7 @@ class HitCounts:
         )  # fmt: skip
         self._runs[head.key] = head
         record = bytes(tokens[cut : cut + self._unit_bytes]) + b"".join([span.record() for span in run.spans])
-        run.begin_at(at, bytes(tokens[cut:]), _key(head.number, record))
+        run.start, run.tokens, run.key = at, bytes(tokens[cut:]), _key(head.number, record)
         self._runs[run.key] = run
         self.num_tokens += self._run_tokens
         if self._watcher is not None:

@@ -25,9 +25,6 @@ from .._kernel.tokens import TokenSequence
 from .counts import CountedRun
 from .learned import LearnedOrder, Learning, Rulings
 
-__all__ = ["AlsoLearns", "Hints"]
-
-
 MAX_HINTS = 1024
 """With more, the one that expires first ends."""
 MAX_CATEGORIES = 64
@@ -79,7 +76,7 @@ class Hints:
         """The first to expire in front."""
         self._records: OrderedDict[str, _Record] = OrderedDict()
         self._last_id = 0
-        learning.when_forgotten(self._forgot)
+        learning.when_forgotten = self._forgot
 
     def __len__(self) -> int:
         return len(self._by_expiry)

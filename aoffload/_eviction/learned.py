@@ -55,19 +55,6 @@ from .._kernel.status import EvictionRule, EvictionStatistics, TierEviction
 from .._kernel.tokens import TokenSequence
 from .counts import CountedRun, HitCounts
 
-__all__ = [
-    "Guard",
-    "LearnedOrder",
-    "Learning",
-    "NUM_CLASSES",
-    "ReturnTimes",
-    "Ruling",
-    "Rulings",
-    "class_of",
-    "sample_of",
-]
-
-
 NUM_CLASSES = 4
 NUM_BINS = 24
 GROWTH = 1.5
@@ -480,7 +467,8 @@ class Learning:
         self._guards = {tier: Guard(self._times, size) for tier, size in units.items()}
         self._unit_tokens = unit_tokens = layout.unit_tokens
         most = REMEMBERED * max(units.values()) * unit_tokens
-        self._forgotten: Callable[[CountedRun], object] = _nobody
+        self.when_forgotten: Callable[[CountedRun], object] = _nobody
+        """Called with each run that the history forgets."""
         self._counts = HitCounts(layout, most, unit_tokens, self)
         self.tiers = tuple(units)
         self.ruled = self._ruled()
@@ -526,11 +514,7 @@ class Learning:
     def was_forgotten(self, counted: CountedRun) -> None:
         for guard in self._guards.values():
             guard.was_forgotten(counted)
-        self._forgotten(counted)
-
-    def when_forgotten(self, forgotten: Callable[[CountedRun], object]) -> None:
-        """Have `forgotten` called with each run that the history forgets."""
-        self._forgotten = forgotten
+        self.when_forgotten(counted)
 
     def trim(self) -> None:
         """Forget what is too much."""

@@ -28,8 +28,6 @@ from .._kernel.status import Fork
 from .._kernel.waiting import Admission, is_waiting
 from ..errors import OutOfBlocks, WrongState
 
-__all__ = ["Forks", "taken_from"]
-
 
 @dataclass(slots=True, eq=False)
 class Forks:

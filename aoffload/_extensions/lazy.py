@@ -18,8 +18,6 @@ from .._kernel.jobs import JobBook, Stores, left_of
 from .._kernel.pools import TierBlocks
 from .._kernel.records import NO_LIMIT, Job, Part, Run
 
-__all__ = ["EvictionWatermark"]
-
 
 @dataclass(slots=True, eq=False)
 class EvictionWatermark:
@@ -34,7 +32,8 @@ class EvictionWatermark:
     there: TierBlocks = field(init=False)
     """Where the stores go."""
     _num_offers: int = 0
-    _looked_at: tuple[object, ...] = ()
+    seen: tuple[object, ...] = ()
+    """The state at the last scan. Empty forces a rescan."""
 
     def __post_init__(self) -> None:
         tiers = self.cache.tiers
@@ -81,13 +80,13 @@ class EvictionWatermark:
     def nothing_changed(self) -> bool:
         """True for most commits: free counts and offers unchanged."""
         now = self._state()
-        before, self._looked_at = self._looked_at, now
+        before, self.seen = self.seen, now
         return now == before
 
     @property
     def has_changed(self) -> bool:
         """Whether `nothing_changed` would be False."""
-        return self._state() != self._looked_at
+        return self._state() != self.seen
 
     def _state(self) -> tuple[object, ...]:
         source, there, step = self.source, self.there, self.step
@@ -95,10 +94,6 @@ class EvictionWatermark:
             source.pool.num_free // step, source.num_cached // step, source.num_evicted // step,
             (there.pool.num_free + there.num_cached) // step, there.num_resets, self._num_offers,
         )  # fmt: skip
-
-    def look_again(self) -> None:
-        """Something is left to do even if nothing changes."""
-        self._looked_at = ()
 
     def about_to_lose(self, wanted: Callable[[Run], int]) -> list[Run]:
         """Runs with blocks within the watermark that may be missing below, in eviction order."""

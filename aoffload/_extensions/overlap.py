@@ -27,16 +27,6 @@ from .._kernel.states import OverlapState, Tier
 from .._kernel.states import RequestState as State
 from ..errors import CommitError, WrongState
 
-__all__ = [
-    "begin_step",
-    "can_start",
-    "check_valid",
-    "compare",
-    "expected_ids",
-    "first_invalid_token",
-    "tell",
-]
-
 
 def can_start(cache: PrefixCache, request: LedgerRequest) -> bool:
     """Whether a step may overlap the load: the device holds, or jobs of the load bring, all units that the step would

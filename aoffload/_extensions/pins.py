@@ -33,8 +33,6 @@ from .._kernel.states import BELOW, PinState, Tier
 from .._kernel.tokens import TokenSequence
 from ..errors import InvalidArgument, OutOfBlocks
 
-__all__ = ["Pins", "check_time", "pinned_parts"]
-
 
 @dataclass(slots=True, frozen=True)
 class _Wish:

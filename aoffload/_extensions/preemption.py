@@ -24,8 +24,6 @@ from ..errors import WrongState
 from .overlap import tell
 from .store_policies import NoStore, StorePolicy
 
-__all__ = ["Preemptions"]
-
 
 @dataclass(slots=True, eq=False)
 class Preemptions:

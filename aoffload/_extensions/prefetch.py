@@ -32,8 +32,6 @@ from .._kernel.states import CacheTransferState, Tier
 from .._kernel.tokens import TokenSequence
 from .._kernel.waiting import Admission
 
-__all__ = ["CacheTransfers"]
-
 
 @dataclass(slots=True, eq=False)
 class CacheTransfers:

@@ -38,9 +38,6 @@ from .ids import EngineIds, has_null, named_rows
 from .matches import Arrival, Arrivals, EngineMatches
 from .offers import EngineOffers
 
-__all__ = ["EngineOwned"]
-
-
 _NEW = "new_token_ids"
 _NOTHING: Mapping[int, range] = {}
 

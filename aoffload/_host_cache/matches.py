@@ -42,8 +42,6 @@ from .._kernel.states import RequestState as State
 from .._kernel.tokens import TokenSequence
 from ..errors import ConfigError
 
-__all__ = ["Arrival", "Arrivals", "EngineMatches", "EngineTier"]
-
 
 @dataclass(slots=True, eq=False, repr=False)
 class HeldBlocks:

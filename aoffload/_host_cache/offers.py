@@ -37,9 +37,6 @@ from ..errors import InvalidArgument
 from .ids import EngineIds, has_null, named_rows
 from .matches import EngineTier
 
-__all__ = ["EngineOffers", "Offer"]
-
-
 MOST_DEFERRED = 128
 """Maximum requests with deferred blocks, because each keeps its tokens. One more gives up the blocks of the oldest."""
 MOST_OF_POOL = 4

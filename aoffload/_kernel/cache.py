@@ -47,15 +47,6 @@ from .records import Job, Lease, Part, Run
 from .states import NoEpoch, Tier
 from .tokens import TokenSequence, max_run_units
 
-__all__ = [
-    "Component",
-    "FullComponent",
-    "PrefixCache",
-    "WindowComponent",
-    "brings",
-    "window_components",
-]
-
 
 @dataclass(slots=True, eq=False)
 class FullComponent:

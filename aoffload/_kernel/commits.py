@@ -73,8 +73,6 @@ from .states import Computing, NoEpoch, Tier, require
 from .states import RequestState as State
 from .waiting import Admission
 
-__all__ = ["Commits", "check_count", "is_at_end"]
-
 
 @dataclass(slots=True, eq=False)
 class Commits:

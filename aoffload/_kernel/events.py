@@ -30,34 +30,6 @@ from .requests import CacheTransfer, LedgerRequest, LoadOverlap, Pin, Step
 from .states import CacheTransferState, JobState, OverlapState, PinState, RequestState, Tier
 from .status import HintEnd, Holder, RequestStatus, TierEviction
 
-__all__ = [
-    "CacheTransferMoved",
-    "CacheTurnedOff",
-    "CompletionDelivered",
-    "Event",
-    "EvictionSwitched",
-    "ExtensionRefused",
-    "HintEnded",
-    "HintGiven",
-    "JobMoved",
-    "LoadsPaused",
-    "LoadsResumed",
-    "Observer",
-    "OverlapMoved",
-    "PinMoved",
-    "RequestCancelled",
-    "RequestMoved",
-    "SlowStep",
-    "SlowWait",
-    "StepBegun",
-    "StepEnded",
-    "StoreSkipped",
-    "TransportRecovered",
-    "TransportStalled",
-    "WaitedForBlocks",
-    "WorkerFailed",
-]
-
 
 class Event:
     """Base class of all events."""

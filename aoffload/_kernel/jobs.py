@@ -60,8 +60,6 @@ from .requests import LedgerRequest
 from .states import Direction, JobState, NoEpoch, Outcome, Tier, require
 from .tokens import hash_run, unit_digests
 
-__all__ = ["JobBook", "Stores", "first_stored", "labels_of", "left_of"]
-
 
 def labels_of(over: list[Stretch], band: Band) -> tuple[BlockLabel | None, ...]:
     """A label for each block of `band` in the stretches, in prefix order: a restart proves from it, and from the tokens

@@ -45,19 +45,6 @@ from .records import BlockTable, Part, Run, nulls
 from .requests import Fetched, LedgerRequest
 from .states import BELOW, RequestState, Tier
 
-__all__ = [
-    "RequestLeases",
-    "first_published",
-    "publish",
-    "published_by",
-    "read_by",
-    "runs_from",
-    "slide",
-    "slide_off",
-    "step_back",
-    "take_private",
-]
-
 
 @dataclass(slots=True, eq=False)
 class RequestLeases:

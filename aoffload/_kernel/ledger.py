@@ -100,13 +100,6 @@ from .status import EvictionStatistics, Fork, Holder, RequestStatus, TierStatist
 from .tokens import TokenSequence
 from .waiting import Admission, is_waiting
 
-__all__ = [
-    "Ledger",
-    "LedgerStatistics",
-    "RemoteCounts",
-]
-
-
 HOST_WATERMARK = 8
 """One in so many host blocks, the next to be evicted, is stored to disk before that."""
 

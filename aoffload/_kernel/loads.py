@@ -63,8 +63,6 @@ from .states import BELOW, HIT_TIERS, Computing, Direction, JobState, Outcome, T
 from .states import RequestState as State
 from .waiting import Admission, is_waiting
 
-__all__ = ["Loads", "has_holes", "require_no_holes"]
-
 
 @dataclass(slots=True, eq=False)
 class Loads:

@@ -36,8 +36,6 @@ from .states import (
     Stateful,
 )
 
-__all__ = ["Moves"]
-
 
 @dataclass(slots=True, eq=False)
 class Moves:

@@ -21,22 +21,6 @@ from .._arguments import check_int, check_text, number_of, shown
 from ..errors import InvalidArgument
 from .states import Direction, Outcome, Tier
 
-__all__ = [
-    "Answer",
-    "BlockLabel",
-    "CellLabel",
-    "Completion",
-    "Extension",
-    "NO_MATCH",
-    "Preemption",
-    "PrefixMatch",
-    "RequestOptions",
-    "RestoredRun",
-    "StoreScope",
-    "TransferPlan",
-    "check_completion",
-]
-
 
 class StoreScope(enum.Enum):
     """The part of one request that may be stored. It narrows what the store policy chooses."""

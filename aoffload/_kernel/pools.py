@@ -33,9 +33,6 @@ from .requests import LedgerRequest
 from .states import RequestState, Tier
 from .status import TierStatistics
 
-__all__ = ["DiskBlocks", "ExtentPool", "FreeList", "LastUses", "RemoteBlocks", "TierBlocks", "are_neighbours"]
-
-
 FEW = 100
 """Below this many ids, comparing them is faster than looking for gaps by numpy."""
 

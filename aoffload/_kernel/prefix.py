@@ -30,20 +30,6 @@ import numpy as np
 from .._arguments import as_tuple, check_type, shown
 from ..errors import InvalidArgument
 
-__all__ = [
-    "Identity",
-    "KeySpan",
-    "LongList",
-    "Prefix",
-    "Root",
-    "Roots",
-    "TokenIds",
-    "check_prefix",
-    "encode_tokens",
-    "prompt_of",
-]
-
-
 if TYPE_CHECKING:
     Hasher: TypeAlias = "hashlib._Hash"
 else:

@@ -12,15 +12,6 @@ from typing import Protocol
 
 from .records import Part
 
-__all__ = [
-    "BlockWatcher",
-    "DevicePool",
-    "EngineBlocks",
-    "FindsBlocks",
-    "TakesIds",
-    "shielded",
-]
-
 
 class DevicePool(Protocol):
     """Hands out block ids and takes them back: a `FreeList`, unless the blocks are engine-owned."""

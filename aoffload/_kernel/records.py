@@ -46,20 +46,6 @@ from .prefix import Hasher, KeySpan, Root
 from .states import JobState, NoEpoch, Tier
 from .tokens import hash_run
 
-__all__ = [
-    "BlockTable",
-    "Job",
-    "Lease",
-    "Load",
-    "NO_LIMIT",
-    "Part",
-    "Run",
-    "Tombstone",
-    "divided",
-    "not_null",
-    "nulls",
-]
-
 
 class Part:
     """The blocks of one run in one band and one tier: those of units `[first, stop)`. For full attention `first` is

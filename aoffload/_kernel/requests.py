@@ -38,21 +38,6 @@ from .records import NO_LIMIT, BlockTable, Lease, Load, Run
 from .states import CacheTransferState, Computing, NoEpoch, OverlapState, PinState, RequestState, Tier
 from .tokens import TokenSequence
 
-__all__ = [
-    "CacheTransfer",
-    "Demotion",
-    "Fetch",
-    "LedgerRequest",
-    "LoadOverlap",
-    "Pin",
-    "Prefetch",
-    "Step",
-    "Waiter",
-    "call_all",
-    "nobody",
-]
-
-
 _UNREAD = (
     RequestState.QUEUED, RequestState.MATCHED, RequestState.PINNED, RequestState.REQUEUED, RequestState.STRANDED,
 )  # fmt: skip

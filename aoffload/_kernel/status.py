@@ -13,25 +13,6 @@ import attrs
 from .requests import LedgerRequest
 from .states import RequestState, Tier
 
-__all__ = [
-    "Declined",
-    "EvictionRule",
-    "EvictionStatistics",
-    "Fetching",
-    "Fork",
-    "HintEnd",
-    "Holder",
-    "RequestStatus",
-    "TierEviction",
-    "TierStatistics",
-    "WaitsFor",
-    "explained",
-    "plain",
-    "printable",
-    "seconds",
-]
-
-
 NUM_NAMED = 4
 """Requests of a step that a line names; of the others it has the number."""
 MAX_LENGTH = 64

@@ -53,8 +53,6 @@ from .requests import LedgerRequest, Waiter, call_all, nobody
 from .states import RequestState as State
 from .states import Tier, require
 
-__all__ = ["Admission", "WaitQueue", "is_waiting"]
-
 
 @dataclass(slots=True, eq=False)
 class WaitQueue:

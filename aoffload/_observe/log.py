@@ -49,9 +49,6 @@ from .._transfer.breaker import Closed, StorageMove
 from .._transfer.transport import PinProgress
 from ..errors import InvalidArgument
 
-__all__ = ["LedgerLog", "Telemetry", "default_logger", "harmless"]
-
-
 _REQUEST_EVENTS = {state: f"request_{state.value}" for state in RequestState}
 _JOB_EVENTS = {state: f"job_{state.value}" for state in JobState}
 _PIN_EVENTS = {state: f"pin_{state.value}" for state in PinState}

@@ -9,8 +9,6 @@ from .._kernel.events import CompletionDelivered, Event, Observer
 from .._kernel.plans import Completion
 from .log import LedgerLog
 
-__all__ = ["Observers", "each_observer"]
-
 
 class Observers:
     """Several observers as one, for `Ledger(observer=...)`: a log, metrics, observers of your own.

@@ -31,9 +31,6 @@ from .._transfer.link import Link
 from .._transfer.rates import TransferRate
 from ..errors import InvalidArgument
 
-__all__ = ["LoadCosts", "MOST_TOKENS", "PrefillSpeed", "check_report", "fetch_bound_s"]
-
-
 WORTH = 0.8
 """A fetch is worth it if it takes at most this share of the time to compute its tokens."""
 KEEP = 0.8

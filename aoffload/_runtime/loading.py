@@ -22,8 +22,6 @@ from .._transfer.fences import LoadedRegion, RegionFences
 from ..errors import InvalidArgument, WrongState
 from .session import Entered, Session
 
-__all__ = ["PendingLoad"]
-
 
 class PendingLoad:
     """A load under way, as `Request.load_nowait` returns it. `wait` may be cancelled and called again.

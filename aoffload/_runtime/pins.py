@@ -25,9 +25,6 @@ from .._tiers.remote.loop import Question
 from ..errors import InvalidArgument, WrongState
 from .session import Session
 
-__all__ = ["PendingDemotion", "PendingFetch", "PendingPrefetch", "PinScope"]
-
-
 AnyTransfer = TypeVar("AnyTransfer", bound=CacheTransfer)
 
 

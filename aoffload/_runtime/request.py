@@ -49,9 +49,6 @@ from ..errors import AoffloadError, OutOfBlocks, RequestAborted, RuntimeClosed, 
 from .loading import PendingLoad
 from .session import Session
 
-__all__ = ["Request", "is_cancellation", "may_be_suspended"]
-
-
 ENTERS = ("__aenter__", "enter_async_context")
 
 

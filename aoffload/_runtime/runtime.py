@@ -81,8 +81,6 @@ from .session import PromptOptions, Session, SessionLife
 from .steps import Computed, StepScope, commit_step, run_step
 from .worker import CopyWorker
 
-__all__ = ["OffloadRuntime", "Opening", "RuntimeStatistics"]
-
 
 @attrs.define(eq=False)
 class Opening:

@@ -48,8 +48,6 @@ from ..errors import AoffloadError, DeviceGone, RuntimeClosed, TransferRefused, 
 from .costs import LoadCosts, PrefillSpeed
 from .worker import CopyWorker, SlowWatch
 
-__all__ = ["Entered", "PromptOptions", "Session", "SessionLife"]
-
 
 class SessionLife(enum.Enum):
     NEW = "new"

@@ -35,9 +35,6 @@ from .loading import PendingLoad
 from .request import Request
 from .session import Session
 
-__all__ = ["Computed", "StepScope", "commit_step", "run_step"]
-
-
 Result = TypeVar("Result")
 LedgerStep = AbstractContextManager[None]
 GONE = (RequestState.DONE, RequestState.ABORTED, RequestState.PREEMPTED)

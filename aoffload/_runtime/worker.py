@@ -40,9 +40,6 @@ from .._transfer.fences import Fence
 from .._transfer.transport import Transport
 from ..env import Env
 
-__all__ = ["CopyWorker", "SlowWatch"]
-
-
 MAX_AGE_S = 1.0
 """Maximum age of the list of holders in an event, because many waits may be long at once."""
 ROUNDING_S = 1e-3

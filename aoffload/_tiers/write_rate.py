@@ -6,12 +6,6 @@ from collections import deque
 
 import attrs
 
-__all__ = [
-    "DailyBudget",
-    "WriteRate",
-]
-
-
 DAY_S = 86_400.0
 SLICE_S = 600.0
 """What was written within so long is counted together, and forgotten together."""

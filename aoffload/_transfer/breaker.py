@@ -12,22 +12,6 @@ import attrs
 
 from .._kernel.states import Tier
 
-__all__ = [
-    "Breaker",
-    "BreakerMove",
-    "Closed",
-    "LeftAlone",
-    "MAX_MOVES",
-    "Opened",
-    "StorageMove",
-    "Use",
-    "at_node",
-    "in_lines",
-    "in_words",
-    "taken",
-]
-
-
 FIRST_S, LONGEST_S = 0.5, 30.0
 PATIENCE = 2
 """Failures in a row that open it."""

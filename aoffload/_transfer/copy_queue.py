@@ -30,8 +30,6 @@ from .fences import Fence, RegionWatch
 from .link import Link, link_of
 from .transport import CopiesAtOnce, GivesUp, KnowsItsLink
 
-__all__ = ["CopyQueue", "Launches"]
-
 
 class Launches(Protocol):
     """What the queue needs of a `Transport`."""

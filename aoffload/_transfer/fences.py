@@ -21,20 +21,6 @@ from .._kernel.plans import Completion
 from .._kernel.states import Outcome
 from ..errors import RegionNotLoaded
 
-__all__ = [
-    "Fence",
-    "LoadedRegion",
-    "ORDERED",
-    "OnlyAfter",
-    "PASSED",
-    "PassedFence",
-    "RegionFence",
-    "RegionFences",
-    "RegionWatch",
-    "StepFences",
-    "WatchesRegions",
-]
-
 
 @runtime_checkable
 class Fence(Protocol):

@@ -46,18 +46,6 @@ from .backends.base import CopyBackend, CopyStopped, LostDevice
 from .fences import PASSED, Fence
 from .turns import started_thread, wait_precisely
 
-__all__ = [
-    "BlockChecksums",
-    "CopyLane",
-    "DeviceLoss",
-    "LaneCounts",
-    "MOST_BYTES",
-    "TURN_BYTES",
-    "TURN_COPIES",
-    "hand_over_bytes",
-]
-
-
 DIGEST_BYTES = 16
 
 

@@ -15,9 +15,6 @@ from .._kernel.states import Outcome, Tier
 from .fences import Fence
 from .rates import TransferRate
 
-__all__ = ["DISK_BYTES", "Link", "InFlight", "JOBS_IN_FLIGHT", "REMOTE_BYTES", "link_of"]
-
-
 JOBS_IN_FLIGHT = 4
 MANY = 2**30
 """No bound: more jobs than there can be."""

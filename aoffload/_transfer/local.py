@@ -26,13 +26,6 @@ from .region import KVRegion, regions_of
 from .transport import PinProgress, ReportsPinning, TransferStatistics, TransportDisk, TransportRemote
 from .turns import Turns
 
-__all__ = [
-    "LocalTransport",
-    "check_block_sizes",
-    "described",
-]
-
-
 if TYPE_CHECKING:
     from .._tiers.disk.local import LocalDisk
     from .._tiers.remote.local import LocalRemote

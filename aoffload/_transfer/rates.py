@@ -6,9 +6,6 @@ import math
 
 import attrs
 
-__all__ = ["TransferRate"]
-
-
 KEEP = 0.8
 """Of what was measured before, at each end of a job."""
 QUICKEST_FADES = 1.02

@@ -19,17 +19,6 @@ from .._arguments import shown
 from .._kernel.layout import Layout
 from ..errors import RegionError
 
-__all__ = [
-    "KVRegion",
-    "byte_rows",
-    "claim",
-    "identity_of",
-    "regions_of",
-    "share_memory",
-    "unclaim",
-]
-
-
 _DEVICE_TYPES = ("cpu", "cuda")
 MAX_BYTES = 2**60
 MAX_PARTS = 1024

@@ -16,26 +16,6 @@ from ..env import Env
 from .breaker import LeftAlone, StorageMove
 from .fences import Fence
 
-__all__ = [
-    "CopiesAtOnce",
-    "DiskStatistics",
-    "GivesUp",
-    "HasDisk",
-    "HasRemote",
-    "KnowsItsLink",
-    "PinProgress",
-    "RemoteStatistics",
-    "ReportsPinning",
-    "SlowToOpen",
-    "TRANSPORTS",
-    "TransferStatistics",
-    "Transport",
-    "TransportDisk",
-    "TransportRemote",
-    "WaitsOnlyAfter",
-]
-
-
 TRANSPORTS = "num_device_blocks block_bytes open record_fence launch close statistics"
 """The attributes of a `Transport`."""
 

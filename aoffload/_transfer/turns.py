@@ -12,15 +12,6 @@ from contextlib import suppress
 from ..env import Env
 from ..errors import TransferRefused
 
-__all__ = [
-    "SWITCH_S",
-    "Turns",
-    "give_way",
-    "started_thread",
-    "wait_precisely",
-]
-
-
 SWITCH_S = 1e-5
 """Far less than a turn of the event loop. The waiting thread has to ask for the GIL in time: see `wait_precisely`."""
 _SET_TIMER_SLACK = 29

@@ -9,17 +9,6 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "DiskDirectory",
-    "DiskFile",
-    "READ_BYTES",
-    "Slab",
-    "Stretch",
-    "WRITE_BYTES",
-    "neighbours",
-    "stretch_at",
-]
-
 
 class DiskFile(Protocol):
     """A file that is read and written at offsets, by any thread. Every call may raise `OSError`."""

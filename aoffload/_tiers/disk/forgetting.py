@@ -14,9 +14,6 @@ from collections.abc import Callable
 
 import attrs
 
-__all__ = ["DiskTrouble", "ERASES", "forgotten"]
-
-
 ERASES = 3
 """Attempts to erase records, because a write may fail once and then succeed."""
 

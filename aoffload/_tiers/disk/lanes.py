@@ -27,9 +27,6 @@ from .forgetting import DiskTrouble
 from .recovery import Survivors
 from .slots import DiskOutcome, DiskSlots
 
-__all__ = ["DiskCounts", "DiskLanes"]
-
-
 NUM_THREADS = 4
 MOST_RUNNING = {Direction.LOAD: 3, Direction.STORE: 2}
 """Jobs at a time, in the order in which they are begun. Neither direction has all threads: one that hangs would keep

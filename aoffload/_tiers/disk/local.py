@@ -29,11 +29,6 @@ from .posix import PosixDirectory
 from .records import SlotLayout
 from .slots import DiskSlots
 
-__all__ = [
-    "LocalDisk",
-    "opened_within",
-]
-
 
 @attrs.define(eq=False)
 class LocalDisk:

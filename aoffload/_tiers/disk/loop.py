@@ -38,9 +38,6 @@ from ...errors import TransferRefused
 from ..write_rate import DailyBudget
 from .forgetting import DiskTrouble
 
-__all__ = ["DiskState", "DiskWork"]
-
-
 TURN_S = 0.001
 """Maximum time for restored runs in one turn of the event loop."""
 MAX_BLOCKS = 256

@@ -19,9 +19,6 @@ import numpy as np
 from ...errors import ConfigError
 from .files import DiskFile
 
-__all__ = ["PosixDirectory", "PosixFile"]
-
-
 LOCK = "lock"
 ALIGNMENTS = (512, 4096)
 """What offset, length and address of a direct call have to be a multiple of: the first that works is taken."""

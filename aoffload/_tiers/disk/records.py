@@ -24,9 +24,6 @@ from ..._kernel.prefix import TOKEN_BYTES
 from ...errors import ConfigError, InvalidArgument
 from .sums import DATA_SUM_BYTES, record_sum
 
-__all__ = ["RecordFormat", "SlotLayout", "Superblock"]
-
-
 FORMAT_VERSION = 1
 MAGIC = b"aoffloadslots\0\0\0"
 DIGEST_BYTES = 32

@@ -22,9 +22,6 @@ from numpy.typing import NDArray
 from ..._kernel.prefix import TOKEN_BYTES, Hasher
 from .records import DIGEST_BYTES, SlotLayout
 
-__all__ = ["Chains", "Survivors"]
-
-
 ORPHAN = -2
 """In place of a parent: it is lost."""
 NO_PARENT = -1

@@ -30,9 +30,6 @@ from ..._kernel.states import Tier
 from ..._kernel.tokens import TokenSequence, hash_run
 from ...errors import InvalidArgument
 
-__all__ = ["DiskStores", "Restores", "STEPS", "check_restored"]
-
-
 STEPS = 16
 """The host is looked at each time that it has used one of so many parts of the watermark."""
 MAX_LOOKED_AT = 64
@@ -76,7 +73,7 @@ class DiskStores:
             left = min(left_of(most, jobs), self._disk.pool.num_free)  # evicts nothing: or it would go round for ever
             jobs += watermark.store(self._asked_twice(left), self._asked_stop, left)
             if left_of(most, jobs) <= 0:
-                watermark.look_again()
+                watermark.seen = ()  # something is left to store even if nothing changes
         return jobs
 
     @property

@@ -28,9 +28,6 @@ from .recovery import Chains, Survivors
 from .sums import SlotSums, SumThreads, as_rows, data_sum
 from .table import SlotTable
 
-__all__ = ["DiskOutcome", "DiskSlots"]
-
-
 SLAB, TABLE = "slab", "table"
 READ_RECORDS = 1024
 PROVEN_UNITS = 512

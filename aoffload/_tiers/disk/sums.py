@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 from ..._extras import needed
 from ..._transfer.turns import give_way, wait_precisely
 
-__all__ = ["DATA_SUM_BYTES", "SlotSums", "SumThreads", "as_rows", "data_sum", "record_sum"]
-
-
 with needed("disk", "a disk tier"):
     import xxhash
 

@@ -13,8 +13,6 @@ from ..._config.tiers import SUPERBLOCK_BYTES
 from .files import DiskFile, neighbours
 from .records import RecordFormat, Superblock
 
-__all__ = ["SlotTable"]
-
 
 class SlotTable:
     """Reads and writes records. Writes of records are not synced, because a lost or torn record counts as missing.

@@ -20,8 +20,6 @@ from ..._runtime.costs import fetch_bound_s
 from ..._runtime.session import Entered
 from ..remote.loop import RemoteWork
 
-__all__ = ["fetch"]
-
 
 async def fetch(request: Entered, record: LedgerRequest, prefix: Prefix) -> None:
     """Fetch the blocks of `prefix` after the hit of `record` that lower tiers have, and match again.

@@ -30,8 +30,6 @@ from ..._kernel.states import CACHE_TIERS, Tier
 from ..._kernel.tokens import TokenSequence
 from ..remote.rules import RemoteStores, cells_before, places_in_cells
 
-__all__ = ["Fetches"]
-
 
 @dataclass(slots=True, eq=False)
 class Fetches:

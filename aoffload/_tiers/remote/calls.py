@@ -22,9 +22,6 @@ from .cells import Cells
 from .nodes import Nodes
 from .threads import Steps
 
-__all__ = ["ASK_THREADS", "LOAD_THREADS", "STORE_THREADS", "StoreCalls"]
-
-
 ASK_THREADS = 2
 LOAD_THREADS = 4
 STORE_THREADS = 2

@@ -26,9 +26,6 @@ from ..._extras import needed
 from ..._kernel.layout import Layout
 from ..._kernel.plans import CellLabel
 
-__all__ = ["CellShape", "Cells", "OVERHEAD_BYTES", "Sealing", "cells_of_tier"]
-
-
 FORMAT = 1
 HEADER = struct.Struct("<8sHHIIIQ32s32s12s")
 """Magic, format, sealing, band, rank, number of blocks, their bytes, layout, name, nonce. Little-endian."""

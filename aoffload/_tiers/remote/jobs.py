@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from ..._kernel.plans import CellLabel, TransferPlan
 from ..._transfer.lane import BlockChecksums
 
-__all__ = ["CellJob", "HostCells", "HostRows"]
-
 
 @attrs.define(eq=False)
 class CellJob:

@@ -33,9 +33,6 @@ from .questions import Questions
 from .removals import Removals
 from .threads import MakesThreads, Steps, Threads
 
-__all__ = ["RemoteCounts", "RemoteLanes"]
-
-
 USES = {Direction.LOAD: Use.LOAD, Direction.STORE: Use.STORE}
 
 

@@ -22,8 +22,6 @@ from .cells import CellShape, cells_of_tier
 from .jobs import HostRows
 from .lanes import RemoteLanes
 
-__all__ = ["LaneRemote", "LocalRemote"]
-
 
 @attrs.define(eq=False)
 class LaneRemote:

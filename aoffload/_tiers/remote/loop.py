@@ -29,9 +29,6 @@ from ...env import Env
 from ..write_rate import WriteRate
 from .rules import cells_of
 
-__all__ = ["Question", "RemoteWork"]
-
-
 LATE_S = 0.01
 """Time for an answer that is given just in time to arrive."""
 MUCH_TO_HASH = 65_536

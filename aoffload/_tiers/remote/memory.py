@@ -9,9 +9,6 @@ import attrs
 
 from ..._kernel.plans import CellLabel
 
-__all__ = ["CellMemory", "Known"]
-
-
 MAX_CELLS = 2**16
 
 

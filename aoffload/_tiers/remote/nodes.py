@@ -8,9 +8,6 @@ import attrs
 
 from ..._transfer.breaker import Breaker, BreakerMove, LeftAlone, Use
 
-__all__ = ["Nodes"]
-
-
 MAX_NODES = 4096
 
 

@@ -23,9 +23,6 @@ from .memory import CellMemory, Known
 from .removals import Removals
 from .threads import MakesThreads, Steps, Threads
 
-__all__ = ["Questions", "positions"]
-
-
 MAX_WAITING = 64
 """Questions; more are answered with 0 at once."""
 ROUND_CELLS = 64

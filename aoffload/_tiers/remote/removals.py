@@ -14,9 +14,6 @@ from itertools import chain
 
 from ..._kernel.plans import CellLabel
 
-__all__ = ["Removals"]
-
-
 MAX_CELLS = 2**16
 AGAIN_S = 10.0
 """The least time from a removal to its repetition. The repetition comes after as long as has passed since the put

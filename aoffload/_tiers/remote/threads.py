@@ -12,14 +12,6 @@ from ..._transfer.turns import started_thread
 from ...env import Env
 from ...errors import StoreError, TransferRefused
 
-__all__ = [
-    "MakesThreads",
-    "Steps",
-    "Threads",
-    "run_steps",
-]
-
-
 Found = TypeVar("Found")
 Steps: TypeAlias = Generator[Callable[[], Any], Any, Found]
 

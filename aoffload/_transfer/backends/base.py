@@ -15,18 +15,6 @@ from ...errors import AoffloadError, ConfigError
 from ..fences import Fence
 from ..region import KVRegion
 
-__all__ = [
-    "CopyBackend",
-    "CopyStopped",
-    "HasHostRows",
-    "LostDevice",
-    "RegionBackend",
-    "anonymous_memory",
-    "device_ids",
-    "host_ids",
-    "host_size",
-]
-
 
 class LostDevice(AoffloadError):  # noqa: N818
     """Base class of backend errors after which every further call fails, too."""

@@ -13,9 +13,6 @@ from ..region import KVRegion, byte_rows
 from .pieces import Elements, element_type
 from .rows import stretches
 
-__all__ = ["RegionColumns", "columns_of"]
-
-
 PART_BYTES = 8 * 2**20
 """Bytes per part of a copy in two calls: few enough to stay in the CPU cache in between."""
 

@@ -19,13 +19,6 @@ from .pieces import element_type, pieces_of
 from .rows import LockWaits, RowMover, gaps, row_mover, stretches
 from .stripes import Stripes
 
-__all__ = [
-    "CpuBackend",
-    "STAGE_BYTES",
-    "Staging",
-]
-
-
 STAGE_BYTES = 8 * 2**20
 
 

@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 
 from ..region import KVRegion, byte_rows
 
-__all__ = ["Elements", "Piece", "common_unit", "element_type", "pieces_of", "strided"]
-
-
 Elements = NDArray[Any]
 """Bytes, viewed as the widest integers that fit."""
 

@@ -17,18 +17,6 @@ from ..turns import SWITCH_S
 from .pieces import Elements, Piece, common_unit, element_type, pieces_of, strided
 from .stripes import Extents, Stripes, progressions
 
-__all__ = [
-    "FlatRows",
-    "LockWaits",
-    "PatientRows",
-    "RowMover",
-    "Rows",
-    "gaps",
-    "row_mover",
-    "stretches",
-]
-
-
 LARGE_SHARE = 0.2
 """Share of waiting that counts as contention: few of many small calls wait, but as long as all of them take."""
 

@@ -14,9 +14,6 @@ from ...errors import TransferRefused
 from ..fences import PASSED, Fence, OnlyAfter
 from ..transport import TransferStatistics
 
-__all__ = ["Launched", "ScriptedFence", "ScriptedTransport", "TORN", "UNWRITTEN"]
-
-
 UNWRITTEN = 0
 """The content of a block that nothing was ever copied or written to."""
 TORN = 2**31 - 1

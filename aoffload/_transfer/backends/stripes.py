@@ -11,9 +11,6 @@ from numpy.typing import NDArray
 
 from .pieces import Elements, Piece, common_unit, element_type, strided
 
-__all__ = ["Extents", "Stripe", "Stripes", "progressions"]
-
-
 Extents = Sequence[NDArray[np.uint8]]
 """Stretches of consecutive rows of host memory, `uint8 [num_blocks, block_bytes]` each."""
 

@@ -11,8 +11,6 @@ from multiprocessing.connection import Connection, wait
 from .frames import Frame
 from .wire import MAX_FRAME_BYTES, decode, encode
 
-__all__ = ["Channel"]
-
 
 class Channel:
     """One end of a socket pair. Any thread may `send`; one thread calls `receive` and `close`.

@@ -9,22 +9,6 @@ import attrs
 from ..._kernel.plans import Completion, TransferPlan
 from ..transport import TransferStatistics
 
-__all__ = [
-    "Close",
-    "Closed",
-    "Completed",
-    "Frame",
-    "Launch",
-    "Lost",
-    "Open",
-    "Opened",
-    "Ready",
-    "RecordFence",
-    "Refused",
-    "ReleaseFence",
-]
-
-
 # -- to a rank ----------------------------------------------------------------------------------------------------
 
 

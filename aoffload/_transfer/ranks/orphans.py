@@ -8,9 +8,6 @@ import signal
 import sys
 from contextlib import suppress
 
-__all__ = ["end_with_parent"]
-
-
 _PR_SET_PDEATHSIG = 1
 
 

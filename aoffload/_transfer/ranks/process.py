@@ -33,9 +33,6 @@ from .frames import (
 from .serving import Build, rank_main
 from .wire import encode
 
-__all__ = ["ProcessRank", "spawn_ranks"]
-
-
 _KILL_S = 5.0
 """Maximum wait for the end of a killed process."""
 

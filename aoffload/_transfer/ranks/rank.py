@@ -12,9 +12,6 @@ from ...errors import ConfigError, TransferRefused
 from ..fences import Fence
 from ..transport import TRANSPORTS, PinProgress, ReportsPinning, TransferStatistics, Transport
 
-__all__ = ["LocalRank", "RANKS", "Rank"]
-
-
 RANKS = "num_device_blocks block_bytes open wait_open record_fence release_fence launch stop join statistics"
 """The attributes of a `Rank`."""
 

@@ -20,9 +20,6 @@ from .frames import Close, Closed, Completed, Launch, Lost, Open, Opened, Ready,
 from .orphans import end_with_parent
 from .rank import LocalRank
 
-__all__ = ["Build", "rank_main"]
-
-
 Build: TypeAlias = Callable[[int, int], Any]
 """`build(rank, num_ranks)`, called once in the rank's process. Returns its KV caches, as `OffloadRuntime` takes them,
 or a `LocalTransport` over them."""

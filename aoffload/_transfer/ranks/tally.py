@@ -9,9 +9,6 @@ import attrs
 from ..._kernel.plans import Completion
 from ..._kernel.states import Outcome
 
-__all__ = ["JobTally", "merged"]
-
-
 _WORST_FIRST = (Outcome.UNPROVEN, Outcome.CORRUPT, Outcome.FAILED, Outcome.REFUSED, Outcome.LANDED)
 
 

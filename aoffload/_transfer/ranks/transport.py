@@ -22,9 +22,6 @@ from .rank import RANKS, Rank
 from .serving import Build
 from .tally import JobTally
 
-__all__ = ["MAX_FENCES", "RankFence", "RankTransport"]
-
-
 _IDLE_S = 1.0
 """How long idle ranks may take to end."""
 MAX_RANKS = 1024

@@ -48,9 +48,6 @@ from .frames import (
     ReleaseFence,
 )
 
-__all__ = ["MAX_FRAME_BYTES", "MAX_TEXT", "VERSION", "decode", "encode"]
-
-
 VERSION = 1
 MAX_FRAME_BYTES = 64 * 2**20
 """Eight million block pairs: more than any plan has. Longer frames are not read."""

@@ -10,8 +10,6 @@ from ...._config.tiers import parse_bytes
 from ...._extras import needed
 from ....errors import ConfigError, StoreError
 
-__all__ = ["MooncakeStore"]
-
 
 class MooncakeStore:
     """An `ObjectStore` in Mooncake Store. `client` is a `mooncake.store.MooncakeDistributedStore` after its `setup`;

@@ -11,9 +11,6 @@ from ...._arguments import check_has, check_text, number_of, shown
 from ...._extras import needed
 from ....errors import ConfigError, StoreError
 
-__all__ = ["ObstoreStore"]
-
-
 HEADS_AT_ONCE = 16
 DEFAULT_S = 2.0
 

@@ -15,9 +15,6 @@ from typing import Any, Self
 from ....errors import ConfigError, StoreError
 from .redis_node import Command, RedisLibrary, RedisNode, key_of, redis_library
 
-__all__ = ["RedisClusterStore"]
-
-
 NUM_SLOTS = 16_384
 REFRESH_S = 1.0
 """The map of slots is not asked for more often."""

@@ -14,9 +14,6 @@ from ...._arguments import check_text
 from ...._extras import needed
 from ....errors import ConfigError, StoreError
 
-__all__ = ["Command", "RedisLibrary", "RedisNode", "key_of", "redis_library"]
-
-
 Command: TypeAlias = tuple[bytes | memoryview, ...]
 MAX_IDLE = 16
 """Connections."""

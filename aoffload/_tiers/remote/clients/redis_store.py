@@ -7,8 +7,6 @@ from typing import Self
 
 from .redis_node import RedisNode, key_of, redis_library
 
-__all__ = ["RedisStore"]
-
 
 class RedisStore:
     """An `ObjectStore` in one server. Needs the extra `remote`. Connects when it is asked for something.

@@ -32,9 +32,6 @@ from .plain import TorchDriver
 from .trials import build_kernels, measured_on, measured_rate
 from .waiting import BlockingWait, WaitPolicy
 
-__all__ = ["CudaBackend", "CudaOptions", "best_driver"]
-
-
 SOURCE_ORDERS = {
     # The live KV cache: a copy must see all earlier writes and no later ones.
     Direction.STORE: SourceOrder.STREAM,

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["MemoryLimit", "memory_limit"]
-
-
 UNLIMITED_BYTES = 2**60
 """Version 1 of cgroups reports a huge number if there is no limit. Limits from here on count as none."""
 

@@ -15,20 +15,6 @@ from ....errors import AoffloadError
 from ...fences import Fence
 from ..base import LostDevice
 
-__all__ = [
-    "CudaDriver",
-    "CudaError",
-    "DeviceLost",
-    "Handle",
-    "LOST_CODES",
-    "MAX_BATCH",
-    "Pieces",
-    "SourceOrder",
-    "StreamCaptured",
-    "refusal",
-]
-
-
 Handle: TypeAlias = Any
 """A stream or an event of a driver. Only the driver that made it looks inside."""
 

@@ -10,8 +10,6 @@ import torch
 from .driver import CudaDriver, Handle
 from .waiting import WaitPolicy
 
-__all__ = ["CudaFence", "EventPool"]
-
 
 class CudaFence:
     """A point in the work of a stream. Immutable: while this object lives, its event is not recorded again.

@@ -15,9 +15,6 @@ from numpy.typing import NDArray
 from ...fences import PASSED, Fence
 from .driver import MAX_BATCH, Pieces
 
-__all__ = ["CopyKernel", "TritonKernel", "triton_kernel"]
-
-
 NUM_PROGRAMS = 16
 """Maximum multiprocessors that copy; the others are left to compute. Each has a tile under way, and 128 KiB are what a
 link of 60 GB/s moves in the 2 us that it takes to answer."""

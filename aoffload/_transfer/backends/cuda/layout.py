@@ -12,9 +12,6 @@ from ...._kernel.states import Direction
 from ...region import KVRegion
 from .driver import Pieces
 
-__all__ = ["Layout", "Scratch", "WIDEST_BYTES"]
-
-
 Numbers = NDArray[np.uint64]
 
 WIDEST_BYTES = 16

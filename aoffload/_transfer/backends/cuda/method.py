@@ -13,9 +13,6 @@ from ...._kernel.states import Direction
 from ....errors import ConfigError
 from .driver import Pieces
 
-__all__ = ["BreakEven", "MARGIN", "PUBLISHED", "Trial", "measure_break_even"]
-
-
 SIZES = tuple(kib * 1024 for kib in (4, 8, 16, 24, 32, 48, 64, 128))
 """Sizes tried in turn. From the last one on, the copy engine is faster in all published measurements."""
 NUM_ROUNDS = 5

@@ -12,9 +12,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["node_of", "prefer_node", "run_near"]
-
-
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 NODES = Path("/sys/devices/system/node")
 MBIND = {"x86_64": 237, "aarch64": 235}

@@ -20,9 +20,6 @@ from ...fences import Fence
 from .driver import CudaError, Handle, Pieces, SourceOrder, StreamCaptured, refusal
 from .events import CudaFence
 
-__all__ = ["NvidiaDriver"]
-
-
 HOLD_THE_LOCK = ("12.8.", "12.9.0")
 """Versions of the bindings in which a thread that waits for the device stops all others."""
 INVALID_VALUE = 1

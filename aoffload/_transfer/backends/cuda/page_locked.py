@@ -19,9 +19,6 @@ from .cgroup import memory_limit
 from .driver import CudaDriver, CudaError
 from .numa import node_of, prefer_node, run_near
 
-__all__ = ["HostMemory", "HostMemoryError", "MAX_PIECE_BYTES", "page_locked_memory"]
-
-
 MAX_PIECE_BYTES = 64 * 2**30
 """Drivers refuse, or take minutes for, much larger registrations."""
 MIN_PIECE_BYTES = 2**30

@@ -17,9 +17,6 @@ from ...region import KVRegion
 from .driver import CudaError, DeviceLost, Handle, Pieces, SourceOrder, StreamCaptured, refusal
 from .events import CudaFence
 
-__all__ = ["TorchDriver"]
-
-
 LOST_WORDS = (
     *("illegal", "unspecified launch failure", "uncorrectable", "assert", "misaligned", "hardware stack", "timed out"),
     *("invalid program counter", "address space", "context is destroyed", "invalid device context", "unknown error"),

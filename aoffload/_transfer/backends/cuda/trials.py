@@ -21,9 +21,6 @@ from .layout import WIDEST_BYTES
 from .method import BreakEven, Trial, measure_break_even
 from .page_locked import HostMemory
 
-__all__ = ["Tried", "build_kernels", "measured_on", "measured_rate", "scattered"]
-
-
 LINK_BYTES = 32 * 2**20
 """Bytes of the copy that measures the link: 0.6 ms each way, against some 20 us to start a copy and to wait for it."""
 BATCH_BYTES = 16 * 2**20

@@ -6,9 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["copy_pieces", "launch"]
-
-
 ELEMENTS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 """Element types by alignment, eight bytes at most. With alignment 16, a thread moves two elements at once."""
 

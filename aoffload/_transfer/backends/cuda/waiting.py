@@ -12,8 +12,6 @@ from ...._arguments import check_callable, number_of, shown
 from ...._config.config import MAX_SECONDS
 from ....errors import ConfigError
 
-__all__ = ["AdaptivePolling", "BlockingWait", "WaitPolicy"]
-
 
 class WaitPolicy(Protocol):
     """How to wait for an event. One object may serve several threads at once."""
