@@ -549,6 +549,7 @@ class Ledger:
         self.live_requests[name] = fork.request
         for state in (State.MATCHED, State.PINNED, State.ALLOCATED, State.RUNNING):
             self._moves.request(fork.request, state)
+        self._moves.tell()
         return fork
 
     # -- loading --------------------------------------------------------------------------------------------------
