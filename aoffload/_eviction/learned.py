@@ -1,35 +1,31 @@
-"""How long prefixes stay away before they are asked for again, by how often they were asked for; and what follows from
-that: which blocks bring the most hits for the room that they take.
+"""Learned eviction: evict the blocks that will bring the fewest hits for the space that they take.
 
-Time is counted in units asked for. Ages fall into bins, each half as long again as all before it together:
+**What is learned** (`ReturnTimes`). How long prefixes stay away before they return, by how often they were requested.
+Time is counted in requested units. Ages fall into bins, each half as long again as all bins before it together:
 
-    age    0 |....|......|.........|..............|.....................|  ...
-    bin        0     1        2           3                  4
-    asked for  [units that reached the bin] [of those, units that were asked for within it]      one row per class
+    age      0 |....|......|.........|..............|.....................|  ...
+    bin          0     1        2           3                  4
+    counted    [units that reached the bin] [of those, units that returned within it]      one row per class
 
-Of a unit that has reached some age, the counts of the bins behind it say how likely it returns before any later age,
-and how long it is kept until then. Its worth is the most returns per unit of time that any of these ends gives.
+For a unit of some age, the counts of the later bins give the chance that it returns before any later age, and the time
+for which it is kept until then. Its worth is the largest number of returns per unit of time over all these ends.
 
-The guard of an eviction order that learns: which order would hit more is told by two small caches beside the real
-one. Both see the same requests and hold a sample of what these ask for, one unit in `SAMPLED`, in that part of the
-capacity. One evicts by what was learned, the other one by the last use.
+**The order** (`LearnedOrder`). One list for each class of parts, by how often they were requested. The next part to be
+evicted is the oldest of that list whose oldest is worth least:
 
-An eviction order that follows what brings the most hits: a ring for each class of parts, how often they were asked
-for. The next to be evicted is the oldest of that ring whose oldest is worth least.
-
-    asked for once     oldest [a][d][g][h] newest
+    requested once     oldest [a][d][g][h] newest
     twice                     [b][e]                worth(class, age): see `ReturnTimes`
     3 or 4 times              [c]
     more often                [f]
 
-Below these are the same rings once more, for parts that hints spare: they go last.
+Below these are the same lists once more, for parts that hints spare: they are evicted last. A part's head is in the
+same class or a higher one, and as old or newer. So it is worth as much or more, and a prefix loses its tail before its
+head.
 
-A part's head is in the same class or a higher one, is as old or newer, and so is worth as much or more: a prefix loses
-its tail before its head, whichever of both orders rules.
-
-Learned eviction of a ledger: what was asked for, how often and how long ago, and the orders that follow from it.
-
-Which order rules in each tier whose eviction learns, and what each of both has evicted.
+**The guard** (`Guard`). Learning may be wrong. So two small caches beside the real one see the same requests and hold a
+sample, one unit in `SAMPLED`, in the same part of the capacity. One evicts by what was learned, the other by the last
+use. The order whose cache hits more decides in the real cache. `Rulings` reports when that changes, and counts the
+evictions of each order.
 """
 
 from __future__ import annotations

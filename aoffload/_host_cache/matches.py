@@ -1,20 +1,18 @@
-"""Engine-owned device blocks: those of an engine that has a block pool and a prefix cache of its own.
+"""Matches and blocks of an engine that owns its device blocks: it has a block pool and a prefix cache of its own.
 
-The ledger caches nothing in them and no request owns them here. They are source or destination of copies, and only jobs
-hold them:
+**Blocks.** The ledger caches nothing in these blocks, and no request owns them here. They are the source or the
+destination of copies, and only jobs hold them:
 
     plan_load(into=ids)   the job holds `ids` until the copy is proven over, however late
     offer(..., ids)       the job holds `ids` until the copy is over, proven or not: a stray read does no harm
 
-Copies that can never be proven over would take the engine's pool, block by block. So above a share of its blocks in
-quarantine, nothing is loaded any more.
+Copies that are never proven over would take the engine's pool, block by block. So nothing is loaded while more than a
+share of the engine's blocks is in quarantine.
 
-Arrivals: loads under way into an engine's blocks, and the requests that were told PENDING because of them.
+**Matches.** The engine names the tokens that its own cache holds, and the ledger matches host memory after them.
 
-Two requests do not load the same block. The second one is told PENDING, holds no pins, and asks again: once the first
-one has offered, the engine's own prefix cache has the block.
-
-Matches where an engine owns the device blocks: what host memory holds behind the engine's own hit.
+**Arrivals.** Two requests do not load the same block. The second request gets the answer PENDING, holds no pins, and
+asks again: once the first request has offered, the engine's own prefix cache holds the block.
 """
 
 from __future__ import annotations

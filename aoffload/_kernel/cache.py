@@ -1,32 +1,26 @@
-"""Attention components: what differs between full attention and a window, in one class each.
+"""The prefix cache: leases on runs, splits and merges of runs, and eviction.
 
-Full attention reads every block of a prefix. So a part holds the front of its run, and no match finds blocks behind a
-gap. References chain: a lease counts on the last run of its path only, and a run with references counts once on the run
-before it.
-
-    part    [present .............)(nothing      )
-
-A window (a sliding one, or the chunk of chunked local attention) reads the last blocks before a position. So a part
-holds one stretch anywhere in its run. A lease counts on each run from the first unit that it pins of the band to the
-end of its path.
-
-    part    (nothing )[present ........)(nothing )
-
-Run split and merge. A run is split where a prompt leaves it or a lease needs only its front, and merged again when
-nothing needs the boundary. Units that have left a window move to the run before.
-
-The prefix cache: the index, the blocks of every tier, and the references that pin them.
-
-Full attention counts references per run and tier. A lease counts on the run it ends at; a referenced run counts once on
-the run before it. So a lease pins its path from the end to the root, taking it costs one step for each run that was not
-pinned, and an unpinned run never has a pinned one behind it:
+**Leases.** A lease keeps the path of a run in one tier from eviction. References are counted by run, tier and band. In
+full attention a lease counts on the run at which it ends, and a referenced run counts once on the run before it:
 
     root <- [0,40) <- [40,48) <- [48,50)      leases: a ends at 48, b at 50
               1          1+1         1        [40,48): lease a, and the referenced child [48,50)
 
-Of a window band a lease pins only the blocks from some unit on, where a run begins. It counts on each run from that
-one to the last of its path. Blocks that have left the window stay cached while there is room, and a prefix that ends
-there may still hit.
+So a lease pins its whole path, taking it costs one step for each run that was not pinned yet, and an unpinned run never
+has a pinned run after it. That is why evicting the oldest unpinned run never leaves a suffix without its prefix.
+
+A window needs only the last blocks before a position. So in a window band a lease counts on every run from the unit
+where the window begins to the end of its path, and pins nothing before. Blocks that have left the window stay cached
+until their space is needed, and a prefix that ends there may still hit.
+
+    full attention   part    [present .............)(nothing      )     a gap would hide all blocks after it
+    window           part    (nothing )[present ........)(nothing )     one stretch for each run
+
+**Splits and merges.** A run is split where a prompt leaves it, or where a lease needs only its front. It is merged with
+the next run again when no lease needs the boundary, because one run for each block would make the index slow. A lease
+refers to a run object. A split puts a new head before that run, so a lease never releases the wrong blocks.
+
+**Eviction** (`take`) frees the tail of the oldest part in the eviction order of the tier, as many units as are needed.
 """
 
 from __future__ import annotations

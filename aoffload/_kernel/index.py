@@ -1,19 +1,22 @@
-"""The index by runs: which tokens are cached, and in which blocks of which tier.
+"""The index by runs: which tokens are cached, in which blocks of which tier, and how much of a prompt that is.
 
-A run is a stretch of blocks that were always used together. `before` links it to the run that its prefix ends with, so
-a path is found without the index. The index is one dict: digest of the prefix up to a run's first unit -> run.
+A *run* is a stretch of units that were always used together. One dict leads from the digest of the prefix up to and
+including a run's first unit to the run. `before` links a run to the run that its prefix ends with. So a prompt is
+looked up with one hash for each run, not for each block: the tokens of the rest of the run are compared as bytes.
 
-What a run holds in one tier is one part for each band:
+    prompt   [ a a a a | b b b | c c . . . ]
+    runs     [0 ...... 4) <- [4 ... 7) <- [7 .. 9)        c agrees with the first two units of its run only
+
+For each tier and band, a run has one *part*: the blocks that the tier holds of the run.
 
     run      [start ............................. stop)
-    full     [blocks, from the start on )
-    window           [blocks, anywhere    )
+    full     [blocks, from the start on )                  a hit reads all blocks before its end
+    window           [blocks, anywhere    )                a hit reads the last blocks before its end
 
-Stretches of a path: ranges of units by run, and the blocks of a tier there.
-
-Presence: which units of a path a tier holds, and which jobs bring more of them.
-
-The match: how much of a prompt is cached, and in which tier, in one pass over the index.
+**A match** (`find_hit`) walks the path of a prompt once. In full attention it takes device blocks up to the first that
+the device lacks, and host blocks after it. With windows the hit ends at the last position at which every window has the
+blocks that it needs, in either tier. Jobs under way will add blocks to a part (`Part.incoming`): `covered` counts them,
+a match does not.
 """
 
 from __future__ import annotations

@@ -1,6 +1,13 @@
-"""KV cache groups: layers that share a block table and an attention kind. Bands: groups that need the same tokens.
+"""The layout: KV cache groups, the unit, and the attention components of a model.
 
-Intervals of units: intersection and difference of several ranges and one.
+A group is a set of layers that share a block table. The *unit* is the least common multiple of the groups' block sizes:
+one unit of tokens fills whole blocks of every group, so all positions in the kernel count units.
+
+Groups that read the same tokens form a *band*: one attention component. Band 0 is full attention, which reads every
+token before a position. Each further band has a window (a sliding one, or the chunk of chunked local attention) and
+reads only the last tokens before a position. A band has `width` blocks per unit, those of all its groups together.
+
+The functions at the end compute with ranges of units: intersection and difference of several ranges and one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Plans, which the core gives to a transport, and completions, which come back. Only these frozen values cross.
+"""Plans and answers: the values that go in and out of the ledger.
 
-What a match says: how many leading tokens of a prompt are cached, and where.
+A `TransferPlan` names the blocks to copy, and a `Completion` says how the copy ended. Only these two cross to a
+transport. `PrefixMatch`, `Extension` and `Preemption` are answers of verbs, and `RestoredRun` is what a restart has
+found on disk. All are frozen, can be copied and pickled, and hold no reference into the ledger.
 
-What calls about a request's room answer: values, which can be copied and pickled.
-
-What a restart has found on the disk.
-
-Checks of arguments to the ledger. Checks for the whole package are in `aoffload/arguments.py`.
+`check_completion` checks a completion field by field, because a transport may be third-party code.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Pools: which block ids of a tier are free.
+"""Pools and tiers: which block ids of a tier are free, which blocks may be evicted, and which step used a block last.
 
-One tier's blocks: its pool, its eviction order and its counts.
+A pool hands out block ids: `FreeList` for the device (the warmest block first), `ExtentPool` for the host (few
+contiguous extents, so that one call copies many blocks), `SlotPool` for a disk. `TierBlocks` adds the eviction order
+and the counts of a tier:
 
-Last uses: the step that touched each device block last, so that a load waits only for uses of its destinations.
+    free + cached (evictable) + pinned + quarantined = num_blocks
 
-A forward may still run on the device when the step that holds its blocks has ended on the host. A load must not write
-to a block before that forward is over. Steps are numbered in the order in which they end. The runtime records a fence
-at the end of each step. Waiting for step `n` means waiting for the fences of all steps up to `n`.
+**Last uses.** A forward may still run on the device when the step that holds its blocks has ended on the host. A load
+must not write to a block before that forward is over. Steps are numbered in the order in which they end. The runtime
+records a fence at the end of each step. Waiting for step `n` means waiting for the fences of all steps up to `n`.
 
     a request gives up a block    the block remembers the number of the request's last step
     a load takes blocks           it waits for the steps up to the largest number of its blocks

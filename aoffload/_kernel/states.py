@@ -1,10 +1,16 @@
-"""Links: the tiers, in which directions blocks are copied between them, and how a copy ends.
+"""States: the tiers, and the states of requests, jobs, pins, cache transfers and load overlaps, as tables.
 
-The states of requests, jobs, pins, cache transfers and load overlaps, as tables. `Moves` moves them.
+Blocks move between four tiers. Each tier has one tier above it, which its loads fill and which its stores are filled
+from:
 
+    DEVICE  <- loads -  HOST  <- loads -  DISK, REMOTE
+            - stores ->       - stores ->
+
+A hit is in the device and in the host. KV that only a lower tier has is fetched into the host first.
+
+Every entity with a life (a request, a job, a pin, ...) has one state. A table says which states may follow which, and
+`Moves` refuses any other move. So a state is never a combination of flags, and an illegal call names the state.
 `python -m aoffload._kernel.states` prints the diagrams that docs/lifecycle.md shows.
-
-Which build of the core runs: the source as it is, or the same source compiled by mypyc.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a person asks when nothing goes on: who waits for what, since when, and who holds that. Values in words.
+"""Status reports for diagnosing a stall: who waits for what, since when, and who holds it. Values, and the same in words.
 
-What a fork answers.
+`Fork` is the answer of `Ledger.fork`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Stores to the disk: what the host is about to evict, what was asked for twice, and at the end what is left.
+"""The rules of the disk tier: what is stored there, and what a restart brings back.
 
-A prefix goes whole: the disk holds nothing whose front it lacks. How much may be written, and when, the caller says.
+**Stores** (`DiskStores`). Stored are blocks that the host is about to evict, blocks that were requested twice, and at
+the end the blocks that are left. A prefix is stored whole: the disk holds no suffix whose prefix it lacks. The caller
+says how much may be written, and when.
 
-Restores: what an earlier process has left on the disk enters the index, before anything else is stored there.
-
-Runs come with the digest of the prefix that they follow, a prefix before what follows it. The process has used none of
-them, so each is the next that the disk evicts, before those that came earlier: a prefix loses its tail before its head.
+**Restores** (`Restores`). Runs that an earlier process has left on disk enter the index before anything else is stored
+there. Each run names the digest of the prefix that it follows, so a prefix is restored before the runs after it. This
+process has used none of them. So each restored run is the next that the disk evicts, before those restored earlier: a
+prefix loses its tail before its head.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Cells: what a remote store keeps as one object, a power of two of units, aligned from a prompt's first token.
+"""The rules of the remote tier: cells, what is stored as one, and which cells have to be removed.
 
-Stores to a remote store: cells in the host that were asked for twice, those of what was asked for last first.
+A *cell* is one object in the store: a power of two of units, aligned from the prompt's first token. Its label is the
+digest of the prefix at its end, so every process that serves the same model finds the same cell by the same tokens.
 
-Others read that store too, and nothing here tells what it holds. So it is remembered which cells were to be stored as
-long as a live request may take back the KV in them: then they have to be removed there.
+Stored are whole cells that the host holds and that were requested twice, the last requested first. Other processes read
+and write the store, too, and the store does not say what it holds. So the ledger remembers which cells it has planned
+to store, as long as a live request may invalidate the KV in them: such cells have to be removed from the store.
 """
 
 from __future__ import annotations
