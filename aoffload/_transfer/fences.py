@@ -1,10 +1,10 @@
-"""Fences: points in device work, and the only evidence that work is done.
+"""Fences: points in device work, and the only evidence that work is over.
 
-The fences of ended steps, so that a load waits only for the steps that used its destinations.
-
-See `aoffload.core.last_uses` for the other half: which step that was.
-
-One fence per region of a load, for layer-wise overlap: a layer computes while later layers are still loading.
+- `Fence` is the protocol; `torch.cuda.Event` satisfies it. `OnlyAfter` names the only fences that a copy waits for.
+- `StepFences` keeps the fences of ended steps, so that a load waits only for the steps that used its destinations.
+  `LastUses` in the kernel says which step that was.
+- `RegionFences` has one fence per region of a load, for layer-wise overlap: a layer computes while later layers are
+  still loading.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""Whether the device of a transport is lost, and why.
-
-Which copies are made at once, by the thread that launches them.
-
-Handing a job to a copy thread and back costs a few microseconds when the process is idle, and many times that while the
-event loop holds the interpreter lock. A small copy costs less than that, so it is made in `launch`. Its completion goes
-the usual way and is settled in the next turn of the loop. Three bounds keep the loop responsive: the size of one copy,
-which is measured when the transport opens, and the bytes and the number of copies in one turn.
-
-A lane: the copies of one direction, submitted and ended in launch order.
+"""A lane: the copies of one direction, submitted and ended in launch order.
 
 A job passes through two threads. The submitting thread makes the device wait for the job's fences, submits the copies
 and takes the next job, so the device is not idle while a thread waits for an earlier copy. The completing thread waits
@@ -18,8 +9,16 @@ for each submitted copy in turn, verifies it and delivers its completion.
                                +-- nothing is ahead, and the copy is over ------+
 
 On a CPU a copy is over when its submission returns. The submitting thread then delivers the completion itself, so the
-second thread is started only when a copy first has to be waited for. `copy_now` skips the first thread, too: it copies
-in the thread that launches, if no job of the lane is ahead.
+second thread is started only when a copy first has to be waited for.
+
+**At once.** Handing a job to a copy thread and back costs a few microseconds when the process is idle, and many times
+that while the event loop holds the interpreter lock. A small copy costs less than that. So `copy_now` copies in the
+thread that launches, if no job of the lane is ahead. Its completion goes the usual way and is settled in the next turn
+of the loop. Three bounds keep the loop responsive: the size of one copy, which is measured when the transport opens,
+and the bytes and the number of copies in one turn.
+
+`DeviceLoss` is shared by the lanes of a transport: once the device is lost, no lane starts a copy. `BlockChecksums` are
+taken of stores and compared after loads, if `verify` is set.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""A link: the copies from one tier to another that are queued or in flight, for the copy queue."""
+"""A link: the copies from one tier to another that are queued or in flight, for the copy queue.
+
+Bounds and time-outs are counted for each link, so a link that hangs stops only its own copies. A job is late when it
+has been the first in flight for its time-out, because a link copies one job after the other. `max_bytes` may follow the
+bytes that the link copies in a step of an engine: it doubles while the link idles with jobs waiting, and falls slowly
+while the link is busy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The transport of one process, with its own copy threads and host memory."""
+"""The transport of one process: regions of KV tensors, host memory, a lane for each direction, and the lower tiers.
+
+`launch` reads from top to bottom: is there a way, are the ids valid, which fences come before, is the copy small enough
+to be made at once, and if not, which thread takes it. A load overwrites blocks that compute may still read, and a store
+without `after` reads blocks that compute may still write. So both wait for all compute so far, unless the caller names
+the only fences that matter (`OnlyAfter`). No compute touches host memory, so a copy to or from a lower tier waits for
+nothing.
+"""
 
 from __future__ import annotations
 

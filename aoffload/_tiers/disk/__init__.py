@@ -1,14 +1,17 @@
-"""The disk below the host memory: one file of slots, one of records, and what a restart finds in them.
+"""The disk tier: one file of slots, one of records, and what a restart finds in them.
 
+    rules       what the ledger stores and restores                                pure
     sums        xxh3 of records and of data
     records     one record a slot, and the superblock, as bytes                     pure
-    neighbours  which blocks move in one call                                      pure
     recovery    which records of a table prove themselves, from their tokens       pure
-    files       what is needed of a file system: `DiskDirectory`, `DiskFile`
-    posix       that of the operating system; a simulated one is in `aoffload.testing`
-    slab        the data: blocks between slots and host memory
-    table       the records
-    slots       `DiskSlots`: both, opened together
+    files       the file system as the tier needs it, and the data: blocks between slots and host memory
+    posix       the file system of the operating system; a simulated one is in `aoffload.testing`
+    table       the records on disk
+    slots       `DiskSlots`: data and records, opened together
+    forgetting  how a failed erasure is made good
+    lanes       threads for loads, stores and erasures
+    local       `LocalDisk`: the disk of a local transport
+    loop        the event loop's side: restores, stores, budget
 
-All of it is synchronous: lanes call it in threads of theirs.
+Everything but `loop` is synchronous: lanes call it in their threads.
 """
