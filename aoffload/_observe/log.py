@@ -1,9 +1,10 @@
-"""One structlog event for every state change and every settled job of a ledger, and of what copies for it
-(docs/tracing.md lists them). `Telemetry` has those of a runtime beside them.
+"""The log: one structlog event for every state change and every settled job (docs/tracing.md lists them).
 
-Any logger that binds and takes fields will do: structlog is imported where none is given.
+`LedgerLog` is an observer: it writes the events of a ledger and of its copy queue. `Telemetry` adds the events that
+only a runtime has, such as the opening of a disk. These are calls, because no ledger reports them.
 
-The log of a runtime.
+Any logger that binds and takes fields will do: structlog is imported only if no logger is given. A filtered event costs
+one check of its level.
 """
 
 from __future__ import annotations
