@@ -1,4 +1,4 @@
-"""Status reports for diagnosing a stall: who waits for what, since when, and who holds it. Values, and the same in words.
+"""Status reports for diagnosing a stall: who waits for what, since when, and who holds it; as values and in words.
 
 `Fork` is the answer of `Ledger.fork`.
 """
