@@ -252,6 +252,8 @@ class Ledger:
         self._remote_stores: RemoteStores | None = None
         if isinstance(policy, AlsoCounts):
             self._wire_lower(policy, config)
+        self.is_engine_owned = engine_blocks is not None
+        """Whether an engine owns the device blocks."""
         self._engine: EngineOwned | None = None
         if isinstance(device, EngineTier) and clock is not None:  # `_check_engine` demands one
             if policy.num_watermark_blocks:
@@ -589,11 +591,6 @@ class Ledger:
         plans = self._loads.plan(self._own(request), max_tokens, wake, units_per_job)
         self.admission.serve_queue()
         return plans
-
-    @property
-    def is_engine_owned(self) -> bool:
-        """Whether an engine owns the device blocks."""
-        return self._engine is not None
 
     def lost_to_reset(self, request: LedgerRequest) -> bool:
         """Whether a reset came after the load was over and before the request began to compute: no step, no commit, no

@@ -198,7 +198,10 @@ class LedgerRequest:
     @property
     def num_blocks(self) -> int:
         """Positions in its block tables, including null ones."""
-        return sum(len(table.ids) for table in self.tables)
+        found = 0
+        for table in self.tables:
+            found += len(table.ids)
+        return found
 
     @property
     def num_held(self) -> int:
