@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import pytest
 from walk import UNIT, Walk
 
-NUM_WALKS = 50
-NUM_WALKS_WITH_WINDOWS = 60
+NUM_WALKS = 130
+NUM_WALKS_WITH_WINDOWS = 150
 ONCE_WRONG = (5268, 5327, 5337, 6384, 7165)
 """Walks that found chains of jobs broken by an early end, and invalidation that reached too far or not far enough."""
 ONCE_WRONG_WITH_WINDOWS = (418, 1914, 3129)
@@ -56,6 +56,6 @@ def test_right_bytes_or_a_miss_where_long_runs_end(monkeypatch: pytest.MonkeyPat
     moved on beside places that none of them may go over."""
     monkeypatch.setattr("aoffload._kernel.tokens.MAX_RUN_TOKENS", 3 * UNIT)
     monkeypatch.setattr("aoffload._kernel.leases.MAX_GROWN_BYTES", 4 * UNIT)
-    happened = walk_all(range(20), 300) + walk_all(range(30), 200, with_windows=True)
+    happened = walk_all(range(40), 300) + walk_all(range(60), 200, with_windows=True)
     rare = {*TOO_RARE, "load failed"}
     assert not [event for event in MUST_HAPPEN if not happened[event] and event not in rare], happened

@@ -166,7 +166,7 @@ def test_a_fork_copies_outside_of_steps() -> None:
 
 
 @pytest.mark.parametrize("groups", [HALF[:1], HALF], ids=["full", "windows"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(12))
 def test_no_step_is_missed(seed: int, groups: Any) -> None:
     """Random lives of requests that share prefixes, slide, wait, are preempted and cancelled: whatever a load writes
     to, no later step has touched it."""

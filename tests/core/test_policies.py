@@ -216,7 +216,7 @@ class Places:
         self.parts.insert(at, part)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(20))
 def test_what_goes_back_gets_its_place(seed: int) -> None:
     """However many come and go, a part that nobody used is put back between those that were used before and after."""
     rng, order, places = random.Random(seed), LeastRecentlyUsed(), Places()
@@ -334,7 +334,7 @@ def sequence(tokens: list[int]) -> TokenSequence:
     return TokenSequence(Prefix.of(ROOT, tokens), BLOCK)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(30))
 def test_the_counts_are_those_of_a_count_for_every_block(seed: int) -> None:
     """By runs or block by block: the same numbers, for prompts that part anywhere."""
     rng, naive = random.Random(seed), Counter[tuple[int, ...]]()

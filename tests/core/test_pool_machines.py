@@ -22,7 +22,7 @@ from aoffload._kernel.states import Outcome
 from aoffload.errors import OutOfBlocks
 
 SIZES = st.one_of(st.integers(1, 12), st.integers(1, 70))
-QUICK = settings(max_examples=30, stateful_step_count=40)
+QUICK = settings(max_examples=60, stateful_step_count=40)
 
 
 def sizes_of(ids: Iterable[int]) -> list[int]:
@@ -264,7 +264,7 @@ class TestFreeList(FreeListMachine.TestCase):
 class TestExtentPool(ExtentPoolMachine.TestCase):
     """Every host block is in exactly one hand, neighbours are one extent, and a take that fits comes as one."""
 
-    settings = settings(QUICK, max_examples=60)
+    settings = settings(QUICK, max_examples=120)
 
 
 class TestEnginePool(EnginePoolMachine.TestCase):

@@ -188,7 +188,7 @@ def test_a_host_reset_does_not_matter() -> None:
     assert disk.on_disk(PROMPTS[0]) == 8 * BLOCK
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("groups", WINDOWS)
 def test_requests_may_run_meanwhile(groups: list[KVCacheGroup], seed: int) -> None:
     """Prompts are computed, fetched, cached and evicted between the runs, which cuts and merges those in the index:
@@ -252,7 +252,7 @@ def test_what_no_restart_can_leave_is_refused(name: str, change: Any) -> None:
     assert disk.picture() == before
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_pool_hands_out_the_ids_that_are_asked_for(seed: int) -> None:
     """Against a set of the free ids: those that are free are taken, none else, and extents stay whole."""
     chance, pool, free = random.Random(seed), ExtentPool(200), set(range(200))

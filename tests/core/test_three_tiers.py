@@ -365,7 +365,7 @@ def _finish(parts: Parts, records: Iterable[LedgerRequest]) -> None:
 
 
 @each_layout
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_lives_over_three_tiers(layout: str, seed: int) -> None:
     """Requests, copies down and up again, evictions, resets, corrupt, failed and unproven copies, in any order: every
     block has one owner, every findable block holds what it is found for, and nothing is left."""

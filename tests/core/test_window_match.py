@@ -18,7 +18,7 @@ from aoffload._kernel.states import HIT_TIERS
 from aoffload._kernel.tokens import TokenSequence
 from aoffload.ledger import Prefix, Root
 
-NUM_CASES = 3_000
+NUM_CASES = 10_000
 MUST_HAPPEN = (
     "no hit", "whole", "shrunk", "on the device", "further in the host", "without a spine", "several windows",
 )  # fmt: skip
@@ -114,7 +114,7 @@ def test_a_hit_is_the_longest_that_every_group_accepts() -> None:
         happened["further in the host"] += 0 < hit.device_stop < hit.stop
         happened["without a spine"] += hit.stop > 0 and not case.layout.full.width
         happened["several windows"] += hit.stop > 0 and len(case.layout.windows) > 1
-    assert all(happened[event] > 90 for event in MUST_HAPPEN), happened
+    assert all(happened[event] > 300 for event in MUST_HAPPEN), happened
 
 
 @pytest.mark.parametrize("kind", [FullAttention(), *map(SlidingWindow, range(1, 20)), *map(ChunkedLocal, range(1, 20))])

@@ -16,7 +16,7 @@ from proof.disk.story import every_call, told
 @pytest.mark.slow
 def test_no_story_breaks_a_law() -> None:
     """Torn, lost and reordered writes, errors, short calls, hangs, kills and lost power: right bytes or none."""
-    for seed in range(150):
+    for seed in range(700):
         _, broken = told(seed)
         assert broken is None, (seed, broken)
 
@@ -25,7 +25,7 @@ def test_no_story_in_which_erasures_fail_breaks_a_law() -> None:
     """Each erasure of what was taken back fails or is cut short, or each second, third or fourth one: no restart finds
     it, whether the process was closed or killed or power was lost."""
     counts = Counter[str]()
-    for seed in range(60):
+    for seed in range(120):
         story, broken = told(seed, erases=1 + seed % 4)
         assert broken is None, (seed, broken)
         counts += story.counts
@@ -41,7 +41,7 @@ def test_every_call_may_fail_in_every_way(seed: int) -> None:
 
 def test_a_seed_is_one_story() -> None:
     """With its threads and its faults."""
-    for seed in range(8):
+    for seed in range(20):
         assert told(seed)[0].counts == told(seed)[0].counts
 
 

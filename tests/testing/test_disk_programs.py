@@ -34,14 +34,14 @@ def with_disks(face: Face, num_programs: int) -> list[tuple[Program, set[str]]]:
 def test_programs_with_a_disk_break_no_law(face: Face) -> None:
     """What only the disk has, what a failed forward has left there, a disk that fails, and a process that is killed:
     the right bytes or a miss, and nothing leaks."""
-    met = set[str]().union(*(features for _, features in with_disks(face, 30)))
+    met = set[str]().union(*(features for _, features in with_disks(face, 60)))
     assert met >= MET
 
 
 @each_face
 def test_a_program_with_restarts_that_is_run_again_comes_to_the_same(face: Face) -> None:
     """Each process finds what the one before it left."""
-    programs = [program for program, met in with_disks(face, 6) if "restart" in met]
+    programs = [program for program, met in with_disks(face, 12) if "restart" in met]
     assert programs
     for program in programs:
         assert run_program(program) == run_program(program)
