@@ -49,11 +49,12 @@ def test_its_answers_are_right_whatever_becomes_of_copies(
     or is in doubt comes a little later."""
     made: list[FaultyTransport] = []
 
-    def faulty(kv: torch.Tensor, **_: None) -> FaultyTransport:
-        made.append(FaultyTransport(LocalTransport(kv), fault, every=2, late_s=0.01))
-        return made[0]
+    class Faulty(LocalTransport):
+        def __new__(cls, kv: torch.Tensor, **_: None) -> Any:
+            made.append(FaultyTransport(LocalTransport(kv), fault, every=2, late_s=0.01))
+            return made[0]
 
-    monkeypatch.setattr("aoffload._runtime.runtime.LocalTransport", faulty)
+    monkeypatch.setattr("aoffload._runtime.runtime.LocalTransport", Faulty)
     engine = run(example, backend)
     printed = capsys.readouterr().out
     assert "as if each had the device alone: 12\n" in printed
