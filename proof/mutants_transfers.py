@@ -185,8 +185,8 @@ _LANDING = (
         also=(
             Patch(
                 JOBS,
-                "taken_back(job.plan.destination_ids)\n            return []\n",
-                "taken_back(job.plan.destination_ids)\n",
+                "invalidated(job.plan.destination_ids)\n            return []\n",
+                "invalidated(job.plan.destination_ids)\n",
             ),
         ),
     ),

@@ -16,9 +16,6 @@ from .._kernel.layout import Layout
 from .._kernel.prefix import TOKEN_BYTES, KeySpan
 from .._kernel.tokens import TokenSequence
 
-__all__ = ["CountedRun", "HitCounts", "RecentPrompts", "RunWatcher"]
-
-
 RUN_TOKENS = 256
 """Overhead of one run (about 1 KB), in tokens of 4 bytes."""
 NEXT_SALT = 0x9E3779B1

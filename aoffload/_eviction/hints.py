@@ -24,9 +24,6 @@ from .._kernel.tokens import TokenSequence
 from .counts import CountedRun
 from .learned import LearnedOrder, Learning, Rulings
 
-__all__ = ["AlsoLearns", "Hints"]
-
-
 MAX_HINTS = 1024
 """With more, the one that expires first ends."""
 MAX_CATEGORIES = 64

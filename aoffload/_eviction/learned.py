@@ -54,19 +54,6 @@ from .._kernel.status import EvictionRule, EvictionStatistics, TierEviction
 from .._kernel.tokens import TokenSequence
 from .counts import CountedRun, HitCounts
 
-__all__ = [
-    "Guard",
-    "LearnedOrder",
-    "Learning",
-    "NUM_CLASSES",
-    "ReturnTimes",
-    "Ruling",
-    "Rulings",
-    "class_of",
-    "sample_of",
-]
-
-
 NUM_CLASSES = 4
 NUM_BINS = 24
 GROWTH = 1.5

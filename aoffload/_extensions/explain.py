@@ -19,9 +19,6 @@ from .._kernel.waiting import Admission
 from .pins import Pins, pinned_parts
 from .prefetch import CacheTransfers
 
-__all__ = ["Situation"]
-
-
 NUM_BIGGEST = 3
 """Holders that a wait for room names."""
 

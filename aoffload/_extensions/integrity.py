@@ -18,8 +18,6 @@ from .._kernel.waiting import WaitQueue
 from .._tiers.remote.rules import cells_before, places_in_cells
 from ..errors import IntegrityError
 
-__all__ = ["check_integrity"]
-
 
 def check_integrity(
     cache: PrefixCache, jobs: JobBook, line: WaitQueue, requests: Iterable[LedgerRequest], pins: Sequence[Pin] = ()

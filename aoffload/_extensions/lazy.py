@@ -18,8 +18,6 @@ from .._kernel.jobs import JobBook, Stores, left_of
 from .._kernel.pools import TierBlocks
 from .._kernel.records import NO_LIMIT, Job, Part, Run
 
-__all__ = ["EvictionWatermark"]
-
 
 @dataclass(slots=True, eq=False)
 class EvictionWatermark:

@@ -17,9 +17,6 @@ from typing import Any, Protocol
 
 from .._arguments import check_int
 
-__all__ = ["CostChoice", "LoadChoice", "LoadOffer", "Loadable", "chosen_stop", "load_choice_of"]
-
-
 IDLE_S = 0.2
 """So much queued makes a queue half as busy as an endless one."""
 NUM_BEHIND = 2.0

@@ -21,20 +21,6 @@ from .._kernel.requests import LedgerRequest
 from .._kernel.tokens import TokenSequence
 from ..errors import ConfigError, InvalidArgument
 
-__all__ = [
-    "AlsoCounts",
-    "EagerStore",
-    "LazyStore",
-    "NoStore",
-    "SelectiveStore",
-    "StorePolicy",
-    "StoreScope",
-    "checked",
-    "store_limit",
-    "store_policy_of",
-]
-
-
 MAX_SEEN = 1_000_000
 MAX_COUNTED_TOKENS = 2**34
 

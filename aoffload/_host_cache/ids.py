@@ -17,9 +17,6 @@ from .._kernel.layout import Band, Layout
 from .._kernel.pools import id_range
 from ..errors import InvalidArgument
 
-__all__ = ["EngineIds", "FewRows", "Find", "ManyRows", "has_null", "named_rows"]
-
-
 FEW = 64
 """Up to this many ids, loops over them are faster than numpy's calls."""
 

@@ -41,8 +41,6 @@ from .._kernel.states import RequestState as State
 from .._kernel.tokens import TokenSequence
 from ..errors import ConfigError
 
-__all__ = ["Arrival", "Arrivals", "EngineMatches", "EngineTier"]
-
 
 @dataclass(slots=True, eq=False, repr=False)
 class HeldBlocks:
@@ -195,7 +193,7 @@ class Arrivals:
             self.under_way[request] = Arrival(arrival.start, stop, arrival.jobs)
         return self._waiting_for(request)
 
-    def taken_back(self, request: LedgerRequest, stop: int) -> list[Callable[[], object]]:
+    def invalidated(self, request: LedgerRequest, stop: int) -> list[Callable[[], object]]:
         """`request` has taken back what it has from unit `stop` on. Returns the callbacks to call."""
         arrival = self.under_way.get(request)
         return [] if arrival is None or arrival.stop <= stop else self.fell_short(request, max(stop, arrival.start))

@@ -7,8 +7,6 @@ from typing import Protocol
 
 from .records import Part
 
-__all__ = ["EvictionOrder", "LeastRecentlyUsed"]
-
 
 class EvictionOrder(Protocol):
     """Holds every unpinned part of a tier that has blocks. The oldest loses its tail first."""

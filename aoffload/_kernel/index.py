@@ -29,24 +29,6 @@ from .records import Job, Part, Run
 from .states import BELOW, CACHE_TIERS, HIT_TIERS, Tier
 from .tokens import TokenSequence, hash_run
 
-__all__ = [
-    "Hit",
-    "RunIndex",
-    "Stretch",
-    "accepted",
-    "covered",
-    "covered_stop",
-    "fetchable_path",
-    "find_hit",
-    "find_hit_behind",
-    "held_ids",
-    "held_stop",
-    "jobs_bringing",
-    "jobs_into",
-    "present_stop",
-    "stretches",
-]
-
 
 class RunIndex:
     """All findable runs of one epoch."""

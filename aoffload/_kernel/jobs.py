@@ -240,7 +240,7 @@ class JobBook:
         ):
             job.parked = completion
             if job.epoch is NoEpoch.INVALIDATED:  # a restart before it is closed must not find its blocks
-                self.tiers[job.plan.destination].taken_back(job.plan.destination_ids)
+                self.tiers[job.plan.destination].invalidated(job.plan.destination_ids)
             return []
         self._close(job, completion)
         return [job, *self._settle_followers(job)] if job.followers else [job]
@@ -325,7 +325,7 @@ class JobBook:
                 self.cache.tiers[tier].part_changed(part, *held)
             if brought and not keep_ids:
                 if job.epoch is NoEpoch.INVALIDATED:
-                    self.cache.tiers[tier].taken_back(brought)
+                    self.cache.tiers[tier].invalidated(brought)
                 self.cache.give(tier, brought)
             if part.incoming is job:
                 part.awaits(self._next_incoming(job, part) if job.predecessor is not None else None)

@@ -14,9 +14,6 @@ from itertools import chain
 from .._config.groups import AttentionKind, FullAttention, KVCacheGroup
 from ..errors import ConfigError
 
-__all__ = ["Band", "Layout", "outside", "within", "without"]
-
-
 MAX_UNIT_TOKENS = 2**20
 
 

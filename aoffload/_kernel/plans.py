@@ -20,20 +20,6 @@ from .._arguments import check_int, check_text, number_of, shown
 from ..errors import InvalidArgument
 from .states import Direction, Outcome, Tier
 
-__all__ = [
-    "Answer",
-    "BlockLabel",
-    "CellLabel",
-    "Completion",
-    "Extension",
-    "NO_MATCH",
-    "Preemption",
-    "PrefixMatch",
-    "RestoredRun",
-    "TransferPlan",
-    "check_completion",
-]
-
 
 @attrs.frozen(slots=True)
 class BlockLabel:

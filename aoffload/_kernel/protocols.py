@@ -23,18 +23,6 @@ from .requests import CacheTransfer, LedgerRequest, LoadOverlap, Pin, Step
 from .states import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .status import HintEnd, TierEviction
 
-__all__ = [
-    "BlockWatcher",
-    "DevicePool",
-    "EngineBlocks",
-    "FindsBlocks",
-    "NullObserver",
-    "OBSERVES",
-    "Observer",
-    "TakesIds",
-    "shielded",
-]
-
 
 class DevicePool(Protocol):
     """Hands out block ids and takes them back: a `FreeList`, unless the blocks are engine-owned."""

@@ -16,32 +16,6 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 from .._arguments import shown
 from ..errors import InvalidArgument, WrongState
 
-__all__ = [
-    "BELOW",
-    "CACHE_TIERS",
-    "CACHE_TRANSFER_MOVES",
-    "CacheTransferState",
-    "Computing",
-    "Direction",
-    "HIT_TIERS",
-    "JOB_MOVES",
-    "JobState",
-    "NoEpoch",
-    "OVERLAP_MOVES",
-    "Outcome",
-    "OverlapState",
-    "PIN_MOVES",
-    "PinState",
-    "REQUEST_MOVES",
-    "RequestState",
-    "TIERS",
-    "Tier",
-    "check_tier",
-    "is_compiled",
-    "mermaid",
-    "require",
-]
-
 
 class Tier(enum.IntEnum):
     """Where blocks live, nearest to the compute first. `TIERS` says how they lie to one another."""

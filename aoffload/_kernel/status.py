@@ -10,27 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
-from .requests import LedgerRequest
 from .states import RequestState, Tier
-
-__all__ = [
-    "Declined",
-    "EvictionRule",
-    "EvictionStatistics",
-    "Fetching",
-    "Fork",
-    "HintEnd",
-    "Holder",
-    "RequestStatus",
-    "TierEviction",
-    "TierStatistics",
-    "WaitsFor",
-    "explained",
-    "plain",
-    "printable",
-    "seconds",
-]
-
 
 NUM_NAMED = 4
 """Requests of a step that a line names; of the others it has the number."""
@@ -288,12 +268,3 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
     for row in (head, *rows):
         yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
-
-
-@attrs.frozen
-class Fork:
-    """A forked request, and what the engine has to copy before it or its parent goes on."""
-
-    request: LedgerRequest
-    copies: tuple[tuple[int, int], ...]
-    """(source, destination) device blocks: those that are not full, and others that could not be shared."""

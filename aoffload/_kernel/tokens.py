@@ -9,9 +9,6 @@ import numpy as np
 
 from .prefix import TOKEN_BYTES, Hasher, KeySpan, Prefix, Root
 
-__all__ = ["TokenSequence", "hash_run", "max_run_units", "unit_digests"]
-
-
 MAX_RUN_TOKENS = 2**17
 """No run crosses a multiple of this: a maximum boundary. Bounds the time to hash, compare, split or merge a run."""
 LONG_BYTES = 2**17

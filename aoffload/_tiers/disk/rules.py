@@ -30,9 +30,6 @@ from ..._kernel.states import Tier
 from ..._kernel.tokens import TokenSequence, hash_run
 from ...errors import InvalidArgument
 
-__all__ = ["DiskStores", "Restores", "STEPS", "check_restored"]
-
-
 STEPS = 16
 """The host is looked at each time that it has used one of so many parts of the watermark."""
 MAX_LOOKED_AT = 64

@@ -24,8 +24,6 @@ from ..._kernel.states import JobState, Tier
 from ..._kernel.tokens import TokenSequence
 from ...errors import InvalidArgument
 
-__all__ = ["RemoteStores", "cells_before", "cells_of", "places_in_cells"]
-
 
 def cells_of(prefix: Prefix, unit_tokens: int, cell_units: int) -> tuple[CellLabel, ...]:
     """The labels of the whole cells that a request for `prefix` may hit, in prefix order. It always computes one token
