@@ -23,7 +23,6 @@ from .._config.config import MAX_BLOCKS
 from .._eviction.learned import Learning
 from .._extensions.store_policies import StorePolicy
 from .._kernel.cache import PrefixCache
-from .._kernel.commits import is_at_end
 from .._kernel.events import StoreSkipped
 from .._kernel.index import covered, covered_stop, stretches
 from .._kernel.jobs import JobBook, Stores, first_stored
@@ -193,7 +192,7 @@ class EngineOffers:
         wanted = Wanted(found, end, stop, num_left=num_left * full.width, num_missing=num_missing * full.width)
         if end is not None:
             return wanted
-        if is_last or request.is_over or is_at_end(request) or stop == request.store_limit:
+        if is_last or request.is_over or request.is_at_end or stop == request.store_limit:
             last = self.stores.last_end(request, stop)
             for band in self.cache.layout.windows:
                 nobodys = unwritten.get(band.number, range(0))
@@ -395,7 +394,7 @@ class EngineOffers:
             wanted.num_left = 0
         return wanted
 
-    def taken_back(self, wrong: TokenSequence, num_tokens: int) -> None:
+    def invalidated(self, wrong: TokenSequence, num_tokens: int) -> None:
         """Drop the deferred blocks of requests that share the first `num_tokens` of `wrong`, because the KV at the end
         of these is invalid."""
         for request_id, old in tuple(self.deferred.items()):

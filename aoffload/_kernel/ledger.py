@@ -51,7 +51,7 @@ from .._config.tiers import LearnedEviction, cell_units, new_order
 from .._eviction.hints import AlsoLearns, Hints
 from .._eviction.learned import Learning, Rulings
 from .._extensions.explain import Situation
-from .._extensions.forks import Forks
+from .._extensions.forks import Fork, Forks
 from .._extensions.integrity import check_integrity
 from .._extensions.lazy import EvictionWatermark
 from .._extensions.load_choice import Loadable
@@ -96,7 +96,7 @@ from .records import NO_LIMIT, Job
 from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, nobody
 from .states import BELOW, Computing, NoEpoch, PinState, Tier, check_tier, require
 from .states import RequestState as State
-from .status import EvictionStatistics, Fork, Holder, RequestStatus, TierStatistics, explained, plain
+from .status import EvictionStatistics, Holder, RequestStatus, TierStatistics, explained, plain
 from .tokens import TokenSequence
 from .waiting import Admission, is_waiting
 

@@ -32,7 +32,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import OutOfBlocks
+from .._arguments import shown
+from ..errors import CommitError, OutOfBlocks
 from .plans import NO_MATCH, PrefixMatch, TransferPlan
 from .records import NO_LIMIT, BlockTable, Lease, Load, Run
 from .states import CacheTransferState, Computing, NoEpoch, OverlapState, PinState, RequestState, Tier
@@ -175,6 +176,26 @@ class LedgerRequest:
     def is_loading(self) -> bool:
         """Whether its load is not over: it waits for copies, for an overlapping step, or for free blocks again."""
         return self.state in _UNDER_WAY
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the prompt is computed, and at most one token was generated."""
+        num_prompt = self.sequence.num_prompt_tokens
+        return num_prompt <= self.num_computed_tokens <= self.sequence.num_tokens <= num_prompt + 1
+
+    def checked_count(self, num_computed_tokens: object, before: int, num_added: int) -> int:
+        """`num_computed_tokens`; `CommitError` unless it is an integer, at least `before`, and at most the number of
+        known tokens, `num_added` new ones included."""
+        name = "num_computed_tokens"
+        if type(num_computed_tokens) is not int:
+            raise CommitError(name, f"must be an integer, got {shown(num_computed_tokens)}")
+        if num_computed_tokens < before:
+            raise CommitError(name, f"goes back from {before} to {num_computed_tokens}")
+        known = self.sequence.num_tokens + num_added
+        if num_computed_tokens > known:
+            known_are = f"the {known} tokens that are known, {num_added} of `new_token_ids` included"
+            raise CommitError(name, f"is {num_computed_tokens}, beyond {known_are}")
+        return num_computed_tokens
 
     @property
     def holds_room(self) -> bool:
