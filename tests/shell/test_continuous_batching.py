@@ -73,12 +73,12 @@ def test_clients_may_hang_up_wherever_their_task_waits(
     """In the line, in the batch, in a resume, while another one preempts it: the others are answered all the same."""
     num_waits, waits = 0, Request._wait
 
-    async def wait_and_be_cancelled(request: Request, event: anyio.Event) -> None:
+    async def wait_and_be_cancelled(request: Request, *args: Any) -> bool:
         nonlocal num_waits
         num_waits += 1
         if num_waits % 5 == 0:
             request.cancel("client_gone")
-        await waits(request, event)
+        return await waits(request, *args)
 
     monkeypatch.setattr(Request, "_wait", wait_and_be_cancelled)
     run(example, backend)
