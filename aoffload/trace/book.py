@@ -12,7 +12,7 @@ from .._kernel.plans import Answer
 from .._kernel.states import REQUEST_MOVES, CacheTransferState, JobState, Outcome, PinState, RequestState, Tier
 from .events import Event, Kind
 from .lanes import Lanes
-from .links import HOPS, HopRow, link_of
+from .links import LINKS, HopRow, link_of
 from .listener import Listener
 from .occupancy import Usage, UsageBook
 from .runtimes import RuntimeLife
@@ -59,7 +59,7 @@ class TimelineBook:
     num_early: int = 0
     """Timelines whose beginning the log does not have."""
     lanes: Lanes = attrs.field(factory=Lanes)
-    job_lanes: dict[HopRow, Lanes] = attrs.field(factory=lambda: {link: Lanes() for link in HOPS})
+    job_lanes: dict[HopRow, Lanes] = attrs.field(factory=lambda: {link: Lanes() for link in LINKS})
     # Ordered: giving up the first of a plain dict again and again searches longer and longer for it.
     _timelines: OrderedDict[TimelineKey, Timeline] = attrs.field(factory=OrderedDict)
     _jobs: OrderedDict[JobKey, JobTimeline] = attrs.field(factory=OrderedDict)

@@ -9,7 +9,7 @@ import attrs
 from .._kernel.states import TIERS, RequestState, Tier
 from .columns import NumberColumn, TextColumn, Vocabulary
 from .events import Event, Kind
-from .links import HOPS, HopRow, name_of, pool_field
+from .links import LINKS, HopRow, name_of, pool_field
 from .listener import Listener
 from .occupancy import MEASURES, TABLES, Usage, filled, filling
 from .runtimes import RuntimeLife
@@ -91,7 +91,7 @@ class Drawing(Listener):
         self._owners.append("" if job.owner_number else job.owner)
         values = {
             "job_id": job.job_id,
-            "link": HOPS.index(job.link),
+            "link": LINKS.index(job.link),
             "runtime": job.runtime.number,
             "lane": job.lane,
             "outcome": self._words.number(job.outcome),
@@ -130,7 +130,7 @@ class Drawing(Listener):
         """The data in the page's format. Nothing can be added after that."""
         return {
             "kinds": [kind.value for kind in KINDS],
-            "links": [_hop(link) for link in HOPS],
+            "links": [_hop(link) for link in LINKS],
             "tiers": [_tier(row.tier) for row in TIERS],
             "timelines": {"name": self._names.finish(), **_finish(self._timelines)},
             "moves": _finish(self._moves),

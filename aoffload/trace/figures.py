@@ -8,7 +8,7 @@ import attrs
 
 from .durations import Durations
 from .events import Event, Kind
-from .links import HOPS, HopRow
+from .links import LINKS, HopRow
 from .listener import Listener
 from .runtimes import RuntimeLife
 from .sentences import ruling, storage
@@ -75,7 +75,7 @@ class Figures(Listener):
     skipped_stores: Tally = attrs.field(factory=Tally)
     skipped_blocks: Tally = attrs.field(factory=Tally)
     alarms: Tally = attrs.field(factory=Tally)
-    jobs: dict[HopRow, JobFigures] = attrs.field(factory=lambda: {link: JobFigures() for link in HOPS})
+    jobs: dict[HopRow, JobFigures] = attrs.field(factory=lambda: {link: JobFigures() for link in LINKS})
     _slowest: list[tuple[float, int, Timeline]] = attrs.field(factory=list)
     _open: list[tuple[float, int, Timeline]] = attrs.field(factory=list)
 

@@ -9,7 +9,7 @@ import attrs
 from .._kernel.states import BELOW, TIERS, Direction, Tier
 from .events import Event, FieldError
 
-__all__ = ["HOPS", "HopRow", "link_of", "in_words", "name_of", "pool_field"]
+__all__ = ["LINKS", "HopRow", "link_of", "in_words", "name_of", "pool_field"]
 
 _WORDS = {"HOST": "host memory", "DISK": "the disk", "REMOTE": "the remote store"}
 
@@ -56,10 +56,10 @@ def _hops_of(tier: Tier, above: Tier) -> tuple[HopRow, HopRow]:
     )
 
 
-HOPS = tuple(link for row in TIERS if row.above is not None for link in _hops_of(row.tier, row.above))
+LINKS = tuple(link for row in TIERS if row.above is not None for link in _hops_of(row.tier, row.above))
 """Nearest to the compute first, loads before stores."""
-_BY_ENDS = {(name_of(link.source), name_of(link.destination)): link for link in HOPS}
-_BY_DIRECTION = {link.direction.value: link for link in HOPS if link.tier is BELOW}
+_BY_ENDS = {(name_of(link.source), name_of(link.destination)): link for link in LINKS}
+_BY_DIRECTION = {link.direction.value: link for link in LINKS if link.tier is BELOW}
 """Of older logs, whose jobs do not name tiers: all of them are of the tier below the device."""
 
 

@@ -13,7 +13,7 @@ import attrs
 
 from .._kernel.states import TIERS
 from .events import Event, Kind
-from .links import HOPS, name_of
+from .links import LINKS, name_of
 from .listener import Listener
 from .occupancy import DERIVED, MEASURES, Usage
 from .output import whole_file
@@ -25,7 +25,7 @@ from .wording import counted
 __all__ = ["PerfettoTrace", "write_perfetto"]
 
 _STEP_THREADS = 500_000
-_JOB_THREADS = {link: number * 1_000_000 for number, link in enumerate(HOPS, 1)}
+_JOB_THREADS = {link: number * 1_000_000 for number, link in enumerate(LINKS, 1)}
 """First thread number for the lanes of jobs; those of requests begin at 1."""
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aoffload.trace.links import HOPS
 from engine_driving import EngineDriven
 from page_data import column, columns, page_data
 from prometheus_client import CollectorRegistry
@@ -33,6 +32,7 @@ from aoffload.ledger import (
 from aoffload.metrics import Metrics
 from aoffload.trace.command import main
 from aoffload.trace.figures import Figures
+from aoffload.trace.links import LINKS
 from aoffload.trace.listener import Listener
 from aoffload.trace.occupancy import MEASURES, Usage
 from aoffload.trace.parse_errors import ParseError
@@ -93,7 +93,7 @@ def test_the_trace_tool_reads_every_line_and_finds_every_request_and_job(program
         requests = [one for one in timelines.found if one.kind.value == "request"]
         assert Counter(one.outcome for one in requests) == Counter(h.state.value for h in seen.records)
         assert len(requests) == len(seen.records) > 4
-        for link in HOPS:
+        for link in LINKS:
             found = figures.jobs[link].outcomes
             for state in (JobState.COMPLETED, JobState.FAILED, JobState.DISCARDED):
                 counted = seen.jobs.get((link.direction, state), 0) if link.tier is Tier.HOST else 0

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aoffload.trace.links import HOPS
 from page_data import column, columns, page_data
 from test_trace_events import line
 
 from aoffload._kernel.states import TIERS
 from aoffload.trace.command import main
+from aoffload.trace.links import LINKS
 
 NAMES = [row.tier.name.lower() for row in TIERS]
 MATCH = {"num_tokens": 40, "num_device_tokens": 0, "num_host_tokens": 16, "num_disk_tokens": 16}
@@ -46,8 +46,8 @@ def usage(page: Path) -> dict[str, list[int]]:
 
 def test_each_tier_has_its_hops() -> None:
     """A tier more is a row more, here as well."""
-    assert [link.tier for link in HOPS] == [row.tier for row in TIERS if row.above is not None for _ in range(2)]
-    assert [link.name for link in HOPS][:4] == ["load from host", "store to host", "load from disk", "store to disk"]
+    assert [link.tier for link in LINKS] == [row.tier for row in TIERS if row.above is not None for _ in range(2)]
+    assert [link.name for link in LINKS][:4] == ["load from host", "store to host", "load from disk", "store to disk"]
 
 
 def test_copies_fill_the_tier_that_they_go_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
