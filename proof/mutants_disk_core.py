@@ -244,7 +244,7 @@ _RESTORES = (
         OF_RESTORES + "requests_may_run_meanwhile",
         "disk: a merged run is lost to what follows it",
         INDEX,
-        "            head.before = run  # whoever still knows a head finds its units there\n",
+        "            head.before = run  # a path from a reference to a head leads to the run that has its units now\n",
         "            pass\n",
         "what was given is found in the end, whatever requests did meanwhile",
     ),

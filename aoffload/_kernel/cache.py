@@ -11,7 +11,7 @@ has a pinned run after it. That is why evicting the oldest unpinned run never le
 
 A window needs only the last blocks before a position. So in a window band a lease counts on every run from the unit
 where the window begins to the end of its path, and pins nothing before. Blocks that have left the window stay cached
-until their space is needed, and a prefix that ends there may still hit.
+until their space is needed, and a prompt that ends there may still hit.
 
     full attention   part    [present .............)(nothing      )     a gap would hide all blocks after it
     window           part    (nothing )[present ........)(nothing )     one stretch for each run
@@ -21,6 +21,9 @@ the next run again when no lease needs the boundary, because one run for each bl
 refers to a run object. A split puts a new head before that run, so a lease never releases the wrong blocks.
 
 **Eviction** (`take`) frees the tail of the oldest part in the eviction order of the tier, as many units as are needed.
+Only unpinned parts are in the order, so eviction never ends a lease. Each part is evicted for itself: the other bands
+and tiers of its run keep their blocks. A release adds the end of a path to the order first, so children go before their
+parents. A run without any block and without child runs leaves the index (`tidy`).
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class FullComponent:
     def pin(self, blocks: TierBlocks, run: Run, is_use: bool) -> None:
         """Count a lease that ends at `run`: one more reference on each run back to the first that already had one.
 
-        `is_use` also marks parts as in use (`last_use`), back to the first that already was: so are all before it."""
+        `is_use` also marks the parts as in use (`last_use`), back to the first part that is in use already, because
+        then all parts before it are."""
         current: Run | None = run
         is_new = True
         while current is not None and (is_new or is_use):
@@ -114,13 +118,13 @@ class FullComponent:
         return ids[:skip] + ids[take:]
 
     def fitting(self, start: int, stop: int, num_units: int) -> range:
-        """The units of `[start, stop)` to store where there is room for `num_units`."""
+        """The units of `[start, stop)` to store if there are free blocks for `num_units` only."""
         return range(start, min(stop, start + num_units))
 
     def lacking(self, run: Run, source: Tier, tier: Tier, start: int, stop: int) -> list[Stretch]:
         """Units before `stop` on the path of `run` that `source` holds and `tier` neither holds nor will get; last
-        first. Goes back to unit `start`, and then on to the first run of which `tier` holds or will get something: of
-        full attention, it then has all before that, too."""
+        first. Walks back to unit `start`, and from there to the first run of which `tier` holds or will get units,
+        because in full attention `tier` then has all units before them, too."""
         found: list[Stretch] = []
         current: Run | None = run
         while current is not None:
@@ -248,7 +252,7 @@ def _incoming_before(component: Component, part: Part, head: Run, at: int) -> Jo
 
 class PrefixCache:
     """The cached runs, their blocks in every tier, and the leases on them. Never waits, and never raises for lack of
-    room: callers check `room` first."""
+    blocks: callers check `TierBlocks.num_available` first."""
 
     def __init__(
         self,
@@ -293,14 +297,14 @@ class PrefixCache:
         front = part.cut_off(head, start, at, num_references, incoming)
         if front.blocks and not num_references:
             order = self.tiers[part.tier].order
-            order.add_newer(front, part)  # right behind the tail, which must be evicted first
+            order.add_newer(front, part)  # right after the tail, which must be evicted first
             if not part.blocks:
                 order.remove(part)
         return front
 
     def cut(self, run: Run, at: int) -> Run:
-        """The run that ends at unit `at` of the path of `run`, which is shortened or split there: a lease on it never
-        pins what is published behind `at` later."""
+        """The run that ends at unit `at` on the path of `run`. Splits or shortens the run there, so that a lease on the
+        result never pins units that are published after `at` later."""
         while run.start >= at:
             assert run.before is not None, "not on the path"
             run = run.before
@@ -308,12 +312,13 @@ class PrefixCache:
             return run
         if run.num_after or any(part.num_references or covered_stop(part) > at for part in run.parts):
             return self.split(run, at)
-        self.index.shorten(run, at)  # nothing is held behind `at`: a tail would be useless
+        self.index.shorten(run, at)  # no tier holds a block after `at`: a tail would be useless
         return run
 
     def shift_boundary(self, run: Run, at: int, tier: Tier, band: Band) -> bool:
-        """Move the units before `at`, which a lease unpins in `tier` and `band` alone, to the run before; False if that
-        cannot take them. Splits instead would leave one run per block behind a sliding window."""
+        """Move the units before `at` to the run before `run`; False if that run cannot take them. Called when a lease
+        unpins these units in `tier` and `band`. A split instead would leave one run for each block that a sliding
+        window has left."""
         head = run.before
         if head is None or self.is_cut(head.stop) or not self._may_take_over(head, run, tier, band):
             return False
@@ -361,7 +366,8 @@ class PrefixCache:
             tier.order.remove(back)
 
     def merge(self, let_go: list[Run]) -> list[Run]:
-        """Merge runs that were unpinned together, or divergent prompts would fragment the index. Returns the rest."""
+        """Merge runs that were unpinned together, because prompts that diverge would fragment the index. Takes them
+        last first, and returns those that remain."""
         left = [let_go[0]]
         heads: list[Run] = []
         for head in let_go[1:]:
@@ -441,9 +447,9 @@ class PrefixCache:
         """Pin the path of `run` in `tier`; of each window the units from its entry in `starts` on, or those needed to
         continue computing at the end of `run`.
 
-        Without `is_use`, the lease does not refresh LRU positions: blocks that no other lease has used by its release
-        return to their old place in the eviction order. A store leases its source so, or lazy stores would reverse the
-        order."""
+        Without `is_use`, the lease does not refresh LRU positions: at its release, blocks that no other lease has used
+        meanwhile return to their old place in the eviction order. Stores lease their sources so, because lazy stores
+        would reverse the order otherwise."""
         blocks = self.tiers[tier]
         self.full.pin(blocks, run, is_use)
         lease = Lease(tier, run)
@@ -507,7 +513,7 @@ class PrefixCache:
         lease.starts[at] = start
 
     def pinned_by_none_but(self, leases: Iterable[Lease]) -> list[Part]:
-        """The parts that no lease but `leases`, all of one tier, pins."""
+        """The parts that only `leases`, all of one tier, pin: those that would become evictable without them."""
         counts: Counter[Part] = Counter()
         for lease in leases:
             current: Run | None = lease.run
@@ -538,8 +544,9 @@ class PrefixCache:
         return self.insert_behind(last, sequence, position, stop)
 
     def insert_behind(self, last: Run | None, sequence: TokenSequence, start: int, stop: int, key: bytes = b"") -> Run:
-        """Insert units `[start, stop)` of `sequence`, none of which the index has, behind `last`; `key`: that of the
-        first, if it is known. Returns the last run. Nothing keeps the runs yet."""
+        """Insert units `[start, stop)` of `sequence`, none of which the index has, after `last`; `key`: the key of the
+        first run, if it is known. Returns the last run. The caller must lease the runs, because `tidy` removes runs
+        that hold nothing."""
         while start < stop:
             upto = sequence.run_stop(start, stop)
             last = self.index.insert(sequence, last, start, upto, key)
@@ -550,11 +557,12 @@ class PrefixCache:
     # -- blocks ---------------------------------------------------------------------------------------------------
 
     def take(self, tier: Tier, num_blocks: int) -> array[int]:
-        """Take `num_blocks` blocks of `tier`, evicting as many as needed. The caller has checked `room`."""
+        """Take `num_blocks` blocks of `tier`. If too few are free, evict the tails of the oldest parts. The caller has
+        checked `num_available`."""
         blocks = self.tiers[tier]
         while (short := num_blocks - blocks.pool.num_free) > 0:
             part = blocks.order.oldest()
-            assert part is not None, "room was promised"
+            assert part is not None, "more blocks than `num_available`"
             num_units = min(-(-short // part.width), part.stop - part.first)
             blocks.trim(part, num_units)
             blocks.num_evicted += num_units * part.width
@@ -566,10 +574,10 @@ class PrefixCache:
             self.tiers[tier].pool.give(block_ids)
 
     def forget(self, part: Part, position: int) -> None:
-        """Withdraw the unit at `position` of `part`, whose bytes are wrong. `part` has references, so the blocks become
-        a tombstone.
+        """Withdraw the unit at `position` of `part`, because its bytes are wrong. `part` has references, so the blocks
+        become a tombstone.
 
-        The units behind it in the run are split off and keep their blocks. A match finds them again once the gap is
+        The units after it in the run are split off and keep their blocks. A match finds them again once the gap is
         filled.
         """
         run = part.run
@@ -580,7 +588,8 @@ class PrefixCache:
         self.tiers[part.tier].part_changed(part, first, stop)
 
     def reset(self) -> None:
-        """Swap the index: nothing cached so far is findable any more. Pinned blocks stay until they are unpinned."""
+        """Swap the index for an empty one of the next epoch. Unpinned blocks are freed at once, pinned ones when their
+        lease ends (`TierBlocks.let_go_of`)."""
         self.epoch += 1
         self.index = RunIndex(self.layout, self.epoch, self.index.tiers)
         for tier in self.tiers:
@@ -588,12 +597,13 @@ class PrefixCache:
                 tier.pool.give(part.clear())
             tier.order = self._new_order(tier.tier)
             tier.all_cleared(self.epoch)
-        # All tiers but an engine-owned device, which is the first, have the same watcher: it is told once.
+        # All tiers but an engine-owned device, which is the first, have the same watcher: call it once.
         if (watcher := self.tiers[-1].watcher) is not None:
             watcher.all_cleared(self.epoch)
 
     def reset_tier(self, tier: Tier) -> None:
-        """Make all blocks of one tier unfindable. Unpinned ones are freed, pinned ones once they are unpinned."""
+        """Make all blocks of one tier unfindable: unpinned blocks are freed at once, pinned ones when their lease ends.
+        The epoch stays, because the runs remain in the other tiers."""
         runs = list(self.index.runs.values())
         for run in runs:
             for part in run.parts_in(tier):
@@ -608,7 +618,7 @@ class PrefixCache:
         job, tier = part.incoming, self.tiers[part.tier]
         while job is not None and job.stop > part.run.start:
             job.epoch = NoEpoch.INVALIDATED
-            if job.parked is not None:  # it has landed: a restart would find it
+            if job.parked is not None:  # it has landed, so a restart could find its blocks on the disk
                 tier.taken_back(job.plan.destination_ids)
             job = job.predecessor
         part.incoming = None  # these jobs add nothing any more
@@ -622,8 +632,8 @@ class PrefixCache:
             tier.part_changed(part, first, stop)
 
     def withdraw_all(self, wrong: Iterable[Run]) -> None:
-        """Withdraw the `wrong` runs, of any epoch, and all runs behind them in the index, whichever request has
-        computed them. A run behind a wrong one would be findable again once the wrong one is computed anew."""
+        """Withdraw the `wrong` runs, of any epoch, and all runs after them in the index, whichever request has computed
+        them. A run after a wrong one would be findable again once the wrong one is computed anew."""
         for tier in self.tiers:
             tier.freed_are_taken_back()
         heads = set(wrong)

@@ -62,11 +62,11 @@ from .tokens import hash_run, unit_digests
 
 
 def labels_of(over: list[Stretch], band: Band) -> tuple[BlockLabel | None, ...]:
-    """A label for each block of `band` in the stretches, in prefix order: a restart proves from it, and from the tokens
-    of a prompt, which KV a block on the disk holds.
+    """A label for each block of `band` in the stretches, in prefix order. A restart proves from the labels which KV the
+    blocks on the disk hold.
 
-    From the first unit on that a key span touches, the labels are None, because the tokens do not say what the span
-    stands for (an image, say)."""
+    From the first unit on that a key span touches, the labels are None, because the tokens do not identify the content
+    of the span, such as an image."""
     if any(run.spans for run in over[0][0].path()):
         return (None,) * (sum(stop - start for _, start, stop in over) * band.width)
     found: list[BlockLabel | None] = []
@@ -94,18 +94,20 @@ def _labels(stretch: Stretch, band: Band) -> Iterator[BlockLabel]:
 
 @dataclass(slots=True, eq=False, repr=False)
 class JobBook:
-    """Plans and settles jobs. Holds the unsettled ones, and those whose destination is quarantined."""
+    """Plans and settles jobs. Knows the unsettled jobs, and the settled jobs whose destination is in quarantine."""
 
     cache: PrefixCache
     moves: Moves
     units_per_job: Sequence[int]
     """The most units of one job, for each band."""
     tiers: dict[Tier, TierBlocks] = field(init=False)
-    """The tiers of the cache, and a remote store."""
+    """The tiers of the cache, and the remote store if there is one."""
     unsettled: dict[int, Job] = field(default_factory=dict)
+    """By job id: queued, launched and parked jobs."""
     quarantined: dict[int, Job] = field(default_factory=dict)
+    """By job id: jobs that ended UNPROVEN. A late completion ends the quarantine."""
     num_late: int = 0
-    """Completions that came a second time, or for a job that is not known any more."""
+    """Completions that came a second time, or for a job that is settled."""
     _next_id: int = 1
     _num_stored: Counter[Tier] = field(default_factory=Counter)
 
@@ -134,12 +136,12 @@ class JobBook:
         pin: Lease | None = None,
         cells: Sequence[CellLabel] = (),
     ) -> list[Job]:
-        """Plan jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of `destination`,
-        which the jobs own from now on.
+        """Plan jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of `destination`.
+        From now on the jobs own these blocks.
 
-        `units_per_job` replaces the limit of the book. `source_ids`: the engine's blocks to copy from, if the engine
-        owns the device. `pin`: a lease on `run` in `destination`, which the last job takes over. `cells`: the cells of
-        a remote store in which the units lie, one for each job."""
+        `units_per_job` replaces the limit of the book. `source_ids`: the blocks to copy from, if an engine owns the
+        device or the source is a remote store. `pin`: a lease on `run` in `destination`, which the last job takes over.
+        `cells`: the cells of a remote store that hold the units, one for each job."""
         jobs: list[Job] = []
         cache, windows, is_use = self.cache, self.cache.layout.windows, destination < source
         from_tier, to_tier, place = self.tiers[source], self.tiers[destination], run.place(destination, band.number)
@@ -161,7 +163,8 @@ class JobBook:
                 plan = TransferPlan(self._next_id, source, destination, held, into)
             self._next_id += 1
 
-            # The leases pin no window band but the job's own, and that from the start of the job's first run on.
+            # Both leases pin full attention and, of the windows, only the job's own band, from the start of its first
+            # run on.
             head, tail = over[0][0], over[-1][0]
             starts = [head.start if other is band else tail.stop for other in windows] if windows else ()
             read = written = None
@@ -179,8 +182,9 @@ class JobBook:
             now = 0.0 if self.moves.clock is None else self.moves.clock()
             job = Job(plan, tail, first, last, cache.epoch, band.number, read, written, request_id, now)
             if written is not None:
-                # The predecessor is the job under way to the same run or, if `job` begins its run, to the run before.
-                # In a window band, a job for the front of a run may be planned after another job to the same run.
+                # The predecessor is the last job under way to the same part or, if `job` begins its run, to the part of
+                # the run before. In a window band, a job for the front of a run may be planned after another job to the
+                # same part, which then is its predecessor.
                 before: Run | None = head
                 if first == head.start and (not band.number or head.parts[place].incoming is None):
                     before = head.before
@@ -209,7 +213,7 @@ class JobBook:
                 self.cache.split(over, begin)
 
     def launch(self, job: Job) -> bool:
-        """Mark a queued `job` as launched: from now on, no call can recall it. False: the job is no longer queued."""
+        """Mark a queued `job` as launched: only a completion can settle it from now on. False: it is not queued."""
         if job.state is not JobState.QUEUED:
             return False
         self.moves.job(job, JobState.LAUNCHED)
@@ -249,12 +253,12 @@ class JobBook:
             proven = named if named < plan.num_blocks else 0
             completion = attrs.evolve(completion, outcome=outcome, num_landed=proven, error=problem)
         if outcome is Outcome.UNPROVEN and plan.destination is Tier.REMOTE:
-            outcome = Outcome.FAILED  # the cell may still arrive, but then it is right, too
+            outcome = Outcome.FAILED  # the cell may still arrive, but it proves itself: no block is in doubt here
             completion = attrs.evolve(completion, outcome=outcome)
         before = job.predecessor
         if before is not None and not before.is_settled and outcome is not Outcome.UNPROVEN:
             job.parked = completion
-            if job.epoch is NoEpoch.INVALIDATED:  # a restart before the job is closed must not find its blocks
+            if job.epoch is NoEpoch.INVALIDATED:  # a restart before the job is settled must not find its blocks
                 self.tiers[plan.destination].taken_back(plan.destination_ids)
             return []
         self._close(job, completion)
@@ -420,9 +424,10 @@ class Stores:
         most: int = NO_LIMIT,
         cells: Sequence[CellLabel] = (),
     ) -> list[Job]:
-        """Store `over`, at most `most` blocks, and no more than `destination` can take. The blocks come from
-        `source_ids` if an engine owns them, or from `cells` of a remote store."""
-        # The path is pinned before blocks are taken, because the store must not evict the prefix of its own units.
+        """Store `over`, at most `most` blocks, and no more than `destination` can take. If an engine owns the source,
+        `source_ids` names its blocks. If the source is a remote store, `source_ids` names places in `cells`."""
+        # The path is pinned before blocks are taken, because the store must not evict the prefix of its own units. The
+        # last job takes the pin over if it ends where the pin does.
         there, (_, start, _), (end, _, stop) = self.cache.tiers[self.destination], over[0], over[-1]
         pin = self.cache.lease(self.destination, end, [end.stop for _ in self.cache.layout.windows])
         wanted, fit, allowed = stop - start, there.num_available // band.width, most // band.width

@@ -44,7 +44,7 @@ class Moves:
 
     observer: Observer | None
     clock: Callable[[], float] | None = None
-    """Ages of states count by it. None: they are not measured."""
+    """The clock for the ages of states. None: ages are not measured."""
     untold: deque[Event] = field(default_factory=deque, init=False)
     """Events that are not reported yet. Each call of the ledger reports them when its change is complete."""
     _is_telling: bool = field(default=False, init=False)
@@ -112,15 +112,16 @@ class Moves:
             self.untold.append(event)
 
     def tell(self) -> None:
-        """Report the events so far, in order. The last thing in every call of the ledger but waking.
+        """Report the noted events to the observer, in order. Each call of the ledger does it once its change is
+        complete, before it wakes waiters.
 
-        An observer may call the ledger: the events of such a call are reported after those that came before it."""
+        An observer may call the ledger. The events of such a call are reported after the earlier ones."""
         if self._is_telling or self.observer is None:
             return
         self._is_telling = True
         untold, observe = self.untold, self.observer.observe
         while untold:
-            with suppress(BaseException):  # the caller of the ledger has to get its answer; `Observers` counts
+            with suppress(BaseException):  # the caller of the ledger has to get its answer; `Observers` counts errors
                 observe(untold.popleft())
         self._is_telling = False
 

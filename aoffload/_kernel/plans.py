@@ -68,8 +68,8 @@ class BlockLabel:
 
 @attrs.frozen(slots=True)
 class CellLabel:
-    """Name of an object in a remote store: units `[start, stop)` of one band, of the prefix that ends at unit `stop` and
-    has the digest `digest`. `stop - start` is a power of two, and `start` a multiple of it."""
+    """Name of an object in a remote store: units `[start, stop)` of one band. `digest` is that of the prefix which ends
+    at unit `stop`. `stop - start` is a power of two, and `start` a multiple of it."""
 
     band: int
     digest: bytes

@@ -90,7 +90,7 @@ class RequestState(_State):
     QUEUED = "queued"
     """Created, and not matched yet."""
     MATCHED = "matched"
-    """Between the match and its leases. Stays here only with `engine_blocks`, while the match is `PENDING`."""
+    """A request stays here only with `engine_blocks`, while its match is `PENDING` and it has no leases."""
     PINNED = "pinned"
     """The hit is leased; there are no blocks for the rest."""
     ALLOCATED = "allocated"

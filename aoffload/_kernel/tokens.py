@@ -13,7 +13,7 @@ MAX_RUN_TOKENS = 2**17
 """No run crosses a multiple of this number of tokens (a *maximum boundary*), which bounds the time to hash, compare,
 split or merge a run."""
 LONG_BYTES = 2**17
-"""From this size on, the allocator gets memory for a copy from the system, which costs several times the copy itself."""
+"""From this size on, the allocator gets memory for a copy from the system, which costs several times the copy."""
 
 
 def max_run_units(unit_tokens: int) -> int:

@@ -19,15 +19,17 @@ its match up if an extension lacks blocks.
 running request), the head waits, because that owner ends some day and its end serves the queue. Otherwise only pins and
 waiters hold blocks, and waiting would never end:
 
-    1. A pin of `Ledger.pin` that alone keeps device blocks ends (YIELDED), and the head is served again.
-    2. Without such a pin, the extension that came last fails (`retryable`): it has the least to lose, and its request
-       releases its blocks or is preempted.
-    3. If an allocation is the head, no other owner holds blocks, and the allocation can never fit: it fails.
+    1. A pin of `Ledger.pin` on device blocks that only pins protect ends (YIELDED), and the head is served again.
+    2. If there is no such pin and an extension is the head, the extension that came last fails (`retryable`): it has
+       the least to lose, and its request then releases its blocks or is preempted.
+    3. If there is no such pin and an allocation is the head, the allocation fails: it would not fit even if it were
+       alone.
 
 Quarantine makes the pool smaller. When that happens, every waiter that can no longer fit fails, whatever its place.
 
-**Why that ends.** Each turn of `_serve` takes a waiter out of the queue, ends a pin, or frees blocks that only the
-match of the head kept and that no match finds again; otherwise it is the last turn. No turn adds a waiter or a pin.
+**Why the loop ends.** Each turn of the loops in `_serve` takes a waiter out of the queue, ends a pin, or frees
+tombstones that only the match of the head kept and that no match finds again; otherwise it is the last turn. No turn
+adds a waiter or a pin.
 
 **The grant comes before the wake.** `granted` or `error` is set, and the waiter has left the queue, before any `wake`
 is called, because `wake` may call the ledger. The waiter owns the blocks of its grant until `accept` or `withdraw`.
@@ -71,7 +73,7 @@ def _ticket(waiter: Waiter) -> int:
 
 
 def is_waiting(request: LedgerRequest, call: str) -> WrongState:
-    """The refusal of `call` while `request` waits for device blocks."""
+    """The error that refuses `call` while `request` waits for device blocks."""
     return WrongState(f"{call}: {request} is waiting for blocks already")
 
 
@@ -86,12 +88,12 @@ class Admission:
     request_leases: RequestLeases
     moves: Moves
     others_hold_room: Callable[[], bool]
-    """Whether a job, a step or a request outside the queue holds device blocks, which it will release some day."""
+    """Whether an owner outside the queue (a job, a step, a request) holds device blocks: its end serves the queue."""
     yield_pin: Callable[[], bool] = lambda: False
     """Ends a pin that keeps device blocks. False: there is none. Called only if no other owner can free blocks."""
     queue: WaitQueue = field(default_factory=WaitQueue)
     _promised: int = 0
-    """An upper bound of `num_least` for all waiters. If the capacity falls below it, some may no longer fit."""
+    """An upper bound of `num_least` of all waiters. If the capacity falls below it, a waiter may no longer fit."""
 
     # -- verbs ----------------------------------------------------------------------------------------------------
 
@@ -163,8 +165,8 @@ class Admission:
         return self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1))
 
     def wait_for_allocation(self, waiter: Waiter) -> None:
-        """Put `waiter` into the queue of allocations, whose head alone keeps its match. If quarantine has made the pool
-        too small for `waiter`, it fails when the queue is served next, whatever its place."""
+        """Put `waiter` into the queue of allocations, at the place of its ticket. Only the head keeps its match. If
+        quarantine has made the pool too small for `waiter`, it fails when the queue is served next."""
         allocating, request = self.queue.allocating, waiter.request
         before = allocating[0] if allocating else waiter
         self._promised = max(self._promised, self.capacity, self.num_least(waiter))
@@ -238,8 +240,8 @@ class Admission:
         """Match again those of `requests` that have no block tables yet: cached blocks were invalidated. A request in
         the queue is matched when the queue is served; a grant that was not accepted yet goes back.
 
-        All of them release their leases before one is matched. Tombstones are freed once their part has no reference,
-        and a new lease would be one."""
+        All of them release their leases before the first is matched again, because tombstones are freed only when their
+        part has no reference, and a new lease is a reference."""
         unread = [request for request in requests if request.may_match_again]
         for request in unread:
             self._forget_match(request)
@@ -279,7 +281,7 @@ class Admission:
         """Grant what can be granted, and fail waiters that never can be; both are added to `over`."""
         extending, allocating = self.queue.extending, self.queue.allocating
         device, capacity = self.cache.tiers[Tier.DEVICE], self.capacity
-        if capacity < self._promised:  # quarantine has made the pool smaller: some may no longer fit
+        if capacity < self._promised:  # quarantine has made the pool smaller: a waiter may no longer fit
             for waiters in (extending, allocating):
                 for waiter in tuple(waiters):
                     if (needed := self.num_least(waiter)) > capacity:
@@ -302,8 +304,8 @@ class Admission:
                 break
             if self.yield_pin():
                 continue
-            # Only waiters hold blocks, so no more will come. The one that came last has the least to lose. Its request
-            # is no waiter any more: the others wait for it.
+            # Only waiters hold blocks, so no block will become free. The waiter that came last has the least to lose.
+            # Once it has failed, the loop ends, because its request now holds blocks outside the queue.
             youngest = extending.pop()
             missing = self.num_missing(youngest.request, youngest.num_units)
             youngest.error = OutOfBlocks(missing, device.num_available, retryable=True)
@@ -373,7 +375,7 @@ class Admission:
             raise OutOfBlocks(needed, self.capacity, retryable=False)
 
     def num_least(self, waiter: Waiter) -> int:
-        """The fewest blocks that the request of `waiter` needs, whatever its hit."""
+        """The fewest blocks that the request of `waiter` needs with any hit."""
         if waiter.request.tables:
             return self.num_needed(waiter.request, waiter.num_units)
         return waiter.num_units * self.cache.layout.full.width
@@ -384,8 +386,9 @@ class Admission:
         return OutOfBlocks(needed, self.capacity, retryable=False) if needed > self.capacity else None
 
     def _has_room(self, request: LedgerRequest, num_units: int) -> bool:
-        """Whether there are blocks for tables of `num_units`. If only the request's own pins after its device hit are
-        in the way, it is matched again without them: no request waits for its own pins. False: nothing has changed."""
+        """Whether blocks for tables of `num_units` are available. If only the request's own pins after its device hit
+        (`reserve`) are in the way, it is matched again without them: no request waits for its own pins. If False,
+        nothing has changed."""
         if self.num_missing(request, num_units) <= self.num_available:
             return True
         if request.reserve is None or not request.may_match_again:
