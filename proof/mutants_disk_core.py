@@ -212,7 +212,7 @@ _RESTORES = (
         OF_RESTORES + "nothing_is_restored_over_what_was_stored_since",
         "disk: restored over a store",
         LEDGER_DISK,
-        "            self._restores = None  # they may write to slots that a restart has found\n",
+        "            self._restores = None  # the stores may write to slots that an earlier process has left\n",
         "            pass\n",
         "a slot that was written since is not taken for what it held",
     ),

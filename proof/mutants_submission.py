@@ -66,8 +66,8 @@ _STEPS = (
     Mutant(
         "load into blocks of its own forward in vain",
         "aoffload._kernel.loads",
-        "        if request.last_step:  # a forward in vain",
-        "        if False:  # a forward in vain",
+        "        if request.last_step:  # a step whose results",
+        "        if False:  # a step whose results",
         _OWN_STEPS,
         test="tests/core/test_last_uses.py::test_a_forward_in_vain_is_waited_for_by_the_load_of_its_own_request",
     ),

@@ -10,8 +10,8 @@ An observer has one method, `observe(event)`. Each kind of event is a class, so 
                 ...
 
 A ledger reports after the change. It notes events while a call changes it, and reports them, in order, when the call
-has completed the change and the wait queue is served. So an observer may call the ledger: nothing is half done. A record
-may have changed since the event, so an event also has the values of its fields at that time.
+has completed the change and the wait queue is served. So an observer may call the ledger: nothing is half done. Because
+a record may have changed since the event, an event also has the values of its fields at that time.
 
 What an observer raises is counted and dropped, even a `BaseException`, because the caller of the ledger has to get its
 answer: plans that nobody launches would hold their blocks for ever. Such an exception never is a cancellation of the

@@ -19,8 +19,8 @@ Each verb checks its arguments and the state first, so a refused call changes no
 change half done. A verb that may change the free blocks or the wait queue ends with `Admission.serve_queue`, which
 calls the `wake` of each waiter and of each load that is over. A `wake` may call the ledger.
 
-The constructor wires the rooms of the kernel and of its features. Features are off by being absent: no disk, no remote
-store, no learned eviction, no engine that owns the device blocks.
+The constructor makes the objects of the kernel and of its features. A feature that is off is not made: its field is
+None, and the verbs skip it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ from .tokens import TokenSequence
 from .waiting import Admission, is_waiting
 
 HOST_WATERMARK = 8
-"""One in so many host blocks, the next to be evicted, is stored to disk before that."""
+"""The first 1/8 of the host blocks in eviction order is stored to disk before eviction."""
 
 
 def _groups_of(config: OffloadConfig) -> list[KVCacheGroup]:
@@ -115,7 +115,7 @@ def _device_tier(num_device_blocks: int, device_pool: DevicePool | None, order: 
     if device_pool is None:
         device_pool = FreeList(num_device_blocks)
     check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)
-    for name in ("num_blocks", "num_free"):  # of another class, such as numpy's, they end up in every sum
+    for name in ("num_blocks", "num_free"):  # a number of another class, such as numpy's, would spread to all sums
         check_int(f"device_pool.{name}", getattr(device_pool, name), 0, error=ConfigError)
     return TierBlocks(Tier.DEVICE, device_pool, order)
 
@@ -131,7 +131,7 @@ _LOADING = (State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED)
 
 
 MAX_CATEGORY = 256
-"""Characters of the category of a hint, which is kept."""
+"""Maximum characters of the category of a hint, because the ledger keeps it."""
 
 
 @attrs.frozen
@@ -142,7 +142,7 @@ class RemoteCounts:
     """Being loaded into the host."""
     num_stores: int
     num_forgotten: int
-    """To be removed: see `Ledger.take_forgotten_cells`."""
+    """Cells to remove from the store: see `Ledger.take_forgotten_cells`."""
 
 
 @attrs.frozen
@@ -156,21 +156,21 @@ class LedgerStatistics:
     num_pins: int
     """Held pins of `Ledger.pin`, not those of requests."""
     loads_paused: bool
-    """With `engine_blocks`: more than `max_quarantined_share` of the blocks are in quarantine. Nothing is loaded."""
+    """With `engine_blocks`: more than `max_quarantined_share` of the blocks are in quarantine, so nothing is loaded."""
     disk: TierStatistics | None
     """None without a disk."""
     remote: RemoteCounts | None
     """None without a remote store."""
     learned: tuple[Tier, ...]
-    """The tiers whose eviction follows the learned order now, and not the last use."""
+    """The tiers that use the learned eviction order now, and not LRU."""
     num_hints: int
-    """In force."""
+    """Hints in force."""
     eviction: EvictionStatistics | None
     """None unless eviction learns."""
 
 
 class Ledger:
-    """Decides what each block holds, for which owners, and what may happen to it next.
+    """The verbs of the kernel, on one cache: decides which block holds which KV, and who may use it.
 
     `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is the size of
     one block over all regions; it only bounds bytes in flight and per job, and converts `host_bytes` to blocks.
@@ -238,7 +238,7 @@ class Ledger:
         self._policy = policy
         stores = Stores(cache, self.jobs, moves, Tier.DEVICE, BELOW)
         self.writes_back = policy.num_watermark_blocks > 0
-        """Whether `plan_write_back` ever plans anything."""
+        """Whether the store policy has a watermark: without one, `plan_write_back` plans nothing."""
         watermark = EvictionWatermark(cache, self.jobs, stores, policy.num_watermark_blocks)
         self._commits = Commits(cache, leases, stores, self.admission, moves, policy, watermark, self._pins, learning)
         self._preemptions = Preemptions(cache, leases, moves, self.jobs, stores, self.admission, policy)
@@ -246,8 +246,8 @@ class Ledger:
         self._cache_transfers = CacheTransfers(cache, leases, moves, self._loads, stores, self.admission, share)
         self._fetches: Fetches | None = None
         self._restores: Restores | None = None
-        """None after the first store to disk or a reset: a restart can no longer trust the slots of an earlier
-        process."""
+        """None after the first store to disk or a reset, because the slots that an earlier process has written may have
+        other contents from then on."""
         self._disk_stores: DiskStores | None = None
         self._remote_stores: RemoteStores | None = None
         if isinstance(policy, AlsoCounts):
@@ -255,7 +255,7 @@ class Ledger:
         self._engine: EngineOwned | None = None
         if isinstance(device, EngineTier) and clock is not None:  # `_check_engine` demands one
             if policy.num_watermark_blocks:
-                raise ConfigError("store_policy", "must not be lazy: when an engine evicts what, only it knows")
+                raise ConfigError("store_policy", "must not be lazy: only the engine knows what it evicts next")
             most = max(1, config.bytes_in_flight // block_bytes)
             most_of_step = num_device_blocks // MOST_OF_POOL if config.max_bytes_in_flight is None else 0
             offers = EngineOffers(
@@ -274,7 +274,8 @@ class Ledger:
     def _eviction(
         self, config: OffloadConfig, num_device: int, num_host: int
     ) -> tuple[Callable[[Tier], EvictionOrder], Learning | None]:
-        """The function that makes the eviction order of a tier; what learned orders learn from, if they do."""
+        """The function that makes the eviction order of a tier, and the state that all learned orders share (None
+        unless eviction learns)."""
         is_named = type(config.eviction) is str and config.eviction == "learned"
         choice = LearnedEviction() if is_named else config.eviction
         if not isinstance(choice, LearnedEviction):
@@ -310,8 +311,8 @@ class Ledger:
         return Stores(self.cache, self.jobs, self._moves, Tier.REMOTE, Tier.HOST)
 
     def _check_cell(self, num_blocks: int) -> None:
-        """Refuse cells larger than the share of all fetches: they would be stored and never loaded. A share of 0 turns
-        fetches off."""
+        """Refuse cells that are larger than the share of all fetches, because they could never be loaded. A share of 0
+        turns fetches off, so any size is allowed."""
         most = int(self.cache.tiers[Tier.HOST].pool.num_blocks * self.config.max_fetch_share)
         if self.config.max_fetch_share and num_blocks > most:
             share = f"max_fetch_share of host memory is {most} blocks of {self._block_bytes} bytes"
@@ -325,7 +326,7 @@ class Ledger:
         self._restores = Restores(cache, pool)
         host, disk = cache.tiers[Tier.HOST].pool.num_blocks, cache.tiers[Tier.DISK].pool.num_blocks
         most = min(max(self.layout.width, host // HOST_WATERMARK), disk)
-        # A scan for blocks that were requested twice walks the host's order: not worth it for a few blocks.
+        # The step: a scan for blocks that were requested twice walks the host's order, so skip it after small changes.
         self._disk_stores = DiskStores(EvictionWatermark(cache, jobs, down, most, max(1, most // STEPS)), counts)
         return up
 
@@ -426,11 +427,11 @@ class Ledger:
             store_limit=may_store, ledger=self, evictions_before=self.cache.tiers[BELOW].num_evicted,
         )  # fmt: skip
         if may_store:
-            self._policy.seen(request, 0, sequence.num_prompt_units)  # a policy of the program's own may raise
+            self._policy.seen(request, 0, sequence.num_prompt_units)  # first, because a program's policy may raise
         self._num_admitted += 1
         self.live_requests[name] = request
         if self._engine is not None:
-            self._engine.offers.deferred.pop(name, None)  # of an earlier request with this id
+            self._engine.offers.deferred.pop(name, None)  # left by an earlier request with this id
             self._engine.matches.match(request, num_device_tokens, wake)
         else:
             self._request_leases.pin(request)
@@ -510,7 +511,7 @@ class Ledger:
         return waiter
 
     def accept(self, waiter: Waiter) -> Extension:
-        """Take the blocks that `waiter` was granted, or raise the error that it failed with."""
+        """Give the request of `waiter` the blocks that were granted, or raise the error of a failed waiter."""
         self._own(check_type("waiter", waiter, Waiter).request)
         try:
             return self.admission.accept(waiter)
@@ -636,14 +637,16 @@ class Ledger:
     # -- jobs -----------------------------------------------------------------------------------------------------
 
     def launch(self, job_id: int) -> bool:
-        """Mark a queued job as launched: it cannot be recalled. False: the job is no longer wanted."""
+        """Mark a queued job as launched. Call it before the copy begins, because a copy cannot be recalled. False: the
+        job was discarded, so do not copy."""
         job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
         is_wanted = job is not None and self.jobs.launch(job)
         self._moves.tell()
         return is_wanted
 
     def settle(self, completion: Completion) -> None:
-        """Settle a launched job: publish, release its leases, serve the wait queue, call the wakes; in this order."""
+        """Settle a launched job: publish, release its leases, end the loads that waited for it, serve the wait queue,
+        call the wakes; in this order."""
         check_completion(completion)
         self.admission.serve_queue(self._loads.settled(self.jobs.settle(completion)))
 
@@ -758,19 +761,19 @@ class Ledger:
         return tuple(reader for reader in tainted if not reader.is_over)
 
     def _take_back_cells(self, sequence: TokenSequence, first: int, stop: int) -> None:
-        """A remote store's cells with units `[first, stop)` of `sequence`, and cells that follow them, are wrong."""
+        """Invalidate the cells in a remote store that hold units `[first, stop)` of `sequence`, or follow them."""
         if self._remote_stores is not None:
             for job in self._remote_stores.take_back(sequence, first, stop):
                 self.admission.serve_queue(self._loads.settled(self.jobs.discard(job)))
 
     @property
     def num_steps_ended(self) -> int:
-        """Steps that have ended. The next one to end has the next number, see `last_step`."""
+        """Number of steps that have ended. Steps are numbered in the order of their ends, see `last_step`."""
         return self.cache.last_uses.num_ended
 
     def last_step(self, plans: Iterable[TransferPlan]) -> int:
-        """The number of the last step that may have touched the device blocks that `plans` write to. These loads have
-        to wait for the fences of the steps up to that number, and for nothing else.
+        """The number of the last step that may have touched the device blocks that `plans` write to. The copies have to
+        wait for the fences of all steps up to that number, and for nothing else.
 
         0: unknown, or the step has not ended; then the loads have to wait for all compute so far. Numbers are known as
         long as every forward runs in a step. After one commit of tokens that no step has computed, all answers are 0.
@@ -1004,7 +1007,7 @@ class Ledger:
 
     def _stored(self, jobs: list[Job]) -> tuple[TransferPlan, ...]:
         if jobs:
-            self._restores = None  # they may write to slots that a restart has found
+            self._restores = None  # the stores may write to slots that an earlier process has left
         self._moves.tell()
         return tuple([job.plan for job in jobs])
 
@@ -1162,7 +1165,7 @@ class Ledger:
         if tier is Tier.DISK and not self.cache.has_disk:
             raise InvalidArgument("tier", "is not there: this ledger has no disk")
         if tier is Tier.REMOTE:
-            raise InvalidArgument("tier", "is not this ledger's: another namespace finds nothing in it")
+            raise InvalidArgument("tier", "must not be REMOTE: other processes share the store; use another namespace")
         if tier in (None, Tier.DISK):
             self._restores = None
         if tier is not Tier.DISK:  # pins have no leases there
@@ -1219,7 +1222,7 @@ class Ledger:
         if found.remote is not None and (moving := found.remote.num_loads + found.remote.num_stores):
             live += f", {moving:,} cell{'' if moving == 1 else 's'} on the way"
         if self._engine is None:
-            about = f"{device.counted('device')}; {live}, {found.num_waiting:,} in line"
+            about = f"{device.counted('device')}; {live}, {found.num_waiting:,} waiting"
         else:  # only the engine knows its free and cached blocks, and the requests that wait for them
             held = f"{device.num_blocks:,} ({device.num_quarantined:,} quarantined)"
             about = (
@@ -1229,7 +1232,7 @@ class Ledger:
         return explained("\n".join((about, *below, *self._evicts(found))), self.requests(), self.holders())
 
     def _evicts(self, found: LedgerStatistics) -> tuple[str, ...]:
-        """A line about the eviction order, if it is not the default."""
+        """A line of text about the eviction order, if it is not the default."""
         if found.eviction is not None:
             num_hints = found.num_hints
             hints = f"; {num_hints:,} hint{'' if num_hints == 1 else 's'} in force" if num_hints else ""

@@ -143,7 +143,7 @@ class ExtentPool:
         return -1
 
     def _find(self, wanted: int) -> int:
-        """The start of a free extent of at least `wanted` blocks; if there is none, of one of the largest size class."""
+        """The start of a free extent of at least `wanted` blocks; otherwise of one in the largest size class."""
         exact = self._classes[wanted.bit_length()]
         for start, _ in zip(exact, range(4), strict=False):  # its class may hold smaller ones: a few tries
             if self._stop_of[start] - start >= wanted:

@@ -250,8 +250,8 @@ class RequestStatus:
         if self.waits_for is WaitsFor.ANSWER:
             return f"asking the remote store{_for(self.waited_s)}"
         if self.waits_for is WaitsFor.ROOM:
-            line = f"room for {blocks(self.num_missing)}{_for(self.waited_s)}, place {self.place} in line"
-            return f"{line}; held by {held}"
+            place = f"place {self.place} in the queue"
+            return f"room for {blocks(self.num_missing)}{_for(self.waited_s)}, {place}; held by {held}"
         return f"{self.waits_for.value}: {held}"
 
 
