@@ -150,7 +150,7 @@ _RUNS = (
     Mutant(
         "evicted from the head",
         TIERS,
-        "        freed = part.drop_behind(part.stop - num_units)\n",
+        "        freed = part.truncate(part.stop - num_units)\n",
         "        freed = part.blocks[: num_units * part.width]\n"
         "        del part.blocks[: num_units * part.width]\n"
         "        part.stop -= num_units\n",
@@ -204,8 +204,8 @@ _RUNS = (
     Mutant(
         "corrupt block freed under a reader",
         CACHE,
-        "part.entomb(position, part.drop_behind(position))",
-        "self.tiers[part.tier].pool.give(part.drop_behind(position))",
+        "part.entomb(position, part.truncate(position))",
+        "self.tiers[part.tier].pool.give(part.truncate(position))",
         "a block is free when everybody has let go",
         scenarios=("rotten",),
     ),
@@ -266,8 +266,8 @@ _PUBLISHING = (
     Mutant(
         "invalidate leaves the host copy",
         CACHE,
-        "for part in run.parts:\n                self.tiers[part.tier].taken_back(part.blocks)\n",
-        "for part in run.parts_in(Tier.DEVICE):\n                self.tiers[part.tier].taken_back(part.blocks)\n",
+        "for part in run.parts:\n                self.tiers[part.tier].invalidated(part.blocks)\n",
+        "for part in run.parts_in(Tier.DEVICE):\n                self.tiers[part.tier].invalidated(part.blocks)\n",
         "taken back in every tier, in flight too",
     ),
     Mutant(

@@ -159,8 +159,8 @@ _WORKER = (
     Mutant(
         "discarded job launched",
         COPIES,
-        "if not self.tell(self.ledger.launch, job_id):",
-        "if self.tell(self.ledger.launch, job_id) is None:",
+        "if not self.call_ledger(self.ledger.launch, job_id):",
+        "if self.call_ledger(self.ledger.launch, job_id) is None:",
         "a discarded load is never copied",
         scenarios=("loads_first",),
     ),

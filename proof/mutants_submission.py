@@ -168,7 +168,7 @@ _LANES = (
     Mutant(
         "what a dying thread was to complete forgotten",
         LANE,
-        "        self._tell([*self._completed, *doubts])\n",
+        "        self._deliver_all([*self._completed, *doubts])\n",
         "",
         "every job has an end",
         test="tests/transfer/test_lane_threads.py::test_a_completing_thread_that_dies_leaves_no_job_without_an_end",

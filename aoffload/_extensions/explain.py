@@ -87,7 +87,7 @@ class Situation:
     def requests(self) -> list[RequestStatus]:
         """The live requests, the one that is in its state for the longest first."""
         biggest = self.biggest()
-        places = {waiter: place for place, waiter in enumerate(self._line(), 1)}
+        places = {waiter: place for place, waiter in enumerate(self._waiters(), 1)}
         steps: dict[LedgerRequest, list[Step]] = {}
         for step in self.steps.values():
             for request in dict.fromkeys(step.requests):
@@ -134,7 +134,7 @@ class Situation:
         load = fetch.request.load
         return [] if load is None else sorted(load.jobs, key=lambda job: job.job_id)
 
-    def _line(self) -> Iterator[Waiter]:
+    def _waiters(self) -> Iterator[Waiter]:
         yield from self.admission.queue.extending
         yield from self.admission.queue.allocating
 
@@ -199,7 +199,7 @@ class Situation:
 
     def wait_for_room(self, waiter: Waiter, biggest: list[Holder]) -> RequestStatus:
         """What one waiter waits for. `biggest` is known to the caller, who may ask for many waiters at once."""
-        places = {other: place for place, other in enumerate(self._line(), 1) if other is waiter}
+        places = {other: place for place, other in enumerate(self._waiters(), 1) if other is waiter}
         return self._status(waiter.request, places, biggest, [])
 
     def _age(self, since_s: float) -> float | None:
@@ -218,7 +218,7 @@ class Situation:
 
     def oldest_wait_s(self) -> float:
         """Seconds that the oldest waiter has been in line; 0 if the line is empty."""
-        return self._longest(waiter.joined_s for waiter in self._line() if waiter.joined_s is not None)
+        return self._longest(waiter.joined_s for waiter in self._waiters() if waiter.joined_s is not None)
 
     def oldest_step_s(self) -> float:
         return self._longest(step.begun_s for step in self.steps.values())

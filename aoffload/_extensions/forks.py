@@ -25,7 +25,7 @@ from .._kernel.records import BlockTable, nulls
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import NoEpoch, Tier
 from .._kernel.status import Fork
-from .._kernel.waiting import Admission, is_waiting
+from .._kernel.waiting import Admission, waiting_error
 from ..errors import OutOfBlocks, WrongState
 
 
@@ -60,7 +60,7 @@ class Forks:
     def check(self, parent: LedgerRequest) -> None:
         """Refuse to fork a request that waits for blocks, is in a step, or was invalidated."""
         if parent.waiter is not None:
-            raise is_waiting(parent, "fork")
+            raise waiting_error(parent, "fork")
         if parent.num_steps:
             raise WrongState(f"fork: a step writes into the blocks of {parent}")
         if parent.epoch is NoEpoch.INVALIDATED:

@@ -20,7 +20,7 @@ from ..errors import IntegrityError
 
 
 def check_integrity(
-    cache: PrefixCache, jobs: JobBook, line: WaitQueue, requests: Iterable[LedgerRequest], pins: Sequence[Pin] = ()
+    cache: PrefixCache, jobs: JobBook, queue: WaitQueue, requests: Iterable[LedgerRequest], pins: Sequence[Pin] = ()
 ) -> None:
     """Raise `IntegrityError` naming the first law that does not hold. Looks at every block."""
     held = tuple(requests)
@@ -39,7 +39,7 @@ def check_integrity(
         _check_blocks(cache, tier.tier, runs, jobs, held)
     for request in held:
         _check_tables(request)
-    _check_line(line)
+    _check_queue(queue)
 
 
 def _demand(law: bool, message: str, *about: object) -> None:
@@ -209,8 +209,8 @@ def _check_table(request: LedgerRequest, band: int, table: BlockTable) -> None:
             _demand(same != (unit in private), "a table does not name its leased blocks", request, unit)
 
 
-def _check_line(line: WaitQueue) -> None:
-    for waiter in line.allocating[1:]:
+def _check_queue(queue: WaitQueue) -> None:
+    for waiter in queue.allocating[1:]:
         _demand(not waiter.request.match_leases, "somebody behind the head keeps pins", waiter)
-    for waiter in (*line.extending, *line.allocating):
+    for waiter in (*queue.extending, *queue.allocating):
         _demand(waiter.request.waiter is waiter and not waiter.is_over, "a waiter out of place", waiter)

@@ -119,7 +119,7 @@ def first_invalid_token(request: LedgerRequest) -> int | None:
     return request.num_computed_tokens if is_wrong else None
 
 
-def tell(moves: Moves, request: LedgerRequest) -> None:
+def acknowledge(moves: Moves, request: LedgerRequest) -> None:
     """The engine knows of an invalid overlap, or has preempted the request: ACKNOWLEDGED."""
     if request.overlap is not None and request.overlap.state is OverlapState.INVALID:
         moves.overlap(request.overlap, OverlapState.ACKNOWLEDGED)

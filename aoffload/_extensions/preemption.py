@@ -19,9 +19,9 @@ from .._kernel.records import Job
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import Computing, Tier, require
 from .._kernel.states import RequestState as State
-from .._kernel.waiting import Admission, is_waiting
+from .._kernel.waiting import Admission, waiting_error
 from ..errors import WrongState
-from .overlap import tell
+from .overlap import acknowledge
 from .store_policies import NoStore, StorePolicy
 
 
@@ -45,7 +45,7 @@ class Preemptions:
             instead="it has no blocks to give up",
         )  # fmt: skip
         if request.waiter is not None and request.state is not State.REQUEUED:
-            raise is_waiting(request, "preempt")
+            raise waiting_error(request, "preempt")
         if request.num_steps:
             raise WrongState(f"preempt: a step touches the blocks of {request}")
 
@@ -78,7 +78,7 @@ class Preemptions:
         if request.computing is Computing.ITS_BLOCKS:
             request.computing = Computing.LOST_BLOCKS
         self.moves.request(request, State.PREEMPTED)
-        tell(self.moves, request)
+        acknowledge(self.moves, request)
 
         stores = [job for job in self.jobs.unsettled.values() if job.plan.source is Tier.DEVICE]
         read = {job.job_id: held.intersection(job.plan.source_ids) for job in stores}

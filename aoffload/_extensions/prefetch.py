@@ -183,7 +183,7 @@ class CacheTransfers:
         self.moves.cache_transfer(transfer, CacheTransferState.MOVING)
 
     def _over(self, transfer: CacheTransfer) -> list[Callable[[], object]]:
-        """The load of `transfer` is over: see `Load.over`."""
+        """The load of `transfer` is over: see `Load.conclude`."""
         self._end(transfer, CacheTransferState.DONE)
         return [transfer.wake]
 
@@ -196,7 +196,7 @@ class CacheTransfers:
 
     def _end(self, transfer: CacheTransfer, state: CacheTransferState) -> None:
         self.under_way.pop(transfer.request, None)
-        self.request_leases.let_go(transfer.request)
+        self.request_leases.release_all(transfer.request)
         if isinstance(transfer, Demotion) and state is CacheTransferState.DONE:
             self._free(transfer)
         if isinstance(transfer, Prefetch | Fetch):

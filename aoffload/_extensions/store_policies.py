@@ -134,7 +134,7 @@ class SelectiveStore(EagerStore):
 
 
 @attrs.frozen
-class Checked:
+class CheckedPolicy:
     """A policy of the program's own, whose answers are checked. Those of this file need no check."""
 
     policy: StorePolicy
@@ -154,11 +154,11 @@ class Checked:
 
 
 def checked(policy: StorePolicy) -> StorePolicy:
-    return policy if type(policy) in (EagerStore, NoStore, LazyStore, SelectiveStore) else Checked(policy)
+    return policy if type(policy) in (EagerStore, NoStore, LazyStore, SelectiveStore) else CheckedPolicy(policy)
 
 
 @attrs.frozen
-class AlsoCounts:
+class CountingPolicy:
     """The policy of a ledger with a disk or a remote store: that of its stores in the host, and beside it how often
     prefixes were asked for."""
 

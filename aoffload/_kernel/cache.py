@@ -80,7 +80,7 @@ class FullComponent:
             if part.num_references:
                 break
             let_go.append(current)
-            blocks.let_go_of(part)
+            blocks.make_unpinned(part)
             current = current.before
         return let_go
 
@@ -173,7 +173,7 @@ class WindowComponent:
             part = current.parts[place]
             part.num_references -= 1
             if not part.num_references:
-                blocks.let_go_of(part)
+                blocks.make_unpinned(part)
             current = current.before
 
     def head_references(self, num_references: int) -> int:
@@ -498,7 +498,7 @@ class PrefixCache:
         for left in self.merge(let_go) if len(let_go) > 1 else let_go:
             self.tidy(left)
 
-    def slide_lease(self, lease: Lease, band: Band, start: int) -> None:
+    def unpin_before(self, lease: Lease, band: Band, start: int) -> None:
         """Unpin the units of `band` before `start`. They stay cached until their room is needed."""
         at = band.number - 1
         if lease.starts[at] >= start:
@@ -541,9 +541,9 @@ class PrefixCache:
         last, position = None, 0
         for run, agreed in list(self.index.walk(sequence, stop)):
             last, position = self.cut(run, agreed), agreed
-        return self.insert_behind(last, sequence, position, stop)
+        return self.insert_after(last, sequence, position, stop)
 
-    def insert_behind(self, last: Run | None, sequence: TokenSequence, start: int, stop: int, key: bytes = b"") -> Run:
+    def insert_after(self, last: Run | None, sequence: TokenSequence, start: int, stop: int, key: bytes = b"") -> Run:
         """Insert units `[start, stop)` of `sequence`, none of which the index has, after `last`; `key`: the key of the
         first run, if it is known. Returns the last run. The caller must lease the runs, because `tidy` removes runs
         that hold nothing."""
@@ -584,12 +584,12 @@ class PrefixCache:
         if position + 1 < run.stop and part.stop > position + 1:
             part = self.split(run, position + 1).part(part.tier, part.band)
         first, stop = part.first, part.stop
-        part.entomb(position, part.drop_behind(position))
+        part.entomb(position, part.truncate(position))
         self.tiers[part.tier].part_changed(part, first, stop)
 
     def reset(self) -> None:
         """Swap the index for an empty one of the next epoch. Unpinned blocks are freed at once, pinned ones when their
-        lease ends (`TierBlocks.let_go_of`)."""
+        lease ends (`TierBlocks.make_unpinned`)."""
         self.epoch += 1
         self.index = RunIndex(self.layout, self.epoch, self.index.tiers)
         for tier in self.tiers:
@@ -619,7 +619,7 @@ class PrefixCache:
         while job is not None and job.stop > part.run.start:
             job.epoch = NoEpoch.INVALIDATED
             if job.parked is not None:  # it has landed, so a restart could find its blocks on the disk
-                tier.taken_back(job.plan.destination_ids)
+                tier.invalidated(job.plan.destination_ids)
             job = job.predecessor
         part.incoming = None  # these jobs add nothing any more
         first, stop = part.first, part.stop
@@ -635,12 +635,12 @@ class PrefixCache:
         """Withdraw the `wrong` runs, of any epoch, and all runs after them in the index, whichever request has computed
         them. A run after a wrong one would be findable again once the wrong one is computed anew."""
         for tier in self.tiers:
-            tier.freed_are_taken_back()
+            tier.free_blocks_invalidated()
         heads = set(wrong)
         behind = [run for run in self.index.runs.values() if not heads.isdisjoint(run.path())] if heads else []
         for run in (*(run for run in wrong if run.epoch != self.epoch), *behind):
             for part in run.parts:
-                self.tiers[part.tier].taken_back(part.blocks)
+                self.tiers[part.tier].invalidated(part.blocks)
                 self.withdraw_part(part)
         for run in behind:
             self.tidy(run)

@@ -59,7 +59,7 @@ from .leases import (
     published_by,
     read_by,
     runs_from,
-    slide,
+    slide_windows,
     step_back,
     take_private,
 )
@@ -121,7 +121,7 @@ class Commits:
                 publish(self.request_leases, request, num_units)
             plans = self.offer_stores(request, first, wanted)
         if self.cache.layout.windows:
-            slide(self.cache, request)
+            slide_windows(self.cache, request)
         return plans
 
     def check(self, request: LedgerRequest, num_computed_tokens: object, new_token_ids: TokenIds) -> tuple[int, bytes]:

@@ -416,7 +416,7 @@ def find_hit(
         near = reached
 
 
-def find_hit_behind(
+def find_hit_after(
     index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int, start: int, alignment: int = 1
 ) -> Hit:
     """Match units `[start, limit)` in host memory, for an engine that owns the device blocks. Its own prefix cache has

@@ -259,7 +259,7 @@ class JobBook:
         if before is not None and not before.is_settled and outcome is not Outcome.UNPROVEN:
             job.parked = completion
             if job.epoch is NoEpoch.INVALIDATED:  # a restart before the job is settled must not find its blocks
-                self.tiers[plan.destination].taken_back(plan.destination_ids)
+                self.tiers[plan.destination].invalidated(plan.destination_ids)
             return []
         self._close(job, completion)
         return [job, *self._close_followers(job)] if job.followers else [job]
@@ -309,7 +309,7 @@ class JobBook:
         if job.destination_lease is not None:
             self._land(job, proven_stop, keep_ids=is_unproven)
         elif not is_unproven:
-            destination.let_go(plan.destination_ids)
+            destination.unhold(plan.destination_ids)
         if is_unproven:
             self.quarantined[plan.job_id] = job
             destination.quarantine(plan.destination_ids)
@@ -331,7 +331,7 @@ class JobBook:
         if job.destination_lease is not None:
             self.cache.release(job.destination_lease)
         if job.source_lease is None:
-            source.let_go(plan.source_ids)
+            source.unhold(plan.source_ids)
 
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
         """Publish the blocks before unit `proven_stop` on the job's own runs, in prefix order. Free the others unless
@@ -348,7 +348,7 @@ class JobBook:
                 tier.part_changed(part, *held)
             if brought and not keep_ids:
                 if job.epoch is NoEpoch.INVALIDATED:
-                    tier.taken_back(brought)
+                    tier.invalidated(brought)
                 tier.pool.give(brought)
             if part.incoming is job:
                 # The nearest predecessor that still adds to the part, if there is one.

@@ -167,7 +167,7 @@ class RequestLeases:
             self.cache.release(request.reserve)
             request.reserve = None
 
-    def let_go(self, request: LedgerRequest) -> None:
+    def release_all(self, request: LedgerRequest) -> None:
         """Give back all blocks and leases of the request, in any state. The request owns nothing afterwards."""
         self.give_up_tables(request)
         self.forget_match(request)
@@ -240,19 +240,19 @@ class RequestLeases:
             request.num_units = num_units
 
 
-def slide(cache: PrefixCache, request: LedgerRequest) -> None:
+def slide_windows(cache: PrefixCache, request: LedgerRequest) -> None:
     """Release the blocks that the windows have left at `num_computed_tokens`.
 
     Private blocks are freed, and cached blocks are unpinned. Their positions in the tables become null. Does nothing
     during a step, which may still read the blocks: the end of the step calls it again.
     """
     if not request.num_steps and request.tables:
-        slide_off(cache, request)
+        slide_windows_now(cache, request)
 
 
-def slide_off(cache: PrefixCache, request: LedgerRequest) -> None:
-    """As `slide`, but also during a step. For the end of a load: a step that overlaps the load reads none of these
-    blocks, because it computes at the end of the load."""
+def slide_windows_now(cache: PrefixCache, request: LedgerRequest) -> None:
+    """As `slide_windows`, but also during a step. For the end of a load: a step that overlaps the load reads none of
+    these blocks, because it computes at the end of the load."""
     for band in cache.layout.windows:
         table = request.tables[band.number]
         start = min(band.first_needed(request.num_computed_tokens), request.num_units)
@@ -263,7 +263,7 @@ def slide_off(cache: PrefixCache, request: LedgerRequest) -> None:
         table.null(table.start, start)
         lease = request.leases.get(Tier.DEVICE)
         if lease is not None:
-            cache.slide_lease(lease, band, start)
+            cache.unpin_before(lease, band, start)
         request.nulled.append((band.number, table.start, start))
         table.start = start
 

@@ -48,18 +48,18 @@ from .._arguments import (
 from .._config.config import MAX_BLOCKS, OffloadConfig
 from .._config.groups import KVCacheGroup
 from .._config.tiers import LearnedEviction, cell_units, new_order
-from .._eviction.hints import AlsoLearns, Hints
+from .._eviction.hints import Hints, LearningPolicy
 from .._eviction.learned import Learning, Rulings
 from .._extensions.explain import Situation
 from .._extensions.forks import Forks
 from .._extensions.integrity import check_integrity
 from .._extensions.lazy import EvictionWatermark
 from .._extensions.load_choice import Loadable
-from .._extensions.overlap import begin_step, can_start, expected_ids, first_invalid_token, tell
+from .._extensions.overlap import acknowledge, begin_step, can_start, expected_ids, first_invalid_token
 from .._extensions.pins import Pins, check_time
 from .._extensions.preemption import Preemptions
 from .._extensions.prefetch import CacheTransfers
-from .._extensions.store_policies import AlsoCounts, checked, store_limit, store_policy_of
+from .._extensions.store_policies import CountingPolicy, checked, store_limit, store_policy_of
 from .._host_cache.host_cache import EngineOwned
 from .._host_cache.matches import Arrivals, EngineMatches, EngineTier
 from .._host_cache.offers import MOST_OF_POOL, EngineOffers
@@ -74,7 +74,7 @@ from .eviction import EvictionOrder, LeastRecentlyUsed
 from .index import fetchable_path, find_hit
 from .jobs import JobBook, Stores
 from .layout import Layout
-from .leases import RequestLeases, slide
+from .leases import RequestLeases, slide_windows
 from .loads import Loads, require_no_holes
 from .moves import Moves
 from .plans import (
@@ -93,12 +93,12 @@ from .pools import DiskBlocks, ExtentPool, FreeList, LastUses, RemoteBlocks, Slo
 from .prefix import Prefix, TokenIds, check_prefix
 from .protocols import BlockWatcher, DevicePool, EngineBlocks
 from .records import NO_LIMIT, Job
-from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, nobody
+from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, do_nothing
 from .states import BELOW, Computing, NoEpoch, PinState, Tier, check_tier, require
 from .states import RequestState as State
 from .status import EvictionStatistics, Fork, Holder, RequestStatus, TierStatistics, explained, plain
 from .tokens import TokenSequence
-from .waiting import Admission, is_waiting
+from .waiting import Admission, waiting_error
 
 HOST_WATERMARK = 8
 """The first 1/8 of the host blocks in eviction order is stored to disk before eviction."""
@@ -224,7 +224,7 @@ class Ledger:
         self._request_leases = leases = RequestLeases(cache)
         self.jobs = JobBook(cache, moves, self._units_per_job(config.blocks_per_job(block_bytes)))
         self._pins = Pins(cache, moves, config.max_pinned_share)
-        self.admission = Admission(cache, leases, moves, self._others_hold_room, self._pins.yield_one)
+        self.admission = Admission(cache, leases, moves, self._others_hold_blocks, self._pins.yield_one)
         self._loads = Loads(cache, leases, moves, self.jobs, self.admission, self._pins.renew)
         self._forks = Forks(cache, leases, self.admission, moves)
         policy = checked(store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1))
@@ -232,9 +232,9 @@ class Ledger:
         self._rulings: Rulings | None = None
         if learning is not None:
             self._hints, self._rulings = Hints(cache, learning, moves), Rulings(cache, learning, moves)
-            policy = AlsoLearns(policy, learning, self._hints, self._rulings)
+            policy = LearningPolicy(policy, learning, self._hints, self._rulings)
         if config.disk is not None or config.remote is not None:
-            policy = AlsoCounts.of(policy, self.layout, has_remote=config.remote is not None)
+            policy = CountingPolicy.of(policy, self.layout, has_remote=config.remote is not None)
         self._policy = policy
         stores = Stores(cache, self.jobs, moves, Tier.DEVICE, BELOW)
         self.writes_back = policy.num_watermark_blocks > 0
@@ -250,7 +250,7 @@ class Ledger:
         other contents from then on."""
         self._disk_stores: DiskStores | None = None
         self._remote_stores: RemoteStores | None = None
-        if isinstance(policy, AlsoCounts):
+        if isinstance(policy, CountingPolicy):
             self._wire_lower(policy, config)
         self._engine: EngineOwned | None = None
         if isinstance(device, EngineTier) and clock is not None:  # `_check_engine` demands one
@@ -289,7 +289,7 @@ class Ledger:
         learning = Learning(self.layout, sizes)
         return learning.new_order, learning
 
-    def _wire_lower(self, counts: AlsoCounts, config: OffloadConfig) -> None:
+    def _wire_lower(self, counts: CountingPolicy, config: OffloadConfig) -> None:
         """Wire the tiers below the host: a disk, a remote store, or both."""
         from_disk = from_remote = None
         if config.disk is not None:
@@ -301,7 +301,7 @@ class Ledger:
             from_disk, from_remote, self._remote_stores,
         )  # fmt: skip
 
-    def _wire_remote(self, counts: AlsoCounts, max_cell_bytes: int) -> Stores:
+    def _wire_remote(self, counts: CountingPolicy, max_cell_bytes: int) -> Stores:
         if self.layout.windows:
             raise ConfigError("remote", "keeps full attention only: these groups have windows")
         self.jobs.tiers[Tier.REMOTE] = RemoteBlocks(Tier.REMOTE, ExtentPool(0), LeastRecentlyUsed())
@@ -318,7 +318,7 @@ class Ledger:
             share = f"max_fetch_share of host memory is {most} blocks of {self._block_bytes} bytes"
             raise ConfigError("cell_bytes", f"makes cells of {num_blocks} blocks, which could never be loaded: {share}")
 
-    def _wire_disk(self, counts: AlsoCounts) -> Stores:
+    def _wire_disk(self, counts: CountingPolicy) -> Stores:
         cache, jobs, moves = self.cache, self.jobs, self._moves
         down, up = (Stores(cache, jobs, moves, *link) for link in ((Tier.HOST, Tier.DISK), (Tier.DISK, Tier.HOST)))
         pool = cache.tiers[Tier.DISK].pool
@@ -356,10 +356,11 @@ class Ledger:
             raise WrongState(f"{call}: this ledger has device blocks itself: it takes no others")
         return self._engine
 
-    def _others_hold_room(self) -> bool:
+    def _others_hold_blocks(self) -> bool:
         if self.jobs.unsettled or self._closing:
             return True
-        return any(h.holds_room and (h.waiter is None or h.waiter.is_over) for h in self.live_requests.values())
+        outside = (r for r in self.live_requests.values() if r.waiter is None or r.waiter.is_over)
+        return any(request.holds_device_blocks for request in outside)
 
     def _units_per_job(self, num_blocks: int) -> Sequence[int]:
         return [max(1, num_blocks // max(1, band.width)) for band in self.layout.bands]
@@ -375,7 +376,7 @@ class Ledger:
         limit = (check_prefix(prefix).num_tokens - 1) // unit
         sequence = TokenSequence(prefix, unit)
         if self._engine is not None:
-            hit = self._engine.matches.hit_behind(sequence, limit, 0)
+            hit = self._engine.matches.hit_after(sequence, limit, 0)
         else:
             hit = find_hit(self.cache.index, sequence, self.layout, limit)
         on_disk = 0
@@ -388,7 +389,7 @@ class Ledger:
         prefix: Prefix,
         *,
         request_id: str | None = None,
-        wake: Callable[[], object] = nobody,
+        wake: Callable[[], object] = do_nothing,
         **options: Unpack[RequestOptions],
     ) -> LedgerRequest:
         """Match `prefix` and pin the hit, in one step. `RequestOptions` documents the options.
@@ -419,7 +420,7 @@ class Ledger:
             may_store = store_limit(prefix, unit, store, max_store_tokens)
         if self._engine is not None or type(num_device_tokens) is not int or num_device_tokens:
             self._check_device_tokens(num_device_tokens, sequence.num_tokens)
-        if wake is not nobody:
+        if wake is not do_nothing:
             check_callable("wake", wake)
         name = self._checked_name(request_id)
         request = LedgerRequest(
@@ -437,7 +438,7 @@ class Ledger:
             self._request_leases.pin(request)
             self._moves.request(request, State.MATCHED)
             self._moves.request(request, State.PINNED)
-        self._moves.tell()
+        self._moves.report()
         return request
 
     def _check_device_tokens(self, num_device_tokens: int, num_tokens: int) -> None:
@@ -446,7 +447,7 @@ class Ledger:
             raise InvalidArgument("num_device_tokens", "is for `engine_blocks`: this ledger has device blocks itself")
 
     def match_again(
-        self, request: LedgerRequest, *, num_device_tokens: int, wake: Callable[[], object] = nobody
+        self, request: LedgerRequest, *, num_device_tokens: int, wake: Callable[[], object] = do_nothing
     ) -> PrefixMatch:
         """With `engine_blocks`: match again, before the load. The pins move if `num_device_tokens` has changed.
 
@@ -457,10 +458,10 @@ class Ledger:
         engine = self._engine_of(request, "match_again")
         require(request, "match_again", State.MATCHED, State.PINNED)
         self._check_device_tokens(num_device_tokens, request.sequence.num_tokens)
-        if wake is not nobody:
+        if wake is not do_nothing:
             check_callable("wake", wake)
         engine.matches.match(request, num_device_tokens, wake)
-        self._moves.tell()
+        self._moves.report()
         return request.match
 
     def pending_until(self, request: LedgerRequest) -> float:
@@ -483,10 +484,10 @@ class Ledger:
     def allocate_nowait(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
         """Take blocks for `num_tokens` (None: the prompt), all or nothing. `OutOfBlocks` changes nothing."""
         self.admission.allocate_nowait(self._on_own_device(request, "allocate"), num_tokens)
-        self._moves.tell()
+        self._moves.report()
 
     def queue_allocation(
-        self, request: LedgerRequest, num_tokens: int | None = None, wake: Callable[[], object] = nobody
+        self, request: LedgerRequest, num_tokens: int | None = None, wake: Callable[[], object] = do_nothing
     ) -> Waiter:
         """Join the wait queue. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it.
 
@@ -501,9 +502,11 @@ class Ledger:
         try:
             return self.admission.extend_nowait(self._on_own_device(request, "extend"), num_tokens)
         finally:
-            self._moves.tell()
+            self._moves.report()
 
-    def queue_extension(self, request: LedgerRequest, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
+    def queue_extension(
+        self, request: LedgerRequest, num_tokens: int, wake: Callable[[], object] = do_nothing
+    ) -> Waiter:
         """Join the wait queue for more blocks, ahead of all allocations."""
         check_callable("wake", wake)
         waiter = self.admission.queue_extension(self._on_own_device(request, "extend"), num_tokens, wake)
@@ -516,7 +519,7 @@ class Ledger:
         try:
             return self.admission.accept(waiter)
         finally:
-            self._moves.tell()
+            self._moves.report()
 
     def withdraw(self, waiter: Waiter) -> None:
         """Stop waiting: give back an unused grant and serve the wait queue."""
@@ -550,7 +553,7 @@ class Ledger:
         self.live_requests[name] = fork.request
         for state in (State.MATCHED, State.PINNED, State.ALLOCATED, State.RUNNING):
             self._moves.request(fork.request, state)
-        self._moves.tell()
+        self._moves.report()
         return fork
 
     # -- loading --------------------------------------------------------------------------------------------------
@@ -559,7 +562,7 @@ class Ledger:
         self,
         request: LedgerRequest,
         max_tokens: int | None = None,
-        wake: Callable[[], object] = nobody,
+        wake: Callable[[], object] = do_nothing,
         *,
         max_job_bytes: int | None = None,
         into: Sequence[Sequence[int]] | None = None,
@@ -576,14 +579,14 @@ class Ledger:
         With `engine_blocks`, `into` holds the request's block tables: one per group, from the first token at least to
         the end of the hit. The copies write only to the blocks named there for the units that are loaded.
         """
-        if wake is not nobody:
+        if wake is not do_nothing:
             check_callable("wake", wake)
         units_per_job: Sequence[int] = ()
         if max_job_bytes is not None:
             units_per_job = self._units_per_job(check_int("max_job_bytes", max_job_bytes, 1) // self._block_bytes)
         if self._engine is not None:
             jobs = self._engine.plan_load(self._own(request), into, max_tokens, wake, units_per_job)
-            self._moves.tell()
+            self._moves.report()
             return tuple([job.plan for job in jobs])
         if into is not None:
             raise InvalidArgument("into", "is for `engine_blocks`: this ledger has device blocks itself")
@@ -619,7 +622,7 @@ class Ledger:
         engine = self._engine_of(request, "decline")
         require(request, "decline", State.PINNED)
         engine.matches.decline(request, check_int("from_token", from_token, 0) // self.layout.unit_tokens)
-        self._moves.tell()
+        self._moves.report()
         return request.match
 
     def abandon_load(self, request: LedgerRequest) -> None:
@@ -632,7 +635,7 @@ class Ledger:
         load = request.load
         if load is not None:
             wakes = self._loads.settled(self._loads.abandon(load))
-            self.admission.serve_queue(wakes + load.over())
+            self.admission.serve_queue(wakes + load.conclude())
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
@@ -641,7 +644,7 @@ class Ledger:
         job was discarded, so do not copy."""
         job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
         is_wanted = job is not None and self.jobs.launch(job)
-        self._moves.tell()
+        self._moves.report()
         return is_wanted
 
     def settle(self, completion: Completion) -> None:
@@ -694,7 +697,7 @@ class Ledger:
         try:
             jobs = engine.offer(request, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
         finally:
-            self._moves.tell()
+            self._moves.report()
         return tuple([job.plan for job in jobs])
 
     def offer_deferred(self) -> tuple[TransferPlan, ...]:
@@ -712,7 +715,7 @@ class Ledger:
         try:
             return tuple([job.plan for job in self._engine.offers.offer_deferred()])
         finally:
-            self._moves.tell()
+            self._moves.report()
 
     @property
     def deferred_requests(self) -> tuple[str, ...]:
@@ -727,7 +730,7 @@ class Ledger:
         any time, so the copies have to wait for all compute submitted to the device so far.
         """
         plans = self._commits.plan_write_back()
-        self._moves.tell()
+        self._moves.report()
         return plans
 
     def invalidate(self, request: LedgerRequest, from_token: int) -> tuple[LedgerRequest, ...]:
@@ -814,7 +817,7 @@ class Ledger:
         self._num_steps += 1
         self.steps[self._num_steps] = step = Step(self._num_steps, held)
         self._moves.step_begun(step)
-        self._moves.tell()
+        self._moves.report()
         try:
             yield
         finally:
@@ -828,11 +831,11 @@ class Ledger:
                 request.when_idle()
                 if request in self._closing:
                     self._closing.discard(request)
-                    self._request_leases.let_go(request)
+                    self._request_leases.release_all(request)
                 elif request.state is State.DRAINING and request.load is not None:
-                    wakes += request.load.over()
+                    wakes += request.load.conclude()
                 elif self.layout.windows:
-                    slide(self.cache, request)
+                    slide_windows(self.cache, request)
             del self.steps[step.step_id]
             self._moves.step_ended(step)
             self.admission.serve_queue(wakes)
@@ -857,8 +860,8 @@ class Ledger:
         overlapping step assumed; None: nothing to compute again. After an invalid overlap, commits need this call and a
         new step."""
         require(self._on_own_device(request, "begin_again"), "begin_again", State.RUNNING)
-        tell(self._moves, request)
-        self._moves.tell()
+        acknowledge(self._moves, request)
+        self._moves.report()
         return first_invalid_token(request)
 
     def first_invalid_token(self, request: LedgerRequest) -> int | None:
@@ -887,7 +890,7 @@ class Ledger:
             if request.num_steps:
                 self._closing.add(request)
             else:
-                self._request_leases.let_go(request)
+                self._request_leases.release_all(request)
             del self.live_requests[request.request_id]
             if not done:
                 request.reason = reason
@@ -909,7 +912,7 @@ class Ledger:
         load = request.load
         if load is not None:
             wakes += self._loads.settled(self._loads.abandon(load))
-            wakes += load.over()
+            wakes += load.conclude()
         if request.waiter is not None:  # REQUEUED: its wait ends here, too
             wakes.append(request.waiter.wake)
         found = self._preemptions.preempt(request)
@@ -928,7 +931,7 @@ class Ledger:
     def fetch(
         self,
         prefix: Prefix,
-        wake: Callable[[], object] = nobody,
+        wake: Callable[[], object] = do_nothing,
         *,
         num_remote_tokens: int = 0,
         for_request: LedgerRequest | None = None,
@@ -951,7 +954,7 @@ class Ledger:
         if num_remote_tokens and (not cell_tokens or num_remote_tokens % cell_tokens):
             raise InvalidArgument("num_remote_tokens", f"must be whole cells of {cell_tokens} tokens")
         fetch = self._need_fetches("fetch").fetch(sequence, wake, self, remote_stop, for_request)
-        self._moves.tell()
+        self._moves.report()
         return fetch
 
     def num_fetch_blocks(self, prefix: Prefix) -> int:
@@ -971,7 +974,7 @@ class Ledger:
         the wait queue, and once the request has blocks."""
         require(self._own(request), "match_fetched", State.PINNED)
         if request.waiter is not None:
-            raise is_waiting(request, "match_fetched")
+            raise waiting_error(request, "match_fetched")
         if self._engine is not None:
             self._engine.matches.match_fetched(request)
         else:
@@ -1008,7 +1011,7 @@ class Ledger:
     def _stored(self, jobs: list[Job]) -> tuple[TransferPlan, ...]:
         if jobs:
             self._restores = None  # the stores may write to slots that an earlier process has left
-        self._moves.tell()
+        self._moves.report()
         return tuple([job.plan for job in jobs])
 
     def take_forgotten_slots(self) -> array[int]:
@@ -1072,7 +1075,7 @@ class Ledger:
         """Pin the cached part of `prefix` until `unpin`, or until `lapse` is called with `expires_at` or a later time.
         `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
         pin = self._pins.pin(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), expires_at, self)
-        self._moves.tell()
+        self._moves.report()
         return pin
 
     def unpin(self, pin: Pin) -> None:
@@ -1096,7 +1099,7 @@ class Ledger:
             self.admission.serve_queue()
         if self._hints is not None:
             self._hints.lapse(now)
-        self._moves.tell()
+        self._moves.report()
 
     def hint(self, prefix: Prefix, *, expires_at: float, category: str = "") -> int:
         """Evict the cached part of `prefix` last, until it is requested, or until `lapse` is called with `expires_at`
@@ -1111,7 +1114,7 @@ class Ledger:
             return 0
         unit = self.layout.unit_tokens
         num_spared = self._hints.hint(TokenSequence(prefix, unit), expires_at, category) * unit
-        self._moves.tell()
+        self._moves.report()
         return num_spared
 
     def drop_pins(self) -> None:
@@ -1119,22 +1122,22 @@ class Ledger:
         self._pins.end_all(PinState.DROPPED)
         self.admission.serve_queue()
 
-    def prefetch(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Prefetch:
+    def prefetch(self, prefix: Prefix, wake: Callable[[], object] = do_nothing) -> Prefetch:
         """Start to load the host hit of `prefix`, as a request for it would: launch the `plans` of the prefetch."""
         self._require_own_device("prefetch")
         check_callable("wake", wake)
         sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
         transfer = self._cache_transfers.prefetch(sequence, wake, self)
-        self._moves.tell()
+        self._moves.report()
         return transfer
 
-    def demote(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Demotion:
+    def demote(self, prefix: Prefix, wake: Callable[[], object] = do_nothing) -> Demotion:
         """Start to move `prefix` from the device to the host: launch the `plans` of the demotion."""
         self._require_own_device("demote")
         check_callable("wake", wake)
         sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
         transfer = self._cache_transfers.demote(sequence, wake, self)
-        self._moves.tell()
+        self._moves.report()
         return transfer
 
     def cancel(self, transfer: CacheTransfer) -> None:

@@ -16,7 +16,7 @@ The device lease of the request moves to `stop` before anything is planned, so t
 as it lands. The host lease stays until the load ends.
 
 The end. A settled job leaves every load that claims it (`Loads.settled`). A load without jobs is over. It calls its
-callback `over`, which says what follows:
+callback `conclude`, which says what follows:
 
     a request                             `Loads._conclude`
     a prefetch, a fetch, a demotion       `CacheTransfers`: it releases everything; blocks that have landed stay cached
@@ -34,7 +34,7 @@ load under way ends with no tokens. A request with a device hit from before the 
 So does a request whose load was over, if its caller does not know that yet (`lost_to_reset`).
 
 A step may overlap the load. Its blocks cannot be given up before it ends: a request that should be REQUEUED is DRAINING
-until then, and `over` is called again at the end of the step.
+until then, and the end of the step calls `conclude` again.
 
 A load is abandoned when its request stops waiting. Its queued jobs that no other load claims are discarded. Launched
 jobs go on and publish what they bring.
@@ -54,14 +54,14 @@ from .cache import PrefixCache
 from .index import accepted, covered, held_ids, held_stop, jobs_bringing, jobs_into, present_stop, stretches
 from .jobs import JobBook
 from .layout import Band, outside
-from .leases import RequestLeases, slide_off, step_back
+from .leases import RequestLeases, slide_windows_now, step_back
 from .moves import Moves
 from .plans import TransferPlan
 from .records import NO_LIMIT, BlockTable, Job, Load, Run
-from .requests import LedgerRequest, Waiter, nobody
+from .requests import LedgerRequest, Waiter, do_nothing
 from .states import BELOW, HIT_TIERS, Computing, Direction, JobState, Outcome, Tier, require
 from .states import RequestState as State
-from .waiting import Admission, is_waiting
+from .waiting import Admission, waiting_error
 
 
 @dataclass(slots=True, eq=False)
@@ -73,14 +73,14 @@ class Loads:
     moves: Moves
     jobs: JobBook
     admission: Admission
-    found_corrupt: Callable[[], object] = nobody
+    found_corrupt: Callable[[], object] = do_nothing
     """Called once cached blocks were found corrupt and withdrawn, before any load ends."""
 
     def plan(
         self,
         request: LedgerRequest,
         max_tokens: object = None,
-        wake: Callable[[], object] = nobody,
+        wake: Callable[[], object] = do_nothing,
         units_per_job: Sequence[int] = (),
     ) -> tuple[TransferPlan, ...]:
         """Start loading the host hit onto the device; see `Ledger.plan_load`."""
@@ -97,7 +97,7 @@ class Loads:
             return ()
         if request.waiter is not None:
             if request.state is not State.REQUEUED:
-                raise is_waiting(request, "load")
+                raise waiting_error(request, "load")
             request.waiter.wake = wake
             return ()
         if request.num_steps:
@@ -105,14 +105,14 @@ class Loads:
         if request.last_step:  # a step whose results were not committed: it may still write to blocks of the load
             for table in request.tables:
                 self.cache.last_uses.gave_up(request, table.ids)
-        is_current, over = request.epoch == self.cache.epoch, partial(self._conclude, request)
+        is_current, conclude = request.epoch == self.cache.epoch, partial(self._conclude, request)
         may_load = is_current and BELOW in request.leases
         stop = min(request.hit_stop, request.num_units, limit) if may_load else 0
-        jobs = self.start(request, stop, wake, over, units_per_job) if stop > request.published else []
+        jobs = self.start(request, stop, wake, conclude, units_per_job) if stop > request.published else []
         if request.load is None and (has_holes(request) or (request.published and not is_current)):
             # A load without jobs, which `_conclude` ends below: that fills the holes in the window tables, or gives up
             # a device hit from before a reset.
-            request.load = Load(request.published, wake, over, request.ticket)
+            request.load = Load(request.published, wake, conclude, request.ticket)
         if request.load is None:
             self.request_leases.end_host_lease(request)
             self.moves.request(request, State.RUNNING)
@@ -154,11 +154,11 @@ class Loads:
         request: LedgerRequest,
         stop: int,
         wake: Callable[[], object],
-        over: Callable[[], list[Callable[[], object]]],
+        conclude: Callable[[], list[Callable[[], object]]],
         units_per_job: Sequence[int] = (),
     ) -> list[Job]:
         """Begin a load of units `[published, stop)`: adopt, share and plan, as the head of this module says. Returns
-        the new jobs. `over`: see `Load`.
+        the new jobs. `conclude`: see `Load`.
 
         Begins nothing (`request.load` stays None) if a block of the hit was found corrupt since the match and no unit
         is left to load, or if there are too few free blocks for the windows that the load needs."""
@@ -178,7 +178,7 @@ class Loads:
         if layout.windows and not self._fill_windows(request, stop):
             self.request_leases.follow(request, before)
             return []
-        request.load = load = Load(stop, wake, over, request.ticket, units_per_job=units_per_job)
+        request.load = load = Load(stop, wake, conclude, request.ticket, units_per_job=units_per_job)
         on_its_way = min(on_its_way, stop)
         new = self._plan_units(request, load, layout.full, on_its_way, stop)
         if start < on_its_way:
@@ -276,7 +276,7 @@ class Loads:
             over.sort(key=_ticket)
         wakes: list[Callable[[], object]] = []
         for load in over:
-            wakes += load.over()
+            wakes += load.conclude()
         return wakes
 
     def abandon(self, load: Load) -> list[Job]:
@@ -327,7 +327,7 @@ class Loads:
             step_back(self.request_leases, request, ready)
         self.request_leases.end_host_lease(request)
         if layout.windows:
-            slide_off(self.cache, request)
+            slide_windows_now(self.cache, request)
         if any(missing) and sum(missing) > self.admission.num_available:
             self._requeue(request, ready, load.wake)
             return []
@@ -348,9 +348,9 @@ class Loads:
                 self.moves.request(request, State.DRAINING)
             return
         num_units = request.num_units
-        self.request_leases.let_go(request)
+        self.request_leases.release_all(request)
         self.moves.request(request, State.REQUEUED)
-        self.admission.wait_for_allocation(Waiter(request, num_units, wake))
+        self.admission.enqueue(Waiter(request, num_units, wake))
 
 
 def _ticket(load: Load) -> int:

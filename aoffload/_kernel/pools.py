@@ -256,7 +256,7 @@ class TierBlocks:
         """A job begins to use `block_ids`, of a tier that `is_outside`. `EngineTier` tells its engine; in other tiers,
         leases protect the blocks, and this does nothing."""
 
-    def let_go(self, block_ids: array[int]) -> None:
+    def unhold(self, block_ids: array[int]) -> None:
         """The opposite of `hold`: the copy of the job does not touch `block_ids` any more."""
 
     @property
@@ -279,7 +279,7 @@ class TierBlocks:
         self.order.remove(part)
         self.num_cached -= len(part.blocks)
 
-    def let_go_of(self, part: Part) -> None:
+    def make_unpinned(self, part: Part) -> None:
         """The last reference on `part` has ended: make findable blocks evictable, and free all others."""
         if part.tombstones:
             self.pool.give(part.take_tombstones())
@@ -312,17 +312,17 @@ class TierBlocks:
         self.num_resets += 1
         self.num_changes += 1
 
-    def taken_back(self, block_ids: array[int]) -> None:
+    def invalidated(self, block_ids: array[int]) -> None:
         """The contents of these blocks are wrong, and were withdrawn from the index. Does nothing here. On a disk, a
         restart would find them again: see `DiskBlocks`."""
 
-    def freed_are_taken_back(self) -> None:
+    def free_blocks_invalidated(self) -> None:
         """The contents that free blocks had may be wrong, too. Does nothing here; see `DiskBlocks`."""
 
     def trim(self, part: Part, num_units: int) -> None:
         """Free the blocks of the last `num_units` of an unpinned part: a prefix loses its tail before its head."""
         first, stop = part.first, part.stop
-        freed = part.drop_behind(part.stop - num_units)
+        freed = part.truncate(part.stop - num_units)
         if self.watcher is not None:
             self.watcher.part_changed(part, first, stop)
         self.num_cached -= len(freed)
@@ -363,10 +363,10 @@ class DiskBlocks(TierBlocks):
     forgotten: array[int] = field(default_factory=lambda: array("i"), init=False)
     """Blocks whose contents were invalidated, until `take_forgotten`: the caller erases their records on the disk."""
 
-    def taken_back(self, block_ids: array[int]) -> None:
+    def invalidated(self, block_ids: array[int]) -> None:
         self.forgotten.extend(block_ids)
 
-    def freed_are_taken_back(self) -> None:
+    def free_blocks_invalidated(self) -> None:
         """The ledger does not know what a free slot held. So the records of all used free slots are erased."""
         self.forgotten.extend(sorted(self.used))
         self.used.clear()

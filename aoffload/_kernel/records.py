@@ -158,7 +158,7 @@ class Part:
         """The run begins at unit `start` now; move an empty part there. The part holds no block before `start`."""
         self.first, self.stop = (max(self.first, start), max(self.stop, start)) if self.blocks else (start, start)
 
-    def drop_behind(self, stop: int) -> array[int]:
+    def truncate(self, stop: int) -> array[int]:
         """Truncate the part to end at unit `stop`. Returns the dropped blocks."""
         keep = max(0, stop - self.first) * self.width
         if keep:
@@ -172,7 +172,7 @@ class Part:
 
     def clear(self) -> array[int]:
         """Empty the part. Returns the blocks it held."""
-        return self.drop_behind(self.first)
+        return self.truncate(self.first)
 
     def entomb(self, start: int, ids: array[int]) -> None:
         """Add a tombstone for `ids`, which the part held from unit `start` on."""
@@ -354,19 +354,20 @@ class Job:
 class Load:
     """What one request, or one cache transfer, waits for: the jobs that bring its units up to `stop`.
 
-    The load is over when the last of its jobs is settled, or when it is abandoned. Either way `over` is called, which
-    belongs to the owner of the load and says what follows. So jobs know nothing of owners."""
+    The load is over when the last of its jobs is settled, or when it is abandoned. Either way `conclude` is called. The
+    owner of the load has set it, and it says what follows, so jobs need not know the owners."""
 
-    __slots__ = ("job_settled", "jobs", "over", "stop", "ticket", "units_per_job", "wake")
+    __slots__ = ("conclude", "job_settled", "jobs", "stop", "ticket", "units_per_job", "wake")
 
     def __init__(
-        self, stop: int, wake: Callable[[], object], over: Callable[[], list[Callable[[], object]]], ticket: int,
+        self, stop: int, wake: Callable[[], object], conclude: Callable[[], list[Callable[[], object]]],
+        ticket: int,
         jobs: Iterable[Job] = (), units_per_job: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.stop = stop
         self.wake = wake
         """Called once the request may go on."""
-        self.over = over
+        self.conclude = conclude
         """Ends the load. Returns the callbacks to call once the wait queue is served."""
         self.ticket = ticket
         """The owner's. Loads that are over in the same call end in this order."""

@@ -38,10 +38,10 @@ from .records import NO_LIMIT, BlockTable, Lease, Load, Run
 from .states import CacheTransferState, Computing, NoEpoch, OverlapState, PinState, RequestState, Tier
 from .tokens import TokenSequence
 
-_UNREAD = (
+_MAY_MATCH_AGAIN = (
     RequestState.QUEUED, RequestState.MATCHED, RequestState.PINNED, RequestState.REQUEUED, RequestState.STRANDED,
 )  # fmt: skip
-_UNDER_WAY = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
+_LOADING = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
 
 
 class Fetched:
@@ -134,7 +134,7 @@ class LedgerRequest:
         self.last_step = 0
         """The number of its last step that has ended, see `LastUses`. 0: no step has ended, or its blocks were used
         outside of steps since then."""
-        self.when_idle: Callable[[], object] = nobody
+        self.when_idle: Callable[[], object] = do_nothing
         """Called when the last of its steps has ended."""
         self.since_s = 0.0
         """When it entered its state, if the ledger has a clock."""
@@ -170,16 +170,16 @@ class LedgerRequest:
     @property
     def may_match_again(self) -> bool:
         """Whether its match consists of leases only, without block tables. No other request is matched again."""
-        return self.state in _UNREAD
+        return self.state in _MAY_MATCH_AGAIN
 
     @property
     def is_loading(self) -> bool:
         """Whether its load is not over yet: the request waits for copies, for an overlapping step, or (REQUEUED) for
         free blocks."""
-        return self.state in _UNDER_WAY
+        return self.state in _LOADING
 
     @property
-    def holds_room(self) -> bool:
+    def holds_device_blocks(self) -> bool:
         granted = self.waiter is not None and bool(self.waiter.granted)
         return self.num_units > 0 or granted or Tier.DEVICE in self.leases or self.reserve is not None
 
@@ -208,7 +208,7 @@ class LedgerRequest:
         return sum(table.num_held for table in self.tables)
 
 
-def nobody() -> None:
+def do_nothing() -> None:
     """Default `wake`: does nothing."""
 
 
@@ -227,7 +227,7 @@ class Waiter:
 
     __slots__ = ("changes_seen", "error", "granted", "joined_s", "num_missing", "num_units", "request", "wake")
 
-    def __init__(self, request: LedgerRequest, num_units: int, wake: Callable[[], object] = nobody) -> None:
+    def __init__(self, request: LedgerRequest, num_units: int, wake: Callable[[], object] = do_nothing) -> None:
         self.request = request
         self.num_units = num_units
         """Units of the whole table, not only those to add."""

@@ -21,7 +21,7 @@ def max_run_units(unit_tokens: int) -> int:
     return max(1, MAX_RUN_TOKENS // unit_tokens)
 
 
-class Stretch(Protocol):
+class TokenRange(Protocol):
     """Tokens of units `[start, stop)`. `spans` touch every one of the units."""
 
     @property
@@ -34,12 +34,12 @@ class Stretch(Protocol):
     def spans(self) -> tuple[KeySpan, ...]: ...
 
 
-class EndOfPath(Stretch, Protocol):
+class EndOfPath(TokenRange, Protocol):
     """A stretch whose prefix is known."""
 
     @property
     def root(self) -> Root: ...
-    def whole_path(self) -> Sequence[Stretch]: ...
+    def whole_path(self) -> Sequence[TokenRange]: ...
 
 
 class TokenSequence:
@@ -199,7 +199,7 @@ class TokenSequence:
             return self._bytes(at, end)
         return memoryview(self._prompt)[at:end]
 
-    def common_stop(self, run: Stretch, limit: int) -> int:
+    def common_stop(self, run: TokenRange, limit: int) -> int:
         """The unit, at most `limit`, up to which `run` and this sequence agree."""
         limit = min(limit, run.stop)
         if self._spans or run.spans:

@@ -51,7 +51,7 @@ from .events import ExtensionRefused
 from .leases import RequestLeases
 from .moves import Moves
 from .plans import Extension
-from .requests import LedgerRequest, Waiter, call_all, nobody
+from .requests import LedgerRequest, Waiter, call_all, do_nothing
 from .states import RequestState as State
 from .states import Tier, require
 
@@ -72,7 +72,7 @@ def _ticket(waiter: Waiter) -> int:
     return waiter.request.ticket
 
 
-def is_waiting(request: LedgerRequest, call: str) -> WrongState:
+def waiting_error(request: LedgerRequest, call: str) -> WrongState:
     """The error that refuses `call` while `request` waits for device blocks."""
     return WrongState(f"{call}: {request} is waiting for blocks already")
 
@@ -87,7 +87,7 @@ class Admission:
     cache: PrefixCache
     request_leases: RequestLeases
     moves: Moves
-    others_hold_room: Callable[[], bool]
+    others_hold_blocks: Callable[[], bool]
     """Whether an owner outside the queue (a job, a step, a request) holds device blocks: its end serves the queue."""
     yield_pin: Callable[[], bool] = lambda: False
     """Ends a pin that keeps device blocks. False: there is none. Called only if no other owner can free blocks."""
@@ -105,7 +105,7 @@ class Admission:
         if would_overtake or missing > self.cache.tiers[Tier.DEVICE].num_available:
             if (error := self._never_fits(request, num_units)) is not None:
                 raise error
-            if would_overtake or not self._has_room(request, num_units):
+            if would_overtake or not self._has_blocks(request, num_units):
                 missing = self.num_missing(request, num_units)
                 raise OutOfBlocks(missing, 0 if would_overtake else self.num_available, retryable=True)
             missing = self.num_missing(request, num_units)
@@ -113,20 +113,20 @@ class Admission:
         self.moves.request(request, State.ALLOCATED)
 
     def queue_allocation(
-        self, request: LedgerRequest, num_tokens: object = None, wake: Callable[[], object] = nobody
+        self, request: LedgerRequest, num_tokens: object = None, wake: Callable[[], object] = do_nothing
     ) -> Waiter:
         """Join the queue. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it."""
         num_units = self._units_to_allocate(request, num_tokens)
         if (error := self._never_fits(request, num_units)) is not None:
             raise error
         waiter = Waiter(request, num_units, wake)
-        self.wait_for_allocation(waiter)
+        self.enqueue(waiter)
         return waiter
 
     def _units_to_allocate(self, request: LedgerRequest, num_tokens: object) -> int:
         require(request, "allocate", State.PINNED)
         if request.waiter is not None:
-            raise is_waiting(request, "allocate")
+            raise waiting_error(request, "allocate")
         wanted = request.sequence.num_tokens if num_tokens is None else check_int("num_tokens", num_tokens, 1)
         return max(self.cache.layout.num_units(wanted), request.published)
 
@@ -145,7 +145,7 @@ class Admission:
         return self._extension(request, before)
 
     def queue_extension(
-        self, request: LedgerRequest, num_tokens: object, wake: Callable[[], object] = nobody
+        self, request: LedgerRequest, num_tokens: object, wake: Callable[[], object] = do_nothing
     ) -> Waiter:
         """Join the queue for more blocks, ahead of all allocations."""
         num_units = self._units_to_extend(request, num_tokens)
@@ -161,10 +161,10 @@ class Admission:
     def _units_to_extend(self, request: LedgerRequest, num_tokens: object) -> int:
         require(request, "extend", State.ALLOCATED, State.RUNNING)
         if request.waiter is not None:
-            raise is_waiting(request, "extend")
+            raise waiting_error(request, "extend")
         return self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1))
 
-    def wait_for_allocation(self, waiter: Waiter) -> None:
+    def enqueue(self, waiter: Waiter) -> None:
         """Put `waiter` into the queue of allocations, at the place of its ticket. Only the head keeps its match. If
         quarantine has made the pool too small for `waiter`, it fails when the queue is served next."""
         allocating, request = self.queue.allocating, waiter.request
@@ -253,7 +253,7 @@ class Admission:
             elif waiter is not None and waiter.granted is not None:  # granted for a longer hit: too few blocks now
                 granted, waiter.granted = waiter.granted, None
                 self.cache.give(Tier.DEVICE, granted)
-                self.wait_for_allocation(waiter)
+                self.enqueue(waiter)
 
     def _forget_match(self, request: LedgerRequest) -> None:
         """Release the match. If the request is in the queue, it is matched again when the queue is served next."""
@@ -268,7 +268,7 @@ class Admission:
         over: list[Waiter] = []
         if self.queue.allocating or self.queue.extending:
             self._serve(over)
-        self.moves.tell()
+        self.moves.report()
         rest = chain(map(_wake_of, over), wakes)
         try:
             for wake in rest:  # after all decisions: `wake` may call the ledger
@@ -300,7 +300,7 @@ class Admission:
                 waiter.granted = self.cache.take(Tier.DEVICE, missing)
                 over.append(waiter)
                 continue
-            if self.others_hold_room():
+            if self.others_hold_blocks():
                 break
             if self.yield_pin():
                 continue
@@ -317,7 +317,7 @@ class Admission:
             request = waiter.request
             if waiter.changes_seen != device.num_changes or waiter.num_missing <= device.num_available:
                 self.request_leases.refresh_match(request)  # in the step that grants
-                if self._has_room(request, waiter.num_units):
+                if self._has_blocks(request, waiter.num_units):
                     allocating.pop(0)
                     waiter.granted = self.cache.take(Tier.DEVICE, self.num_missing(request, waiter.num_units))
                     over.append(waiter)
@@ -330,7 +330,7 @@ class Admission:
                 if not self.cache.layout.windows:  # with windows, host blocks and the request's own pins matter, too
                     missing = self.num_missing(request, waiter.num_units)
                     waiter.num_missing, waiter.changes_seen = missing, device.num_changes
-            if self.others_hold_room():
+            if self.others_hold_blocks():
                 break
             # Only waiters and pins hold blocks. The head releases its match before a pin ends: that may free
             # tombstones, or leave a pin as their last reference.
@@ -385,7 +385,7 @@ class Admission:
         needed = self.num_needed(request, num_units)
         return OutOfBlocks(needed, self.capacity, retryable=False) if needed > self.capacity else None
 
-    def _has_room(self, request: LedgerRequest, num_units: int) -> bool:
+    def _has_blocks(self, request: LedgerRequest, num_units: int) -> bool:
         """Whether blocks for tables of `num_units` are available. If only the request's own pins after its device hit
         (`reserve`) are in the way, it is matched again without them: no request waits for its own pins. If False,
         nothing has changed."""

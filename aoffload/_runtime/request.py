@@ -219,7 +219,7 @@ class Request:
         # Not `self._wake`: the ledger would keep an abandoned request alive for as long as it is PENDING.
         wake = record.when_idle
         self._session.ledger.match_again(record, num_device_tokens=num_device_tokens, wake=wake)
-        self._session.bound(record, self._left_s())
+        self._session.limit_hit(record, self._left_s())
         return record.match
 
     async def match_again(self, *, num_device_tokens: int) -> PrefixMatch:

@@ -268,12 +268,12 @@ class Session:
         """Match the prompt of `request`, and register the request."""
         self.check_usable()
         record = self.ledger.admit(prefix, request_id=request_id, **options)
-        self.bound(record, deadline_s)
+        self.limit_hit(record, deadline_s)
         self._entered[record.request_id] = reference = ref(request)
         record.when_idle = partial(_wake, reference)
         return record
 
-    def bound(self, record: LedgerRequest, left_s: float | None) -> None:
+    def limit_hit(self, record: LedgerRequest, left_s: float | None) -> None:
         """Called after each match of `record`. The match tells an engine that owns the device blocks what is going to
         be loaded, so the choice whether to load is made here. Otherwise it is made when the load begins."""
         if self.costs is not None and self.ledger.is_engine_owned:

@@ -166,7 +166,7 @@ class CopyWorker:
     def watch(self, expires_at: float) -> None:
         """Have a new pin lapse at `expires_at`."""
         if self._has_ended:
-            self.copies.tell(self.ledger.drop_pins)  # no task checks deadlines any more
+            self.copies.call_ledger(self.ledger.drop_pins)  # no task checks deadlines any more
         else:
             self._wake_by(expires_at)
 
@@ -216,7 +216,7 @@ class CopyWorker:
         """Run queued calls and settle delivered completions. The flag is cleared first, so later ones signal again."""
         self._is_signalled = False
         while self._calls:
-            self.copies.tell(self._calls.popleft())
+            self.copies.call_ledger(self._calls.popleft())
         self.copies.settle_delivered()
         if self.after_settled is not None:
             self.after_settled()
@@ -261,7 +261,7 @@ class CopyWorker:
             finally:
                 self._has_ended = True
                 self._ring(math.inf)
-                self.copies.tell(self.ledger.drop_pins)
+                self.copies.call_ledger(self.ledger.drop_pins)
 
     async def _work(self) -> None:
         while True:

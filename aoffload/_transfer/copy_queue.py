@@ -23,7 +23,7 @@ from .._config.config import OffloadConfig
 from .._kernel.events import CacheTurnedOff, Event, Observer, TransportRecovered, TransportStalled, WorkerFailed
 from .._kernel.ledger import Ledger
 from .._kernel.plans import Completion, TransferPlan, check_completion
-from .._kernel.requests import nobody
+from .._kernel.requests import do_nothing
 from .._kernel.states import JobState, Outcome, Tier
 from ..errors import DeviceGone, TransferRefused
 from .fences import Fence, RegionWatch
@@ -71,8 +71,8 @@ class CopyQueue:
     clock: Callable[[], float] = attrs.field(kw_only=True)
     block_bytes: int = attrs.field(kw_only=True)
     observer: Observer | None = attrs.field(kw_only=True, default=None)
-    wake: Callable[[], object] = attrs.field(kw_only=True, default=nobody)
-    ended: Callable[[], object] = attrs.field(kw_only=True, default=nobody)
+    wake: Callable[[], object] = attrs.field(kw_only=True, default=do_nothing)
+    ended: Callable[[], object] = attrs.field(kw_only=True, default=do_nothing)
     in_steps: bool = attrs.field(kw_only=True, default=True)
     is_accepting: bool = attrs.field(init=False, default=True)
     off_reason: str = attrs.field(init=False, default="")
@@ -99,7 +99,7 @@ class CopyQueue:
         check_bool("in_steps", self.in_steps)
         self.regions = RegionWatch(self.transport)
         self._gives_up = self.transport.give_up if isinstance(self.transport, GivesUp) else None
-        self._begin_turn = self.transport.begin_turn if isinstance(self.transport, CopiesAtOnce) else nobody
+        self._begin_turn = self.transport.begin_turn if isinstance(self.transport, CopiesAtOnce) else do_nothing
         self._begin_turn()
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class CopyQueue:
             self._discard(plan)
 
     def _discard(self, plan: TransferPlan) -> None:
-        self.tell(self.ledger.discard, plan.job_id)
+        self.call_ledger(self.ledger.discard, plan.job_id)
         self.regions.end(plan.job_id, "never started")
 
     def _dispatch(self) -> None:
@@ -160,7 +160,7 @@ class CopyQueue:
                     break
                 link.queue.popleft()
                 link.queued_bytes -= num_bytes
-                if not self.tell(self.ledger.launch, job_id):
+                if not self.call_ledger(self.ledger.launch, job_id):
                     self.regions.end(job_id, "nobody waits for it any more")
                     continue
                 link.begin(job_id, num_bytes, self.clock())
@@ -211,7 +211,7 @@ class CopyQueue:
                         self._report(TransportRecovered(link.source, link.destination))
             if completion.outcome is Outcome.UNPROVEN:
                 self._tell_given_up(completion.job_id)
-            self.tell(self.ledger.settle, completion)
+            self.call_ledger(self.ledger.settle, completion)
             self.regions.settle(completion)
             if completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN):
                 self._ask_device()
@@ -221,7 +221,7 @@ class CopyQueue:
         self._dispatch()
         self.ended()
 
-    def tell(self, function: Callable[..., Any], *args: object) -> Any:
+    def call_ledger(self, function: Callable[..., Any], *args: object) -> Any:
         """Call into the ledger. A bug there turns the cache off, but must not end the caller: a loop, or a request."""
         try:
             return function(*args)
@@ -256,7 +256,7 @@ class CopyQueue:
                     self._report(TransportStalled(link.source, link.destination, len(late)))
                 self._give_up(link, late, "no end within transfer_timeout_s")
         if self.ledger.next_lapse <= now:
-            self.tell(self.ledger.lapse, now)
+            self.call_ledger(self.ledger.lapse, now)
 
     def give_up(self, job_ids: Iterable[int], error: str) -> None:
         """Stop waiting for these launched jobs, as if their time were over."""
@@ -280,7 +280,7 @@ class CopyQueue:
                 continue  # whoever was woken has had it settled meanwhile
             self._tell_given_up(job_id)
             given_up = Completion(job_id, link.late_outcome, error=error)
-            self.tell(self.ledger.settle, given_up)
+            self.call_ledger(self.ledger.settle, given_up)
             self.regions.settle(given_up)
         if link.late_outcome is Outcome.UNPROVEN:
             self._discard_queued(link)

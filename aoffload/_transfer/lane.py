@@ -303,7 +303,7 @@ class CopyLane:
     def _pass_on(self, end: _End) -> None:
         """Have `end` completed after all jobs before it: here, if that needs no waiting, else in the other thread."""
         if self._num_over == end.number and end.is_over and not self._completing_ended:
-            self._tell([end.complete()])
+            self._deliver_all([end.complete()])
             return
         if self._completer is None:
             name = f"aoffload-{self.direction.value}-ends"
@@ -313,7 +313,7 @@ class CopyLane:
             if self._completer is not None and not self._completing_ended:
                 self._ends.put(end)
                 return
-        self._tell([_in_doubt(end.plan, self._completing_ended) if self._completing_ended else end.complete()])
+        self._deliver_all([_in_doubt(end.plan, self._completing_ended) if self._completing_ended else end.complete()])
 
     def _end_submitting(self) -> None:
         """The thread ends, orderly or by an error. Each job that it will not submit gets a completion."""
@@ -358,7 +358,7 @@ class CopyLane:
                 following = None
         if isinstance(following, _End):
             self._completing.append(following)
-        self._tell(self._completed)
+        self._deliver_all(self._completed)
         self._completing, self._completed = [], []
         return self._ends.get() if following is None else following
 
@@ -375,7 +375,7 @@ class CopyLane:
                 if (end := self._ends.get()) is not _Stop.STOP:
                     self._completing.append(end)
         doubts = [_in_doubt(end.plan, reason) for end in self._completing[len(self._completed) :]]
-        self._tell([*self._completed, *doubts])
+        self._deliver_all([*self._completed, *doubts])
         if doubts:
             self._outlive_copies()
 
@@ -386,7 +386,7 @@ class CopyLane:
 
     # -- completions ----------------------------------------------------------------------------------------------
 
-    def _tell(self, completions: Sequence[Completion]) -> None:
+    def _deliver_all(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
             self._deliver(completion)
         with self._gate:
