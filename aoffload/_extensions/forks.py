@@ -36,8 +36,8 @@ class Forks:
     admission: Admission
     moves: Moves
     over: dict[LedgerRequest, None] = field(default_factory=dict)
-    """Forks that are over while a request from which they were forked is live. Their published units depend on a copied
-    block, which no path of the index shows."""
+    """Forks that are over while a request from which they were forked is live. Their published units depend on a block
+    that was copied from that request, and the index does not show this."""
     _over_of: dict[LedgerRequest, list[LedgerRequest]] = field(default_factory=dict)
     """The same by origin, so that the end of a request scans its own forks only."""
 
@@ -127,7 +127,7 @@ class Forks:
 
 
 def taken_from(request: LedgerRequest, sources: Mapping[LedgerRequest, int], unit_tokens: int) -> list[int]:
-    """The first wrong units that `request` copied when it was forked from `sources` (each with its first wrong
-    token)."""
+    """For each of `sources` (with its first wrong token) of which `request` is a fork that copied wrong KV: the first
+    wrong unit."""
     copied = request.origins.items()
     return [sources[source] // unit_tokens for source, stop in copied if source in sources and stop > sources[source]]

@@ -1,9 +1,8 @@
 """Preemption: a request gives up its device blocks, keeps its progress in host memory, and continues later.
 
 A preempted request has one lease, on the host copy of its published units, and its tokens. `resume` matches it again,
-and from there on it goes the way of a new request: blocks, load, step. Units that the host could not store are computed
-again. What the last step computed and the request has not committed is lost (`Computing.LOST_BLOCKS`): the request
-cannot commit it any more, because its blocks are gone.
+and from there on it is served like a new request: blocks, load, step. Units that the host could not store are computed
+again. Results of the last step that are not committed are lost with their blocks (`Computing.LOST_BLOCKS`).
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Preemptions:
         stores = [job for job in self.jobs.unsettled.values() if job.plan.source is Tier.DEVICE]
         read = {job.job_id: held.intersection(job.plan.source_ids) for job in stores}
         job_ids = tuple(job_id for job_id, blocks in read.items() if blocks)
-        # Negative if the stores pin the margin before a window.
+        # The difference is negative if the stores pin blocks that were evictable, such as the margin before a window.
         num_freed = max(0, self.admission.num_available - before)
         return Preemption(num_freed, len(set().union(*read.values())), job_ids, tuple(job.plan for job in jobs))
 

@@ -105,16 +105,15 @@ def test_what_only_makes_sense_together_goes_together() -> None:
 @pytest.mark.pure("plants a defect in the core")
 def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal that counts something is found by looking at everything before and after."""
-    refuse = Admission._check_fits
+    refuse = Admission._never_fits
 
-    def forgetful(self: Admission, record: LedgerRequest, num_units: int) -> None:
-        try:
-            refuse(self, record, num_units)
-        except OutOfBlocks:
+    def forgetful(self: Admission, record: LedgerRequest, num_units: int) -> OutOfBlocks | None:
+        error = refuse(self, record, num_units)
+        if error is not None:
             record.hit_limit += 1
-            raise
+        return error
 
-    monkeypatch.setattr(Admission, "_check_fits", forgetful)
+    monkeypatch.setattr(Admission, "_never_fits", forgetful)
     program = Program(
         "ledger", PLAIN, (call("admit", who="r", tokens=[1, 2]), call("allocate", who="r", num_tokens=99))
     )
