@@ -179,7 +179,7 @@ _AT_ONCE = (
     Mutant(
         "small copy settled inside launch",
         QUEUE,
-        "                    if self._inbox and self._inbox[-1].job_id == job_id:  # `launch` has made the copy itself\n",
+        "                    if self._inbox and self._inbox[-1].job_id == job_id:  # copied by `launch` itself\n",
         "                    if self._inbox and self._inbox[-1].job_id == job_id:\n"
         "                        self.settle_delivered()\n",
         _TURN,

@@ -170,7 +170,7 @@ class CopyQueue:
                 try:
                     self.regions.launch(job_id)
                     self.transport.launch(plan, after)
-                    if self._inbox and self._inbox[-1].job_id == job_id:  # `launch` has made the copy itself
+                    if self._inbox and self._inbox[-1].job_id == job_id:  # copied by `launch` itself
                         link.reported.add(job_id)
                 except TransferRefused as error:
                     self.deliver(Completion(job_id, Outcome.FAILED, error=str(error)))
