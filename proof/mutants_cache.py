@@ -134,9 +134,9 @@ _RUNS = (
     Mutant(
         "runs merged with a job in flight",
         "aoffload._kernel.cache",
-        "            if front.num_references or behind.num_references or front.rank != behind.rank:\n"
+        "            if front.num_references or following.num_references or front.rank != following.rank:\n"
         "                return False\n"
-        "            if front.incoming is not None or behind.incoming is not None:\n                return False\n",
+        "            if front.incoming is not None or following.incoming is not None:\n                return False\n",
         "",
         "the ids of an unfinished transfer belong to the job's own runs",
     ),

@@ -72,17 +72,17 @@ class FullComponent:
 
     def unpin(self, blocks: TierBlocks, run: Run) -> list[Run]:
         """Remove the references of a lease that ended at `run`. Returns the runs left without any, last first."""
-        let_go: list[Run] = []
+        unpinned: list[Run] = []
         current: Run | None = run
         while current is not None:
             part = current.parts[blocks.tier]
             part.num_references -= 1
             if part.num_references:
                 break
-            let_go.append(current)
+            unpinned.append(current)
             blocks.make_unpinned(part)
             current = current.before
-        return let_go
+        return unpinned
 
     def head_references(self, num_references: int) -> int:
         """The references that the head gets when a run with `num_references` is split."""
@@ -365,12 +365,12 @@ class PrefixCache:
         if not back.blocks:
             tier.order.remove(back)
 
-    def merge(self, let_go: list[Run]) -> list[Run]:
+    def merge(self, unpinned: list[Run]) -> list[Run]:
         """Merge runs that were unpinned together, because prompts that diverge would fragment the index. Takes them
         last first, and returns those that remain."""
-        left = [let_go[0]]
+        left = [unpinned[0]]
         heads: list[Run] = []
-        for head in let_go[1:]:
+        for head in unpinned[1:]:
             if self._can_join(head, heads[-1] if heads else left[-1], left[-1]):
                 heads.append(head)
                 continue
@@ -389,17 +389,17 @@ class PrefixCache:
             return False
         if self.is_cut(head.stop):
             return False
-        for front, behind in zip(head.parts, back.parts, strict=True):
-            component = self.components[behind.band]
-            if front.num_references or behind.num_references or front.rank != behind.rank:
+        for front, following in zip(head.parts, back.parts, strict=True):
+            component = self.components[following.band]
+            if front.num_references or following.num_references or front.rank != following.rank:
                 return False
-            if front.incoming is not None or behind.incoming is not None:
+            if front.incoming is not None or following.incoming is not None:
                 return False
-            if behind.blocks and not component.follows(front, behind):
+            if following.blocks and not component.follows(front, following):
                 return False
-            if behind.blocks and front.blocks and behind.newer is not front:
+            if following.blocks and front.blocks and following.newer is not front:
                 return False
-            if back is not tail and component.leaves_gap(front, behind):
+            if back is not tail and component.leaves_gap(front, following):
                 return False
         return True
 
@@ -476,8 +476,8 @@ class PrefixCache:
             for window, start in zip(self.windows, lease.starts, strict=True):
                 if start < lease.run.stop:
                     window.unpin(blocks, lease.run, start)
-        let_go = self.full.unpin(blocks, lease.run)
-        for left in self.merge(let_go) if len(let_go) > 1 else let_go:
+        unpinned = self.full.unpin(blocks, lease.run)
+        for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
             self.tidy(left)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
@@ -494,12 +494,12 @@ class PrefixCache:
         lease.run = run
         if run.stop < old.stop:
             lease.starts = [min(start, run.stop) for start in lease.starts]
-        let_go = self.full.unpin(blocks, old)
-        for left in self.merge(let_go) if len(let_go) > 1 else let_go:
+        unpinned = self.full.unpin(blocks, old)
+        for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
             self.tidy(left)
 
     def unpin_before(self, lease: Lease, band: Band, start: int) -> None:
-        """Unpin the units of `band` before `start`. They stay cached until their room is needed."""
+        """Unpin the units of `band` before `start`. They stay cached until their blocks are needed."""
         at = band.number - 1
         if lease.starts[at] >= start:
             return
@@ -637,12 +637,12 @@ class PrefixCache:
         for tier in self.tiers:
             tier.free_blocks_invalidated()
         heads = set(wrong)
-        behind = [run for run in self.index.runs.values() if not heads.isdisjoint(run.path())] if heads else []
-        for run in (*(run for run in wrong if run.epoch != self.epoch), *behind):
+        after = [run for run in self.index.runs.values() if not heads.isdisjoint(run.path())] if heads else []
+        for run in (*(run for run in wrong if run.epoch != self.epoch), *after):
             for part in run.parts:
                 self.tiers[part.tier].invalidated(part.blocks)
                 self.withdraw_part(part)
-        for run in behind:
+        for run in after:
             self.tidy(run)
 
 

@@ -14,8 +14,9 @@ has completed the change and the wait queue is served. So an observer may call t
 a record may have changed since the event, an event also has the values of its fields at that time.
 
 What an observer raises is counted and dropped, even a `BaseException`, because the caller of the ledger has to get its
-answer: plans that nobody launches would hold their blocks for ever. Such an exception never is a cancellation of the
-task that makes the call, because a task is cancelled only where it waits, and a report never waits.
+answer: without it, the planned jobs would never be launched, and would hold their blocks for ever. Such an exception is
+never a cancellation of the task that makes the call, because a task is cancelled only where it waits, and a report
+never waits.
 """
 
 from __future__ import annotations

@@ -198,10 +198,10 @@ class RequestLeases:
         Changes nothing."""
         hit = self._find(request, islands=False)
         leases = [lease for lease in request.all_leases() if lease.tier is Tier.DEVICE]
-        let_go = self.cache.pinned_by_none_but(leases)
+        unpinned = self.cache.pinned_by_none_but(leases)
         taken = [part for run in hit.path for part in run.parts_in(Tier.DEVICE) if not part.num_references]
-        gained = sum(len(part.blocks) + len(part.tombstone_ids()) for part in let_go)
-        gained -= sum(self._num_needed(part, hit.device_stop) for part in (*let_go, *taken))
+        gained = sum(len(part.blocks) + len(part.tombstone_ids()) for part in unpinned)
+        gained -= sum(self._num_needed(part, hit.device_stop) for part in (*unpinned, *taken))
         return self.num_fresh(hit.device_stop, hit.stop, num_units), gained
 
     def _num_needed(self, part: Part, stop: int) -> int:

@@ -1,6 +1,6 @@
 """The ledger: the verbs of the kernel. A step-based engine calls them directly, or the async runtime does.
 
-One request calls them in this order (`README.md` has the theory behind each):
+One request calls them in this order (`README.md` has the theory):
 
 Verb | state afterwards | what it does
 --- | --- | ---
@@ -749,13 +749,13 @@ class Ledger:
         if self._remote_stores is not None:
             sequence = sequence.copy()
         if self._engine is not None:
-            told, settled = self._engine.invalidate(request, from_token, tuple(self.live_requests.values()))
+            readers, settled = self._engine.invalidate(request, from_token, tuple(self.live_requests.values()))
             self.admission.serve_queue(self._loads.settled(settled))
             self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
-            return tuple(reader for reader in told if not reader.is_over)
+            return tuple(reader for reader in readers if not reader.is_over)
         # Requests that are over may have read it too, in a step or as forks, but need not be aborted.
-        readers = dict.fromkeys((*self.live_requests.values(), *self._closing, *self._forks.over))
-        tainted = self._commits.invalidate(request, from_token, readers)
+        others = dict.fromkeys((*self.live_requests.values(), *self._closing, *self._forks.over))
+        tainted = self._commits.invalidate(request, from_token, others)
         self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
         for reader, first in tainted.items() if self._remote_stores is not None else ():
             if reader is not request:  # a fork may have published units that `request` has only begun

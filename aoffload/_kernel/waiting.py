@@ -217,7 +217,7 @@ class Admission:
         if request.waiter is not waiter:
             return
         if request.state is State.REQUEUED:
-            raise WrongState(f"withdraw: {request} has let go of everything and waits to begin again: release it")
+            raise WrongState(f"withdraw: {request} has given up its blocks and waits for others (REQUEUED): release it")
         self.leave(waiter)
         if request.state is State.PINNED:
             self.request_leases.match_again(request)
