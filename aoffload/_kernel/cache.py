@@ -234,7 +234,7 @@ def brings(component: Component, job: Job, part: Part, run: Run) -> bool:
     """Whether `job` is unsettled and adds to `part`: the part of `run`, or one whose front is about to become that.
     False if `run` is not on the job's path: when a job settles, it clears `incoming` on its own path only."""
     first = component.first_brought(job, part)
-    return not job.is_settled and any(over is run for over, _, _ in stretches(job.run, first, job.stop))
+    return not job.is_settled and any(each is run for each, _, _ in stretches(job.run, first, job.stop))
 
 
 def window_components(layout: Layout, num_tiers: int) -> tuple[WindowComponent, ...]:

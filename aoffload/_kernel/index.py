@@ -169,7 +169,7 @@ class RunIndex:
 
 
 Stretch: TypeAlias = tuple[Run, int, int]
-"""`(run, start, stop)`: units `[start, stop)` of one run."""
+"""`(run, start, stop)`: units `[start, stop)` of one run. A list of them, in prefix order, is named `pieces`."""
 
 
 def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
@@ -194,8 +194,8 @@ def held_ids(run: Run | None, tier: Tier, band: int, start: int, stop: int) -> a
         part = run.part(tier, band)
         return part.blocks[(start - part.first) * part.width : (stop - part.first) * part.width]
     ids = array("i")
-    for over, first, last in stretches(run, start, stop):
-        part = over.parts[band * over.num_tiers + tier]
+    for each, first, last in stretches(run, start, stop):
+        part = each.parts[band * each.num_tiers + tier]
         ids.extend(part.blocks[(first - part.first) * part.width : (last - part.first) * part.width])
     return ids
 
@@ -312,13 +312,13 @@ class _Held:
         return found
 
 
-def jobs_bringing(over: list[Stretch], tier: Tier, start: int) -> tuple[list[Job], int]:
-    """The unsettled jobs that bring full attention of the stretches `over` to `tier`, from unit `start` on without
+def jobs_bringing(pieces: list[Stretch], tier: Tier, start: int) -> tuple[list[Job], int]:
+    """The unsettled jobs that bring full attention of the `pieces` of a path to `tier`, from unit `start` on without
     a gap, and the end of these units. A job may bring more units after that end, on another branch.
     """
     found: dict[Job, None] = {}
     position = start
-    for run, _, stop in over:
+    for run, _, stop in pieces:
         if stop <= position:
             continue
         part = run.parts[tier]

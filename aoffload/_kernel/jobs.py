@@ -61,18 +61,18 @@ from .states import Direction, JobState, NoEpoch, Outcome, Tier, require
 from .tokens import hash_run, unit_digests
 
 
-def labels_of(over: list[Stretch], band: Band) -> tuple[BlockLabel | None, ...]:
-    """A label for each block of `band` in the stretches, in prefix order. A restart proves from the labels which KV the
+def labels_of(pieces: list[Stretch], band: Band) -> tuple[BlockLabel | None, ...]:
+    """A label for each block of `band` in `pieces`, in prefix order. A restart proves from the labels which KV the
     blocks on the disk hold.
 
     From the first unit on that a key span touches, the labels are None, because the tokens do not identify the content
     of the span, such as an image."""
-    if any(run.spans for run in over[0][0].path()):
-        return (None,) * (sum(stop - start for _, start, stop in over) * band.width)
+    if any(run.spans for run in pieces[0][0].path()):
+        return (None,) * (sum(stop - start for _, start, stop in pieces) * band.width)
     found: list[BlockLabel | None] = []
-    for stretch in over:
+    for stretch in pieces:
         if stretch[0].spans:
-            left = sum(stop - start for _, start, stop in over) * band.width - len(found)
+            left = sum(stop - start for _, start, stop in pieces) * band.width - len(found)
             return (*found, *(None,) * left)
         found += _labels(stretch, band)
     return tuple(found)
@@ -152,10 +152,10 @@ class JobBook:
             first, last = max(begin, start), min(begin + most, stop)
             at, end = (first - start) * band.width, (last - start) * band.width
             into = blocks if end - at == len(blocks) else blocks[at:end]
-            over = stretches(run, first, last)
+            pieces = stretches(run, first, last)
             held = held_ids(run, source, band.number, first, last) if source_ids is None else source_ids[at:end]
             if destination is Tier.DISK:
-                labels = labels_of(over, band)
+                labels = labels_of(pieces, band)
                 plan = TransferPlan(self._next_id, source, destination, held, into, labels, to_tier.num_resets)
             elif cells:
                 plan = TransferPlan(self._next_id, source, destination, held, into, cell=cells[len(jobs)])
@@ -165,7 +165,7 @@ class JobBook:
 
             # Both leases pin full attention and, of the windows, only the job's own band, from the start of its first
             # run on.
-            head, tail = over[0][0], over[-1][0]
+            head, tail = pieces[0][0], pieces[-1][0]
             starts = [head.start if other is band else tail.stop for other in windows] if windows else ()
             read = written = None
             if from_tier.is_outside:
@@ -191,7 +191,7 @@ class JobBook:
                 job.predecessor = None if before is None else before.parts[place].incoming
                 if job.predecessor is not None:
                     job.predecessor.followers.append(job)
-                for each, _, _ in over:
+                for each, _, _ in pieces:
                     each.parts[place].incoming = job
             self.unsettled[plan.job_id] = job
             if source < destination < Tier.REMOTE:
@@ -203,14 +203,14 @@ class JobBook:
         """Split runs so that units `[start, stop)` adjoin the units that `tier` holds, or will get, of the same run,
         because in each tier a run holds only one stretch of a window band."""
         place = run.place(tier, band.number)
-        for over, begin, end in stretches(run, start, stop):
-            first, last = covered(over.parts[place])
+        for each, begin, end in stretches(run, start, stop):
+            first, last = covered(each.parts[place])
             if first == last:
                 continue
             if end < first:
-                self.cache.split(over, end)
+                self.cache.split(each, end)
             elif begin > last:
-                self.cache.split(over, begin)
+                self.cache.split(each, begin)
 
     def launch(self, job: Job) -> bool:
         """Mark a queued `job` as launched: only a completion can settle it from now on. False: it is not queued."""
@@ -398,14 +398,14 @@ class Stores:
         jobs: list[Job] = []
         full = self.cache.layout.full
         missing = self.cache.full.lacking(run, source, destination, first, stop) if full.width else []
-        for over in _together(missing) if missing else ():
-            jobs += self.store(request, full, over, most=left_of(most, jobs))
+        for pieces in _together(missing) if missing else ():
+            jobs += self.store(request, full, pieces, most=left_of(most, jobs))
         if with_windows and self.cache.windows:
             end = self.last_end(request, stop)
             for window in self.cache.windows:
                 missing = window.lacking(run, source, destination, first_stored(window.band, end), stop)
-                for over in _together(missing) if missing else ():
-                    jobs += self.store(request, window.band, over, most=left_of(most, jobs))
+                for pieces in _together(missing) if missing else ():
+                    jobs += self.store(request, window.band, pieces, most=left_of(most, jobs))
         return jobs
 
     def last_end(self, request: LedgerRequest | None, stop: int) -> int:
@@ -419,16 +419,16 @@ class Stores:
         self,
         request: LedgerRequest | None,
         band: Band,
-        over: list[Stretch],
+        pieces: list[Stretch],
         source_ids: array[int] | None = None,
         most: int = NO_LIMIT,
         cells: Sequence[CellLabel] = (),
     ) -> list[Job]:
-        """Store `over`, at most `most` blocks, and no more than `destination` can take. If an engine owns the source,
+        """Store `pieces`, at most `most` blocks, and no more than `destination` can take. If an engine owns the source,
         `source_ids` names its blocks. If the source is a remote store, `source_ids` names places in `cells`."""
         # The path is pinned before blocks are taken, because the store must not evict the prefix of its own units. The
         # last job takes the pin over if it ends where the pin does.
-        there, (_, start, _), (end, _, stop) = self.cache.tiers[self.destination], over[0], over[-1]
+        there, (_, start, _), (end, _, stop) = self.cache.tiers[self.destination], pieces[0], pieces[-1]
         pin = self.cache.lease(self.destination, end, [end.stop for _ in self.cache.layout.windows])
         wanted, fit, allowed = stop - start, there.num_available // band.width, most // band.width
         units = self.cache.components[band.number].fitting(start, stop, fit if fit < allowed else allowed)

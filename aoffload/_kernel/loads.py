@@ -237,8 +237,8 @@ class Loads:
         shared: dict[Job, None] = {}
         missing: list[range] = []
         place = run.place(Tier.DEVICE, band.number)
-        for over, begin, end in stretches(run, start, load.stop):
-            part = over.parts[place]
+        for each, begin, end in stretches(run, start, load.stop):
+            part = each.parts[place]
             first, stop = covered(part)
             if part.incoming is not None:
                 shared.update(dict.fromkeys(jobs_into(part)))
