@@ -146,7 +146,7 @@ class FullComponent:
 
 @dataclass(slots=True, eq=False)
 class WindowComponent:
-    """One window band."""
+    """One window band: sliding window or chunked local attention."""
 
     band: Band
     places: tuple[int, ...]
@@ -177,7 +177,7 @@ class WindowComponent:
             current = current.before
 
     def head_references(self, num_references: int) -> int:
-        return num_references  # a lease begins where a run does: it covers both
+        return num_references  # leases begin only where runs begin, so each lease on the run covers head and tail
 
     def follows(self, front: Part, back: Part) -> bool:
         return front.stop == back.first or not front.blocks
@@ -231,8 +231,9 @@ Component: TypeAlias = FullComponent | WindowComponent
 
 
 def brings(component: Component, job: Job, part: Part, run: Run) -> bool:
-    """Whether `job` is unsettled and adds to `part`: the part of `run`, or one whose front is about to become that.
-    False if `run` is not on the job's path: when a job settles, it clears `incoming` on its own path only."""
+    """Whether `job` is unsettled and adds units of `run` to `part`, which is the part of `run`, or is about to be split
+    so that its front becomes that. False if `run` is not on the job's path, because a settled job clears `incoming` on
+    its own path only."""
     first = component.first_brought(job, part)
     return not job.is_settled and any(each is run for each, _, _ in stretches(job.run, first, job.stop))
 
@@ -243,7 +244,8 @@ def window_components(layout: Layout, num_tiers: int) -> tuple[WindowComponent, 
 
 
 def _incoming_before(component: Component, part: Part, head: Run, at: int) -> Job | None:
-    """The last job in flight that adds to what `head` gets of `part`, which is split at unit `at`."""
+    """The `incoming` of the part of `head`, when `part` is split at unit `at`: the last unsettled job that adds units
+    before `at`."""
     job = part.incoming
     while job is not None and job.start >= at:
         job = job.predecessor
@@ -328,8 +330,8 @@ class PrefixCache:
         return True
 
     def _may_take_over(self, head: Run, run: Run, tier: Tier, band: Band) -> bool:
-        """Whether `head` can take units of `run`, its only child: no job adds to either, and every lease pins both
-        alike, except that one lease alone pins the blocks of `run` in `tier` and `band`."""
+        """Whether `head` can take units of `run`, its only child: no job adds to either, and in every tier and band the
+        same leases pin both, except that in `tier` and `band` exactly one lease pins `run` and none pins `head`."""
         if head.num_after != 1 or head.spans != run.spans or head.epoch != self.index.epoch:
             return False
         for front, back in zip(head.parts, run.parts, strict=True):
@@ -338,7 +340,7 @@ class PrefixCache:
                 return False
             if back.blocks and not component.follows(front, back):
                 return False
-            if back.band == band.number and back.tier is tier:  # here the lease slides
+            if back.band == band.number and back.tier is tier:  # the caller unpins these units
                 if (front.num_references, back.num_references) != (0, 1):
                     return False
             elif front.num_references != component.head_references(back.num_references):

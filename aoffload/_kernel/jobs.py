@@ -11,7 +11,8 @@ the destination blocks before that: a match never finds bytes that are not prove
 Why only proof ends a job. A copy runs on a device or in a thread, and no call can recall it. A request that is
 cancelled, a deadline or an error of the transport say nothing about whether the copy still writes. If the destination
 were freed on such a sign, the copy could overwrite blocks of another request. So the job stays LAUNCHED, and keeps
-everything, until the transport reports a completion.
+everything, until a completion settles it. A caller that stops waiting for a copy (`CopyQueue.give_up_late`) settles the
+job as unproven: its requests go on, and its destination stays in quarantine until later proof.
 
 What a completion may be, and what `JobBook.settle` makes of it:
 
@@ -24,7 +25,8 @@ What a completion may be, and what `JobBook.settle` makes of it:
                     settled: its request computes instead. A later completion that is not unproven ends the quarantine
     early           the predecessor (below) is not settled yet. The completion is parked, and the job is settled with it
                     right after the predecessor. Only unproven is never parked: nothing is published, so no order counts
-    late, twice     counted (`num_late`) and otherwise ignored, unless it ends a quarantine
+    late, twice     the job is settled or parked already: counted (`num_late`) and otherwise ignored, unless it ends a
+                    quarantine
 
 Order. Full attention is published in prefix order, because a part holds the front of its run: block 5 is of no use
 before block 4 is there. But copies end in any order. So each job knows its predecessor, the unsettled job that brings

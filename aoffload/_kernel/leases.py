@@ -4,7 +4,7 @@
 load. A request has at most one lease a tier, on a path of the index:
 
     state of the request | device lease                     | host lease
-    matched              | up to `published` (device hit)   | up to `hit_stop` (what the load brings)
+    matched              | up to `published` (device hit)   | up to `hit_stop`, if it ends after the device hit
     loading              | up to the end of the load        | the same, until the load is over
     running              | up to `published`, which grows   | none
     preempted            | none                             | up to `published` at the preemption

@@ -4,9 +4,9 @@ What a load does with the units of the hit, in full attention:
 
     published                                                          stop
     |------ adopted -------|------- shared --------|------ planned ------|
-      on the device by now:  a job of another load   new jobs copy them
-      another request has    brings them: this load  into the request's
-      published them         claims that job, too    own blocks
+      on the device since    a job of another load   new jobs copy them
+      the match: another     brings them: this load  into the request's
+      request published them claims that job, too    own blocks
 
 The request has blocks for all these units already. Its blocks for adopted and shared units go back at once. Its blocks
 for planned units belong to the new jobs, and its table is null there until the load ends. A window band needs only the

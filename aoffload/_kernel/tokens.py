@@ -22,7 +22,7 @@ def max_run_units(unit_tokens: int) -> int:
 
 
 class TokenRange(Protocol):
-    """Tokens of units `[start, stop)`. `spans` touch every one of the units."""
+    """The tokens of units `[start, stop)`, such as those of a `Run`. `spans` touch every one of the units."""
 
     @property
     def start(self) -> int: ...
@@ -35,7 +35,7 @@ class TokenRange(Protocol):
 
 
 class EndOfPath(TokenRange, Protocol):
-    """A stretch whose prefix is known."""
+    """A token range whose whole prefix is known: the last run of a path."""
 
     @property
     def root(self) -> Root: ...
