@@ -118,7 +118,7 @@ _PREEMPTION = (
     Mutant(
         "preempted request keeps its pins",
         PREEMPTION,
-        "            self.request_leases.follow(request, None)\n",
+        "            self.request_leases.lease_device_to(request, None)\n",
         "            pass\n",
         "preemption gives up every device block",
         scenarios=("preemption_storm", "preempted_windows"),

@@ -68,7 +68,7 @@ class Preemptions:
         self.request_leases.give_up_tables(request)
         if run is not None:
             request.leases[self.stores.destination] = cache.lease(self.stores.destination, run)
-            self.request_leases.follow(request, None)
+            self.request_leases.lease_device_to(request, None)
 
         # The limit of `admit` is about the prompt. What the request itself has computed may always be matched.
         request.hit_limit = max(request.hit_limit, request.num_computed_tokens // unit_tokens)

@@ -400,13 +400,13 @@ class Stores:
         jobs: list[Job] = []
         full = self.cache.layout.full
         missing = self.cache.full.lacking(run, source, destination, first, stop) if full.width else []
-        for pieces in _together(missing) if missing else ():
+        for pieces in _contiguous(missing) if missing else ():
             jobs += self.store(request, full, pieces, most=left_of(most, jobs))
         if with_windows and self.cache.windows:
             end = self.last_end(request, stop)
             for window in self.cache.windows:
                 missing = window.lacking(run, source, destination, first_stored(window.band, end), stop)
-                for pieces in _together(missing) if missing else ():
+                for pieces in _contiguous(missing) if missing else ():
                     jobs += self.store(request, window.band, pieces, most=left_of(most, jobs))
         return jobs
 
@@ -435,21 +435,21 @@ class Stores:
         wanted, fit, allowed = stop - start, there.num_available // band.width, most // band.width
         units = self.cache.components[band.number].fitting(start, stop, fit if fit < allowed else allowed)
         jobs: list[Job] = []
-        is_handed = False
+        is_pin_taken = False
         if units:
             blocks = self.cache.take(self.destination, len(units) * band.width)
             run = self.cache.cut(pin.run, units.stop)
             if source_ids is not None:
                 source_ids = source_ids[(units.start - start) * band.width : (units.stop - start) * band.width]
-            is_handed = run is pin.run and not self.cache.windows
+            is_pin_taken = run is pin.run and not self.cache.windows
             jobs = self.jobs.plan(
                 request, self.source, self.destination, run, band, units.start, units.stop, blocks, (), source_ids,
-                pin if is_handed else None, cells,
+                pin if is_pin_taken else None, cells,
             )  # fmt: skip
         if fit < wanted:
             reason = f"{self.destination.name.lower()}_full"
             self.moves.note(StoreSkipped(request, (wanted - fit) * band.width, reason))
-        if not is_handed:
+        if not is_pin_taken:
             self.cache.release(pin)
         return jobs
 
@@ -466,7 +466,7 @@ def first_stored(band: Band, end: int) -> int:
     return max(0, needed - band.margin(end - needed))
 
 
-def _together(found: list[Stretch]) -> Iterator[list[Stretch]]:
+def _contiguous(found: list[Stretch]) -> Iterator[list[Stretch]]:
     """Group stretches, given last first, into lists without gaps, in prefix order."""
     together: list[Stretch] = []
     for stretch in reversed(found):

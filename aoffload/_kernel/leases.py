@@ -97,7 +97,7 @@ class RequestLeases:
             hit = Hit(hit.device_stop, hit.device_stop, hit.path)
         return hit
 
-    def follow(self, request: LedgerRequest, run: Run | None) -> None:
+    def lease_device_to(self, request: LedgerRequest, run: Run | None) -> None:
         """Let the device lease of `request` end at `run`: move it, or take a new one. None: end it. In a window, a new
         lease pins the units from the start of the table on."""
         lease = request.leases.get(Tier.DEVICE)
@@ -291,7 +291,7 @@ def publish(leases: RequestLeases, request: LedgerRequest, stop: int) -> None:
                     cache.index.grow(run, sequence, upto)
                 else:
                     run = cache.index.insert(sequence, run, position, upto)
-                    leases.follow(request, run)
+                    leases.lease_device_to(request, run)
                 _fill(cache, request, run, upto)
                 continue
             run = following
@@ -303,7 +303,7 @@ def publish(leases: RequestLeases, request: LedgerRequest, stop: int) -> None:
             for part, table in zip(parts, request.tables, strict=True):
                 if table.start <= run.start:  # else the request has no blocks for units that left its window
                     cache.withdraw_part(part)
-        leases.follow(request, run)
+        leases.lease_device_to(request, run)
         _fill(cache, request, run, agreed)
 
 
@@ -415,7 +415,7 @@ def step_back(leases: RequestLeases, request: LedgerRequest, start: int) -> None
     """Let the request compute again from unit `start` on: its blocks there are private, its lease ends there."""
     start = min(start, request.published)  # after a reset, more may be computed than is published
     run = request.device_run
-    leases.follow(request, leases.cache.cut(run, start) if run is not None and start else None)
+    leases.lease_device_to(request, leases.cache.cut(run, start) if run is not None and start else None)
     request.published = start
     for table in request.tables:
         table.step_back(start)

@@ -174,15 +174,15 @@ class Loads:
         before = request.device_run if layout.windows else None
         # The lease moves before the windows are filled, because filling may evict. It must evict neither blocks that
         # the load adopts, nor the present windows, which the request needs if the load fails.
-        self.request_leases.follow(request, self.cache.cut(path[-1], stop))
+        self.request_leases.lease_device_to(request, self.cache.cut(path[-1], stop))
         if layout.windows and not self._fill_windows(request, stop):
-            self.request_leases.follow(request, before)
+            self.request_leases.lease_device_to(request, before)
             return []
         request.load = load = Load(stop, wake, conclude, request.ticket, units_per_job=units_per_job)
         on_its_way = min(on_its_way, stop)
         new = self._plan_units(request, load, layout.full, on_its_way, stop)
         if start < on_its_way:
-            self._give_up(request, layout.full, start, on_its_way)
+            self._give_back(request, layout.full, start, on_its_way)
         for band in layout.windows:
             first = max(start, band.first_unit(stop))
             shared += self._bring_window(request, load, band, first, new)
@@ -225,7 +225,7 @@ class Loads:
         ids = table.take(start, stop)
         return self.jobs.plan(request, BELOW, Tier.DEVICE, run, band, start, stop, ids, load.units_per_job)
 
-    def _give_up(self, request: LedgerRequest, band: Band, start: int, stop: int) -> None:
+    def _give_back(self, request: LedgerRequest, band: Band, start: int, stop: int) -> None:
         """Free the request's blocks for units `[start, stop)`, which other jobs bring or have brought."""
         if start < stop:
             self.cache.give(Tier.DEVICE, request.tables[band.number].null(start, stop))
@@ -243,7 +243,7 @@ class Loads:
             if part.incoming is not None:
                 shared.update(dict.fromkeys(jobs_into(part)))
             if first < stop:
-                self._give_up(request, band, max(first, begin), min(stop, end))
+                self._give_back(request, band, max(first, begin), min(stop, end))
             for units in outside(first, stop, begin, end):
                 if missing and missing[-1].stop == units.start:
                     missing[-1] = range(missing[-1].start, units.stop)

@@ -193,7 +193,7 @@ class PendingLoad:
         """First token that has to be computed again, in a new step, because the load fell short after a forward had
         started on it. None: no token, or the load is not over. Reading this does not replace `wait`: a commit is
         refused until `wait` has returned."""
-        self._request._session.check_may_look()
+        self._request._session.check_may_read()
         record = self._request._record
         if self._first_invalid_token is None and record is not None and not self._is_replaced(record):
             return self._request._session.ledger.first_invalid_token(record)

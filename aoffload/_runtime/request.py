@@ -548,7 +548,7 @@ class Request:
     async def _wait_for_blocks(self, waiter: Waiter | None) -> None:
         slow = self._session.slow
         if await self._wait(slow.left_s(waiter)) and waiter is not None:
-            slow.look_at_wait(waiter)
+            slow.check_wait(waiter)
 
     def _wake(self) -> None:
         """Make waiting tasks check again: a load is over, blocks were granted, or the request or the runtime ended."""

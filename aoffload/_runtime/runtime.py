@@ -172,7 +172,7 @@ class Opening:
         except RuntimeError:
             close()
 
-    def let_go(self) -> None:
+    def close_abandoned(self) -> None:
         """Close the transport of a runtime whose `async with` block was never left. A new thread closes it, because a
         finaliser calls this method, and a finaliser may interrupt code that holds a lock that closing needs. The task
         of the worker ends in its event loop, if that still runs."""
@@ -349,7 +349,7 @@ class OffloadRuntime:
             raise WrongThread("leave the block of a runtime in the event loop's thread: it stays open")
         if self.env.running_loop() is not session.loop:
             if self._opening.is_open:
-                self._opening.let_go()
+                self._opening.close_abandoned()
             if error is None:
                 raise RuntimeClosed("the event loop of the runtime is another one: it was closed without a wait")
             return
@@ -385,7 +385,7 @@ class OffloadRuntime:
     def __del__(self) -> None:
         opening = self.__dict__.get("_opening")  # missing if the constructor raised
         if opening is not None and opening.is_open and not self._session.is_in_fork:
-            opening.let_go()  # first: a warning may be an error
+            opening.close_abandoned()  # first: a warning may be an error
             warnings.warn(
                 f"{self!r} was abandoned: leave its async with block", ResourceWarning, stacklevel=2, source=self
             )
@@ -650,24 +650,24 @@ class OffloadRuntime:
     def requests(self) -> tuple[RequestStatus, ...]:
         """The live requests, the one that is in its state for the longest first: what each holds and waits for, and the
         holders of that."""
-        self._session.check_may_look()
+        self._session.check_may_read()
         return self.ledger.requests()
 
     def holders(self) -> tuple[Holder, ...]:
         """All holders of device blocks, the biggest first: requests, steps (also for requests that are over), pins,
         jobs, prefetches, demotions."""
-        self._session.check_may_look()
+        self._session.check_may_read()
         return self.ledger.holders()
 
     def explain(self) -> str:
         """`requests()` and `holders()` as a table to print."""
-        self._session.check_may_look()
+        self._session.check_may_read()
         below = (self._session.disk, self._session.remote)
         remarks = [remark for work in below if work is not None for remark in work.remarks()]
         return "\n".join((self.ledger.explain(), *map(printable, remarks)))
 
     def statistics(self) -> RuntimeStatistics:
-        self._session.check_may_look()
+        self._session.check_may_read()
         found = self.ledger.statistics()
         disk, remote = self._session.disk, self._session.remote
         return RuntimeStatistics(
@@ -683,7 +683,7 @@ class OffloadRuntime:
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block has exactly one owner. Scans every block."""
-        self._session.check_may_look()
+        self._session.check_may_read()
         self.ledger.check_integrity()
 
 

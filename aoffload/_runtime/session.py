@@ -4,7 +4,7 @@ A runtime belongs to one event loop, in one thread of one process. The ledger ha
 synchronous, so the ledger does not change between two awaits. Therefore every call of the runtime is checked first:
 
     check_usable     a call that changes something: the runtime is open, and this is its process and its thread
-    check_may_look   a report: the same, but before opening and after closing any thread may read, as nothing changes
+    check_may_read   a report: the same, but before opening and after closing any thread may read, as nothing changes
     check_loop       a call that waits: this is also its event loop, because completions wake no other loop
     call_in_loop     `cancel`: calls at once in the loop's thread, and soon from any other thread
     leave_in_loop    the end of a `with` block: the same; does nothing in a forked child, which only has a copy
@@ -184,7 +184,7 @@ class Session:
         if self.life is not SessionLife.OPEN or os.getpid() != self._process_id or get_ident() != self._thread_id:
             raise self._why_not()
 
-    def check_may_look(self) -> None:
+    def check_may_read(self) -> None:
         """Raise if the runtime belongs to another process, or if another thread may be changing it. The runtime does
         not change before it is opened, nor after it is closed."""
         if self._process_id and not self.is_over and not self.is_here:

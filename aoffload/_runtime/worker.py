@@ -71,7 +71,7 @@ class SlowWatch:
             return None
         return max(0.0, waiter.joined_s + slow_s - self.now())
 
-    def look_at_wait(self, waiter: Waiter) -> None:
+    def check_wait(self, waiter: Waiter) -> None:
         """Called when the alarm of `waiter` is set, or when the worker's task has ended. Reports the wait at most
         once."""
         self._reported = {one for one in self._reported if one.request.waiter is one and not one.is_over} | {waiter}
@@ -96,7 +96,7 @@ class SlowWatch:
     def next_deadline(self) -> float:
         return self._next_step()[1]
 
-    def look_at_steps(self) -> None:
+    def check_steps(self) -> None:
         """Report the steps that have been open for too long by now."""
         now = self.now()
         while True:
@@ -275,7 +275,7 @@ class CopyWorker:
             if self.after_settled is not None:
                 self.after_settled()
             if self.slow is not None:
-                self.slow.look_at_steps()
+                self.slow.check_steps()
             self._ring(self._clock())
 
     def _fail(self, error: BaseException) -> None:

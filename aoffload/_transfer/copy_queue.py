@@ -218,7 +218,7 @@ class CopyQueue:
             self.call_ledger(self.ledger.settle, completion)
             self.regions.settle(completion)
             if completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN):
-                self._ask_device()
+                self._check_device()
         self._begin_turn()
         for link in self._links.values():
             link.step_ended()
@@ -311,7 +311,7 @@ class CopyQueue:
             self._report(CacheTurnedOff(reason))
             self.discard_queued()
 
-    def _ask_device(self) -> None:
+    def _check_device(self) -> None:
         """Turn off if the device is lost. A completion does not tell why a copy failed; recording a fence does."""
         if self.is_accepting and isinstance(self.transport, RecordsFences):
             try:

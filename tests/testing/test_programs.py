@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
@@ -123,7 +124,13 @@ def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_wait_for_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room that comes back without anybody being told is found: who waits would wait for ever."""
-    monkeypatch.setattr(Admission, "serve_queue", lambda self, wakes=(): [wake() for wake in wakes])
+
+    def serves_nobody(self: Admission, wakes: Iterable[Callable[[], object]] = ()) -> None:
+        self.moves.report()
+        for wake in wakes:
+            wake()
+
+    monkeypatch.setattr(Admission, "serve_queue", serves_nobody)
     assert found().violation.partition(":")[0] in ("progress", "a wait without a need")
 
 
@@ -140,7 +147,7 @@ def test_a_reset_that_forgets_nothing_is_noticed(tier: Tier | None, monkeypatch:
     reset = Ledger.reset
 
     def forgetful(self: Ledger, which: Tier | None = None) -> None:
-        if self._moves.is_telling or which is not tier:
+        if self._moves._is_reporting or which is not tier:
             reset(self, which)
 
     monkeypatch.setattr(Ledger, "reset", forgetful)
