@@ -150,7 +150,7 @@ class WindowComponent:
 
     band: Band
     places: tuple[int, ...]
-    """By tier: where `Run.parts` has the part of the band."""
+    """By tier: the index into `Run.parts` of the part of this band."""
 
     def pin(self, blocks: TierBlocks, run: Run, start: int, is_use: bool) -> None:
         """Count a lease on every run from unit `start` on, on the path of `run`."""

@@ -455,7 +455,7 @@ class Stores:
 
 
 def left_of(most: int, jobs: list[Job]) -> int:
-    """What is left of `most` blocks after `jobs`."""
+    """The limit of `most` blocks without the blocks of `jobs`."""
     return most if most == NO_LIMIT else most - sum(job.plan.num_blocks for job in jobs)
 
 

@@ -78,7 +78,7 @@ class Band:
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """How the groups share the index.
+    """The groups of a model as bands over one unit.
 
     The index counts in units of `unit_tokens`, the least common multiple of the block sizes, so that a hit is valid for
     every group. With one group a unit is a block. The first band is full attention; its width is 0 where every group

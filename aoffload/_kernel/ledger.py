@@ -127,7 +127,7 @@ def _check_engine(device_pool: object, engine_blocks: object, clock: object) -> 
         raise InvalidArgument("clock", f"must be a function that returns seconds, got {shown(clock)}")
 
 
-_LOADING = (State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED)
+_WITH_A_LOAD = (State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED)
 
 
 MAX_CATEGORY = 256
@@ -631,7 +631,7 @@ class Ledger:
         With `engine_blocks`, these copies go on writing to the blocks that `into` named, and their jobs hold them until
         they are over: compute the tokens after `request.num_computed_tokens` into other blocks.
         """
-        require(self._own(request), "abandon_load", *_LOADING)
+        require(self._own(request), "abandon_load", *_WITH_A_LOAD)
         load = request.load
         if load is not None:
             wakes = self._loads.settled(self._loads.abandon(load))

@@ -174,7 +174,7 @@ class Extension:
 
 @attrs.frozen
 class Preemption:
-    """What a preempted request has given up."""
+    """The device blocks that a preempted request has given up."""
 
     num_freed: int
     """Number of device blocks that became available, without those of an abandoned load. Blocks shared with other

@@ -41,7 +41,7 @@ from .tokens import TokenSequence
 _MAY_MATCH_AGAIN = (
     RequestState.QUEUED, RequestState.MATCHED, RequestState.PINNED, RequestState.REQUEUED, RequestState.STRANDED,
 )  # fmt: skip
-_LOADING = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
+_LOAD_NOT_OVER = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
 
 
 class Fetched:
@@ -77,7 +77,7 @@ class LedgerRequest:
         self.ledger = ledger
         """The ledger that admitted it. Other ledgers refuse it."""
         self.evictions_before = evictions_before
-        """How many blocks the host had evicted when it was admitted."""
+        """`TierBlocks.num_evicted` of the host when it was admitted: whether the host has evicted since."""
         self.stored_stop = 0
         """Only with engine-owned blocks: number of leading units that were in the host, or on their way there, after
         the last offer."""
@@ -176,7 +176,7 @@ class LedgerRequest:
     def is_loading(self) -> bool:
         """Whether its load is not over yet: the request waits for copies, for an overlapping step, or (REQUEUED) for
         free blocks."""
-        return self.state in _LOADING
+        return self.state in _LOAD_NOT_OVER
 
     @property
     def holds_device_blocks(self) -> bool:
@@ -275,7 +275,7 @@ class Pin:
     pin_id: int
     sequence: TokenSequence
     expires_at: float
-    """By the clock whose time `Ledger.lapse` is given."""
+    """Its deadline, on the clock of the times that the caller passes to `Ledger.lapse`."""
     ledger: Any
     state: PinState = PinState.NEW
     match: PrefixMatch = NO_MATCH

@@ -101,7 +101,8 @@ class TokenSequence:
         return self._bytes(start * self._unit_bytes, num_tokens * TOKEN_BYTES)
 
     def has_much_to_hash(self, start: int) -> bool:
-        """Whether publishing the prompt from unit `start` on hashes so much that `hash_ahead` in a thread pays off."""
+        """Whether publishing the prompt from unit `start` on hashes enough tokens for `hash_ahead` in a thread to pay
+        off."""
         num_bytes = len(self._prompt) - start * self._unit_bytes
         return num_bytes > MAX_RUN_TOKENS * TOKEN_BYTES and not self._spans and not self._hashed
 

@@ -61,7 +61,7 @@ class WaitQueue:
     extending: list[Waiter] = field(default_factory=list)
     """In order of arrival."""
     allocating: list[Waiter] = field(default_factory=list)
-    """By ticket."""
+    """By ticket: in the order of admission."""
 
     @property
     def is_empty(self) -> bool:
