@@ -134,9 +134,9 @@ _RUNS = (
     Mutant(
         "runs merged with a job in flight",
         "aoffload._kernel.cache",
-        "            if front.num_references or behind.num_references or front.rank != behind.rank:\n"
+        "            if front.num_references or following.num_references or front.rank != following.rank:\n"
         "                return False\n"
-        "            if front.incoming is not None or behind.incoming is not None:\n                return False\n",
+        "            if front.incoming is not None or following.incoming is not None:\n                return False\n",
         "",
         "the ids of an unfinished transfer belong to the job's own runs",
     ),
@@ -150,7 +150,7 @@ _RUNS = (
     Mutant(
         "evicted from the head",
         TIERS,
-        "        freed = part.drop_behind(part.stop - num_units)\n",
+        "        freed = part.truncate(part.stop - num_units)\n",
         "        freed = part.blocks[: num_units * part.width]\n"
         "        del part.blocks[: num_units * part.width]\n"
         "        part.stop -= num_units\n",
@@ -204,8 +204,8 @@ _RUNS = (
     Mutant(
         "corrupt block freed under a reader",
         CACHE,
-        "part.entomb(position, part.drop_behind(position))",
-        "self.tiers[part.tier].pool.give(part.drop_behind(position))",
+        "part.entomb(position, part.truncate(position))",
+        "self.tiers[part.tier].pool.give(part.truncate(position))",
         "a block is free when everybody has let go",
         scenarios=("rotten",),
     ),

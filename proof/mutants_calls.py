@@ -127,14 +127,14 @@ CALL_MUTANTS = (
     Mutant(
         "windows not moved on where a load falls short under a step",
         LOADS,
-        "        if layout.windows:\n            slide_off(self.cache, request)\n        if any(missing)",
+        "        if layout.windows:\n            slide_windows_now(self.cache, request)\n        if any(missing)",
         "        if any(missing)",
         "a table names what its request leases",
         also=(
             Patch(
                 LOADS,
                 "        return [load.wake]\n",
-                "        slide_off(self.cache, request)\n        return [load.wake]\n",
+                "        slide_windows_now(self.cache, request)\n        return [load.wake]\n",
             ),
         ),
         test="tests/core/test_early_starts.py::test_windows_are_moved_on_where_a_load_falls_short_under_a_step",

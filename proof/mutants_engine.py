@@ -29,8 +29,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "destinations of an engine's given back unproven",
         JOBS,
-        "        elif not is_unproven:\n            destination.let_go",
-        "        else:\n            destination.let_go",
+        "        elif not is_unproven:\n            destination.unhold",
+        "        else:\n            destination.unhold",
         "a copy that may still be writing keeps its blocks until late proof",
         test=f"{OWNED}test_the_destinations_of_an_unproven_load_are_held_until_late_proof",
     ),

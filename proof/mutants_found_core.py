@@ -106,15 +106,15 @@ _OBSERVERS = (
     Mutant(
         "events are reported in the middle of a change",
         "aoffload._kernel.moves",
-        "            self.untold.append(moved)\n",
-        "            self.untold.append(moved)\n            self.tell()\n",
+        "            self.unreported.append(moved)\n",
+        "            self.unreported.append(moved)\n            self.report()\n",
         _FOREIGN,
         test=f"{_MISBEHAVE}::test_an_observer_may_call_the_ledger_that_reports_to_it",
     ),
     Mutant(
         "events of a fork are reported by the next call",
         "aoffload._kernel.ledger",
-        "            self._moves.request(fork.request, state)\n        self._moves.tell()\n",
+        "            self._moves.request(fork.request, state)\n        self._moves.report()\n",
         "            self._moves.request(fork.request, state)\n",
         _FOREIGN,
         programs=True,
@@ -122,7 +122,7 @@ _OBSERVERS = (
     Mutant(
         "events of an observer's own calls overtake those before",
         "aoffload._kernel.moves",
-        "        if self._is_telling or self.observer is None:\n",
+        "        if self._is_reporting or self.observer is None:\n",
         "        if self.observer is None:\n",
         _FOREIGN,
         test=f"{_MISBEHAVE}::test_events_of_an_observers_own_calls_come_after_those_before",

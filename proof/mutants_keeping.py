@@ -34,7 +34,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "pins yield too early",
         ADMISSION,
-        "            if self.others_hold_room():\n                break\n            # Only waiters and pins",
+        "            if self.others_hold_blocks():\n                break\n            # Only waiters and pins",
         "            # Only waiters and pins",
         "a pin ends for a request only where nobody else will make room",
         scenarios=TRANSFERS_AMONG_REQUESTS,
@@ -153,7 +153,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "prefetch keeps its pins",
         CACHE_TRANSFERS,
-        "        self.request_leases.let_go(transfer.request)\n",
+        "        self.request_leases.release_all(transfer.request)\n",
         "        self.request_leases.end_host_lease(transfer.request)\n",
         "what was prefetched is cached, and pinned by nobody",
     ),

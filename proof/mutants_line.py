@@ -123,7 +123,7 @@ _LINE = (
     Mutant(
         "only waiters hold room and nobody fails",
         ADMISSION,
-        "            if self.others_hold_room():\n                break\n            if self.yield_pin",
+        "            if self.others_hold_blocks():\n                break\n            if self.yield_pin",
         "            if waiter.num_units:\n                break\n            if self.yield_pin",
         "when only waiters hold room the youngest extend fails",
     ),
@@ -305,8 +305,8 @@ _STEPS = (
         "step holds no blocks",
         "aoffload._kernel.ledger",
         "            if request.num_steps:\n                self._closing.add(request)\n            else:\n"
-        "                self._request_leases.let_go(request)\n",
-        "            self._request_leases.let_go(request)\n",
+        "                self._request_leases.release_all(request)\n",
+        "            self._request_leases.release_all(request)\n",
         "a step holds what it touches",
     ),
     Mutant(
@@ -321,7 +321,7 @@ _STEPS = (
         "step keeps the blocks",
         "aoffload._kernel.ledger",
         "                    self._closing.discard(request)\n"
-        "                    self._request_leases.let_go(request)\n",
+        "                    self._request_leases.release_all(request)\n",
         "                    self._closing.discard(request)\n",
         "nothing leaks behind a step",
     ),

@@ -28,7 +28,7 @@ LINK_MUTANTS = (
     Mutant(
         "deferred blocks of an earlier request with the same id",
         REQUESTS,
-        "            self._engine.offers.deferred.pop(name, None)  # of an earlier request with this id\n",
+        "            self._engine.offers.deferred.pop(name, None)  # left by an earlier request with this id\n",
         "",
         _DEFERRED,
         test=f"{_TESTS}a_new_request_with_the_same_id_is_not_the_old_one",

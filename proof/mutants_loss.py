@@ -12,7 +12,7 @@ LOSS_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "device not asked when a copy is in doubt",
         COPIES,
-        "                self._ask_device()\n",
+        "                self._check_device()\n",
         "                pass\n",
         "a lost device turns the cache off",
         test="tests/shell/test_device_loss.py::test_the_cache_is_off_as_soon_as_a_copy_is_in_doubt",

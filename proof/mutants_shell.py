@@ -159,8 +159,8 @@ _WORKER = (
     Mutant(
         "discarded job launched",
         COPIES,
-        "if not self.tell(self.ledger.launch, job_id):",
-        "if self.tell(self.ledger.launch, job_id) is None:",
+        "if not self.call_ledger(self.ledger.launch, job_id):",
+        "if self.call_ledger(self.ledger.launch, job_id) is None:",
         "a discarded load is never copied",
         scenarios=("loads_first",),
     ),
@@ -242,8 +242,8 @@ _WORKER = (
     Mutant(
         "alarms not set when their time has come",
         WORKER,
-        "                self.slow.look_at_steps()\n            self._ring(self._clock())\n",
-        "                self.slow.look_at_steps()\n",
+        "                self.slow.check_steps()\n            self._ring(self._clock())\n",
+        "                self.slow.check_steps()\n",
         "no hang: a load that takes too long is given up",
         scenarios=("stalled",),
     ),

@@ -30,8 +30,8 @@ STUCK_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "sources of a copy in doubt shown as held",
         SITUATION,
-        "    if is_in_doubt:  # of",
-        "    if is_in_doubt and not job.plan.num_blocks:  # of",
+        "    if is_in_doubt:  # only",
+        "    if is_in_doubt and not job.plan.num_blocks:  # only",
         "only what is held is said to be",
         test=f"{WAITS}::test_pins_and_jobs_hold_blocks_too",
     ),

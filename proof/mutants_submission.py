@@ -66,8 +66,8 @@ _STEPS = (
     Mutant(
         "load into blocks of its own forward in vain",
         "aoffload._kernel.loads",
-        "        if request.last_step:  # a forward in vain",
-        "        if False:  # a forward in vain",
+        "        if request.last_step:  # a step whose results",
+        "        if False:  # a step whose results",
         _OWN_STEPS,
         test="tests/core/test_last_uses.py::test_a_forward_in_vain_is_waited_for_by_the_load_of_its_own_request",
     ),
@@ -168,7 +168,7 @@ _LANES = (
     Mutant(
         "what a dying thread was to complete forgotten",
         LANE,
-        "        self._tell([*self._completed, *doubts])\n",
+        "        self._deliver_all([*self._completed, *doubts])\n",
         "",
         "every job has an end",
         test="tests/transfer/test_lane_threads.py::test_a_completing_thread_that_dies_leaves_no_job_without_an_end",
@@ -179,7 +179,7 @@ _AT_ONCE = (
     Mutant(
         "small copy settled inside launch",
         QUEUE,
-        "                    if self._inbox and self._inbox[-1].job_id == job_id:  # copied at once\n",
+        "                    if self._inbox and self._inbox[-1].job_id == job_id:  # copied by `launch` itself\n",
         "                    if self._inbox and self._inbox[-1].job_id == job_id:\n"
         "                        self.settle_delivered()\n",
         _TURN,

@@ -257,8 +257,8 @@ _SHARING = (
     Mutant(
         "host lease kept after the load",
         LOADS,
-        "        self.request_leases.end_host_lease(request)\n        if layout.windows:\n            slide_off",
-        "        if layout.windows:\n            slide_off",
+        "        self.request_leases.end_host_lease(request)\n        if layout.windows:\n            slide_windows",
+        "        if layout.windows:\n            slide_windows",
         "host pins end when the load settles",
     ),
     Mutant(

@@ -49,7 +49,7 @@ _WINDOWS = (
     Mutant(
         "slid window stays pinned",
         WINDOWS,
-        "            cache.slide_lease(lease, band, start)\n",
+        "            cache.unpin_before(lease, band, start)\n",
         "            pass\n",
         "what has left a window is room for others",
         scenarios=("stale_window",),
@@ -57,8 +57,8 @@ _WINDOWS = (
     Mutant(
         "window let go of under another reader",
         "aoffload._kernel.cache",
-        "            if not part.num_references:\n                blocks.part_unpinned(part)\n",
-        "            blocks.part_unpinned(part)\n",
+        "            if not part.num_references:\n                blocks.make_unpinned(part)\n",
+        "            blocks.make_unpinned(part)\n",
         "a block is free when everybody has let go",
         scenarios=("mixed_windows",),
     ),
@@ -118,7 +118,7 @@ _PREEMPTION = (
     Mutant(
         "preempted request keeps its pins",
         PREEMPTION,
-        "            self.request_leases.follow(request, None)\n",
+        "            self.request_leases.lease_device_to(request, None)\n",
         "            pass\n",
         "preemption gives up every device block",
         scenarios=("preemption_storm", "preempted_windows"),
@@ -201,8 +201,8 @@ _TAKEN_BACK = (
     Mutant(
         "woken in the middle of a preemption",
         "aoffload._kernel.ledger",
-        "            wakes += self._loads.settled(self._loads.abandon(load))\n            wakes += load.over()\n",
-        "            self.admission.serve_queue(self._loads.settled(self._loads.abandon(load)) + load.over())\n",
+        "            wakes += self._loads.settled(self._loads.abandon(load))\n            wakes += load.conclude()\n",
+        "            self.admission.serve_queue(self._loads.settled(self._loads.abandon(load)) + load.conclude())\n",
         "a block is given to somebody else once every job and step has let go",
         test="tests/core/test_preemption.py::test_a_wake_finds_the_preemption_done",
     ),

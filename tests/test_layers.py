@@ -49,7 +49,7 @@ LONELY_BASES = {
     "Identity": "a TypedDict: a request of a runtime takes these options, too",
     "LedgerStatistics": "a runtime adds the counts of its transfers",
     "RequestOptions": "a TypedDict: a request of a runtime takes these options, too",
-    "Stretch": "a protocol",
+    "TokenRange": "a protocol",
 }
 """Bases with one class derived from them, and why that is no chain."""
 NOT_IN_CORE = {

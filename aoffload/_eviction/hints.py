@@ -178,7 +178,7 @@ class Hints:
 
 
 @dataclass(slots=True, frozen=True)
-class AlsoLearns:
+class LearningPolicy:
     """The store policy of a ledger whose eviction learns."""
 
     policy: StorePolicy

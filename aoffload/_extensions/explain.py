@@ -1,4 +1,8 @@
-"""Who holds device blocks and who waits, read off what there is. Nothing is kept for it but the times of moves."""
+"""Status reports of a ledger: which owners hold device blocks, and what each request waits for.
+
+The reports are computed from the present state when they are requested. Only the times of state changes are recorded
+for them.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,12 @@ from .pins import Pins, pinned_parts
 from .prefetch import CacheTransfers
 
 NUM_BIGGEST = 3
-"""Holders that a wait for room names."""
+"""Holders named in the report of a wait for free blocks."""
 
 
 @attrs.frozen
 class Situation:
-    """The present state of a ledger, in answers to questions."""
+    """Computes the status reports of a ledger from its present state."""
 
     live_requests: Mapping[str, LedgerRequest]
     steps: Mapping[int, Step]
@@ -36,14 +40,14 @@ class Situation:
     arrivals: Arrivals | None
     moves: Moves
     asking: dict[LedgerRequest, float] = attrs.field(factory=dict)
-    """Requests for which whoever has the remote store asks it, and since when."""
+    """Requests that wait for an answer of the remote store, and since when. The remote tier's loop side sets it."""
     declined: dict[str, Declined] = attrs.field(factory=dict)
-    """By request id: what whoever chooses between loading and computing has decided against."""
+    """By request id: the part of the hit that is computed instead of loaded. `LoadCosts` sets it."""
 
     # -- who holds ------------------------------------------------------------------------------------------------
 
     def biggest(self) -> list[Holder]:
-        """Everybody who holds device blocks, the biggest first, and of equals the oldest."""
+        """All owners that hold device blocks, the largest first; equals by age, the oldest first."""
         found = [holder for holder in self._all() if holder.num_blocks]
         return sorted(found, key=lambda holder: (-holder.num_blocks, -(holder.age_s or 0.0)))
 
@@ -79,15 +83,15 @@ class Situation:
         return Holder(job.plan.direction.value, str(job.job_id), state, self._age(job.since_s), num_blocks, began)
 
     def _job_of_fetch(self, job: Job) -> Holder:
-        """With its host blocks: it has none of the device."""
+        """The job with its host blocks, because it has no device blocks."""
         return attrs.evolve(self._job(job), num_blocks=job.plan.num_blocks)
 
     # -- who waits ------------------------------------------------------------------------------------------------
 
     def requests(self) -> list[RequestStatus]:
-        """The live requests, the one that is in its state for the longest first."""
+        """The live requests, those that have been in their state for the longest first."""
         biggest = self.biggest()
-        places = {waiter: place for place, waiter in enumerate(self._line(), 1)}
+        places = {waiter: place for place, waiter in enumerate(self._waiters(), 1)}
         steps: dict[LedgerRequest, list[Step]] = {}
         for step in self.steps.values():
             for request in dict.fromkeys(step.requests):
@@ -101,13 +105,13 @@ class Situation:
     # -- fetches --------------------------------------------------------------------------------------------------
 
     def _fetches(self) -> Iterator[Fetch]:
-        """Those that a request waits for."""
+        """The fetches that a request waits for."""
         for transfer in self.transfers.under_way.values():
             if isinstance(transfer, Fetch) and transfer.for_request is not None:
                 yield transfer
 
     def fetching(self) -> dict[Tier, int]:
-        """Tokens that requests wait for, by the tier that they come from: those of several requests count for each."""
+        """Tokens that fetches bring for requests, by source tier. If several requests wait, each counts its tokens."""
         found: dict[Tier, int] = {}
         for fetch in self._fetches():
             for part in self._brought(fetch):
@@ -120,7 +124,7 @@ class Situation:
         return sum(1 for _ in self._fetches())
 
     def _brought(self, fetch: Fetch) -> tuple[Fetching, ...]:
-        """What jobs under way bring for it, also those of other fetches."""
+        """The tokens that jobs under way bring for `fetch`, including jobs of other fetches."""
         found: dict[Tier, int] = {}
         layout = self.jobs.cache.layout
         leading = next(band.number for band in layout.bands if band.width)
@@ -134,7 +138,7 @@ class Situation:
         load = fetch.request.load
         return [] if load is None else sorted(load.jobs, key=lambda job: job.job_id)
 
-    def _line(self) -> Iterator[Waiter]:
+    def _waiters(self) -> Iterator[Waiter]:
         yield from self.admission.queue.extending
         yield from self.admission.queue.allocating
 
@@ -198,8 +202,8 @@ class Situation:
         return WaitsFor.ANSWER if request in self.asking else WaitsFor.PROGRAM, ()
 
     def wait_for_room(self, waiter: Waiter, biggest: list[Holder]) -> RequestStatus:
-        """What one waiter waits for. `biggest` is known to the caller, who may ask for many waiters at once."""
-        places = {other: place for place, other in enumerate(self._line(), 1) if other is waiter}
+        """The status of one waiter. The caller passes `biggest`, because it may report many waiters at once."""
+        places = {other: place for place, other in enumerate(self._waiters(), 1) if other is waiter}
         return self._status(waiter.request, places, biggest, [])
 
     def _age(self, since_s: float) -> float | None:
@@ -209,7 +213,7 @@ class Situation:
     # -- the oldest -----------------------------------------------------------------------------------------------
 
     def oldest_by_state(self) -> dict[str, float]:
-        """Seconds that a live request has been in its state, the longest of each state."""
+        """For each state, the longest time in seconds that a live request has been in it."""
         first: dict[str, float] = {}
         for request in self.live_requests.values():
             state = request.state.value
@@ -217,8 +221,8 @@ class Situation:
         return {state: self._longest([since_s]) for state, since_s in first.items()}
 
     def oldest_wait_s(self) -> float:
-        """Seconds that the oldest waiter has been in line; 0 if the line is empty."""
-        return self._longest(waiter.joined_s for waiter in self._line() if waiter.joined_s is not None)
+        """Seconds that the oldest waiter has been in the wait queue; 0 if the queue is empty."""
+        return self._longest(waiter.joined_s for waiter in self._waiters() if waiter.joined_s is not None)
 
     def oldest_step_s(self) -> float:
         return self._longest(step.begun_s for step in self.steps.values())
@@ -228,7 +232,7 @@ class Situation:
 
 
 def _others(holders: Iterable[Holder], request_id: str) -> Iterator[Holder]:
-    """Without what the request itself holds, also in steps of its own."""
+    """The `holders` without the request itself, and without steps of this request alone."""
     for holder in holders:
         if (holder.kind, holder.name) != ("request", request_id) and holder.request_ids != (request_id,):
             yield holder
@@ -246,9 +250,9 @@ def num_held(request: LedgerRequest) -> int:
 
 
 def _num_job(job: Job, *, is_in_doubt: bool) -> int:
-    """Device blocks that it writes, and until it is settled, those that it copies from or that lie before them."""
+    """Device blocks that the job writes. Until it is settled, also the blocks that its leases pin."""
     num_written = job.plan.num_blocks if job.plan.destination is Tier.DEVICE else 0
-    if is_in_doubt:  # of its destination alone: the sources of a copy that was given up are free
+    if is_in_doubt:  # only its destination is in quarantine; its leases have ended
         return num_written
     if job.plan.source is Tier.DEVICE and job.source_lease is None:
         return job.plan.num_blocks  # an engine's: no lease protects them

@@ -24,7 +24,7 @@ from .._kernel.plans import PrefixMatch
 from .._kernel.records import BlockTable, nulls
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import NoEpoch, Tier
-from .._kernel.waiting import Admission, is_waiting
+from .._kernel.waiting import Admission, waiting_error
 from ..errors import OutOfBlocks, WrongState
 
 
@@ -44,8 +44,8 @@ class Forks:
     admission: Admission
     moves: Moves
     over: dict[LedgerRequest, None] = field(default_factory=dict)
-    """Forks that are over while a request from which they were forked is live. Their published units depend on a copied
-    block, which no path of the index shows."""
+    """Forks that are over while a request from which they were forked is live. Their published units depend on a block
+    that was copied from that request, and the index does not show this."""
     _over_of: dict[LedgerRequest, list[LedgerRequest]] = field(default_factory=dict)
     """The same by origin, so that the end of a request scans its own forks only."""
 
@@ -68,7 +68,7 @@ class Forks:
     def check(self, parent: LedgerRequest) -> None:
         """Refuse to fork a request that waits for blocks, is in a step, or was invalidated."""
         if parent.waiter is not None:
-            raise is_waiting(parent, "fork")
+            raise waiting_error(parent, "fork")
         if parent.num_steps:
             raise WrongState(f"fork: a step writes into the blocks of {parent}")
         if parent.epoch is NoEpoch.INVALIDATED:
@@ -135,7 +135,7 @@ class Forks:
 
 
 def taken_from(request: LedgerRequest, sources: Mapping[LedgerRequest, int], unit_tokens: int) -> list[int]:
-    """The first wrong units that `request` copied when it was forked from `sources` (each with its first wrong
-    token)."""
+    """For each of `sources` (with its first wrong token) of which `request` is a fork that copied wrong KV: the first
+    wrong unit."""
     copied = request.origins.items()
     return [sources[source] // unit_tokens for source, stop in copied if source in sources and stop > sources[source]]

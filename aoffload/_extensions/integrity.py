@@ -1,4 +1,4 @@
-"""The conservation laws, by a full scan: every block has one owner, every reference belongs to a lease."""
+"""Check of all invariants, by a full scan: every block has one owner, and every reference belongs to a lease."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..errors import IntegrityError
 
 
 def check_integrity(
-    cache: PrefixCache, jobs: JobBook, line: WaitQueue, requests: Iterable[LedgerRequest], pins: Sequence[Pin] = ()
+    cache: PrefixCache, jobs: JobBook, queue: WaitQueue, requests: Iterable[LedgerRequest], pins: Sequence[Pin] = ()
 ) -> None:
-    """Raise `IntegrityError` naming the first law that does not hold. Looks at every block."""
+    """Raise `IntegrityError` naming the first invariant that does not hold. Scans every block."""
     held = tuple(requests)
     leases = list(_leases((*held, *pins), jobs))
     runs = _runs(cache, leases)
@@ -39,7 +39,7 @@ def check_integrity(
         _check_blocks(cache, tier.tier, runs, jobs, held)
     for request in held:
         _check_tables(request)
-    _check_line(line)
+    _check_queue(queue)
 
 
 def _demand(law: bool, message: str, *about: object) -> None:
@@ -55,7 +55,7 @@ def _leases(owners: tuple[LedgerRequest | Pin, ...], jobs: JobBook) -> Iterator[
 
 
 def _runs(cache: PrefixCache, leases: list[Lease]) -> set[Run]:
-    """All runs: those in the index, and leased ones that a reset has made unfindable."""
+    """All runs: those in the index, and leased runs that a reset has made unfindable."""
     runs = set(cache.index.runs.values())
     for lease in leases:
         _demand(not lease.released, "a released lease is still held", lease)
@@ -67,10 +67,10 @@ def _check_run(cache: PrefixCache, run: Run, num_after: int) -> None:
     _demand(run.start < run.stop, "an empty run", run)
     if run.epoch == cache.epoch:
         _demand(cache.index.runs.get(run.key) is run, "a run of this epoch that is not findable", run)
-        _demand(not run.holds_nothing(), "a run is kept for nothing", run)
-        _demand(run.num_after == num_after, "runs behind are miscounted", run, run.num_after, num_after)
+        _demand(not run.holds_nothing(), "a run without blocks, references or children is in the index", run)
+        _demand(run.num_after == num_after, "child runs are miscounted", run, run.num_after, num_after)
     is_short = not any(cache.is_cut(position) for position in range(run.start + 1, run.stop))
-    _demand(is_short, "a run goes over where the longest runs end", run)
+    _demand(is_short, "a run crosses a maximum boundary", run)
     if run.before is not None:
         _demand(run.before.stop == run.start, "a gap in a path", run.before, run)
     for part in run.parts:
@@ -78,9 +78,9 @@ def _check_run(cache: PrefixCache, run: Run, num_after: int) -> None:
         _demand(part.run is run and is_inside, "a part outside of its run", run, part.run)
         _demand(len(part.blocks) == (part.stop - part.first) * part.width, "a part of the wrong length", run)
         begins_there = part.first == run.start or (part.band > 0 and bool(part.blocks))
-        _demand(begins_there, "a part that begins nowhere", run, part.first)
+        _demand(begins_there, "a part that does not begin where its run does", run, part.first)
         if part.incoming is not None:
-            _demand(not part.incoming.is_settled, "a settled job is still awaited", run, part.incoming)
+            _demand(not part.incoming.is_settled, "a settled job is still `incoming`", run, part.incoming)
             reaches_furthest = part.band > 0 or covered(part)[1] == covered_stop(part)
             _demand(reaches_furthest, "an earlier job brings more than the last one", run, part.incoming)
 
@@ -100,7 +100,8 @@ def _check_order(cache: PrefixCache, tier: Tier, runs: set[Run]) -> None:
     parts = [part for run in runs for part in run.parts_in(tier)]
     ordered = list(islice(blocks.order, len(parts) + 1))  # a broken list may never end
     unpinned = {part for part in parts if part.blocks and not part.num_references}
-    _demand(len(set(ordered)) == len(ordered) and set(ordered) == unpinned, f"{tier.name} order is not the unpinned")
+    is_whole = len(set(ordered)) == len(ordered) and set(ordered) == unpinned
+    _demand(is_whole, f"{tier.name} eviction order differs from the set of unpinned parts")
     total = sum(len(part.blocks) for part in ordered)
     _demand(blocks.num_cached == total, f"{tier.name} evictable blocks are miscounted", blocks.num_cached, total)
 
@@ -132,14 +133,15 @@ def _check_blocks(
                 hands += request.waiter.granted
     held = set(hands)
     if len(held) != len(hands):
-        raise IntegrityError(f"{tier.name} blocks in two hands: {[i for i, n in Counter(hands).items() if n > 1][:8]}")
+        twice = [block_id for block_id, number in Counter(hands).items() if number > 1][:8]
+        raise IntegrityError(f"{tier.name} blocks have two owners: {twice}")
     total = cache.tiers[tier].pool.num_blocks
-    _demand(len(held) == total, f"{tier.name} blocks in no hand", total - len(held))
+    _demand(len(held) == total, f"{tier.name} blocks without an owner", total - len(held))
     _demand(tier is not Tier.DEVICE or 0 not in held, "the null block is in use")
 
 
 def _check_cell(cache: PrefixCache, job: Job) -> None:
-    """A job from or to a remote store copies units of one cell, which has the digest of their tokens."""
+    """A job from or to a remote store copies units of one cell, and the cell has the digest of their tokens."""
     plan, cell, width = job.plan, job.plan.cell, cache.layout.bands[job.band].width
     if cell is None:
         _demand(Tier.REMOTE not in plan.link, "a copy from or to a remote store without a cell", job)
@@ -166,7 +168,7 @@ def _check_outside(tier: TierBlocks, written: list[int], jobs: JobBook) -> None:
 
 
 def _check_tables(request: LedgerRequest) -> None:
-    _demand(request.fetched is None or request.may_match_again, "what was fetched is kept under block tables", request)
+    _demand(request.fetched is None or request.may_match_again, "a fetched lease is kept beside block tables", request)
     if request.epoch is NoEpoch.INVALIDATED:
         return  # its tables may name withdrawn blocks, which a running forward only reads
     if request.epoch is NoEpoch.ORPHANED:
@@ -175,16 +177,16 @@ def _check_tables(request: LedgerRequest) -> None:
         return
     for number, table in enumerate(request.tables):
         _demand(len(table.ids) == request.num_units * table.width, "a table of the wrong length", request, number)
-        _demand(not any(table.at(0, table.start)), "what has left a window is in the table", request, number)
+        _demand(not any(table.at(0, table.start)), "a table names blocks before its window", request, number)
         if number and request.load is None and table.start <= request.published:
             lease = request.leases.get(Tier.DEVICE)
             is_let_go = lease is None or lease.starts[number - 1] >= table.start
-            _demand(is_let_go, "what has left a window is pinned", request, number)
+            _demand(is_let_go, "blocks before a window are pinned", request, number)
         _check_table(request, number, table)
 
 
 def _check_kept(request: LedgerRequest, band: int, table: BlockTable) -> None:
-    """Blocks that a device reset has made unfindable stay with the requests that read them."""
+    """After a device reset, the tables of a request name only blocks that it still owns or leases."""
     private = {unit for units in table.duplicates for unit in units}
     kept = {0}  # null: units that a load has not brought
     run = request.device_run
@@ -194,7 +196,7 @@ def _check_kept(request: LedgerRequest, band: int, table: BlockTable) -> None:
         kept.update(part.tombstone_ids())
     for unit in range(table.start, min(request.published, request.num_units)):
         is_kept = unit in private or kept.issuperset(table.at(unit, unit + 1))
-        _demand(is_kept, "a table names blocks in no hand of its own", request, unit)
+        _demand(is_kept, "a table names blocks that its request does not own", request, unit)
 
 
 def _check_table(request: LedgerRequest, band: int, table: BlockTable) -> None:
@@ -209,8 +211,8 @@ def _check_table(request: LedgerRequest, band: int, table: BlockTable) -> None:
             _demand(same != (unit in private), "a table does not name its leased blocks", request, unit)
 
 
-def _check_line(line: WaitQueue) -> None:
-    for waiter in line.allocating[1:]:
-        _demand(not waiter.request.match_leases, "somebody behind the head keeps pins", waiter)
-    for waiter in (*line.extending, *line.allocating):
+def _check_queue(queue: WaitQueue) -> None:
+    for waiter in queue.allocating[1:]:
+        _demand(not waiter.request.match_leases, "a waiter after the head keeps pins", waiter)
+    for waiter in (*queue.extending, *queue.allocating):
         _demand(waiter.request.waiter is waiter and not waiter.is_over, "a waiter out of place", waiter)

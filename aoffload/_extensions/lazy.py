@@ -1,10 +1,10 @@
-"""The eviction watermark: stores what the next allocations of a tier would evict in the tier below, before they do.
+"""The eviction watermark: stores blocks in the tier below before the next allocations evict them.
 
-    eviction order, oldest first:   [in flight | there already | not yet | ...............]
-                                     <-- free blocks + these: watermark -->
+    eviction order, oldest first:   [being stored | stored | not stored yet | ............]
+                                     <-- free blocks + these: the watermark -->
 
-Stores in flight count, so such stores pin no more than about a watermark at a time. Blocks behind it may be evicted
-meanwhile, and are lost then.
+Blocks that stores under way read count within the watermark, so such stores pin about one watermark of blocks at most.
+An allocation of more blocks than the watermark may evict blocks before they are stored. These are lost.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class EvictionWatermark:
     num_blocks: int
     """The watermark; 0: nothing is stored."""
     step: int = 1
-    """Counts that differ by less than so many blocks are the same to `nothing_changed`."""
+    """`nothing_changed` divides its counts by this, so that small changes cause no scan."""
     source: TierBlocks = field(init=False)
     there: TierBlocks = field(init=False)
-    """Where the stores go."""
+    """The destination of the stores."""
     _num_offers: int = 0
     seen: tuple[object, ...] = ()
     """The state at the last scan. Empty forces a rescan."""
@@ -50,19 +50,20 @@ class EvictionWatermark:
                 self._num_offers += 1
 
     def plan(self) -> list[Job]:
-        """Store what was offered of the runs that are about to lose blocks, with all that is missing before it: the
-        host holds nothing whose front it lacks."""
+        """Store the offered units of the runs that are about to lose blocks. `Stores` adds the units before them that
+        the tier below lacks, because it holds full attention without gaps."""
         if not self.num_blocks or self.nothing_changed():
             return []
         return self.store(self.about_to_lose(self.offered), self.offered)
 
     def store(self, runs: list[Run], wanted: Callable[[Run], int], most: int = NO_LIMIT) -> list[Job]:
-        """Store what is wanted of `runs`, which are listed first: pinning changes the order. At most `most` blocks."""
+        """Store the units of each of `runs` up to `wanted(run)`, at most `most` blocks. `runs` is a list that was made
+        before, because a store changes the eviction order."""
         jobs: list[Job] = []
         for run in runs:
             if (left := left_of(most, jobs)) <= 0:
                 break
-            if run.parts:  # else it was merged with another one meanwhile: next time
+            if run.parts:  # else it was merged with another run meanwhile; the next scan finds that run
                 jobs += self._store(run, wanted(run), left)
         return jobs
 
@@ -78,7 +79,7 @@ class EvictionWatermark:
         return min(run.offered_stop, run.stop)
 
     def nothing_changed(self) -> bool:
-        """True for most commits: free counts and offers unchanged."""
+        """Whether the state is that of the last call, so that a scan would find nothing new: true for most commits."""
         now = self._state()
         before, self.seen = self.seen, now
         return now == before
@@ -96,13 +97,13 @@ class EvictionWatermark:
         )  # fmt: skip
 
     def about_to_lose(self, wanted: Callable[[Run], int]) -> list[Run]:
-        """Runs with blocks within the watermark that may be missing below, in eviction order."""
+        """The runs with blocks within the watermark that the tier below may lack, in eviction order."""
         source = self.source
         left = self.num_blocks - source.pool.num_free - self.jobs.num_stored_now(source.tier)
         return self.lacking(source.order, left, wanted)
 
     def lacking(self, parts: Iterable[Part], num_blocks: int, wanted: Callable[[Run], int]) -> list[Run]:
-        """The runs of `parts`, as far as these have `num_blocks` blocks, that may be missing below."""
+        """The runs of the first of `parts`, up to `num_blocks` blocks, of which the tier below may lack units."""
         found: dict[Run, None] = {}
         for part in parts:
             if num_blocks <= 0:
@@ -122,6 +123,6 @@ class EvictionWatermark:
 
 
 def _is_end(run: Run, stop: int) -> bool:
-    """Whether a later hit may end in `run`: no run is behind it, or only its front, up to unit `stop`, is wanted. Only
-    there a hit needs a window."""
+    """Whether a later hit may end in `run`: it has no child run, or only its front, up to unit `stop`, is wanted. Only
+    a hit that ends there needs the window blocks."""
     return not run.num_after or stop < run.stop

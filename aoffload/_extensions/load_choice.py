@@ -1,13 +1,13 @@
-"""Load or compute: what of a hit is loaded, by what both would cost.
+"""Load or compute: how much of a hit is loaded, by an estimate of the cost of both.
 
     loading costs      max(A, Q) - Q           this request waits for its first token
-                       + 2 busy(W) L           those behind it wait for what it loads
+                       + 2 busy(W) L           requests after it wait for its copy
     computing costs    H                       this request waits for its first token
-                       + 2 busy(Q) H           those behind it wait for what it computes
+                       + 2 busy(Q) H           requests after it wait for its forward
 
-A is when the hit has arrived: L the time that its copy takes, W what is queued before it, and the link's latency. H is
-the time that computing the hit takes, Q what is queued before that. busy(t) = t / (t + 0.2 s): where nothing is queued
-nobody waits behind.
+All are seconds. L is the time of the copy alone, W the time of the copies queued before it, and A = latency + W + L the
+time until the hit has arrived. H is the time to compute the hit, and Q the time to compute the tokens queued before it.
+busy(t) = t / (t + 0.2 s) is near 0 if little is queued, because then few requests come after this one.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, Protocol
 from .._arguments import check_int
 
 IDLE_S = 0.2
-"""So much queued makes a queue half as busy as an endless one."""
+"""Queue length in seconds at which `busy` is 0.5."""
 NUM_BEHIND = 2.0
-"""Requests that what one takes of an endless queue's time is expected to delay."""
+"""Number of requests that one request is expected to delay if the queue is always full."""
 TRIAL = 0.01
-"""Of the time since a link was measured last, what a load may take that only measures it again."""
+"""Maximum time of a load that only measures the link again, as a share of the time since the last measurement."""
 
 
 @dataclass(slots=True, eq=False)
 class Loadable:
-    """What a load would bring: units `[start, stop)`, and the blocks to copy for them."""
+    """A load that could be planned: units `[start, stop)`, and the number of blocks to copy for them."""
 
     start: int
     stop: int
@@ -36,40 +36,40 @@ class Loadable:
 
 @dataclass(slots=True, eq=False)
 class LoadOffer:
-    """What could be loaded for one request, how the link is doing that would bring it, and how the engine is doing that
-    would compute it instead."""
+    """The facts for the choice of one request: its hit, the state of the link, and the state of the engine."""
 
     num_units: int
-    """Of the hit."""
+    """Units of the hit that could be loaded."""
     num_bytes: int
-    """To copy for them."""
+    """Bytes to copy for these units."""
     unit_tokens: int
     rest_tokens: int
-    """Behind the hit: computed in any case."""
+    """Tokens after the hit, which are computed in any case."""
     tokens_per_s: float | None
     """Speed of computing; None: not known."""
     queued_tokens: int = 0
-    """To be computed before this request."""
+    """Tokens to compute before those of this request."""
     bytes_per_s: float | None = None
-    """Of the link when it was measured last, and no more than what is in flight shows; None: not known."""
+    """Speed of the link in its last measurement, or less if the copies in flight show less; None: not known."""
     queued_bytes: int = 0
-    """To be copied before these."""
+    """Bytes to copy before this load."""
     latency_s: float = 0.0
-    """Of a copy, besides what its bytes take."""
+    """Time of a copy in addition to the time of its bytes."""
     age_s: float = 0.0
-    """Since the link was measured last."""
+    """Seconds since the last measurement of the link."""
     left_s: float | None = None
-    """Until the request's deadline; None: it has none."""
+    """Seconds until the deadline of the request; None: it has none."""
 
     @property
     def arrives_s(self) -> float:
-        """Until the hit has arrived. 0 as long as nothing was measured: the first load is the measurement."""
+        """Seconds until the hit has arrived. 0 if the link was never measured, because then the first load measures
+        it."""
         if not self.bytes_per_s:
             return 0.0
         return self.latency_s + (self.queued_bytes + self.num_bytes) / self.bytes_per_s
 
     def first_token_s(self, num_units: int) -> float:
-        """Until the first token if `num_units` are loaded. What is not known takes no time."""
+        """Seconds until the first token if `num_units` are loaded. A time that is not known counts as 0."""
         arrived_s, speed = self.arrives_s if num_units else 0.0, self.tokens_per_s
         if not speed:
             return arrived_s
@@ -78,27 +78,27 @@ class LoadOffer:
 
 
 class LoadChoice(Protocol):
-    """Decides what of a hit is loaded."""
+    """Decides how much of a hit is loaded."""
 
     def stop(self, offer: LoadOffer) -> int:
-        """How many units of the hit are loaded, from the first one on; the others are computed. Called for every
-        request with a host hit, in the ledger's thread."""
+        """The number of leading units of the hit to load; the others are computed. Called for every request with a host
+        hit, in the ledger's thread."""
         ...
 
 
 class CostChoice:
-    """Loads the hit if that costs no more than computing it. With a deadline: what meets it, if only one of the two
-    does. What was slow is tried again now and then, by a load that is small."""
+    """Loads the hit if that costs no more than computing it. If the request has a deadline that only one of the two
+    meets, the choice is that one. A link that was slow is probed with a small load now and then."""
 
     def stop(self, offer: LoadOffer) -> int:
         num_units, tokens_per_s, bytes_per_s = offer.num_units, offer.tokens_per_s, offer.bytes_per_s
         if not tokens_per_s:
             return num_units  # nothing to compare with
-        if not bytes_per_s:  # somebody's load is the measurement
+        if not bytes_per_s:  # load, to measure the link; but only one load at a time
             return 0 if offer.queued_bytes else num_units
         queue_s, hit_s = offer.queued_tokens / tokens_per_s, num_units * offer.unit_tokens / tokens_per_s
         wait_s, load_s = offer.queued_bytes / bytes_per_s, offer.num_bytes / bytes_per_s
-        late_s = offer.latency_s + wait_s + load_s - queue_s  # for who computes meanwhile
+        late_s = offer.latency_s + wait_s + load_s - queue_s  # the engine computes queued tokens meanwhile
         if late_s < 0.0:
             late_s = 0.0
         if offer.left_s is not None:
@@ -115,13 +115,14 @@ class CostChoice:
 
 
 def chosen_stop(choice: LoadChoice, offer: LoadOffer, most: int) -> int:
-    """What `choice` says, which may be a program's own. `InvalidArgument` for what is no number of units, or more."""
+    """The answer of `choice`, checked, because it may be a program's own: `InvalidArgument` unless it is an integer in
+    `[0, most]`."""
     stop = choice.stop(offer)
     return stop if type(stop) is int and 0 <= stop <= most else check_int("load_choice", stop, 0, most)
 
 
 def load_choice_of(value: Any) -> LoadChoice | None:
-    """The choice that `OffloadConfig.load_choice` names or is. None: whatever can be loaded is."""
+    """The choice that `OffloadConfig.load_choice` names or is. None: load everything."""
     if isinstance(value, str):
         return CostChoice() if value == "cost" else None
     return value  # type: ignore[no-any-return]

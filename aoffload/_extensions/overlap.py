@@ -33,13 +33,13 @@ def can_start(cache: PrefixCache, request: LedgerRequest) -> bool:
     read, and the units after them have blocks. False after a reset, because then jobs publish nothing."""
     load, overlap = request.load, request.overlap
     if load is None or not load.jobs:
-        return False  # DRAINING: what its steps have computed cannot be committed
+        return False  # DRAINING: the results of its steps cannot be committed
     if request.num_steps:
-        return True  # a step holds its blocks already
+        return True  # another step of it is under way, on the same assumption
     if request.epoch != cache.epoch:
         return False
     if overlap is not None and overlap.state is OverlapState.INVALID:
-        return False  # the overlap of an earlier load, which the engine does not know to be invalid yet
+        return False  # an overlap of an earlier load is invalid, and the engine does not know that yet
     if any(table.num_null(load.stop, request.num_units) for table in request.tables):
         return False
     return all(
@@ -108,7 +108,7 @@ def check_valid(request: LedgerRequest, num_computed_tokens: int) -> None:
     """Refuse to commit what was computed on a load that fell short."""
     ready = request.num_computed_tokens
     if request.overlap is not None and num_computed_tokens > ready:
-        problem = f"is {num_computed_tokens}, but the load of {request} fell short of what its step took for loaded"
+        problem = f"is {num_computed_tokens}, but the load of {request} brought fewer tokens than its step assumed"
         raise CommitError("num_computed_tokens", f"{problem}: compute again from token {ready} on, in a new step")
 
 
@@ -119,8 +119,8 @@ def first_invalid_token(request: LedgerRequest) -> int | None:
     return request.num_computed_tokens if is_wrong else None
 
 
-def tell(moves: Moves, request: LedgerRequest) -> None:
-    """The engine knows of an invalid overlap, or has preempted the request: ACKNOWLEDGED."""
+def acknowledge(moves: Moves, request: LedgerRequest) -> None:
+    """Mark an invalid overlap as ACKNOWLEDGED: the engine knows of it, or has preempted the request."""
     if request.overlap is not None and request.overlap.state is OverlapState.INVALID:
         moves.overlap(request.overlap, OverlapState.ACKNOWLEDGED)
 

@@ -36,7 +36,7 @@ from ..errors import InvalidArgument, OutOfBlocks
 
 @dataclass(slots=True, frozen=True)
 class _Wish:
-    """A lease to take: in `tier`, up to unit `stop`; in windows, from `starts` on."""
+    """A lease to take: in `tier`, up to unit `stop`, and in each window from its entry in `starts` on."""
 
     tier: Tier
     stop: int
@@ -104,8 +104,8 @@ class Pins:
         return False
 
     def renew(self) -> None:
-        """Cached blocks were withdrawn: a pin on tombstones takes new leases on the blocks that are left, so that the
-        tombstones are freed."""
+        """Called after cached blocks were withdrawn: each pin on tombstones takes new leases on the blocks that are
+        left, so that the tombstones are freed."""
         for pin in self.pins:
             if any(part.tombstones for lease in pin.leases for part in pinned_parts(lease)):
                 limit = pin.match.num_tokens // self.cache.layout.unit_tokens
@@ -115,7 +115,7 @@ class Pins:
     # -- leases ---------------------------------------------------------------------------------------------------
 
     def _wishes(self, sequence: TokenSequence, limit: int) -> tuple[Hit, list[_Wish]]:
-        """The hit, and the leases that pin it: in each tier as far as that tier holds it."""
+        """The hit, and the leases to take: in each tier up to the end of the part that the tier holds."""
         cache = self.cache
         hit = find_hit(cache.index, sequence, cache.layout, limit)
         ends: list[tuple[Tier, int]] = []

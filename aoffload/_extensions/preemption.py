@@ -1,9 +1,8 @@
 """Preemption: a request gives up its device blocks, keeps its progress in host memory, and continues later.
 
 A preempted request has one lease, on the host copy of its published units, and its tokens. `resume` matches it again,
-and from there on it goes the way of a new request: blocks, load, step. Units that the host could not store are computed
-again. What the last step computed and the request has not committed is lost (`Computing.LOST_BLOCKS`): the request
-cannot commit it any more, because its blocks are gone.
+and from there on it is served like a new request: blocks, load, step. Units that the host could not store are computed
+again. Results of the last step that are not committed are lost with their blocks (`Computing.LOST_BLOCKS`).
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from .._kernel.records import Job
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import Computing, Tier, require
 from .._kernel.states import RequestState as State
-from .._kernel.waiting import Admission, is_waiting
+from .._kernel.waiting import Admission, waiting_error
 from ..errors import WrongState
-from .overlap import tell
+from .overlap import acknowledge
 from .store_policies import NoStore, StorePolicy
 
 
@@ -45,7 +44,7 @@ class Preemptions:
             instead="it has no blocks to give up",
         )  # fmt: skip
         if request.waiter is not None and request.state is not State.REQUEUED:
-            raise is_waiting(request, "preempt")
+            raise waiting_error(request, "preempt")
         if request.num_steps:
             raise WrongState(f"preempt: a step touches the blocks of {request}")
 
@@ -69,7 +68,7 @@ class Preemptions:
         self.request_leases.give_up_tables(request)
         if run is not None:
             request.leases[self.stores.destination] = cache.lease(self.stores.destination, run)
-            self.request_leases.follow(request, None)
+            self.request_leases.lease_device_to(request, None)
 
         # The limit of `admit` is about the prompt. What the request itself has computed may always be matched.
         request.hit_limit = max(request.hit_limit, request.num_computed_tokens // unit_tokens)
@@ -78,12 +77,12 @@ class Preemptions:
         if request.computing is Computing.ITS_BLOCKS:
             request.computing = Computing.LOST_BLOCKS
         self.moves.request(request, State.PREEMPTED)
-        tell(self.moves, request)
+        acknowledge(self.moves, request)
 
         stores = [job for job in self.jobs.unsettled.values() if job.plan.source is Tier.DEVICE]
         read = {job.job_id: held.intersection(job.plan.source_ids) for job in stores}
         job_ids = tuple(job_id for job_id, blocks in read.items() if blocks)
-        # Negative if the stores pin the margin before a window.
+        # The difference is negative if the stores pin blocks that were evictable, such as the margin before a window.
         num_freed = max(0, self.admission.num_available - before)
         return Preemption(num_freed, len(set().union(*read.values())), job_ids, tuple(job.plan for job in jobs))
 

@@ -2,12 +2,12 @@
 
     prefetch    host -> device    load what a request for a prompt would load, before the request comes
     demotion    device -> host    store the units of a prompt that the host lacks, and free its device blocks
-    fetch       below  -> host    so that a request hits there
+    fetch       below  -> host    copy the units of a prompt that only lower tiers hold, so that a request hits them
 
 No request waits for a cache transfer. It has a `LedgerRequest` of its own, which is matched and has a load like that of
 any request, so that jobs, leases and the index need not tell it apart. But that record is not live: it never joins the
 wait queue and computes nothing, and when its load is over, or cancelled, it releases everything. The blocks that have
-landed stay cached, unpinned.
+landed stay cached, unpinned. `Ledger` hands its transfers out as `CacheTransfer` objects.
 
 A cache transfer must not harm requests. A prefetch takes free blocks only while no request waits for some, and all
 prefetches under way take at most `max_share` of the device. A demotion frees a block only if no lease pins it, and only
@@ -49,8 +49,8 @@ class CacheTransfers:
     # -- prefetch -------------------------------------------------------------------------------------------------
 
     def prefetch(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Prefetch:
-        """Load what a request for `sequence` would load, or as much of its front as there are free blocks for. Nothing
-        while requests wait for blocks."""
+        """Load the units that a request for `sequence` would load, or as many of the leading ones as there are free
+        blocks for. Load nothing while requests wait for blocks."""
         limit = (sequence.num_tokens - 1) // self.cache.layout.unit_tokens
         transfer = Prefetch(self.new_request("prefetch", sequence, limit, ledger), wake)
         request = transfer.request
@@ -156,7 +156,8 @@ class CacheTransfers:
     def new_request(self, kind: str, sequence: TokenSequence, limit: int, ledger: object) -> LedgerRequest:
         self.num_cache_transfers += 1
         name = f"{kind}-{self.num_cache_transfers}"
-        # Before all requests: where one call ends several loads, transfers give back blocks before requests take some.
+        # A ticket before those of all requests: if one call ends several loads, transfers release blocks before
+        # requests take some.
         ticket = self.num_cache_transfers - NO_LIMIT
         return LedgerRequest(name, sequence, self.cache.epoch, ticket, limit, 1, ledger=ledger)
 
@@ -183,7 +184,7 @@ class CacheTransfers:
         self.moves.cache_transfer(transfer, CacheTransferState.MOVING)
 
     def _over(self, transfer: CacheTransfer) -> list[Callable[[], object]]:
-        """The load of `transfer` is over: see `Load.over`."""
+        """The load of `transfer` is over: see `Load.conclude`."""
         self._end(transfer, CacheTransferState.DONE)
         return [transfer.wake]
 
@@ -196,7 +197,7 @@ class CacheTransfers:
 
     def _end(self, transfer: CacheTransfer, state: CacheTransferState) -> None:
         self.under_way.pop(transfer.request, None)
-        self.request_leases.let_go(transfer.request)
+        self.request_leases.release_all(transfer.request)
         if isinstance(transfer, Demotion) and state is CacheTransferState.DONE:
             self._free(transfer)
         if isinstance(transfer, Prefetch | Fetch):

@@ -1,7 +1,8 @@
-"""Store policies: which of the blocks that requests have published are stored in the host, and when.
+"""Store policies: which published blocks are stored in the host, and when.
 
-`EagerStore` stores at commit, `LazyStore` what is about to be evicted, `SelectiveStore` what was asked for before,
-`NoStore` nothing. A request's own `StoreScope` and limit narrow that further.
+`EagerStore` stores all blocks at their commit. `LazyStore` stores blocks that are about to be evicted. `SelectiveStore`
+stores, at their commit, blocks that were requested before. `NoStore` stores none. The `StoreScope` and the limit of a
+request narrow that further.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ MAX_COUNTED_TOKENS = 2**34
 
 
 class StorePolicy(Protocol):
-    """What the ledger asks of a policy; positions are units of the layout. `EagerStore` is a base for custom ones.
+    """A store policy, as the ledger calls it. All positions are units of the layout. `EagerStore` is a base for your
+    own policies.
 
-    If a method raises, the ledger raises that. `admit`, `commit` and `offer` have changed nothing then; `release` has
-    ended the request, and stores nothing."""
+    If a method raises, the ledger raises the same error. `admit`, `commit` and `offer` have changed nothing then;
+    `release` has ended the request, and stores nothing."""
 
     @property
     def num_watermark_blocks(self) -> int:
-        """0: store wanted blocks at once. Else, as late as possible: once they are among the next so many device blocks
-        that allocations will take."""
+        """0: store wanted blocks at once. Otherwise the watermark: store wanted blocks once they are among this number
+        of device blocks that the next allocations would take."""
         ...
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
@@ -42,8 +44,8 @@ class StorePolicy(Protocol):
         ...
 
     def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
-        """Units `[first, stop)` of its tokens were asked for: those of the prompt at admission, generated ones when it
-        is done. Not called for requests that store nothing."""
+        """Units `[first, stop)` of the tokens of `request` were requested. Called for the units of the prompt at
+        admission, and for generated units when the request is done. Not called for requests that store nothing."""
         ...
 
     def wanted_stop(self, request: LedgerRequest) -> int:
@@ -53,7 +55,7 @@ class StorePolicy(Protocol):
 
 
 class EagerStore:
-    """Stores every published block, at once. A base for policies of one's own."""
+    """Stores every published block, at once. A base for your own policies."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -88,7 +90,7 @@ def _int_in(minimum: int, maximum: int) -> Any:
 
 @attrs.frozen
 class LazyStore(EagerStore):
-    """Stores blocks just before eviction: once allocating `watermark_blocks` more device blocks would evict them.
+    """Stores blocks just before their eviction: once allocating `watermark_blocks` more device blocks would evict them.
 
     None is an eighth of the device pool. Best effort: blocks evicted before they are stored are lost.
     """
@@ -109,15 +111,15 @@ class LazyStore(EagerStore):
 
 @attrs.define(eq=False)
 class SelectiveStore(EagerStore):
-    """Stores, at commit, what was asked for at least `min_seen` times.
+    """Stores, at their commit, the blocks of prefixes that were requested at least `min_seen` times.
 
-    Counts prefixes, also those that no tier holds any more, within `max_counted_tokens` of 4 bytes each.
+    The counts include prefixes that no tier holds any more. They keep up to `max_counted_tokens` tokens, of 4 bytes.
     """
 
     min_seen: int = attrs.field(default=2, validator=_int_in(1, MAX_SEEN))
     max_counted_tokens: int = attrs.field(default=2**24, validator=_int_in(1, MAX_COUNTED_TOKENS))
     counts: HitCounts | None = attrs.field(default=None, init=False)
-    """A ledger's own; None in a configuration."""
+    """Set in the policy of a ledger; None in a configuration."""
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> Self:
         found = type(self)(self.min_seen, self.max_counted_tokens)
@@ -134,8 +136,8 @@ class SelectiveStore(EagerStore):
 
 
 @attrs.frozen
-class Checked:
-    """A policy of the program's own, whose answers are checked. Those of this file need no check."""
+class CheckedPolicy:
+    """Wraps a program's own policy and checks its answers. The policies of this file need no check."""
 
     policy: StorePolicy
 
@@ -154,13 +156,13 @@ class Checked:
 
 
 def checked(policy: StorePolicy) -> StorePolicy:
-    return policy if type(policy) in (EagerStore, NoStore, LazyStore, SelectiveStore) else Checked(policy)
+    return policy if type(policy) in (EagerStore, NoStore, LazyStore, SelectiveStore) else CheckedPolicy(policy)
 
 
 @attrs.frozen
-class AlsoCounts:
-    """The policy of a ledger with a disk or a remote store: that of its stores in the host, and beside it how often
-    prefixes were asked for."""
+class CountingPolicy:
+    """Wraps the store policy of a ledger with a disk or a remote store, and counts how often prefixes were requested:
+    the stores to these tiers depend on it."""
 
     policy: StorePolicy
     counted: SelectiveStore
@@ -190,7 +192,7 @@ class AlsoCounts:
         return self.policy.wanted_stop(request)
 
     def asked_stop(self, sequence: TokenSequence, limit: int) -> int:
-        """The unit, at most `limit`, up to which `sequence` was asked for twice."""
+        """The unit, at most `limit`, up to which `sequence` was requested at least twice."""
         counts = self.counted.counts
         assert counts is not None, "counts belong to a ledger"
         return counts.stop_of(sequence, limit, self.counted.min_seen)

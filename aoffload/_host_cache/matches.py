@@ -27,7 +27,7 @@ from .._extensions.load_choice import Loadable
 from .._kernel.cache import PrefixCache
 from .._kernel.events import LoadsPaused, LoadsResumed
 from .._kernel.eviction import EvictionOrder
-from .._kernel.index import Hit, find_hit_behind, held_stop
+from .._kernel.index import Hit, find_hit_after, held_stop
 from .._kernel.leases import RequestLeases
 from .._kernel.moves import Moves
 from .._kernel.plans import PrefixMatch
@@ -108,7 +108,7 @@ class EngineTier(TierBlocks):
     def hold(self, block_ids: array[int]) -> None:
         self.held.hold(block_ids)
 
-    def let_go(self, block_ids: array[int]) -> None:
+    def unhold(self, block_ids: array[int]) -> None:
         self.held.give(block_ids)
 
     @property
@@ -255,16 +255,16 @@ class EngineMatches:
         start = request.engine_tokens // self.cache.layout.unit_tokens
         if request.epoch != self.cache.epoch:
             return Hit(start, start, ())
-        return self.hit_behind(request.sequence, min(request.hit_limit, at_most), start, request.hit_alignment)
+        return self.hit_after(request.sequence, min(request.hit_limit, at_most), start, request.hit_alignment)
 
-    def hit_behind(self, sequence: TokenSequence, limit: int, start: int, alignment: int = 1) -> Hit:
+    def hit_after(self, sequence: TokenSequence, limit: int, start: int, alignment: int = 1) -> Hit:
         """What host memory holds of units `[start, limit)`, the unit of the last token excluded. Nothing while too many
         blocks are in quarantine."""
         if not self.device.may_load:
             return Hit(start, start, ())
         layout = self.cache.layout
         limit = min((sequence.num_tokens - 1) // layout.unit_tokens, limit)
-        return find_hit_behind(self.cache.index, sequence, layout, limit, start, alignment)
+        return find_hit_after(self.cache.index, sequence, layout, limit, start, alignment)
 
     def _pin(self, request: LedgerRequest, hit: Hit) -> None:
         unit = self.cache.layout.unit_tokens

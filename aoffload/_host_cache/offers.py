@@ -405,7 +405,7 @@ class EngineOffers:
         """The run of the index that ends at unit `stop` of the request's tokens; inserts what is missing, behind `end`
         if that is known."""
         if end is not None and self._is_there(end):
-            last = self.cache.insert_behind(end.run, request.sequence, end.position, stop, end.key)
+            last = self.cache.insert_after(end.run, request.sequence, end.position, stop, end.key)
         else:
             last = self.cache.path_to(request.sequence, stop)
         self.reached(request, last)

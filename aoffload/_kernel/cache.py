@@ -11,7 +11,7 @@ has a pinned run after it. That is why evicting the oldest unpinned run never le
 
 A window needs only the last blocks before a position. So in a window band a lease counts on every run from the unit
 where the window begins to the end of its path, and pins nothing before. Blocks that have left the window stay cached
-until their space is needed, and a prefix that ends there may still hit.
+until their space is needed, and a prompt that ends there may still hit.
 
     full attention   part    [present .............)(nothing      )     a gap would hide all blocks after it
     window           part    (nothing )[present ........)(nothing )     one stretch for each run
@@ -21,6 +21,9 @@ the next run again when no lease needs the boundary, because one run for each bl
 refers to a run object. A split puts a new head before that run, so a lease never releases the wrong blocks.
 
 **Eviction** (`take`) frees the tail of the oldest part in the eviction order of the tier, as many units as are needed.
+Only unpinned parts are in the order, so eviction never ends a lease. Each part is evicted for itself: the other bands
+and tiers of its run keep their blocks. A release adds the end of a path to the order first, so children go before their
+parents. A run without any block and without child runs leaves the index (`tidy`).
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class FullComponent:
     def pin(self, blocks: TierBlocks, run: Run, is_use: bool) -> None:
         """Count a lease that ends at `run`: one more reference on each run back to the first that already had one.
 
-        `is_use` also marks parts as in use (`last_use`), back to the first that already was: so are all before it."""
+        `is_use` also marks the parts as in use (`last_use`), back to the first part that is in use already, because
+        then all parts before it are."""
         current: Run | None = run
         is_new = True
         while current is not None and (is_new or is_use):
@@ -60,7 +64,7 @@ class FullComponent:
                 part.num_references += 1
                 is_new = part.num_references == 1
                 if is_new and part.blocks:
-                    blocks.part_pinned(part)
+                    blocks.make_pinned(part)
             if is_use:
                 is_use = part.last_use > 0 or not part.blocks
                 part.last_use = 0
@@ -68,17 +72,17 @@ class FullComponent:
 
     def unpin(self, blocks: TierBlocks, run: Run) -> list[Run]:
         """Remove the references of a lease that ended at `run`. Returns the runs left without any, last first."""
-        let_go: list[Run] = []
+        unpinned: list[Run] = []
         current: Run | None = run
         while current is not None:
             part = current.parts[blocks.tier]
             part.num_references -= 1
             if part.num_references:
                 break
-            let_go.append(current)
-            blocks.part_unpinned(part)
+            unpinned.append(current)
+            blocks.make_unpinned(part)
             current = current.before
-        return let_go
+        return unpinned
 
     def head_references(self, num_references: int) -> int:
         """The references that the head gets when a run with `num_references` is split."""
@@ -114,13 +118,13 @@ class FullComponent:
         return ids[:skip] + ids[take:]
 
     def fitting(self, start: int, stop: int, num_units: int) -> range:
-        """The units of `[start, stop)` to store where there is room for `num_units`."""
+        """The units of `[start, stop)` to store if there are free blocks for `num_units` only."""
         return range(start, min(stop, start + num_units))
 
     def lacking(self, run: Run, source: Tier, tier: Tier, start: int, stop: int) -> list[Stretch]:
         """Units before `stop` on the path of `run` that `source` holds and `tier` neither holds nor will get; last
-        first. Goes back to unit `start`, and then on to the first run of which `tier` holds or will get something: of
-        full attention, it then has all before that, too."""
+        first. Walks back to unit `start`, and from there to the first run of which `tier` holds or will get units,
+        because in full attention `tier` then has all units before them, too."""
         found: list[Stretch] = []
         current: Run | None = run
         while current is not None:
@@ -142,11 +146,11 @@ class FullComponent:
 
 @dataclass(slots=True, eq=False)
 class WindowComponent:
-    """One window band."""
+    """One window band: sliding window or chunked local attention."""
 
     band: Band
     places: tuple[int, ...]
-    """By tier: where `Run.parts` has the part of the band."""
+    """By tier: the index into `Run.parts` of the part of this band."""
 
     def pin(self, blocks: TierBlocks, run: Run, start: int, is_use: bool) -> None:
         """Count a lease on every run from unit `start` on, on the path of `run`."""
@@ -156,7 +160,7 @@ class WindowComponent:
             part = current.parts[place]
             part.num_references += 1
             if part.num_references == 1 and part.blocks:
-                blocks.part_pinned(part)
+                blocks.make_pinned(part)
             if is_use:
                 part.last_use = 0
             current = current.before
@@ -169,11 +173,11 @@ class WindowComponent:
             part = current.parts[place]
             part.num_references -= 1
             if not part.num_references:
-                blocks.part_unpinned(part)
+                blocks.make_unpinned(part)
             current = current.before
 
     def head_references(self, num_references: int) -> int:
-        return num_references  # a lease begins where a run does: it covers both
+        return num_references  # leases begin only where runs begin, so each lease on the run covers head and tail
 
     def follows(self, front: Part, back: Part) -> bool:
         return front.stop == back.first or not front.blocks
@@ -227,10 +231,11 @@ Component: TypeAlias = FullComponent | WindowComponent
 
 
 def brings(component: Component, job: Job, part: Part, run: Run) -> bool:
-    """Whether `job` is unsettled and adds to `part`: the part of `run`, or one whose front is about to become that.
-    False if `run` is not on the job's path: when a job settles, it clears `incoming` on its own path only."""
+    """Whether `job` is unsettled and adds units of `run` to `part`, which is the part of `run`, or is about to be split
+    so that its front becomes that. False if `run` is not on the job's path, because a settled job clears `incoming` on
+    its own path only."""
     first = component.first_brought(job, part)
-    return not job.is_settled and any(over is run for over, _, _ in stretches(job.run, first, job.stop))
+    return not job.is_settled and any(each is run for each, _, _ in stretches(job.run, first, job.stop))
 
 
 def window_components(layout: Layout, num_tiers: int) -> tuple[WindowComponent, ...]:
@@ -239,7 +244,8 @@ def window_components(layout: Layout, num_tiers: int) -> tuple[WindowComponent, 
 
 
 def _incoming_before(component: Component, part: Part, head: Run, at: int) -> Job | None:
-    """The last job in flight that adds to what `head` gets of `part`, which is split at unit `at`."""
+    """The `incoming` of the part of `head`, when `part` is split at unit `at`: the last unsettled job that adds units
+    before `at`."""
     job = part.incoming
     while job is not None and job.start >= at:
         job = job.predecessor
@@ -248,7 +254,7 @@ def _incoming_before(component: Component, part: Part, head: Run, at: int) -> Jo
 
 class PrefixCache:
     """The cached runs, their blocks in every tier, and the leases on them. Never waits, and never raises for lack of
-    room: callers check `room` first."""
+    blocks: callers check `TierBlocks.num_available` first."""
 
     def __init__(
         self,
@@ -293,14 +299,14 @@ class PrefixCache:
         front = part.cut_off(head, start, at, num_references, incoming)
         if front.blocks and not num_references:
             order = self.tiers[part.tier].order
-            order.add_newer(front, part)  # right behind the tail, which must be evicted first
+            order.add_newer(front, part)  # right after the tail, which must be evicted first
             if not part.blocks:
                 order.remove(part)
         return front
 
     def cut(self, run: Run, at: int) -> Run:
-        """The run that ends at unit `at` of the path of `run`, which is shortened or split there: a lease on it never
-        pins what is published behind `at` later."""
+        """The run that ends at unit `at` on the path of `run`. Splits or shortens the run there, so that a lease on the
+        result never pins units that are published after `at` later."""
         while run.start >= at:
             assert run.before is not None, "not on the path"
             run = run.before
@@ -308,12 +314,13 @@ class PrefixCache:
             return run
         if run.num_after or any(part.num_references or covered_stop(part) > at for part in run.parts):
             return self.split(run, at)
-        self.index.shorten(run, at)  # nothing is held behind `at`: a tail would be useless
+        self.index.shorten(run, at)  # no tier holds a block after `at`: a tail would be useless
         return run
 
     def shift_boundary(self, run: Run, at: int, tier: Tier, band: Band) -> bool:
-        """Move the units before `at`, which a lease unpins in `tier` and `band` alone, to the run before; False if that
-        cannot take them. Splits instead would leave one run per block behind a sliding window."""
+        """Move the units before `at` to the run before `run`; False if that run cannot take them. Called when a lease
+        unpins these units in `tier` and `band`. A split instead would leave one run for each block that a sliding
+        window has left."""
         head = run.before
         if head is None or self.is_cut(head.stop) or not self._may_take_over(head, run, tier, band):
             return False
@@ -323,8 +330,8 @@ class PrefixCache:
         return True
 
     def _may_take_over(self, head: Run, run: Run, tier: Tier, band: Band) -> bool:
-        """Whether `head` can take units of `run`, its only child: no job adds to either, and every lease pins both
-        alike, except that one lease alone pins the blocks of `run` in `tier` and `band`."""
+        """Whether `head` can take units of `run`, its only child: no job adds to either, and in every tier and band the
+        same leases pin both, except that in `tier` and `band` exactly one lease pins `run` and none pins `head`."""
         if head.num_after != 1 or head.spans != run.spans or head.epoch != self.index.epoch:
             return False
         for front, back in zip(head.parts, run.parts, strict=True):
@@ -333,7 +340,7 @@ class PrefixCache:
                 return False
             if back.blocks and not component.follows(front, back):
                 return False
-            if back.band == band.number and back.tier is tier:  # here the lease slides
+            if back.band == band.number and back.tier is tier:  # the caller unpins these units
                 if (front.num_references, back.num_references) != (0, 1):
                     return False
             elif front.num_references != component.head_references(back.num_references):
@@ -360,11 +367,12 @@ class PrefixCache:
         if not back.blocks:
             tier.order.remove(back)
 
-    def merge(self, let_go: list[Run]) -> list[Run]:
-        """Merge runs that were unpinned together, or divergent prompts would fragment the index. Returns the rest."""
-        left = [let_go[0]]
+    def merge(self, unpinned: list[Run]) -> list[Run]:
+        """Merge runs that were unpinned together, because prompts that diverge would fragment the index. Takes them
+        last first, and returns those that remain."""
+        left = [unpinned[0]]
         heads: list[Run] = []
-        for head in let_go[1:]:
+        for head in unpinned[1:]:
             if self._can_join(head, heads[-1] if heads else left[-1], left[-1]):
                 heads.append(head)
                 continue
@@ -383,17 +391,17 @@ class PrefixCache:
             return False
         if self.is_cut(head.stop):
             return False
-        for front, behind in zip(head.parts, back.parts, strict=True):
-            component = self.components[behind.band]
-            if front.num_references or behind.num_references or front.rank != behind.rank:
+        for front, following in zip(head.parts, back.parts, strict=True):
+            component = self.components[following.band]
+            if front.num_references or following.num_references or front.rank != following.rank:
                 return False
-            if front.incoming is not None or behind.incoming is not None:
+            if front.incoming is not None or following.incoming is not None:
                 return False
-            if behind.blocks and not component.follows(front, behind):
+            if following.blocks and not component.follows(front, following):
                 return False
-            if behind.blocks and front.blocks and behind.newer is not front:
+            if following.blocks and front.blocks and following.newer is not front:
                 return False
-            if back is not tail and component.leaves_gap(front, behind):
+            if back is not tail and component.leaves_gap(front, following):
                 return False
         return True
 
@@ -441,9 +449,9 @@ class PrefixCache:
         """Pin the path of `run` in `tier`; of each window the units from its entry in `starts` on, or those needed to
         continue computing at the end of `run`.
 
-        Without `is_use`, the lease does not refresh LRU positions: blocks that no other lease has used by its release
-        return to their old place in the eviction order. A store leases its source so, or lazy stores would reverse the
-        order."""
+        Without `is_use`, the lease does not refresh LRU positions: at its release, blocks that no other lease has used
+        meanwhile return to their old place in the eviction order. Stores lease their sources so, because lazy stores
+        would reverse the order otherwise."""
         blocks = self.tiers[tier]
         self.full.pin(blocks, run, is_use)
         lease = Lease(tier, run)
@@ -470,8 +478,8 @@ class PrefixCache:
             for window, start in zip(self.windows, lease.starts, strict=True):
                 if start < lease.run.stop:
                     window.unpin(blocks, lease.run, start)
-        let_go = self.full.unpin(blocks, lease.run)
-        for left in self.merge(let_go) if len(let_go) > 1 else let_go:
+        unpinned = self.full.unpin(blocks, lease.run)
+        for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
             self.tidy(left)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
@@ -488,12 +496,12 @@ class PrefixCache:
         lease.run = run
         if run.stop < old.stop:
             lease.starts = [min(start, run.stop) for start in lease.starts]
-        let_go = self.full.unpin(blocks, old)
-        for left in self.merge(let_go) if len(let_go) > 1 else let_go:
+        unpinned = self.full.unpin(blocks, old)
+        for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
             self.tidy(left)
 
-    def slide_lease(self, lease: Lease, band: Band, start: int) -> None:
-        """Unpin the units of `band` before `start`. They stay cached until their room is needed."""
+    def unpin_before(self, lease: Lease, band: Band, start: int) -> None:
+        """Unpin the units of `band` before `start`. They stay cached until their blocks are needed."""
         at = band.number - 1
         if lease.starts[at] >= start:
             return
@@ -507,7 +515,7 @@ class PrefixCache:
         lease.starts[at] = start
 
     def pinned_by_none_but(self, leases: Iterable[Lease]) -> list[Part]:
-        """The parts that no lease but `leases`, all of one tier, pins."""
+        """The parts that only `leases`, all of one tier, pin: those that would become evictable without them."""
         counts: Counter[Part] = Counter()
         for lease in leases:
             current: Run | None = lease.run
@@ -535,11 +543,12 @@ class PrefixCache:
         last, position = None, 0
         for run, agreed in list(self.index.walk(sequence, stop)):
             last, position = self.cut(run, agreed), agreed
-        return self.insert_behind(last, sequence, position, stop)
+        return self.insert_after(last, sequence, position, stop)
 
-    def insert_behind(self, last: Run | None, sequence: TokenSequence, start: int, stop: int, key: bytes = b"") -> Run:
-        """Insert units `[start, stop)` of `sequence`, none of which the index has, behind `last`; `key`: that of the
-        first, if it is known. Returns the last run. Nothing keeps the runs yet."""
+    def insert_after(self, last: Run | None, sequence: TokenSequence, start: int, stop: int, key: bytes = b"") -> Run:
+        """Insert units `[start, stop)` of `sequence`, none of which the index has, after `last`; `key`: the key of the
+        first run, if it is known. Returns the last run. The caller must lease the runs, because `tidy` removes runs
+        that hold nothing."""
         while start < stop:
             upto = sequence.run_stop(start, stop)
             last = self.index.insert(sequence, last, start, upto, key)
@@ -550,11 +559,12 @@ class PrefixCache:
     # -- blocks ---------------------------------------------------------------------------------------------------
 
     def take(self, tier: Tier, num_blocks: int) -> array[int]:
-        """Take `num_blocks` blocks of `tier`, evicting as many as needed. The caller has checked `room`."""
+        """Take `num_blocks` blocks of `tier`. If too few are free, evict the tails of the oldest parts. The caller has
+        checked `num_available`."""
         blocks = self.tiers[tier]
         while (short := num_blocks - blocks.pool.num_free) > 0:
             part = blocks.order.oldest()
-            assert part is not None, "room was promised"
+            assert part is not None, "more blocks than `num_available`"
             num_units = min(-(-short // part.width), part.stop - part.first)
             blocks.trim(part, num_units)
             blocks.num_evicted += num_units * part.width
@@ -566,21 +576,22 @@ class PrefixCache:
             self.tiers[tier].pool.give(block_ids)
 
     def forget(self, part: Part, position: int) -> None:
-        """Withdraw the unit at `position` of `part`, whose bytes are wrong. `part` has references, so the blocks become
-        a tombstone.
+        """Withdraw the unit at `position` of `part`, because its bytes are wrong. `part` has references, so the blocks
+        become a tombstone.
 
-        The units behind it in the run are split off and keep their blocks. A match finds them again once the gap is
+        The units after it in the run are split off and keep their blocks. A match finds them again once the gap is
         filled.
         """
         run = part.run
         if position + 1 < run.stop and part.stop > position + 1:
             part = self.split(run, position + 1).part(part.tier, part.band)
         first, stop = part.first, part.stop
-        part.entomb(position, part.drop_behind(position))
+        part.entomb(position, part.truncate(position))
         self.tiers[part.tier].part_changed(part, first, stop)
 
     def reset(self) -> None:
-        """Swap the index: nothing cached so far is findable any more. Pinned blocks stay until they are unpinned."""
+        """Swap the index for an empty one of the next epoch. Unpinned blocks are freed at once, pinned ones when their
+        lease ends (`TierBlocks.make_unpinned`)."""
         self.epoch += 1
         self.index = RunIndex(self.layout, self.epoch, self.index.tiers)
         for tier in self.tiers:
@@ -588,12 +599,13 @@ class PrefixCache:
                 tier.pool.give(part.clear())
             tier.order = self._new_order(tier.tier)
             tier.all_cleared(self.epoch)
-        # All tiers but an engine-owned device, which is the first, have the same watcher: it is told once.
+        # All tiers but an engine-owned device, which is the first, have the same watcher: call it once.
         if (watcher := self.tiers[-1].watcher) is not None:
             watcher.all_cleared(self.epoch)
 
     def reset_tier(self, tier: Tier) -> None:
-        """Make all blocks of one tier unfindable. Unpinned ones are freed, pinned ones once they are unpinned."""
+        """Make all blocks of one tier unfindable: unpinned blocks are freed at once, pinned ones when their lease ends.
+        The epoch stays, because the runs remain in the other tiers."""
         runs = list(self.index.runs.values())
         for run in runs:
             for part in run.parts_in(tier):
@@ -608,13 +620,13 @@ class PrefixCache:
         job, tier = part.incoming, self.tiers[part.tier]
         while job is not None and job.stop > part.run.start:
             job.epoch = NoEpoch.INVALIDATED
-            if job.parked is not None:  # it has landed: a restart would find it
+            if job.parked is not None:  # it has landed, so a restart could find its blocks on the disk
                 tier.invalidated(job.plan.destination_ids)
             job = job.predecessor
         part.incoming = None  # these jobs add nothing any more
         first, stop = part.first, part.stop
         if part.blocks and not part.num_references:
-            tier.part_pinned(part)  # takes it out of the eviction order
+            tier.make_pinned(part)  # takes it out of the eviction order
             tier.pool.give(part.clear())
         elif part.blocks:
             part.entomb(first, part.clear())
@@ -622,17 +634,17 @@ class PrefixCache:
             tier.part_changed(part, first, stop)
 
     def withdraw_all(self, wrong: Iterable[Run]) -> None:
-        """Withdraw the `wrong` runs, of any epoch, and all runs behind them in the index, whichever request has
-        computed them. A run behind a wrong one would be findable again once the wrong one is computed anew."""
+        """Withdraw the `wrong` runs, of any epoch, and all runs after them in the index, whichever request has computed
+        them. A run after a wrong one would be findable again once the wrong one is computed anew."""
         for tier in self.tiers:
             tier.free_blocks_invalidated()
         heads = set(wrong)
-        behind = [run for run in self.index.runs.values() if not heads.isdisjoint(run.path())] if heads else []
-        for run in (*(run for run in wrong if run.epoch != self.epoch), *behind):
+        after = [run for run in self.index.runs.values() if not heads.isdisjoint(run.path())] if heads else []
+        for run in (*(run for run in wrong if run.epoch != self.epoch), *after):
             for part in run.parts:
                 self.tiers[part.tier].invalidated(part.blocks)
                 self.withdraw_part(part)
-        for run in behind:
+        for run in after:
             self.tidy(run)
 
 

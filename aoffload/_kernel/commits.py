@@ -59,7 +59,7 @@ from .leases import (
     published_by,
     read_by,
     runs_from,
-    slide,
+    slide_windows,
     step_back,
     take_private,
 )
@@ -76,6 +76,8 @@ from .waiting import Admission
 
 @dataclass(slots=True, eq=False)
 class Commits:
+    """Commits and invalidations, and the stores that commits plan."""
+
     cache: PrefixCache
     request_leases: RequestLeases
     stores: Stores
@@ -102,7 +104,7 @@ class Commits:
             try:
                 wanted = min(request.published, request.store_limit, self.policy.wanted_stop(request))
             except BaseException:
-                # Else a commit that is repeated would append the new tokens twice.
+                # The commit has changed nothing, so it may be repeated: that must not append the new tokens twice.
                 request.sequence.drop_after(known)
                 raise
             finally:
@@ -119,7 +121,7 @@ class Commits:
                 publish(self.request_leases, request, num_units)
             plans = self.offer_stores(request, first, wanted)
         if self.cache.layout.windows:
-            slide(self.cache, request)
+            slide_windows(self.cache, request)
         return plans
 
     def check(self, request: LedgerRequest, num_computed_tokens: object, new_token_ids: TokenIds) -> tuple[int, bytes]:
@@ -130,7 +132,7 @@ class Commits:
         if request.state is not State.RUNNING:
             require(request, "commit", State.ALLOCATED, State.RUNNING)
             require_no_holes(request, "commit")
-        has_none = type(new_token_ids) is tuple and not new_token_ids  # as most commits of a prefill
+        has_none = type(new_token_ids) is tuple and not new_token_ids  # the common case in a prefill
         added = b"" if has_none else encode_tokens(new_token_ids, "new_token_ids")
         num_tokens = request.checked_count(num_computed_tokens, request.num_computed_tokens, len(added) // TOKEN_BYTES)
         if request.overlap is not None:
@@ -212,14 +214,15 @@ class Commits:
         tables = zip(self.cache.layout.windows, request.tables[1:], strict=True)
         if goes_on and all(table.start <= band.first_needed(from_token) for band, table in tables):
             return tainted
-        # Other requests read its blocks, or its windows no longer reach back far enough to compute on.
+        # Other requests read its blocks, or its windows no longer reach back to `from_token`.
         request.epoch = NoEpoch.INVALIDATED
         return {request: start, **tainted}
 
     def _compute_again(self, request: LedgerRequest, from_token: int, readers: Iterable[LedgerRequest]) -> bool:
         """Let `request` compute again from `from_token` on, into private blocks. False: other requests still read some
-        of the blocks, and `request` can get no others in their place. Either there are too few free blocks, or a step
-        of `request` writes to the blocks, or the first block begins with right KV, which a fresh block would lack."""
+        of its blocks, and `request` cannot take fresh blocks in their place. Either there are too few available blocks,
+        or a step of `request` writes to its blocks, or the first block begins with KV that is right, which a fresh
+        block would lack."""
         start, excess = divmod(from_token, self.cache.layout.unit_tokens)
         published = published_by(self.cache, request, start)
         shared = read_by(readers, published)
@@ -260,8 +263,8 @@ class Commits:
 
     def _read_before(self, other: LedgerRequest, sources: dict[LedgerRequest, int]) -> list[int]:
         """The first wrong unit of each of `sources` whose wrong KV `other` may have read before it gave up its blocks.
-        No leases are left that would say so, so tokens are compared. `other` is tainted even if it computes all KV
-        again, because tokens that it sampled from wrong KV are wrong."""
+        `other` has no leases any more that would show this, so tokens are compared. `other` is tainted even if it
+        computes all KV again, because tokens that it sampled from wrong KV are wrong."""
         if not other.read_before:
             return []
         unit = self.cache.layout.unit_tokens

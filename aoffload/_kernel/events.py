@@ -11,11 +11,12 @@ An observer has one method, `observe(event)`. Each kind of event is a class, so 
 
 A ledger reports after the change. It notes events while a call changes it, and reports them, in order, when the call
 has completed the change and the wait queue is served. So an observer may call the ledger: nothing is half done. Because
-a record may have changed since the event, an event carries what its readers print.
+a record may have changed since the event, an event also has the values of its fields at that time.
 
 What an observer raises is counted and dropped, even a `BaseException`, because the caller of the ledger has to get its
-answer: plans that nobody launches would hold their blocks for ever. Such an exception never is a cancellation of the
-task that makes the call, because a task is cancelled only where it waits, and a report never waits.
+answer: without it, the planned jobs would never be launched, and would hold their blocks for ever. Such an exception is
+never a cancellation of the task that makes the call, because a task is cancelled only where it waits, and a report
+never waits.
 """
 
 from __future__ import annotations
@@ -113,14 +114,14 @@ class OverlapMoved(Event):
 
 @attrs.frozen
 class LoadsPaused(Event):
-    """With `engine_blocks`: so many blocks are in quarantine that nothing is loaded any more."""
+    """With `engine_blocks`: more than `max_quarantined_share` of the blocks are in quarantine, so nothing is loaded."""
 
     num_quarantined: int
 
 
 @attrs.frozen
 class LoadsResumed(Event):
-    """Copies were proven over, and loading goes on."""
+    """Enough of these copies have ended for certain, and loading goes on."""
 
     num_quarantined: int
 
@@ -154,7 +155,7 @@ class ExtensionRefused(Event):
 
 @attrs.frozen
 class EvictionSwitched(Event):
-    """Eviction that learns has switched between what was learned and the last use. `tier.rule` rules from now on."""
+    """Learned eviction has switched between the learned order and LRU. `tier.rule` is the order from now on."""
 
     tier: TierEviction
 
@@ -200,7 +201,7 @@ class TransportRecovered(Event):
 
 @attrs.frozen
 class WorkerFailed(Event):
-    """The ledger raised what it never should."""
+    """The ledger or the copy worker raised an error that is a bug."""
 
     error: BaseException
 

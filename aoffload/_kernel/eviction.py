@@ -9,14 +9,15 @@ from .records import Part
 
 
 class EvictionOrder(Protocol):
-    """Holds every unpinned part of a tier that has blocks. The oldest loses its tail first."""
+    """The eviction order of one tier. It has every unpinned part with blocks; the oldest one loses its tail first."""
 
     def add(self, part: Part) -> None:
         """`part` was just unpinned."""
         ...
 
     def add_newer(self, part: Part, than: Part) -> None:
-        """Insert `part` right after `than`: a head after its tail, which would be unfindable without it."""
+        """Insert `part` right after `than`, to be evicted after it. `part` is the head of a split and `than` its tail:
+        the tail is evicted first, because it could not be found without its head."""
         ...
 
     def add_back(self, part: Part) -> None:
@@ -26,7 +27,7 @@ class EvictionOrder(Protocol):
     def remove(self, part: Part) -> None: ...
 
     def asked(self, part: Part, num_uses: int) -> None:
-        """A request asks for the units of `part`, for the `num_uses`-th time. Called where eviction learns alone."""
+        """The units of `part` were requested for the `num_uses`-th time. Called only if eviction learns."""
         ...
 
     def oldest(self) -> Part | None: ...
@@ -35,11 +36,11 @@ class EvictionOrder(Protocol):
 
 
 class LeastRecentlyUsed:
-    """Oldest release first: a linked list through the parts, in the order of their `last_use`."""
+    """The part that was released first is evicted first. A linked list through the parts, by `last_use`."""
 
     def __init__(self) -> None:
         self.first: Part | None = None
-        """The oldest, for whoever looks at many lists."""
+        """The oldest part. Learned eviction reads this field of many lists, without a call."""
         self._newest: Part | None = None
         self._num_uses = 0
 
@@ -54,7 +55,7 @@ class LeastRecentlyUsed:
             newest.newer = part
 
     def add_used(self, part: Part, last_use: int) -> None:
-        """The newest, `last_use` being its number."""
+        """Add `part` as the newest, with `last_use` as its number."""
         self._num_uses = last_use - 1
         self.add(part)
 
@@ -63,8 +64,8 @@ class LeastRecentlyUsed:
         self._link(part, than)
 
     def add_among(self, part: Part) -> None:
-        """Insert `part`, which was in another list, by its `last_use`. Parts that were one have the same: of these, the
-        tail goes before the head, whichever of them comes first."""
+        """Insert `part`, which was in another list, by its `last_use`. Parts that were split from one part have the
+        same `last_use`: of these, the tail is evicted before the head, whichever is inserted first."""
         self.add_back(part)
         older = part.older
         while older is not None and older.last_use == part.last_use and older.run.start < part.run.start:
@@ -74,7 +75,7 @@ class LeastRecentlyUsed:
             self._link(part, older)
 
     def add_as_old(self, part: Part, than: Part) -> None:
-        """Insert `part` where `than`, which is in another list, would be."""
+        """Insert `part` at the place that `than`, which is in another list, would have here."""
         part.last_use = than.last_use
         self.add_back(part)
 

@@ -47,7 +47,7 @@ class RunIndex:
         return f"<RunIndex epoch={self.epoch} {len(self.runs)} runs>"
 
     def find(self, sequence: TokenSequence, before: Run | None, position: int) -> Run | None:
-        """The run behind `before`, which ends at `position`, whose first unit has the tokens of `sequence`."""
+        """The child of `before`, which ends at unit `position`, whose first unit has the tokens of `sequence`."""
         hasher = sequence.root.hasher if before is None else before.hash_after
         return self.runs.get(sequence.key_at(hasher, position))
 
@@ -68,7 +68,7 @@ class RunIndex:
             position, before = stop, run
 
     def insert(self, sequence: TokenSequence, before: Run | None, start: int, stop: int, key: bytes = b"") -> Run:
-        """Insert a run behind `before`. The caller has checked that there is none yet; `key`: its key, if known."""
+        """Insert a run after `before`. The caller has checked that there is none yet; `key`: its key, if known."""
         hasher = sequence.root.hasher if before is None else before.hash_after
         key = key or sequence.key_at(hasher, start)
         tokens, spans, root = sequence.shared_stretch(start, stop), sequence.spans_at(start), sequence.root
@@ -148,10 +148,10 @@ class RunIndex:
         run.key, run.before, run.start, run.hash_before = first.key, first.before, first.start, first.hash_before
         self.runs[run.key] = run
         for head in heads:
-            head.before = run  # whoever still knows a head finds its units there
+            head.before = run  # a path from a reference to a head leads to the run that has its units now
 
     def shorten(self, run: Run, stop: int) -> None:
-        """Drop the tokens from unit `stop` on, which no tier holds: a short run must not keep a long buffer alive."""
+        """Drop the tokens from unit `stop` on, of which no tier holds KV, because they only use memory."""
         run.tokens = bytes(run.tokens[: (stop - run.start) * self._unit_bytes])
         run.stop, run.offered_stop = stop, min(stop, run.offered_stop)
         run._hash_after = None
@@ -169,14 +169,14 @@ class RunIndex:
 
 
 Stretch: TypeAlias = tuple[Run, int, int]
-"""`(run, start, stop)`: units `[start, stop)` of one run."""
+"""`(run, start, stop)`: units `[start, stop)` of one run. A list of them, in prefix order, is named `pieces`."""
 
 
 def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
     """Units `[start, stop)` of the path of `run`, by runs, in prefix order."""
     if start >= stop:
         return []
-    if run is not None and run.start <= start and stop <= run.stop:  # as most do
+    if run is not None and run.start <= start and stop <= run.stop:  # the common case
         return [(run, start, stop)]
     found: list[Stretch] = []
     while run is not None and run.stop > start:
@@ -190,12 +190,12 @@ def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
 
 def held_ids(run: Run | None, tier: Tier, band: int, start: int, stop: int) -> array[int]:
     """The block ids of units `[start, stop)` of the path of `run`, all of which `tier` holds in `band`."""
-    if run is not None and run.start <= start < stop <= run.stop:  # as most are
+    if run is not None and run.start <= start < stop <= run.stop:  # the common case
         part = run.part(tier, band)
         return part.blocks[(start - part.first) * part.width : (stop - part.first) * part.width]
     ids = array("i")
-    for over, first, last in stretches(run, start, stop):
-        part = over.parts[band * over.num_tiers + tier]
+    for each, first, last in stretches(run, start, stop):
+        part = each.parts[band * each.num_tiers + tier]
         ids.extend(part.blocks[(first - part.first) * part.width : (last - part.first) * part.width])
     return ids
 
@@ -312,13 +312,13 @@ class _Held:
         return found
 
 
-def jobs_bringing(over: list[Stretch], tier: Tier, start: int) -> tuple[list[Job], int]:
-    """The unsettled jobs that bring full attention of the stretches `over` to `tier`, from unit `start` on without
-    a gap, and the end of these units. A job may bring more units behind that end, on another branch.
+def jobs_bringing(pieces: list[Stretch], tier: Tier, start: int) -> tuple[list[Job], int]:
+    """The unsettled jobs that bring full attention of the `pieces` of a path to `tier`, from unit `start` on without
+    a gap, and the end of these units. A job may bring more units after that end, on another branch.
     """
     found: dict[Job, None] = {}
     position = start
-    for run, _, stop in over:
+    for run, _, stop in pieces:
         if stop <= position:
             continue
         part = run.parts[tier]
@@ -356,7 +356,8 @@ def covered(part: Part) -> tuple[int, int]:
 
 
 def covered_stop(part: Part) -> int:
-    """The same stop of full attention, without a walk along the jobs: the one planned last reaches furthest."""
+    """The second value of `covered`, for full attention only. It needs no walk along the jobs, because the job that was
+    planned last reaches furthest."""
     return part.stop if part.incoming is None else max(part.stop, min(part.incoming.stop, part.run.stop))
 
 
@@ -371,7 +372,7 @@ class Hit:
         self.stop = stop
         """End of the hit, with both tiers together."""
         self.path = path
-        """The matched runs in prefix order, as far as any tier holds full attention. They may reach behind `stop`."""
+        """The matched runs in prefix order, as far as a hit tier holds full attention. They may end after `stop`."""
 
     def run_at(self, position: int) -> Run:
         """The run that holds the unit before `position`."""
@@ -392,9 +393,9 @@ def find_hit(
 ) -> Hit:
     """Match at most `limit` units of `sequence`; the hit ends at a multiple of `alignment`. Pins and splits nothing.
 
-    Of full attention, the hit takes device blocks up to the first that the device lacks, and host blocks behind it. The
+    In full attention, the hit takes device blocks up to the first that the device lacks, and host blocks after it. The
     hit ends at the last position at which every window band has the blocks that it needs, in either tier. Device blocks
-    behind the device hit are islands; without `islands`, they count in no band.
+    after the device hit are *islands*: a hit may need them in a window. Without `islands`, they count in no band.
     """
     path, device_stop, stop = _full_path(index, sequence, layout, limit)
     if not layout.windows:
@@ -404,7 +405,7 @@ def find_hit(
         stop = accepted(layout, path, stop, HIT_TIERS, alignment)
         return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path)
     near = device_stop
-    # The device hit ends no later than the hit, and device blocks behind the device hit do not count: shorten both in
+    # The device hit ends no later than the hit, and device blocks after the device hit do not count: shorten both in
     # turn until they agree.
     while True:
         near = accepted(layout, path, near, (Tier.DEVICE,))
@@ -415,11 +416,11 @@ def find_hit(
         near = reached
 
 
-def find_hit_behind(
+def find_hit_after(
     index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int, start: int, alignment: int = 1
 ) -> Hit:
-    """Match units `[start, limit)` in host memory, for an engine that owns the device and has in its own prefix cache
-    what is needed before `start`. The hit ends at a multiple of `alignment`."""
+    """Match units `[start, limit)` in host memory, for an engine that owns the device blocks. Its own prefix cache has
+    the units before `start`. The hit ends at a multiple of `alignment`."""
     path: list[Run] = []
     stop = start
     for run, agreed in index.walk(sequence, limit):
@@ -432,9 +433,9 @@ def find_hit_behind(
 def fetchable_path(
     index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int, alignment: int = 1
 ) -> tuple[list[Run], int]:
-    """The path of `sequence`, and the unit, at most `limit`, up to which a fetch could make the host hold it: all that
-    a hit needs there is in the host or on the disk. The host holds nothing whose front it lacks, so islands on the
-    device do not count in full attention."""
+    """The path of `sequence`, and the unit, at most `limit`, up to which a request would hit after a fetch: host and
+    disk together hold full attention up to there, and device, host and disk together what the windows need. Full
+    attention on the device does not count, because a fetch fills the host without a gap."""
     path: list[Run] = []
     stop = 0
     has_full = layout.full.width > 0
@@ -449,8 +450,8 @@ def fetchable_path(
 def _full_path(
     index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int
 ) -> tuple[tuple[Run, ...], int, int]:
-    """The matched path, the end of full attention on the device, and its end with both tiers together. If no group has
-    full attention, both are the end of the path."""
+    """The matched path, the end of the full attention that the device holds, and its end in device and host together.
+    If no group has full attention, both are the end of the path."""
     device_stop = stop = 0
     path: list[Run] = []
     has_full = layout.full.width > 0

@@ -11,7 +11,8 @@ the destination blocks before that: a match never finds bytes that are not prove
 Why only proof ends a job. A copy runs on a device or in a thread, and no call can recall it. A request that is
 cancelled, a deadline or an error of the transport say nothing about whether the copy still writes. If the destination
 were freed on such a sign, the copy could overwrite blocks of another request. So the job stays LAUNCHED, and keeps
-everything, until the transport reports a completion.
+everything, until a completion settles it. A caller that stops waiting for a copy (`CopyQueue.give_up_late`) settles the
+job as unproven: its requests go on, and its destination stays in quarantine until later proof.
 
 What a completion may be, and what `JobBook.settle` makes of it:
 
@@ -24,7 +25,8 @@ What a completion may be, and what `JobBook.settle` makes of it:
                     settled: its request computes instead. A later completion that is not unproven ends the quarantine
     early           the predecessor (below) is not settled yet. The completion is parked, and the job is settled with it
                     right after the predecessor. Only unproven is never parked: nothing is published, so no order counts
-    late, twice     counted (`num_late`) and otherwise ignored, unless it ends a quarantine
+    late, twice     the job is settled or parked already: counted (`num_late`) and otherwise ignored, unless it ends a
+                    quarantine
 
 Order. Full attention is published in prefix order, because a part holds the front of its run: block 5 is of no use
 before block 4 is there. But copies end in any order. So each job knows its predecessor, the unsettled job that brings
@@ -61,18 +63,18 @@ from .states import Direction, JobState, NoEpoch, Outcome, Tier, require
 from .tokens import hash_run, unit_digests
 
 
-def labels_of(over: list[Stretch], band: Band) -> tuple[BlockLabel | None, ...]:
-    """A label for each block of `band` in the stretches, in prefix order: a restart proves from it, and from the tokens
-    of a prompt, which KV a block on the disk holds.
+def labels_of(pieces: list[Stretch], band: Band) -> tuple[BlockLabel | None, ...]:
+    """A label for each block of `band` in `pieces`, in prefix order. A restart proves from the labels which KV the
+    blocks on the disk hold.
 
-    From the first unit on that a key span touches, the labels are None, because the tokens do not say what the span
-    stands for (an image, say)."""
-    if any(run.spans for run in over[0][0].path()):
-        return (None,) * (sum(stop - start for _, start, stop in over) * band.width)
+    From the first unit on that a key span touches, the labels are None, because the tokens do not identify the content
+    of the span, such as an image."""
+    if any(run.spans for run in pieces[0][0].path()):
+        return (None,) * (sum(stop - start for _, start, stop in pieces) * band.width)
     found: list[BlockLabel | None] = []
-    for stretch in over:
+    for stretch in pieces:
         if stretch[0].spans:
-            left = sum(stop - start for _, start, stop in over) * band.width - len(found)
+            left = sum(stop - start for _, start, stop in pieces) * band.width - len(found)
             return (*found, *(None,) * left)
         found += _labels(stretch, band)
     return tuple(found)
@@ -94,18 +96,20 @@ def _labels(stretch: Stretch, band: Band) -> Iterator[BlockLabel]:
 
 @dataclass(slots=True, eq=False, repr=False)
 class JobBook:
-    """Plans and settles jobs. Holds the unsettled ones, and those whose destination is quarantined."""
+    """Plans and settles jobs. Knows the unsettled jobs, and the settled jobs whose destination is in quarantine."""
 
     cache: PrefixCache
     moves: Moves
     units_per_job: Sequence[int]
     """The most units of one job, for each band."""
     tiers: dict[Tier, TierBlocks] = field(init=False)
-    """The tiers of the cache, and a remote store."""
+    """The tiers of the cache, and the remote store if there is one."""
     unsettled: dict[int, Job] = field(default_factory=dict)
+    """By job id: queued, launched and parked jobs."""
     quarantined: dict[int, Job] = field(default_factory=dict)
+    """By job id: jobs that ended UNPROVEN. A late completion ends the quarantine."""
     num_late: int = 0
-    """Completions that came a second time, or for a job that is not known any more."""
+    """Completions that came a second time, or for a job that is settled."""
     _next_id: int = 1
     _num_stored: Counter[Tier] = field(default_factory=Counter)
 
@@ -134,12 +138,12 @@ class JobBook:
         pin: Lease | None = None,
         cells: Sequence[CellLabel] = (),
     ) -> list[Job]:
-        """Plan jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of `destination`,
-        which the jobs own from now on.
+        """Plan jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of `destination`.
+        From now on the jobs own these blocks.
 
-        `units_per_job` replaces the limit of the book. `source_ids`: the engine's blocks to copy from, if the engine
-        owns the device. `pin`: a lease on `run` in `destination`, which the last job takes over. `cells`: the cells of
-        a remote store in which the units lie, one for each job."""
+        `units_per_job` replaces the limit of the book. `source_ids`: the blocks to copy from, if an engine owns the
+        device or the source is a remote store. `pin`: a lease on `run` in `destination`, which the last job takes over.
+        `cells`: the cells of a remote store that hold the units, one for each job."""
         jobs: list[Job] = []
         cache, windows, is_use = self.cache, self.cache.layout.windows, destination < source
         from_tier, to_tier, place = self.tiers[source], self.tiers[destination], run.place(destination, band.number)
@@ -150,10 +154,10 @@ class JobBook:
             first, last = max(begin, start), min(begin + most, stop)
             at, end = (first - start) * band.width, (last - start) * band.width
             into = blocks if end - at == len(blocks) else blocks[at:end]
-            over = stretches(run, first, last)
+            pieces = stretches(run, first, last)
             held = held_ids(run, source, band.number, first, last) if source_ids is None else source_ids[at:end]
             if destination is Tier.DISK:
-                labels = labels_of(over, band)
+                labels = labels_of(pieces, band)
                 plan = TransferPlan(self._next_id, source, destination, held, into, labels, to_tier.num_resets)
             elif cells:
                 plan = TransferPlan(self._next_id, source, destination, held, into, cell=cells[len(jobs)])
@@ -161,8 +165,9 @@ class JobBook:
                 plan = TransferPlan(self._next_id, source, destination, held, into)
             self._next_id += 1
 
-            # The leases pin no window band but the job's own, and that from the start of the job's first run on.
-            head, tail = over[0][0], over[-1][0]
+            # Both leases pin full attention and, of the windows, only the job's own band, from the start of its first
+            # run on.
+            head, tail = pieces[0][0], pieces[-1][0]
             starts = [head.start if other is band else tail.stop for other in windows] if windows else ()
             read = written = None
             if from_tier.is_outside:
@@ -179,15 +184,16 @@ class JobBook:
             now = 0.0 if self.moves.clock is None else self.moves.clock()
             job = Job(plan, tail, first, last, cache.epoch, band.number, read, written, request_id, now)
             if written is not None:
-                # The predecessor is the job under way to the same run or, if `job` begins its run, to the run before.
-                # In a window band, a job for the front of a run may be planned after another job to the same run.
+                # The predecessor is the last job under way to the same part or, if `job` begins its run, to the part of
+                # the run before. In a window band, a job for the front of a run may be planned after another job to the
+                # same part, which then is its predecessor.
                 before: Run | None = head
                 if first == head.start and (not band.number or head.parts[place].incoming is None):
                     before = head.before
                 job.predecessor = None if before is None else before.parts[place].incoming
                 if job.predecessor is not None:
                     job.predecessor.followers.append(job)
-                for each, _, _ in over:
+                for each, _, _ in pieces:
                     each.parts[place].incoming = job
             self.unsettled[plan.job_id] = job
             if source < destination < Tier.REMOTE:
@@ -199,17 +205,17 @@ class JobBook:
         """Split runs so that units `[start, stop)` adjoin the units that `tier` holds, or will get, of the same run,
         because in each tier a run holds only one stretch of a window band."""
         place = run.place(tier, band.number)
-        for over, begin, end in stretches(run, start, stop):
-            first, last = covered(over.parts[place])
+        for each, begin, end in stretches(run, start, stop):
+            first, last = covered(each.parts[place])
             if first == last:
                 continue
             if end < first:
-                self.cache.split(over, end)
+                self.cache.split(each, end)
             elif begin > last:
-                self.cache.split(over, begin)
+                self.cache.split(each, begin)
 
     def launch(self, job: Job) -> bool:
-        """Mark a queued `job` as launched: from now on, no call can recall it. False: the job is no longer queued."""
+        """Mark a queued `job` as launched: only a completion can settle it from now on. False: it is not queued."""
         if job.state is not JobState.QUEUED:
             return False
         self.moves.job(job, JobState.LAUNCHED)
@@ -249,12 +255,12 @@ class JobBook:
             proven = named if named < plan.num_blocks else 0
             completion = attrs.evolve(completion, outcome=outcome, num_landed=proven, error=problem)
         if outcome is Outcome.UNPROVEN and plan.destination is Tier.REMOTE:
-            outcome = Outcome.FAILED  # the cell may still arrive, but then it is right, too
+            outcome = Outcome.FAILED  # the cell may still arrive, but it proves itself: no block is in doubt here
             completion = attrs.evolve(completion, outcome=outcome)
         before = job.predecessor
         if before is not None and not before.is_settled and outcome is not Outcome.UNPROVEN:
             job.parked = completion
-            if job.epoch is NoEpoch.INVALIDATED:  # a restart before the job is closed must not find its blocks
+            if job.epoch is NoEpoch.INVALIDATED:  # a restart before the job is settled must not find its blocks
                 self.tiers[plan.destination].invalidated(plan.destination_ids)
             return []
         self._close(job, completion)
@@ -305,7 +311,7 @@ class JobBook:
         if job.destination_lease is not None:
             self._land(job, proven_stop, keep_ids=is_unproven)
         elif not is_unproven:
-            destination.let_go(plan.destination_ids)
+            destination.unhold(plan.destination_ids)
         if is_unproven:
             self.quarantined[plan.job_id] = job
             destination.quarantine(plan.destination_ids)
@@ -327,7 +333,7 @@ class JobBook:
         if job.destination_lease is not None:
             self.cache.release(job.destination_lease)
         if job.source_lease is None:
-            source.let_go(plan.source_ids)
+            source.unhold(plan.source_ids)
 
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
         """Publish the blocks before unit `proven_stop` on the job's own runs, in prefix order. Free the others unless
@@ -394,14 +400,14 @@ class Stores:
         jobs: list[Job] = []
         full = self.cache.layout.full
         missing = self.cache.full.lacking(run, source, destination, first, stop) if full.width else []
-        for over in _together(missing) if missing else ():
-            jobs += self.store(request, full, over, most=left_of(most, jobs))
+        for pieces in _contiguous(missing) if missing else ():
+            jobs += self.store(request, full, pieces, most=left_of(most, jobs))
         if with_windows and self.cache.windows:
             end = self.last_end(request, stop)
             for window in self.cache.windows:
                 missing = window.lacking(run, source, destination, first_stored(window.band, end), stop)
-                for over in _together(missing) if missing else ():
-                    jobs += self.store(request, window.band, over, most=left_of(most, jobs))
+                for pieces in _contiguous(missing) if missing else ():
+                    jobs += self.store(request, window.band, pieces, most=left_of(most, jobs))
         return jobs
 
     def last_end(self, request: LedgerRequest | None, stop: int) -> int:
@@ -415,40 +421,41 @@ class Stores:
         self,
         request: LedgerRequest | None,
         band: Band,
-        over: list[Stretch],
+        pieces: list[Stretch],
         source_ids: array[int] | None = None,
         most: int = NO_LIMIT,
         cells: Sequence[CellLabel] = (),
     ) -> list[Job]:
-        """Store `over`, at most `most` blocks, and no more than `destination` can take. The blocks come from
-        `source_ids` if an engine owns them, or from `cells` of a remote store."""
-        # The path is pinned before blocks are taken, because the store must not evict the prefix of its own units.
-        there, (_, start, _), (end, _, stop) = self.cache.tiers[self.destination], over[0], over[-1]
+        """Store `pieces`, at most `most` blocks, and no more than `destination` can take. If an engine owns the source,
+        `source_ids` names its blocks. If the source is a remote store, `source_ids` names places in `cells`."""
+        # The path is pinned before blocks are taken, because the store must not evict the prefix of its own units. The
+        # last job takes the pin over if it ends where the pin does.
+        there, (_, start, _), (end, _, stop) = self.cache.tiers[self.destination], pieces[0], pieces[-1]
         pin = self.cache.lease(self.destination, end, [end.stop for _ in self.cache.layout.windows])
         wanted, fit, allowed = stop - start, there.num_available // band.width, most // band.width
         units = self.cache.components[band.number].fitting(start, stop, fit if fit < allowed else allowed)
         jobs: list[Job] = []
-        is_handed = False
+        is_pin_taken = False
         if units:
             blocks = self.cache.take(self.destination, len(units) * band.width)
             run = self.cache.cut(pin.run, units.stop)
             if source_ids is not None:
                 source_ids = source_ids[(units.start - start) * band.width : (units.stop - start) * band.width]
-            is_handed = run is pin.run and not self.cache.windows
+            is_pin_taken = run is pin.run and not self.cache.windows
             jobs = self.jobs.plan(
                 request, self.source, self.destination, run, band, units.start, units.stop, blocks, (), source_ids,
-                pin if is_handed else None, cells,
+                pin if is_pin_taken else None, cells,
             )  # fmt: skip
         if fit < wanted:
             reason = f"{self.destination.name.lower()}_full"
             self.moves.note(StoreSkipped(request, (wanted - fit) * band.width, reason))
-        if not is_handed:
+        if not is_pin_taken:
             self.cache.release(pin)
         return jobs
 
 
 def left_of(most: int, jobs: list[Job]) -> int:
-    """What is left of `most` blocks after `jobs`."""
+    """The limit of `most` blocks without the blocks of `jobs`."""
     return most if most == NO_LIMIT else most - sum(job.plan.num_blocks for job in jobs)
 
 
@@ -459,7 +466,7 @@ def first_stored(band: Band, end: int) -> int:
     return max(0, needed - band.margin(end - needed))
 
 
-def _together(found: list[Stretch]) -> Iterator[list[Stretch]]:
+def _contiguous(found: list[Stretch]) -> Iterator[list[Stretch]]:
     """Group stretches, given last first, into lists without gaps, in prefix order."""
     together: list[Stretch] = []
     for stretch in reversed(found):

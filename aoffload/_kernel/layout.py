@@ -25,14 +25,14 @@ MAX_UNIT_TOKENS = 2**20
 
 
 MAX_ANSWERS = 1024
-"""Positions for which a band keeps its answers."""
+"""Maximum positions for which `Band.first_unit` caches its result."""
 
 
 @dataclass(slots=True, frozen=True)
 class Band:
-    """Groups of one attention kind: at any position, all of them need the same tokens.
+    """An attention component: all groups of one attention kind, which need the same tokens at any position.
 
-    The ids of a unit lie together: `width` ids, group after group.
+    In tables and parts, the ids of a unit are adjacent: `width` ids, group after group.
     """
 
     number: int
@@ -41,7 +41,7 @@ class Band:
     unit_tokens: int
     width: int
     _firsts: dict[int, int] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Answers of `first_unit`: a request asks for the same few positions again and again."""
+    """Cache of `first_unit`: one request needs the same few positions many times."""
 
     def first_needed(self, num_tokens: int) -> int:
         """The first unit whose blocks are needed to continue computing at token `num_tokens`.
@@ -63,12 +63,13 @@ class Band:
         return first
 
     def margin(self, num_units: int) -> int:
-        """Units stored in addition before a window of `num_units`: the next turn of a conversation matches somewhat
-        earlier than this one ended."""
+        """Units to store before a window of `num_units`, in addition to it, because the next turn of a conversation
+        matches somewhat earlier than this turn ended."""
         return -(-num_units // 4)
 
     def free_unit(self, stop: int) -> int:
-        """The last unit, at most `stop`, at whose start nothing of this band is needed."""
+        """The last position, at most `stop`, at which a request can go on computing without any block of this band.
+        Chunked attention has such positions after 0, where a chunk begins."""
         at = self.kind.free_end(stop * self.unit_tokens)
         while at % self.unit_tokens:
             at = self.kind.free_end(at - 1)
@@ -77,7 +78,7 @@ class Band:
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """How the groups share the index.
+    """The groups of a model as bands over one unit.
 
     The index counts in units of `unit_tokens`, the least common multiple of the block sizes, so that a hit is valid for
     every group. With one group a unit is a block. The first band is full attention; its width is 0 where every group
@@ -124,8 +125,8 @@ class Layout:
         return [band.first_unit(stop) for band in self.windows]
 
     def num_blocks(self, full_start: int, start: int, stop: int) -> int:
-        """Blocks that a load behind unit `start` brings, so that a request can go on at unit `stop`; of full attention,
-        those from unit `full_start` on."""
+        """Number of blocks that a load brings so that a request can go on at unit `stop`: in full attention the blocks
+        from unit `full_start` on, in a window the needed blocks from unit `start` on."""
         found = (stop - full_start) * self.full.width
         for band in self.windows:
             found += (stop - max(start, band.first_unit(stop))) * band.width
@@ -184,7 +185,7 @@ def without(ranges: Iterable[range], start: int, stop: int) -> list[range]:
 
 
 def outside(first: int, last: int, start: int, stop: int) -> list[range]:
-    """What of `[start, stop)` lies outside of `[first, last)`, which may be empty."""
+    """The part of `[start, stop)` that is not in `[first, last)`, which may be empty: up to two ranges."""
     if first >= last or last <= start or stop <= first:
         return [range(start, stop)] if start < stop else []
     found = [range(start, first)] if start < first else []

@@ -4,7 +4,7 @@
 load. A request has at most one lease a tier, on a path of the index:
 
     state of the request | device lease                     | host lease
-    matched              | up to `published` (device hit)   | up to `hit_stop` (what the load brings)
+    matched              | up to `published` (device hit)   | up to `hit_stop`, if it ends after the device hit
     loading              | up to the end of the load        | the same, until the load is over
     running              | up to `published`, which grows   | none
     preempted            | none                             | up to `published` at the preemption
@@ -48,14 +48,14 @@ from .states import BELOW, RequestState, Tier
 
 @dataclass(slots=True, eq=False)
 class RequestLeases:
-    """Leases of requests: on the device for the device hit, in the host for the units to load."""
+    """Takes and ends the leases of requests, and makes their block tables."""
 
     cache: PrefixCache
     num_fetched: int = 0
-    """Host blocks that requests without block tables keep since they were fetched for them."""
+    """Host blocks under the leases of `keep_fetched`."""
 
     def pin(self, request: LedgerRequest, *, islands: bool = True) -> None:
-        """Match and pin, in one step. `islands`: see `find_hit`."""
+        """Match the known tokens of `request` and lease the hit, in one step. `islands`: see `find_hit`."""
         cache, unit, on_disk = self.cache, self.cache.layout.unit_tokens, 0
         hit = self._find(request, islands=islands)
         if hit.stop:
@@ -93,13 +93,13 @@ class RequestLeases:
         hit = find_hit(self.cache.index, request.sequence, layout, limit, request.hit_alignment, islands=islands)
         if request.state is RequestState.REQUEUED:
             # A requeued request does not load again. Otherwise two requests whose loads keep failing could alternate
-            # forever: each gives up its blocks, which lets the other one try again.
+            # for ever, because each gives up its blocks, which lets the other one try again.
             hit = Hit(hit.device_stop, hit.device_stop, hit.path)
         return hit
 
-    def follow(self, request: LedgerRequest, run: Run | None) -> None:
-        """Move the end of the device lease to `run`, or take a device lease that ends there; None: end the lease. In a
-        window, a new lease pins the units from the start of the table on."""
+    def lease_device_to(self, request: LedgerRequest, run: Run | None) -> None:
+        """Let the device lease of `request` end at `run`: move it, or take a new one. None: end it. In a window, a new
+        lease pins the units from the start of the table on."""
         lease = request.leases.get(Tier.DEVICE)
         if lease is not None and run is not None:
             self.cache.move_lease(lease, run)
@@ -120,8 +120,8 @@ class RequestLeases:
 
     def keep_fetched(self, request: LedgerRequest, most: int) -> None:
         """Pin the host hit, which was just fetched for the request, until the request has block tables. The pin
-        outlasts the match, which a request gives up in the wait queue. All such pins keep at most `most` blocks; a hit
-        beyond that may be evicted."""
+        outlasts the leases of the match, which a request gives up in the wait queue. All such pins keep at most `most`
+        blocks; a hit beyond that may be evicted."""
         self.end_fetched(request)
         lease = request.leases.get(BELOW)
         if lease is None:
@@ -167,8 +167,8 @@ class RequestLeases:
             self.cache.release(request.reserve)
             request.reserve = None
 
-    def let_go(self, request: LedgerRequest) -> None:
-        """Give back all blocks and leases of the request, in any state. Nothing is left when this call returns."""
+    def release_all(self, request: LedgerRequest) -> None:
+        """Give back all blocks and leases of the request, in any state. The request owns nothing afterwards."""
         self.give_up_tables(request)
         self.forget_match(request)
         if request.fetched is not None:
@@ -185,22 +185,23 @@ class RequestLeases:
     # -- tables ---------------------------------------------------------------------------------------------------
 
     def num_fresh(self, device_stop: int, hit_stop: int, num_units: int) -> int:
-        """How many new blocks tables of `num_units` units take after the device hit. A window takes none for units that
-        it will have left once the host hit is loaded."""
+        """Number of new blocks that tables of `num_units` units take after the device hit. A window takes none for
+        units that it will have left once the host hit is loaded."""
         found = max(0, num_units - device_stop) * self.cache.layout.full.width
         for band in self.cache.layout.windows:
             found += max(0, num_units - max(device_stop, band.first_unit(hit_stop))) * band.width
         return found
 
     def without_islands(self, request: LedgerRequest, num_units: int) -> tuple[int, int]:
-        """Try a match without islands (see `find_hit`). Returns how many new blocks tables of `num_units` units would
-        take with it, and how many more blocks would be available if it replaced the present match. Changes nothing."""
+        """Try a match without islands (see `find_hit`). Returns the number of new blocks that tables of `num_units`
+        units would take with it, and the number of blocks that would become available if it replaced the present match.
+        Changes nothing."""
         hit = self._find(request, islands=False)
         leases = [lease for lease in request.all_leases() if lease.tier is Tier.DEVICE]
-        let_go = self.cache.pinned_by_none_but(leases)
+        unpinned = self.cache.pinned_by_none_but(leases)
         taken = [part for run in hit.path for part in run.parts_in(Tier.DEVICE) if not part.num_references]
-        gained = sum(len(part.blocks) + len(part.tombstone_ids()) for part in let_go)
-        gained -= sum(self._num_needed(part, hit.device_stop) for part in (*let_go, *taken))
+        gained = sum(len(part.blocks) + len(part.tombstone_ids()) for part in unpinned)
+        gained -= sum(self._num_needed(part, hit.device_stop) for part in (*unpinned, *taken))
         return self.num_fresh(hit.device_stop, hit.stop, num_units), gained
 
     def _num_needed(self, part: Part, stop: int) -> int:
@@ -213,7 +214,7 @@ class RequestLeases:
         """Set the block tables: the needed ids of the device hit, then `blocks`. Units after the device hit and before
         the window of the host hit stay null; they get blocks if the load fails."""
         stop, taken = request.published, 0
-        num_units = max(num_units, stop)  # a later match may have hit more than the request needed blocks for
+        num_units = max(num_units, stop)  # a later match may have hit more units than the request wanted tables for
         tables: list[BlockTable] = []
         for band in self.cache.layout.bands:
             start = band.first_unit(stop) if stop else 0
@@ -228,7 +229,7 @@ class RequestLeases:
         request.tables, request.num_units = tuple(tables), num_units
         request.num_computed_tokens = stop * self.cache.layout.unit_tokens
         if request.fetched is not None:
-            self.end_fetched(request)  # the match pins what the request loads
+            self.end_fetched(request)  # the leases of the match pin the same blocks from here on
 
     def lengthen_tables(self, request: LedgerRequest, num_units: int, blocks: array[int]) -> None:
         """Append `blocks`, taken for the units up to `num_units`."""
@@ -239,18 +240,19 @@ class RequestLeases:
             request.num_units = num_units
 
 
-def slide(cache: PrefixCache, request: LedgerRequest) -> None:
+def slide_windows(cache: PrefixCache, request: LedgerRequest) -> None:
     """Release the blocks that the windows have left at `num_computed_tokens`.
 
-    Private blocks are freed; cached ones stay cached until their blocks are needed. Their positions become null. Does
-    nothing in a step, which may still read the blocks: the end of the step slides.
+    Private blocks are freed, and cached blocks are unpinned. Their positions in the tables become null. Does nothing
+    during a step, which may still read the blocks: the end of the step calls it again.
     """
     if not request.num_steps and request.tables:
-        slide_off(cache, request)
+        slide_windows_now(cache, request)
 
 
-def slide_off(cache: PrefixCache, request: LedgerRequest) -> None:
-    """The same even in a step, at the end of a load: a step that overlaps it reads nothing that slides off."""
+def slide_windows_now(cache: PrefixCache, request: LedgerRequest) -> None:
+    """As `slide_windows`, but also during a step. For the end of a load: a step that overlaps the load reads none of
+    these blocks, because it computes at the end of the load."""
     for band in cache.layout.windows:
         table = request.tables[band.number]
         start = min(band.first_needed(request.num_computed_tokens), request.num_units)
@@ -261,20 +263,22 @@ def slide_off(cache: PrefixCache, request: LedgerRequest) -> None:
         table.null(table.start, start)
         lease = request.leases.get(Tier.DEVICE)
         if lease is not None:
-            cache.slide_lease(lease, band, start)
+            cache.unpin_before(lease, band, start)
         request.nulled.append((band.number, table.start, start))
         table.start = start
 
 
 MAX_GROWN_BYTES = 2**14
-"""A run with more token bytes does not grow: the next units begin another run. Both merge once they are unpinned."""
+"""A run with more token bytes does not grow, because growing copies them: the next units begin another run. Both merge
+once they are unpinned."""
 
 
 def publish(leases: RequestLeases, request: LedgerRequest, stop: int) -> None:
     """Make units `[request.published, stop)` findable and pin their path.
 
-    Units that another request has cached meanwhile are pinned too, since later blocks follow them; the private copy
-    stays until the request ends. If the cached copy is unused, the request's blocks replace it.
+    Units that another request has cached meanwhile are pinned too, because the later units of the request follow them
+    in the index. The request keeps its private copy of them until it ends. If the cached copy is unused, the request's
+    blocks replace it instead.
     """
     cache, sequence = leases.cache, request.sequence
     while (position := request.published) < stop:
@@ -287,7 +291,7 @@ def publish(leases: RequestLeases, request: LedgerRequest, stop: int) -> None:
                     cache.index.grow(run, sequence, upto)
                 else:
                     run = cache.index.insert(sequence, run, position, upto)
-                    leases.follow(request, run)
+                    leases.lease_device_to(request, run)
                 _fill(cache, request, run, upto)
                 continue
             run = following
@@ -299,12 +303,13 @@ def publish(leases: RequestLeases, request: LedgerRequest, stop: int) -> None:
             for part, table in zip(parts, request.tables, strict=True):
                 if table.start <= run.start:  # else the request has no blocks for units that left its window
                     cache.withdraw_part(part)
-        leases.follow(request, run)
+        leases.lease_device_to(request, run)
         _fill(cache, request, run, agreed)
 
 
 def _fill(cache: PrefixCache, request: LedgerRequest, run: Run, stop: int) -> None:
-    """Give the path of `run` blocks for the units that it lacks up to `stop`. The others stay private duplicates."""
+    """Publish blocks of the request's tables for the units before `stop` that the path of `run` lacks on the device.
+    The blocks of other units stay private: duplicates."""
     for number, table in enumerate(request.tables):
         start = max(request.published, table.start)
         for current, first, last in stretches(run, start, stop) if table.width else ():
@@ -341,8 +346,8 @@ def _may_grow(cache: PrefixCache, run: Run) -> bool:
 
 
 def published_by(cache: PrefixCache, request: LedgerRequest, start: int) -> list[tuple[Band, Run]]:
-    """The runs, by band, that hold units which the request itself has published from unit `start` on, without copies
-    that other requests cached first. Splits runs where these units begin and end."""
+    """The runs, by band, whose blocks from unit `start` on the request itself has published, without runs whose blocks
+    another request has published first. Splits runs where these units begin and end."""
     own = _own_units(cache, request, start)
     for at in {at for _, units in own for at in (units.start, units.stop)}:
         for run, _, _ in stretches(request.device_run, at, at + 1):
@@ -410,7 +415,7 @@ def step_back(leases: RequestLeases, request: LedgerRequest, start: int) -> None
     """Let the request compute again from unit `start` on: its blocks there are private, its lease ends there."""
     start = min(start, request.published)  # after a reset, more may be computed than is published
     run = request.device_run
-    leases.follow(request, leases.cache.cut(run, start) if run is not None and start else None)
+    leases.lease_device_to(request, leases.cache.cut(run, start) if run is not None and start else None)
     request.published = start
     for table in request.tables:
         table.step_back(start)

@@ -1,6 +1,6 @@
 """The ledger: the verbs of the kernel. A step-based engine calls them directly, or the async runtime does.
 
-One request calls them in this order (`README.md` has the theory behind each):
+One request calls them in this order (`README.md` has the theory):
 
 Verb | state afterwards | what it does
 --- | --- | ---
@@ -19,8 +19,8 @@ Each verb checks its arguments and the state first, so a refused call changes no
 change half done. A verb that may change the free blocks or the wait queue ends with `Admission.serve_queue`, which
 calls the `wake` of each waiter and of each load that is over. A `wake` may call the ledger.
 
-The constructor wires the rooms of the kernel and of its features. Features are off by being absent: no disk, no remote
-store, no learned eviction, no engine that owns the device blocks.
+The constructor makes the objects of the kernel and of its features. A feature that is off is not made: its field is
+None, and the verbs skip it.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from .._arguments import (
 from .._config.config import MAX_BLOCKS, OffloadConfig
 from .._config.groups import KVCacheGroup
 from .._config.tiers import LearnedEviction, cell_units, new_order
-from .._eviction.hints import AlsoLearns, Hints
+from .._eviction.hints import Hints, LearningPolicy
 from .._eviction.learned import Learning, Rulings
 from .._extensions.explain import Situation
 from .._extensions.forks import Fork, Forks
 from .._extensions.integrity import check_integrity
 from .._extensions.lazy import EvictionWatermark
 from .._extensions.load_choice import Loadable
-from .._extensions.overlap import begin_step, can_start, expected_ids, first_invalid_token, tell
+from .._extensions.overlap import acknowledge, begin_step, can_start, expected_ids, first_invalid_token
 from .._extensions.pins import Pins, check_time
 from .._extensions.preemption import Preemptions
 from .._extensions.prefetch import CacheTransfers
-from .._extensions.store_policies import AlsoCounts, checked, store_limit, store_policy_of
+from .._extensions.store_policies import CountingPolicy, checked, store_limit, store_policy_of
 from .._host_cache.host_cache import EngineOwned
 from .._host_cache.matches import Arrivals, EngineMatches, EngineTier
 from .._host_cache.offers import MOST_OF_POOL, EngineOffers
@@ -74,7 +74,7 @@ from .eviction import EvictionOrder, LeastRecentlyUsed
 from .index import fetchable_path, find_hit
 from .jobs import JobBook, Stores
 from .layout import Layout
-from .leases import RequestLeases, slide
+from .leases import RequestLeases, slide_windows
 from .loads import Loads, require_no_holes
 from .moves import Moves
 from .plans import (
@@ -93,15 +93,15 @@ from .pools import DiskBlocks, ExtentPool, FreeList, LastUses, RemoteBlocks, Slo
 from .prefix import Prefix, TokenIds, check_prefix
 from .protocols import BlockWatcher, DevicePool, EngineBlocks
 from .records import NO_LIMIT, Job
-from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, nobody
+from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, do_nothing
 from .states import BELOW, Computing, NoEpoch, PinState, Tier, check_tier, require
 from .states import RequestState as State
 from .status import EvictionStatistics, Holder, RequestStatus, TierStatistics, explained, plain
 from .tokens import TokenSequence
-from .waiting import Admission, is_waiting
+from .waiting import Admission, waiting_error
 
 HOST_WATERMARK = 8
-"""One in so many host blocks, the next to be evicted, is stored to disk before that."""
+"""The first 1/8 of the host blocks in eviction order is stored to disk before eviction."""
 
 
 def _groups_of(config: OffloadConfig) -> list[KVCacheGroup]:
@@ -115,7 +115,7 @@ def _device_tier(num_device_blocks: int, device_pool: DevicePool | None, order: 
     if device_pool is None:
         device_pool = FreeList(num_device_blocks)
     check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)
-    for name in ("num_blocks", "num_free"):  # of another class, such as numpy's, they end up in every sum
+    for name in ("num_blocks", "num_free"):  # a number of another class, such as numpy's, would spread to all sums
         check_int(f"device_pool.{name}", getattr(device_pool, name), 0, error=ConfigError)
     return TierBlocks(Tier.DEVICE, device_pool, order)
 
@@ -127,11 +127,11 @@ def _check_engine(device_pool: object, engine_blocks: object, clock: object) -> 
         raise InvalidArgument("clock", f"must be a function that returns seconds, got {shown(clock)}")
 
 
-_LOADING = (State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED)
+_WITH_A_LOAD = (State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED)
 
 
 MAX_CATEGORY = 256
-"""Characters of the category of a hint, which is kept."""
+"""Maximum characters of the category of a hint, because the ledger keeps it."""
 
 
 @attrs.frozen
@@ -142,7 +142,7 @@ class RemoteCounts:
     """Being loaded into the host."""
     num_stores: int
     num_forgotten: int
-    """To be removed: see `Ledger.take_forgotten_cells`."""
+    """Cells to remove from the store: see `Ledger.take_forgotten_cells`."""
 
 
 @attrs.frozen
@@ -156,21 +156,21 @@ class LedgerStatistics:
     num_pins: int
     """Held pins of `Ledger.pin`, not those of requests."""
     loads_paused: bool
-    """With `engine_blocks`: more than `max_quarantined_share` of the blocks are in quarantine. Nothing is loaded."""
+    """With `engine_blocks`: more than `max_quarantined_share` of the blocks are in quarantine, so nothing is loaded."""
     disk: TierStatistics | None
     """None without a disk."""
     remote: RemoteCounts | None
     """None without a remote store."""
     learned: tuple[Tier, ...]
-    """The tiers whose eviction follows the learned order now, and not the last use."""
+    """The tiers that use the learned eviction order now, and not LRU."""
     num_hints: int
-    """In force."""
+    """Hints in force."""
     eviction: EvictionStatistics | None
     """None unless eviction learns."""
 
 
 class Ledger:
-    """Decides what each block holds, for which owners, and what may happen to it next.
+    """The verbs of the kernel, on one cache: decides which block holds which KV, and who may use it.
 
     `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is the size of
     one block over all regions; it only bounds bytes in flight and per job, and converts `host_bytes` to blocks.
@@ -224,7 +224,7 @@ class Ledger:
         self._request_leases = leases = RequestLeases(cache)
         self.jobs = JobBook(cache, moves, self._units_per_job(config.blocks_per_job(block_bytes)))
         self._pins = Pins(cache, moves, config.max_pinned_share)
-        self.admission = Admission(cache, leases, moves, self._others_hold_room, self._pins.yield_one)
+        self.admission = Admission(cache, leases, moves, self._others_hold_blocks, self._pins.yield_one)
         self._loads = Loads(cache, leases, moves, self.jobs, self.admission, self._pins.renew)
         self._forks = Forks(cache, leases, self.admission, moves)
         policy = checked(store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1))
@@ -232,13 +232,13 @@ class Ledger:
         self._rulings: Rulings | None = None
         if learning is not None:
             self._hints, self._rulings = Hints(cache, learning, moves), Rulings(cache, learning, moves)
-            policy = AlsoLearns(policy, learning, self._hints, self._rulings)
+            policy = LearningPolicy(policy, learning, self._hints, self._rulings)
         if config.disk is not None or config.remote is not None:
-            policy = AlsoCounts.of(policy, self.layout, has_remote=config.remote is not None)
+            policy = CountingPolicy.of(policy, self.layout, has_remote=config.remote is not None)
         self._policy = policy
         stores = Stores(cache, self.jobs, moves, Tier.DEVICE, BELOW)
         self.writes_back = policy.num_watermark_blocks > 0
-        """Whether `plan_write_back` ever plans anything."""
+        """Whether the store policy has a watermark: without one, `plan_write_back` plans nothing."""
         watermark = EvictionWatermark(cache, self.jobs, stores, policy.num_watermark_blocks)
         self._commits = Commits(cache, leases, stores, self.admission, moves, policy, watermark, self._pins, learning)
         self._preemptions = Preemptions(cache, leases, moves, self.jobs, stores, self.admission, policy)
@@ -246,18 +246,18 @@ class Ledger:
         self._cache_transfers = CacheTransfers(cache, leases, moves, self._loads, stores, self.admission, share)
         self._fetches: Fetches | None = None
         self._restores: Restores | None = None
-        """None after the first store to disk or a reset: a restart can no longer trust the slots of an earlier
-        process."""
+        """None after the first store to disk or a reset, because the slots that an earlier process has written may have
+        other contents from then on."""
         self._disk_stores: DiskStores | None = None
         self._remote_stores: RemoteStores | None = None
-        if isinstance(policy, AlsoCounts):
+        if isinstance(policy, CountingPolicy):
             self._wire_lower(policy, config)
         self.is_engine_owned = engine_blocks is not None
         """Whether an engine owns the device blocks."""
         self._engine: EngineOwned | None = None
         if isinstance(device, EngineTier) and clock is not None:  # `_check_engine` demands one
             if policy.num_watermark_blocks:
-                raise ConfigError("store_policy", "must not be lazy: when an engine evicts what, only it knows")
+                raise ConfigError("store_policy", "must not be lazy: only the engine knows what it evicts next")
             most = max(1, config.bytes_in_flight // block_bytes)
             most_of_step = num_device_blocks // MOST_OF_POOL if config.max_bytes_in_flight is None else 0
             offers = EngineOffers(
@@ -276,7 +276,8 @@ class Ledger:
     def _eviction(
         self, config: OffloadConfig, num_device: int, num_host: int
     ) -> tuple[Callable[[Tier], EvictionOrder], Learning | None]:
-        """The function that makes the eviction order of a tier; what learned orders learn from, if they do."""
+        """The function that makes the eviction order of a tier, and the state that all learned orders share (None
+        unless eviction learns)."""
         is_named = type(config.eviction) is str and config.eviction == "learned"
         choice = LearnedEviction() if is_named else config.eviction
         if not isinstance(choice, LearnedEviction):
@@ -290,7 +291,7 @@ class Ledger:
         learning = Learning(self.layout, sizes)
         return learning.new_order, learning
 
-    def _wire_lower(self, counts: AlsoCounts, config: OffloadConfig) -> None:
+    def _wire_lower(self, counts: CountingPolicy, config: OffloadConfig) -> None:
         """Wire the tiers below the host: a disk, a remote store, or both."""
         from_disk = from_remote = None
         if config.disk is not None:
@@ -302,7 +303,7 @@ class Ledger:
             from_disk, from_remote, self._remote_stores,
         )  # fmt: skip
 
-    def _wire_remote(self, counts: AlsoCounts, max_cell_bytes: int) -> Stores:
+    def _wire_remote(self, counts: CountingPolicy, max_cell_bytes: int) -> Stores:
         if self.layout.windows:
             raise ConfigError("remote", "keeps full attention only: these groups have windows")
         self.jobs.tiers[Tier.REMOTE] = RemoteBlocks(Tier.REMOTE, ExtentPool(0), LeastRecentlyUsed())
@@ -312,14 +313,14 @@ class Ledger:
         return Stores(self.cache, self.jobs, self._moves, Tier.REMOTE, Tier.HOST)
 
     def _check_cell(self, num_blocks: int) -> None:
-        """Refuse cells larger than the share of all fetches: they would be stored and never loaded. A share of 0 turns
-        fetches off."""
+        """Refuse cells that are larger than the share of all fetches, because they could never be loaded. A share of 0
+        turns fetches off, so any size is allowed."""
         most = int(self.cache.tiers[Tier.HOST].pool.num_blocks * self.config.max_fetch_share)
         if self.config.max_fetch_share and num_blocks > most:
             share = f"max_fetch_share of host memory is {most} blocks of {self._block_bytes} bytes"
             raise ConfigError("cell_bytes", f"makes cells of {num_blocks} blocks, which could never be loaded: {share}")
 
-    def _wire_disk(self, counts: AlsoCounts) -> Stores:
+    def _wire_disk(self, counts: CountingPolicy) -> Stores:
         cache, jobs, moves = self.cache, self.jobs, self._moves
         down, up = (Stores(cache, jobs, moves, *link) for link in ((Tier.HOST, Tier.DISK), (Tier.DISK, Tier.HOST)))
         pool = cache.tiers[Tier.DISK].pool
@@ -327,7 +328,7 @@ class Ledger:
         self._restores = Restores(cache, pool)
         host, disk = cache.tiers[Tier.HOST].pool.num_blocks, cache.tiers[Tier.DISK].pool.num_blocks
         most = min(max(self.layout.width, host // HOST_WATERMARK), disk)
-        # A scan for blocks that were requested twice walks the host's order: not worth it for a few blocks.
+        # The step: a scan for blocks that were requested twice walks the host's order, so skip it after small changes.
         self._disk_stores = DiskStores(EvictionWatermark(cache, jobs, down, most, max(1, most // STEPS)), counts)
         return up
 
@@ -357,10 +358,11 @@ class Ledger:
             raise WrongState(f"{call}: this ledger has device blocks itself: it takes no others")
         return self._engine
 
-    def _others_hold_room(self) -> bool:
+    def _others_hold_blocks(self) -> bool:
         if self.jobs.unsettled or self._closing:
             return True
-        return any(h.holds_room and (h.waiter is None or h.waiter.is_over) for h in self.live_requests.values())
+        outside = (r for r in self.live_requests.values() if r.waiter is None or r.waiter.is_over)
+        return any(request.holds_device_blocks for request in outside)
 
     def _units_per_job(self, num_blocks: int) -> Sequence[int]:
         return [max(1, num_blocks // max(1, band.width)) for band in self.layout.bands]
@@ -376,7 +378,7 @@ class Ledger:
         limit = (check_prefix(prefix).num_tokens - 1) // unit
         sequence = TokenSequence(prefix, unit)
         if self._engine is not None:
-            hit = self._engine.matches.hit_behind(sequence, limit, 0)
+            hit = self._engine.matches.hit_after(sequence, limit, 0)
         else:
             hit = find_hit(self.cache.index, sequence, self.layout, limit)
         on_disk = 0
@@ -389,7 +391,7 @@ class Ledger:
         prefix: Prefix,
         *,
         request_id: str | None = None,
-        wake: Callable[[], object] = nobody,
+        wake: Callable[[], object] = do_nothing,
         **options: Unpack[RequestOptions],
     ) -> LedgerRequest:
         """Match `prefix` and pin the hit, in one step. `RequestOptions` documents the options.
@@ -420,7 +422,7 @@ class Ledger:
             may_store = store_limit(prefix, unit, store, max_store_tokens)
         if self._engine is not None or type(num_device_tokens) is not int or num_device_tokens:
             self._check_device_tokens(num_device_tokens, sequence.num_tokens)
-        if wake is not nobody:
+        if wake is not do_nothing:
             check_callable("wake", wake)
         name = self._checked_name(request_id)
         request = LedgerRequest(
@@ -428,17 +430,17 @@ class Ledger:
             store_limit=may_store, ledger=self, evictions_before=self.cache.tiers[BELOW].num_evicted,
         )  # fmt: skip
         if may_store:
-            self._policy.seen(request, 0, sequence.num_prompt_units)  # a policy of the program's own may raise
+            self._policy.seen(request, 0, sequence.num_prompt_units)  # first, because a program's policy may raise
         self._num_admitted += 1
         self.live_requests[name] = request
         if self._engine is not None:
-            self._engine.offers.deferred.pop(name, None)  # of an earlier request with this id
+            self._engine.offers.deferred.pop(name, None)  # left by an earlier request with this id
             self._engine.matches.match(request, num_device_tokens, wake)
         else:
             self._request_leases.pin(request)
             self._moves.request(request, State.MATCHED)
             self._moves.request(request, State.PINNED)
-        self._moves.tell()
+        self._moves.report()
         return request
 
     def _check_device_tokens(self, num_device_tokens: int, num_tokens: int) -> None:
@@ -447,7 +449,7 @@ class Ledger:
             raise InvalidArgument("num_device_tokens", "is for `engine_blocks`: this ledger has device blocks itself")
 
     def match_again(
-        self, request: LedgerRequest, *, num_device_tokens: int, wake: Callable[[], object] = nobody
+        self, request: LedgerRequest, *, num_device_tokens: int, wake: Callable[[], object] = do_nothing
     ) -> PrefixMatch:
         """With `engine_blocks`: match again, before the load. The pins move if `num_device_tokens` has changed.
 
@@ -458,10 +460,10 @@ class Ledger:
         engine = self._engine_of(request, "match_again")
         require(request, "match_again", State.MATCHED, State.PINNED)
         self._check_device_tokens(num_device_tokens, request.sequence.num_tokens)
-        if wake is not nobody:
+        if wake is not do_nothing:
             check_callable("wake", wake)
         engine.matches.match(request, num_device_tokens, wake)
-        self._moves.tell()
+        self._moves.report()
         return request.match
 
     def pending_until(self, request: LedgerRequest) -> float:
@@ -484,10 +486,10 @@ class Ledger:
     def allocate_nowait(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
         """Take blocks for `num_tokens` (None: the prompt), all or nothing. `OutOfBlocks` changes nothing."""
         self.admission.allocate_nowait(self._on_own_device(request, "allocate"), num_tokens)
-        self._moves.tell()
+        self._moves.report()
 
     def queue_allocation(
-        self, request: LedgerRequest, num_tokens: int | None = None, wake: Callable[[], object] = nobody
+        self, request: LedgerRequest, num_tokens: int | None = None, wake: Callable[[], object] = do_nothing
     ) -> Waiter:
         """Join the wait queue. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it.
 
@@ -502,9 +504,11 @@ class Ledger:
         try:
             return self.admission.extend_nowait(self._on_own_device(request, "extend"), num_tokens)
         finally:
-            self._moves.tell()
+            self._moves.report()
 
-    def queue_extension(self, request: LedgerRequest, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
+    def queue_extension(
+        self, request: LedgerRequest, num_tokens: int, wake: Callable[[], object] = do_nothing
+    ) -> Waiter:
         """Join the wait queue for more blocks, ahead of all allocations."""
         check_callable("wake", wake)
         waiter = self.admission.queue_extension(self._on_own_device(request, "extend"), num_tokens, wake)
@@ -512,12 +516,12 @@ class Ledger:
         return waiter
 
     def accept(self, waiter: Waiter) -> Extension:
-        """Take the blocks that `waiter` was granted, or raise the error that it failed with."""
+        """Give the request of `waiter` the blocks that were granted, or raise the error of a failed waiter."""
         self._own(check_type("waiter", waiter, Waiter).request)
         try:
             return self.admission.accept(waiter)
         finally:
-            self._moves.tell()
+            self._moves.report()
 
     def withdraw(self, waiter: Waiter) -> None:
         """Stop waiting: give back an unused grant and serve the wait queue."""
@@ -551,7 +555,7 @@ class Ledger:
         self.live_requests[name] = fork.request
         for state in (State.MATCHED, State.PINNED, State.ALLOCATED, State.RUNNING):
             self._moves.request(fork.request, state)
-        self._moves.tell()
+        self._moves.report()
         return fork
 
     # -- loading --------------------------------------------------------------------------------------------------
@@ -560,7 +564,7 @@ class Ledger:
         self,
         request: LedgerRequest,
         max_tokens: int | None = None,
-        wake: Callable[[], object] = nobody,
+        wake: Callable[[], object] = do_nothing,
         *,
         max_job_bytes: int | None = None,
         into: Sequence[Sequence[int]] | None = None,
@@ -577,14 +581,14 @@ class Ledger:
         With `engine_blocks`, `into` holds the request's block tables: one per group, from the first token at least to
         the end of the hit. The copies write only to the blocks named there for the units that are loaded.
         """
-        if wake is not nobody:
+        if wake is not do_nothing:
             check_callable("wake", wake)
         units_per_job: Sequence[int] = ()
         if max_job_bytes is not None:
             units_per_job = self._units_per_job(check_int("max_job_bytes", max_job_bytes, 1) // self._block_bytes)
         if self._engine is not None:
             jobs = self._engine.plan_load(self._own(request), into, max_tokens, wake, units_per_job)
-            self._moves.tell()
+            self._moves.report()
             return tuple([job.plan for job in jobs])
         if into is not None:
             raise InvalidArgument("into", "is for `engine_blocks`: this ledger has device blocks itself")
@@ -615,7 +619,7 @@ class Ledger:
         engine = self._engine_of(request, "decline")
         require(request, "decline", State.PINNED)
         engine.matches.decline(request, check_int("from_token", from_token, 0) // self.layout.unit_tokens)
-        self._moves.tell()
+        self._moves.report()
         return request.match
 
     def abandon_load(self, request: LedgerRequest) -> None:
@@ -624,23 +628,25 @@ class Ledger:
         With `engine_blocks`, these copies go on writing to the blocks that `into` named, and their jobs hold them until
         they are over: compute the tokens after `request.num_computed_tokens` into other blocks.
         """
-        require(self._own(request), "abandon_load", *_LOADING)
+        require(self._own(request), "abandon_load", *_WITH_A_LOAD)
         load = request.load
         if load is not None:
             wakes = self._loads.settled(self._loads.abandon(load))
-            self.admission.serve_queue(wakes + load.over())
+            self.admission.serve_queue(wakes + load.conclude())
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
     def launch(self, job_id: int) -> bool:
-        """Mark a queued job as launched: it cannot be recalled. False: the job is no longer wanted."""
+        """Mark a queued job as launched. Call it before the copy begins, because a copy cannot be recalled. False: the
+        job was discarded, so do not copy."""
         job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
         is_wanted = job is not None and self.jobs.launch(job)
-        self._moves.tell()
+        self._moves.report()
         return is_wanted
 
     def settle(self, completion: Completion) -> None:
-        """Settle a launched job: publish, release its leases, serve the wait queue, call the wakes; in this order."""
+        """Settle a launched job: publish, release its leases, end the loads that waited for it, serve the wait queue,
+        call the wakes; in this order."""
         check_completion(completion)
         self.admission.serve_queue(self._loads.settled(self.jobs.settle(completion)))
 
@@ -688,7 +694,7 @@ class Ledger:
         try:
             jobs = engine.offer(request, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
         finally:
-            self._moves.tell()
+            self._moves.report()
         return tuple([job.plan for job in jobs])
 
     def offer_deferred(self) -> tuple[TransferPlan, ...]:
@@ -706,7 +712,7 @@ class Ledger:
         try:
             return tuple([job.plan for job in self._engine.offers.offer_deferred()])
         finally:
-            self._moves.tell()
+            self._moves.report()
 
     @property
     def deferred_requests(self) -> tuple[str, ...]:
@@ -721,7 +727,7 @@ class Ledger:
         any time, so the copies have to wait for all compute submitted to the device so far.
         """
         plans = self._commits.plan_write_back()
-        self._moves.tell()
+        self._moves.report()
         return plans
 
     def invalidate(self, request: LedgerRequest, from_token: int) -> tuple[LedgerRequest, ...]:
@@ -740,13 +746,13 @@ class Ledger:
         if self._remote_stores is not None:
             sequence = sequence.copy()
         if self._engine is not None:
-            told, settled = self._engine.invalidate(request, from_token, tuple(self.live_requests.values()))
+            readers, settled = self._engine.invalidate(request, from_token, tuple(self.live_requests.values()))
             self.admission.serve_queue(self._loads.settled(settled))
             self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
-            return tuple(reader for reader in told if not reader.is_over)
+            return tuple(reader for reader in readers if not reader.is_over)
         # Requests that are over may have read it too, in a step or as forks, but need not be aborted.
-        readers = dict.fromkeys((*self.live_requests.values(), *self._closing, *self._forks.over))
-        tainted = self._commits.invalidate(request, from_token, readers)
+        others = dict.fromkeys((*self.live_requests.values(), *self._closing, *self._forks.over))
+        tainted = self._commits.invalidate(request, from_token, others)
         self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
         for reader, first in tainted.items() if self._remote_stores is not None else ():
             if reader is not request:  # a fork may have published units that `request` has only begun
@@ -755,19 +761,19 @@ class Ledger:
         return tuple(reader for reader in tainted if not reader.is_over)
 
     def _take_back_cells(self, sequence: TokenSequence, first: int, stop: int) -> None:
-        """A remote store's cells with units `[first, stop)` of `sequence`, and cells that follow them, are wrong."""
+        """Invalidate the cells in a remote store that hold units `[first, stop)` of `sequence`, or follow them."""
         if self._remote_stores is not None:
             for job in self._remote_stores.take_back(sequence, first, stop):
                 self.admission.serve_queue(self._loads.settled(self.jobs.discard(job)))
 
     @property
     def num_steps_ended(self) -> int:
-        """Steps that have ended. The next one to end has the next number, see `last_step`."""
+        """Number of steps that have ended. Steps are numbered in the order of their ends, see `last_step`."""
         return self.cache.last_uses.num_ended
 
     def last_step(self, plans: Iterable[TransferPlan]) -> int:
-        """The number of the last step that may have touched the device blocks that `plans` write to. These loads have
-        to wait for the fences of the steps up to that number, and for nothing else.
+        """The number of the last step that may have touched the device blocks that `plans` write to. The copies have to
+        wait for the fences of all steps up to that number, and for nothing else.
 
         0: unknown, or the step has not ended; then the loads have to wait for all compute so far. Numbers are known as
         long as every forward runs in a step. After one commit of tokens that no step has computed, all answers are 0.
@@ -808,7 +814,7 @@ class Ledger:
         self._num_steps += 1
         self.steps[self._num_steps] = step = Step(self._num_steps, held)
         self._moves.step_begun(step)
-        self._moves.tell()
+        self._moves.report()
         try:
             yield
         finally:
@@ -822,11 +828,11 @@ class Ledger:
                 request.when_idle()
                 if request in self._closing:
                     self._closing.discard(request)
-                    self._request_leases.let_go(request)
+                    self._request_leases.release_all(request)
                 elif request.state is State.DRAINING and request.load is not None:
-                    wakes += request.load.over()
+                    wakes += request.load.conclude()
                 elif self.layout.windows:
-                    slide(self.cache, request)
+                    slide_windows(self.cache, request)
             del self.steps[step.step_id]
             self._moves.step_ended(step)
             self.admission.serve_queue(wakes)
@@ -851,8 +857,8 @@ class Ledger:
         overlapping step assumed; None: nothing to compute again. After an invalid overlap, commits need this call and a
         new step."""
         require(self._on_own_device(request, "begin_again"), "begin_again", State.RUNNING)
-        tell(self._moves, request)
-        self._moves.tell()
+        acknowledge(self._moves, request)
+        self._moves.report()
         return first_invalid_token(request)
 
     def first_invalid_token(self, request: LedgerRequest) -> int | None:
@@ -881,7 +887,7 @@ class Ledger:
             if request.num_steps:
                 self._closing.add(request)
             else:
-                self._request_leases.let_go(request)
+                self._request_leases.release_all(request)
             del self.live_requests[request.request_id]
             if not done:
                 request.reason = reason
@@ -903,7 +909,7 @@ class Ledger:
         load = request.load
         if load is not None:
             wakes += self._loads.settled(self._loads.abandon(load))
-            wakes += load.over()
+            wakes += load.conclude()
         if request.waiter is not None:  # REQUEUED: its wait ends here, too
             wakes.append(request.waiter.wake)
         found = self._preemptions.preempt(request)
@@ -922,7 +928,7 @@ class Ledger:
     def fetch(
         self,
         prefix: Prefix,
-        wake: Callable[[], object] = nobody,
+        wake: Callable[[], object] = do_nothing,
         *,
         num_remote_tokens: int = 0,
         for_request: LedgerRequest | None = None,
@@ -945,7 +951,7 @@ class Ledger:
         if num_remote_tokens and (not cell_tokens or num_remote_tokens % cell_tokens):
             raise InvalidArgument("num_remote_tokens", f"must be whole cells of {cell_tokens} tokens")
         fetch = self._need_fetches("fetch").fetch(sequence, wake, self, remote_stop, for_request)
-        self._moves.tell()
+        self._moves.report()
         return fetch
 
     def num_fetch_blocks(self, prefix: Prefix) -> int:
@@ -965,7 +971,7 @@ class Ledger:
         the wait queue, and once the request has blocks."""
         require(self._own(request), "match_fetched", State.PINNED)
         if request.waiter is not None:
-            raise is_waiting(request, "match_fetched")
+            raise waiting_error(request, "match_fetched")
         if self._engine is not None:
             self._engine.matches.match_fetched(request)
         else:
@@ -1001,8 +1007,8 @@ class Ledger:
 
     def _stored(self, jobs: list[Job]) -> tuple[TransferPlan, ...]:
         if jobs:
-            self._restores = None  # they may write to slots that a restart has found
-        self._moves.tell()
+            self._restores = None  # the stores may write to slots that an earlier process has left
+        self._moves.report()
         return tuple([job.plan for job in jobs])
 
     def take_forgotten_slots(self) -> array[int]:
@@ -1066,7 +1072,7 @@ class Ledger:
         """Pin the cached part of `prefix` until `unpin`, or until `lapse` is called with `expires_at` or a later time.
         `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
         pin = self._pins.pin(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), expires_at, self)
-        self._moves.tell()
+        self._moves.report()
         return pin
 
     def unpin(self, pin: Pin) -> None:
@@ -1090,7 +1096,7 @@ class Ledger:
             self.admission.serve_queue()
         if self._hints is not None:
             self._hints.lapse(now)
-        self._moves.tell()
+        self._moves.report()
 
     def hint(self, prefix: Prefix, *, expires_at: float, category: str = "") -> int:
         """Evict the cached part of `prefix` last, until it is requested, or until `lapse` is called with `expires_at`
@@ -1105,7 +1111,7 @@ class Ledger:
             return 0
         unit = self.layout.unit_tokens
         num_spared = self._hints.hint(TokenSequence(prefix, unit), expires_at, category) * unit
-        self._moves.tell()
+        self._moves.report()
         return num_spared
 
     def drop_pins(self) -> None:
@@ -1113,22 +1119,22 @@ class Ledger:
         self._pins.end_all(PinState.DROPPED)
         self.admission.serve_queue()
 
-    def prefetch(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Prefetch:
+    def prefetch(self, prefix: Prefix, wake: Callable[[], object] = do_nothing) -> Prefetch:
         """Start to load the host hit of `prefix`, as a request for it would: launch the `plans` of the prefetch."""
         self._require_own_device("prefetch")
         check_callable("wake", wake)
         sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
         transfer = self._cache_transfers.prefetch(sequence, wake, self)
-        self._moves.tell()
+        self._moves.report()
         return transfer
 
-    def demote(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Demotion:
+    def demote(self, prefix: Prefix, wake: Callable[[], object] = do_nothing) -> Demotion:
         """Start to move `prefix` from the device to the host: launch the `plans` of the demotion."""
         self._require_own_device("demote")
         check_callable("wake", wake)
         sequence = TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
         transfer = self._cache_transfers.demote(sequence, wake, self)
-        self._moves.tell()
+        self._moves.report()
         return transfer
 
     def cancel(self, transfer: CacheTransfer) -> None:
@@ -1159,7 +1165,7 @@ class Ledger:
         if tier is Tier.DISK and not self.cache.has_disk:
             raise InvalidArgument("tier", "is not there: this ledger has no disk")
         if tier is Tier.REMOTE:
-            raise InvalidArgument("tier", "is not this ledger's: another namespace finds nothing in it")
+            raise InvalidArgument("tier", "must not be REMOTE: other processes share the store; use another namespace")
         if tier in (None, Tier.DISK):
             self._restores = None
         if tier is not Tier.DISK:  # pins have no leases there
@@ -1216,7 +1222,7 @@ class Ledger:
         if found.remote is not None and (moving := found.remote.num_loads + found.remote.num_stores):
             live += f", {moving:,} cell{'' if moving == 1 else 's'} on the way"
         if self._engine is None:
-            about = f"{device.counted('device')}; {live}, {found.num_waiting:,} in line"
+            about = f"{device.counted('device')}; {live}, {found.num_waiting:,} waiting"
         else:  # only the engine knows its free and cached blocks, and the requests that wait for them
             held = f"{device.num_blocks:,} ({device.num_quarantined:,} quarantined)"
             about = (
@@ -1226,7 +1232,7 @@ class Ledger:
         return explained("\n".join((about, *below, *self._evicts(found))), self.requests(), self.holders())
 
     def _evicts(self, found: LedgerStatistics) -> tuple[str, ...]:
-        """A line about the eviction order, if it is not the default."""
+        """A line of text about the eviction order, if it is not the default."""
         if found.eviction is not None:
             num_hints = found.num_hints
             hints = f"; {num_hints:,} hint{'' if num_hints == 1 else 's'} in force" if num_hints else ""

@@ -4,9 +4,9 @@ What a load does with the units of the hit, in full attention:
 
     published                                                          stop
     |------ adopted -------|------- shared --------|------ planned ------|
-      on the device by now:  a job of another load   new jobs copy them
-      another request has    brings them: this load  into the request's
-      published them         claims that job, too    own blocks
+      on the device since    a job of another load   new jobs copy them
+      the match: another     brings them: this load  into the request's
+      request published them claims that job, too    own blocks
 
 The request has blocks for all these units already. Its blocks for adopted and shared units go back at once. Its blocks
 for planned units belong to the new jobs, and its table is null there until the load ends. A window band needs only the
@@ -15,11 +15,11 @@ units of the window before `stop`, where the three kinds may lie in any order.
 The device lease of the request moves to `stop` before anything is planned, so that everything a job publishes is pinned
 as it lands. The host lease stays until the load ends.
 
-The end. A settled job leaves every load that claims it (`Loads.settled`). A load without jobs is over, and its `over`
-says what follows:
+The end. A settled job leaves every load that claims it (`Loads.settled`). A load without jobs is over. It calls its
+callback `conclude`, which says what follows:
 
     a request                             `Loads._conclude`
-    a prefetch, a fetch, a demotion       `CacheTransfers`: it lets go of everything; what has landed stays cached
+    a prefetch, a fetch, a demotion       `CacheTransfers`: it releases everything; blocks that have landed stay cached
     a request on an engine's own blocks   `EngineOwned`
 
 A request goes on with the units that the device holds then, in every band. Neither the plan nor a completion decides
@@ -31,10 +31,10 @@ requests could wait for each other for ever. When it gets blocks again, it takes
 
 After a reset, no request begins to compute with KV from before the reset. Jobs planned before it publish nothing, so a
 load under way ends with no tokens. A request with a device hit from before the reset gives up all its blocks: REQUEUED.
-So does a request whose load was over, if its caller had not heard of that yet (`lost_to_reset`).
+So does a request whose load was over, if its caller does not know that yet (`lost_to_reset`).
 
 A step may overlap the load. Its blocks cannot be given up before it ends: a request that should be REQUEUED is DRAINING
-until then, and `over` is called again at the end of the step.
+until then, and the end of the step calls `conclude` again.
 
 A load is abandoned when its request stops waiting. Its queued jobs that no other load claims are discarded. Launched
 jobs go on and publish what they bring.
@@ -54,31 +54,33 @@ from .cache import PrefixCache
 from .index import accepted, covered, held_ids, held_stop, jobs_bringing, jobs_into, present_stop, stretches
 from .jobs import JobBook
 from .layout import Band, outside
-from .leases import RequestLeases, slide_off, step_back
+from .leases import RequestLeases, slide_windows_now, step_back
 from .moves import Moves
 from .plans import TransferPlan
 from .records import NO_LIMIT, BlockTable, Job, Load, Run
-from .requests import LedgerRequest, Waiter, nobody
+from .requests import LedgerRequest, Waiter, do_nothing
 from .states import BELOW, HIT_TIERS, Computing, Direction, JobState, Outcome, Tier, require
 from .states import RequestState as State
-from .waiting import Admission, is_waiting
+from .waiting import Admission, waiting_error
 
 
 @dataclass(slots=True, eq=False)
 class Loads:
+    """Begins, ends and abandons the loads of requests."""
+
     cache: PrefixCache
     request_leases: RequestLeases
     moves: Moves
     jobs: JobBook
     admission: Admission
-    found_corrupt: Callable[[], object] = nobody
+    found_corrupt: Callable[[], object] = do_nothing
     """Called once cached blocks were found corrupt and withdrawn, before any load ends."""
 
     def plan(
         self,
         request: LedgerRequest,
         max_tokens: object = None,
-        wake: Callable[[], object] = nobody,
+        wake: Callable[[], object] = do_nothing,
         units_per_job: Sequence[int] = (),
     ) -> tuple[TransferPlan, ...]:
         """Start loading the host hit onto the device; see `Ledger.plan_load`."""
@@ -90,26 +92,27 @@ class Loads:
             if self.lost_to_reset(request):
                 self._requeue(request, request.published, wake)
             return ()
-        if request.load is not None:  # called again after a cancelled call
+        if request.load is not None:  # an earlier call has planned it, and its caller has stopped waiting
             request.load.wake = wake
             return ()
         if request.waiter is not None:
             if request.state is not State.REQUEUED:
-                raise is_waiting(request, "load")
+                raise waiting_error(request, "load")
             request.waiter.wake = wake
             return ()
         if request.num_steps:
             raise WrongState(f"load: a step touches the blocks of {request}, and a load gives some of them back")
-        if request.last_step:  # a forward in vain: it may still write to the blocks that the load gets
+        if request.last_step:  # a step whose results were not committed: it may still write to blocks of the load
             for table in request.tables:
                 self.cache.last_uses.gave_up(request, table.ids)
-        is_current, over = request.epoch == self.cache.epoch, partial(self._conclude, request)
+        is_current, conclude = request.epoch == self.cache.epoch, partial(self._conclude, request)
         may_load = is_current and BELOW in request.leases
         stop = min(request.hit_stop, request.num_units, limit) if may_load else 0
-        jobs = self.start(request, stop, wake, over, units_per_job) if stop > request.published else []
+        jobs = self.start(request, stop, wake, conclude, units_per_job) if stop > request.published else []
         if request.load is None and (has_holes(request) or (request.published and not is_current)):
-            # The end of a load without jobs fills the holes, and gives up a device hit from before a reset.
-            request.load = Load(request.published, wake, over, request.ticket)
+            # A load without jobs, which `_conclude` ends below: that fills the holes in the window tables, or gives up
+            # a device hit from before a reset.
+            request.load = Load(request.published, wake, conclude, request.ticket)
         if request.load is None:
             self.request_leases.end_host_lease(request)
             self.moves.request(request, State.RUNNING)
@@ -142,7 +145,7 @@ class Loads:
             return None  # `plan` refuses it
         run, there = lease.run, start
         part = run.parts[Tier.DEVICE]
-        if part.incoming is not None or part.stop > start or run.start > start:  # else the device has nothing of it
+        if part.incoming is not None or part.stop > start or run.start > start:  # else the device gets no unit of it
             there = min(self.on_its_way(run.whole_path(), start, stop)[1], stop)
         return Loadable(start, stop, layout.num_blocks(there, start, stop))
 
@@ -151,14 +154,14 @@ class Loads:
         request: LedgerRequest,
         stop: int,
         wake: Callable[[], object],
-        over: Callable[[], list[Callable[[], object]]],
+        conclude: Callable[[], list[Callable[[], object]]],
         units_per_job: Sequence[int] = (),
     ) -> list[Job]:
         """Begin a load of units `[published, stop)`: adopt, share and plan, as the head of this module says. Returns
-        the new jobs. `over`: see `Load`.
+        the new jobs. `conclude`: see `Load`.
 
-        Begins nothing (`request.load` stays None) if a block found corrupt has cut off the hit, or if there are too few
-        free blocks for the windows that the load needs."""
+        Begins nothing (`request.load` stays None) if a block of the hit was found corrupt since the match and no unit
+        is left to load, or if there are too few free blocks for the windows that the load needs."""
         layout, start = self.cache.layout, request.published
         path = request.leases[BELOW].run.whole_path()
         shared, on_its_way = self.on_its_way(path, start, stop)
@@ -169,17 +172,17 @@ class Loads:
         if stop <= start:
             return []
         before = request.device_run if layout.windows else None
-        # The lease moves before the windows are filled. Filling may evict, but must not evict what the load adopts, nor
-        # the present windows, which are needed if the load fails.
-        self.request_leases.follow(request, self.cache.cut(path[-1], stop))
+        # The lease moves before the windows are filled, because filling may evict. It must evict neither blocks that
+        # the load adopts, nor the present windows, which the request needs if the load fails.
+        self.request_leases.lease_device_to(request, self.cache.cut(path[-1], stop))
         if layout.windows and not self._fill_windows(request, stop):
-            self.request_leases.follow(request, before)
+            self.request_leases.lease_device_to(request, before)
             return []
-        request.load = load = Load(stop, wake, over, request.ticket, units_per_job=units_per_job)
+        request.load = load = Load(stop, wake, conclude, request.ticket, units_per_job=units_per_job)
         on_its_way = min(on_its_way, stop)
         new = self._plan_units(request, load, layout.full, on_its_way, stop)
         if start < on_its_way:
-            self._give_up(request, layout.full, start, on_its_way)
+            self._give_back(request, layout.full, start, on_its_way)
         for band in layout.windows:
             first = max(start, band.first_unit(stop))
             shared += self._bring_window(request, load, band, first, new)
@@ -205,8 +208,8 @@ class Loads:
         return True
 
     def on_its_way(self, path: list[Run], start: int, stop: int) -> tuple[list[Job], int]:
-        """How far the device holds full attention from unit `start` on, or will once jobs under way have landed.
-        Returns these jobs, and the unit up to which there is no gap."""
+        """The jobs under way that bring full attention to the device from unit `start` on, and the unit up to which the
+        device holds all units without a gap once these jobs have landed."""
         if not self.cache.layout.full.width:
             return [], stop
         there, last = present_stop(path, Tier.DEVICE, start, stop), path[-1]
@@ -222,7 +225,7 @@ class Loads:
         ids = table.take(start, stop)
         return self.jobs.plan(request, BELOW, Tier.DEVICE, run, band, start, stop, ids, load.units_per_job)
 
-    def _give_up(self, request: LedgerRequest, band: Band, start: int, stop: int) -> None:
+    def _give_back(self, request: LedgerRequest, band: Band, start: int, stop: int) -> None:
         """Free the request's blocks for units `[start, stop)`, which other jobs bring or have brought."""
         if start < stop:
             self.cache.give(Tier.DEVICE, request.tables[band.number].null(start, stop))
@@ -234,13 +237,13 @@ class Loads:
         shared: dict[Job, None] = {}
         missing: list[range] = []
         place = run.place(Tier.DEVICE, band.number)
-        for over, begin, end in stretches(run, start, load.stop):
-            part = over.parts[place]
+        for each, begin, end in stretches(run, start, load.stop):
+            part = each.parts[place]
             first, stop = covered(part)
             if part.incoming is not None:
                 shared.update(dict.fromkeys(jobs_into(part)))
             if first < stop:
-                self._give_up(request, band, max(first, begin), min(stop, end))
+                self._give_back(request, band, max(first, begin), min(stop, end))
             for units in outside(first, stop, begin, end):
                 if missing and missing[-1].stop == units.start:
                     missing[-1] = range(missing[-1].start, units.stop)
@@ -273,7 +276,7 @@ class Loads:
             over.sort(key=_ticket)
         wakes: list[Callable[[], object]] = []
         for load in over:
-            wakes += load.over()
+            wakes += load.conclude()
         return wakes
 
     def abandon(self, load: Load) -> list[Job]:
@@ -300,7 +303,7 @@ class Loads:
             request.num_lost_tokens += (load.stop - start) * layout.unit_tokens
             self._requeue(request, start, load.wake)
             return []
-        ready = start  # after a reset, nothing: others may have published KV of before it on the same path
+        ready = start  # after a reset, no unit counts: others may have published older KV on the same path
         if is_current and run is not None:
             ready = max(start, held_stop(layout, run.whole_path(), Tier.DEVICE, start, load.stop))
         missing: list[int] = []
@@ -313,7 +316,7 @@ class Loads:
                 if band.number:
                     self.cache.give(Tier.DEVICE, table.exchange(first, ids))
                 else:
-                    table.put(first, ids)  # null until now: `start` gave all of it to jobs, or back
+                    table.put(first, ids)  # null until now: `start` gave these blocks to jobs, or back to the pool
             missing.append(table.num_null(ready, request.num_units))
         request.published = request.ready_stop = ready
         request.num_computed_tokens = ready * layout.unit_tokens
@@ -324,7 +327,7 @@ class Loads:
             step_back(self.request_leases, request, ready)
         self.request_leases.end_host_lease(request)
         if layout.windows:
-            slide_off(self.cache, request)
+            slide_windows_now(self.cache, request)
         if any(missing) and sum(missing) > self.admission.num_available:
             self._requeue(request, ready, load.wake)
             return []
@@ -336,8 +339,8 @@ class Loads:
         return [load.wake]
 
     def _requeue(self, request: LedgerRequest, ready: int, wake: Callable[[], object]) -> None:
-        """Give up all blocks and wait in the wait queue. Not during a step, which writes to the blocks: then the load
-        ends again, up to unit `ready`, when the step ends."""
+        """Give up all blocks and join the wait queue: REQUEUED. During a step, which writes to the blocks: DRAINING.
+        The end of the step then ends the load again, with `ready` as its end."""
         if request.num_steps:
             if request.load is not None:
                 request.load.stop = ready
@@ -345,9 +348,9 @@ class Loads:
                 self.moves.request(request, State.DRAINING)
             return
         num_units = request.num_units
-        self.request_leases.let_go(request)
+        self.request_leases.release_all(request)
         self.moves.request(request, State.REQUEUED)
-        self.admission.wait_for_allocation(Waiter(request, num_units, wake))
+        self.admission.enqueue(Waiter(request, num_units, wake))
 
 
 def _ticket(load: Load) -> int:

@@ -44,10 +44,10 @@ class Moves:
 
     observer: Observer | None
     clock: Callable[[], float] | None = None
-    """Ages of states count by it. None: they are not measured."""
-    untold: deque[Event] = field(default_factory=deque, init=False)
+    """The clock for the ages of states. None: ages are not measured."""
+    unreported: deque[Event] = field(default_factory=deque, init=False)
     """Events that are not reported yet. Each call of the ledger reports them when its change is complete."""
-    _is_telling: bool = field(default=False, init=False)
+    _is_reporting: bool = field(default=False, init=False)
 
     def request(self, request: LedgerRequest, state: RequestState) -> None:
         old = request.state
@@ -60,7 +60,7 @@ class Moves:
             num_blocks = request.num_blocks if state is RequestState.ALLOCATED else 0
             computed, lost = request.num_computed_tokens, request.num_lost_tokens
             moved = RequestMoved(request, old, state, request.reason, request.match, num_blocks, computed, lost)
-            self.untold.append(moved)
+            self.unreported.append(moved)
 
     def job(self, job: Job, state: JobState, reason: str = "") -> None:
         old = job.state
@@ -70,7 +70,7 @@ class Moves:
             job.since_s = self.clock()
         job.state = state
         if self.observer is not None:
-            self.untold.append(JobMoved(job, old, state, reason))
+            self.unreported.append(JobMoved(job, old, state, reason))
 
     def pin(self, pin: Pin, state: PinState) -> None:
         old = pin.state
@@ -102,30 +102,31 @@ class Moves:
             num_blocks = 0
             for request in step.requests:
                 num_blocks += request.num_blocks
-            self.untold.append(StepBegun(step, num_blocks))
+            self.unreported.append(StepBegun(step, num_blocks))
 
     def step_ended(self, step: Step) -> None:
         if self.observer is not None:
             over = tuple([request.request_id for request in step.requests if request.is_over])
-            self.untold.append(StepEnded(step, over))
+            self.unreported.append(StepEnded(step, over))
 
     def note(self, event: Event) -> None:
         """Note an event for the observer, if there is one."""
         if self.observer is not None:
-            self.untold.append(event)
+            self.unreported.append(event)
 
-    def tell(self) -> None:
-        """Report the events so far, in order. The last thing in every call of the ledger but waking.
+    def report(self) -> None:
+        """Report the noted events to the observer, in order. Each call of the ledger does it once its change is
+        complete, before it wakes waiters.
 
-        An observer may call the ledger: the events of such a call are reported after those that came before it."""
-        if self._is_telling or self.observer is None:
+        An observer may call the ledger. The events of such a call are reported after the earlier ones."""
+        if self._is_reporting or self.observer is None:
             return
-        self._is_telling = True
-        untold, observe = self.untold, self.observer.observe
-        while untold:
-            with suppress(BaseException):  # the caller of the ledger has to get its answer; `Observers` counts
-                observe(untold.popleft())
-        self._is_telling = False
+        self._is_reporting = True
+        unreported, observe = self.unreported, self.observer.observe
+        while unreported:
+            with suppress(BaseException):  # the caller of the ledger has to get its answer; `Observers` counts errors
+                observe(unreported.popleft())
+        self._is_reporting = False
 
 
 def _illegal(entity: Stateful, new: State) -> IllegalTransition:

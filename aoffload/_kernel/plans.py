@@ -49,23 +49,27 @@ class RequestOptions(TypedDict, total=False):
 
 @attrs.frozen(slots=True)
 class BlockLabel:
-    """What a block holds: place `place` of the unit at `position` in `band`, of the prefix whose digests through this
-    unit and before it are `digest` and `before` (empty: there is nothing before it)."""
+    """What a block on a disk holds, so that a restart can find it again."""
 
     band: int
     place: int
+    """Number of the block among the `width` blocks that the unit has in the band."""
     position: int
+    """The unit, counted from the start of the prompt."""
     root: bytes
+    """Digest of the root keys."""
     digest: bytes
+    """Digest of the prefix through this unit."""
     before: bytes
+    """Digest of the prefix before this unit; empty for the first unit."""
     tokens: bytes
-    """Of this unit, as little-endian int32."""
+    """The tokens of this unit, as little-endian int32."""
 
 
 @attrs.frozen(slots=True)
 class CellLabel:
-    """Units `[start, stop)` of one band of the prefix whose digest through unit `stop` is `digest`: what a remote store
-    keeps as one object. `stop - start` is a power of two, and `start` a multiple of it."""
+    """Name of an object in a remote store: units `[start, stop)` of one band. `digest` is that of the prefix which ends
+    at unit `stop`. `stop - start` is a power of two, and `start` a multiple of it."""
 
     band: int
     digest: bytes
@@ -86,12 +90,12 @@ class TransferPlan:
     source_ids: array[int]
     destination_ids: array[int]
     labels: tuple[BlockLabel | None, ...] = ()
-    """Of a store to the disk: what each block holds. None where tokens alone do not prove it."""
+    """For a store to the disk: what each block holds. None if the tokens alone do not prove it. Otherwise empty."""
     generation: int = 0
-    """Of a store to the disk: how often that tier had been reset when the job was planned."""
+    """For a store to the disk: the number of resets of that tier when the job was planned."""
     cell: CellLabel | None = None
-    """From or to a remote store: the one cell that it copies. The ids on the remote side are the places of the blocks
-    in the cell, in prefix order from 0; a load may leave out the front or the end of a cell."""
+    """For a copy from or to a remote store: the one cell that it copies. The ids on the remote side are the places of
+    the blocks in the cell, in prefix order from 0. A load may leave out the front or the end of a cell."""
 
     @property
     def link(self) -> tuple[Tier, Tier]:
@@ -108,7 +112,8 @@ class TransferPlan:
 
 @attrs.frozen
 class Completion:
-    """The result of one plan. `num_landed`: proven blocks at its front. `corrupt`: indices into its ids."""
+    """The result of one plan. `num_landed`: number of leading blocks that are proven. `corrupt`: indices of blocks in
+    the plan."""
 
     job_id: int
     outcome: Outcome
@@ -128,13 +133,14 @@ class Answer(enum.Enum):
 
 @attrs.frozen
 class PrefixMatch:
-    """How many leading tokens of a prompt are cached: on the device, behind those in host memory, then on the disk."""
+    """How many leading tokens of a prompt are cached: first those on the device, after them those in host memory, then
+    those on the disk."""
 
     num_device_tokens: int
     num_host_tokens: int
     is_pending: bool = False
     num_disk_tokens: int = 0
-    """Tokens behind those that a fetch from the disk would add. They are no part of the hit."""
+    """Tokens after the hit that a fetch from the disk would add. They are not part of the hit."""
 
     def __repr__(self) -> str:
         """Without a disk, `num_disk_tokens` and `is_pending` keep their defaults, so the text leaves them out."""
@@ -158,7 +164,7 @@ NO_MATCH = PrefixMatch(0, 0)
 
 @attrs.frozen
 class Extension:
-    """What `extend` changed in the block tables, a list per group."""
+    """The changes that `extend` made in the block tables: one list for each group."""
 
     added: list[list[int]]
     """Ids appended."""
@@ -168,11 +174,11 @@ class Extension:
 
 @attrs.frozen
 class Preemption:
-    """What a preempted request has given up."""
+    """The device blocks that a preempted request has given up."""
 
     num_freed: int
-    """Device blocks by which the room grew, without those of an abandoned load. Blocks shared with other requests stay
-    in use."""
+    """Number of device blocks that became available, without those of an abandoned load. Blocks shared with other
+    requests stay in use."""
     num_pending: int
     """Blocks that copies still read: released when the jobs in `job_ids` are over."""
     job_ids: tuple[int, ...]
@@ -193,13 +199,13 @@ class RestoredRun:
     stop: int
     tokens: bytes
     slots: tuple[array[int], ...]
-    """For each band the blocks of these units on the disk, in order, or none."""
+    """For each band, the slots of these units on the disk, in order; empty if the disk has none in that band."""
 
 
 def check_completion(completion: Completion) -> None:
     """Check every field before anything is changed: a transport may be third-party code."""
     if (
-        type(completion) is Completion  # as most are: nothing is wrong with it, or with the copy
+        type(completion) is Completion  # fast path for most completions: valid, and the copy has landed
         and type(completion.job_id) is type(completion.num_landed) is type(completion.num_bytes) is int
         and min(completion.job_id, completion.num_landed, completion.num_bytes) >= 0
         and completion.outcome is Outcome.LANDED

@@ -36,7 +36,7 @@ from .states import RequestState, Tier
 from .status import TierStatistics
 
 FEW = 100
-"""Below this many ids, comparing them is faster than looking for gaps by numpy."""
+"""Below this many ids, comparing arrays is faster than finding gaps with numpy."""
 
 
 class FreeList:
@@ -80,7 +80,7 @@ class ExtentPool:
         self._start_of: dict[int, int] = {}
         self._classes: list[dict[int, None]] = [{} for _ in range(num_blocks.bit_length() + 1)]
         self._starts: list[int] = []
-        """The starts of the free extents, sorted, as `_extent_with` saw them last."""
+        """Cache of `_extent_with`: the starts of the free extents when it last sorted them."""
         if num_blocks:
             self._add(0, num_blocks)
 
@@ -135,7 +135,7 @@ class ExtentPool:
     def _extent_with(self, block_id: int) -> int:
         """The start of the free extent that holds `block_id`; -1 if it is not free."""
         for starts in (self._starts, None):
-            if starts is None:  # extents have changed since, or it is not free
+            if starts is None:  # not found in the cache: extents have changed since, or the block is not free
                 self._starts = starts = sorted(self._stop_of)
             at = bisect_right(starts, block_id) - 1
             if at >= 0 and self._stop_of.get(starts[at], 0) > block_id:
@@ -143,7 +143,7 @@ class ExtentPool:
         return -1
 
     def _find(self, wanted: int) -> int:
-        """The start of an extent that holds `wanted` blocks, or of one of the largest."""
+        """The start of a free extent of at least `wanted` blocks; otherwise of one in the largest size class."""
         exact = self._classes[wanted.bit_length()]
         for start, _ in zip(exact, range(4), strict=False):  # its class may hold smaller ones: a few tries
             if self._stop_of[start] - start >= wanted:
@@ -199,7 +199,8 @@ def extents(block_ids: array[int]) -> Sequence[tuple[int, int]]:
 
 
 class SlotPool(ExtentPool):
-    """Slots of a disk. A restart may find what was in a slot that was given back, until another block is stored there.
+    """Slots of a disk. After a slot is given back, a restart may find its old block, until another block is stored
+    there.
 
     `used` are the free slots that this process has had in use.
     """
@@ -224,34 +225,39 @@ class SlotPool(ExtentPool):
 
 @dataclass(slots=True, eq=False, repr=False)
 class TierBlocks:
-    """free + cached + pinned + quarantined = num_blocks."""
+    """The blocks of one tier: the pool of the free ones, the eviction order of the cached ones, and their counts.
+
+    free + cached + pinned + quarantined = num_blocks
+    """
 
     tier: Tier
     pool: DevicePool
     order: EvictionOrder
     num_cached: int = 0
-    """Evictable blocks, those in `order`, as a count: a check for room is one comparison."""
+    """Number of evictable blocks, those of the parts in `order`."""
     num_quarantined: int = 0
     num_evicted: int = 0
     num_changes: int = 0
-    """Counts changes of which blocks are findable, except evictions. While it stays the same, matching again would
-    find what is pinned."""
+    """Counts changes of the set of findable blocks, except evictions. While it stays the same, a new match would find
+    nothing more than the blocks that the present match pins."""
     watcher: BlockWatcher | None = None
     epoch: int = 0
     """The epoch of the index. Runs of another epoch are not findable."""
     num_resets: int = 0
-    """How often all that the tier held was made unfindable."""
+    """Number of resets of this tier, or of the whole cache."""
     is_outside: bool = field(default=False, init=False)
-    """Whether the blocks are somebody else's: copies read and write them, the index knows none of them."""
+    """Whether an engine or a remote store owns the blocks: copies read and write them, but the index has none of them,
+    so jobs call `hold` in place of taking leases."""
 
     def __repr__(self) -> str:
         return f"<TierBlocks {self.tier.name} {self.statistics()}>"
 
     def hold(self, block_ids: array[int]) -> None:
-        """A job begins to use `block_ids`. Does nothing here, where leases protect them; see `EngineTier`."""
+        """A job begins to use `block_ids`, of a tier that `is_outside`. `EngineTier` tells its engine; in other tiers,
+        leases protect the blocks, and this does nothing."""
 
-    def let_go(self, block_ids: array[int]) -> None:
-        """The job has read `block_ids` for the last time. Does nothing here."""
+    def unhold(self, block_ids: array[int]) -> None:
+        """The opposite of `hold`: the copy of the job does not touch `block_ids` any more."""
 
     @property
     def num_available(self) -> int:
@@ -260,7 +266,7 @@ class TierBlocks:
 
     @property
     def capacity(self) -> int:
-        """Blocks that could be taken if nothing was in use: all but the quarantined."""
+        """Blocks that could be taken if none were in use: all but the quarantined ones."""
         return self.pool.num_blocks - self.num_quarantined
 
     def statistics(self) -> TierStatistics:
@@ -268,12 +274,13 @@ class TierBlocks:
         pinned = self.pool.num_blocks - free - cached - quarantined
         return TierStatistics(self.pool.num_blocks, free, cached, pinned, quarantined)
 
-    def part_pinned(self, part: Part) -> None:
+    def make_pinned(self, part: Part) -> None:
+        """The first reference on `part`: it is not evictable any more."""
         self.order.remove(part)
         self.num_cached -= len(part.blocks)
 
-    def part_unpinned(self, part: Part) -> None:
-        """No lease protects `part` any more: make findable blocks evictable, free all others."""
+    def make_unpinned(self, part: Part) -> None:
+        """The last reference on `part` has ended: make findable blocks evictable, and free all others."""
         if part.tombstones:
             self.pool.give(part.take_tombstones())
         if not part.blocks:
@@ -288,34 +295,34 @@ class TierBlocks:
         self.num_cached += len(part.blocks)
 
     def part_changed(self, part: Part, first: int, stop: int) -> None:
-        """Count and report the change: findable `part` held units `[first, stop)` of its run before."""
+        """Count and report a change of `part`, which held units `[first, stop)` of its run before."""
         self.num_changes += 1
         if self.watcher is not None:
             self.watcher.part_changed(part, first, stop)
 
     def all_cleared(self, epoch: int) -> None:
-        """Nothing is findable any more: the new index has `epoch`."""
+        """The whole cache was reset: the new index, of `epoch`, is empty."""
         self.epoch = epoch
         self.num_resets += 1
         self.num_changes += 1
         self.num_cached = 0
 
     def count_reset(self) -> None:
-        """All that the tier held was withdrawn."""
+        """This tier alone was reset."""
         self.num_resets += 1
         self.num_changes += 1
 
     def invalidated(self, block_ids: array[int]) -> None:
-        """What these blocks hold is wrong, and nothing finds it any more here. On a disk it would be found again after
-        a restart: see `DiskBlocks`."""
+        """The contents of these blocks are wrong, and were withdrawn from the index. Does nothing here. On a disk, a
+        restart would find them again: see `DiskBlocks`."""
 
     def free_blocks_invalidated(self) -> None:
-        """What free blocks held until now may be wrong, too."""
+        """The contents that free blocks had may be wrong, too. Does nothing here; see `DiskBlocks`."""
 
     def trim(self, part: Part, num_units: int) -> None:
-        """Free the last `num_units` of an unpinned part: a prefix loses its tail before its head."""
+        """Free the blocks of the last `num_units` of an unpinned part: a prefix loses its tail before its head."""
         first, stop = part.first, part.stop
-        freed = part.drop_behind(part.stop - num_units)
+        freed = part.truncate(part.stop - num_units)
         if self.watcher is not None:
             self.watcher.part_changed(part, first, stop)
         self.num_cached -= len(freed)
@@ -324,8 +331,8 @@ class TierBlocks:
         self.pool.give(freed)
 
     def restore(self, part: Part, block_ids: array[int]) -> None:
-        """Let the empty `part` hold `block_ids`, which are taken from the pool, for all units of its run. It is the
-        next to be evicted."""
+        """Let the empty `part` hold `block_ids`, which are taken from the pool, for all units of its run. An unpinned
+        part is put first in the eviction order, because this process has not used it yet."""
         held, run = (part.first, part.stop), part.run
         part.enter(run.start, run.stop, block_ids)
         if not part.num_references:
@@ -333,7 +340,7 @@ class TierBlocks:
             if oldest is None:
                 self.order.add(part)
             else:
-                self.order.add_newer(part, oldest)
+                self.order.add_newer(part, oldest)  # the order has no verb for "before the oldest": swap both
                 self.order.remove(oldest)
                 self.order.add_newer(oldest, part)
             self.num_cached += len(block_ids)
@@ -354,24 +361,24 @@ class DiskBlocks(TierBlocks):
     used: set[int] = field(default_factory=set, kw_only=True)
     """The free blocks that were in use since the last reset: a restart may find what they held."""
     forgotten: array[int] = field(default_factory=lambda: array("i"), init=False)
-    """Blocks whose contents were taken back, until somebody erases what a restart would know of them."""
+    """Blocks whose contents were invalidated, until `take_forgotten`: the caller erases their records on the disk."""
 
     def invalidated(self, block_ids: array[int]) -> None:
         self.forgotten.extend(block_ids)
 
     def free_blocks_invalidated(self) -> None:
-        """Nobody knows any more what they hold: that of the wrong one is erased with that of all others."""
+        """The ledger does not know what a free slot held. So the records of all used free slots are erased."""
         self.forgotten.extend(sorted(self.used))
         self.used.clear()
 
     def end_quarantine(self, block_ids: array[int]) -> None:
-        """What a copy has left there that was given up may have been taken back meanwhile."""
+        """The copy that wrote there was given up, and its KV may have been invalidated meanwhile."""
         TierBlocks.end_quarantine(self, block_ids)
         self.forgotten.extend(block_ids)
 
     def all_cleared(self, epoch: int) -> None:
         TierBlocks.all_cleared(self, epoch)
-        self.used.clear()  # no restart finds anything of before
+        self.used.clear()  # no restart finds a block from before the reset
 
     def count_reset(self) -> None:
         TierBlocks.count_reset(self)
@@ -385,7 +392,7 @@ class DiskBlocks(TierBlocks):
 
 @dataclass(slots=True, eq=False, repr=False)
 class RemoteBlocks(TierBlocks):
-    """A remote store, as an end of copies: it has no blocks here, and nothing in it can be held or quarantined."""
+    """A remote store as the source or destination of jobs. It has no blocks here that could be held or quarantined."""
 
     is_outside: bool = field(default=True, init=False)
 
@@ -396,7 +403,7 @@ _COMPUTING = (RequestState.ALLOCATED, RequestState.RUNNING)
 
 
 class LastUses:
-    """The number of the last step by device block."""
+    """For each device block, the number of the last step that used it."""
 
     __slots__ = ("_of_block", "are_covered", "num_ended")
 
@@ -407,7 +414,7 @@ class LastUses:
         self.num_ended = 0
         """Steps that have ended."""
         self.are_covered = num_blocks > 0
-        """Whether a step has covered every commit so far. False, too, if an engine owns the blocks."""
+        """Whether every commit so far was of tokens that a step computed. False, too, if an engine owns the blocks."""
 
     def step_ended(self) -> int:
         """Returns the number of the step that ends now."""
@@ -415,7 +422,7 @@ class LastUses:
         return self.num_ended
 
     def gave_up(self, request: LedgerRequest, block_ids: array[int]) -> None:
-        """Note the last step of `request` for blocks of its tables that it gives up. They may contain null blocks."""
+        """Note the last step of `request` for `block_ids`, which leave its tables. They may contain null blocks."""
         if not self.are_covered or not (request.last_step or request.state in _COMPUTING):
             return  # `request` has computed nothing, so the blocks keep their numbers
         number, of_block = request.last_step or self.num_ended + 1, self._of_block

@@ -10,7 +10,7 @@ equal bytes, and unequal ones are unequal:
     spans     a mark that no token id encodes to, the two positions, the length of the digest, the digest
 
 The digest of a prefix is SHA-256 over the digest of the root and every block up to its end. It does not depend on how
-the index cut its runs, so the same prefix has the same digest in every tier and every process (design, section 8b).
+the index cut its runs, so the same prefix has the same digest in every tier and every process.
 
 Callers may change their arrays after a call, so the ids are copied. An array is copied in one call. A list is read id
 by id, which could block the event loop for milliseconds, so a long list is read in slices, on entering (`LongList`).

@@ -1,4 +1,4 @@
-"""What a program may replace or add: pools of device blocks, engines that own them, watchers of blocks.
+"""Protocols for programs: pools of device blocks, engines that own the device blocks, watchers of cached blocks.
 
 Objects of any class will do. This file is never compiled, so classes may also derive from the protocols here.
 """
@@ -14,7 +14,7 @@ from .records import Part
 
 
 class DevicePool(Protocol):
-    """Hands out block ids and takes them back: a `FreeList`, unless the blocks are engine-owned."""
+    """The free ids of the device blocks. By default a `FreeList`."""
 
     @property
     def num_blocks(self) -> int:
@@ -34,7 +34,7 @@ class DevicePool(Protocol):
 
 
 class TakesIds(DevicePool, Protocol):
-    """A pool of slots on a disk: what a restart has found is taken by its ids."""
+    """A pool of slots on a disk. A restart takes the slots whose blocks it has found, by their ids."""
 
     def are_free(self, block_ids: Sequence[int]) -> bool: ...
 
@@ -42,10 +42,11 @@ class TakesIds(DevicePool, Protocol):
 
 
 class EngineBlocks(Protocol):
-    """What an engine is told of its device blocks.
+    """An engine's pool of device blocks, as the ledger calls it.
 
-    Both are called in the middle of ledger calls, also of those about other requests. They must neither raise nor call
-    the ledger: they only count references of each block. A block may be held several times, and is given as often.
+    Both methods are called in the middle of ledger calls, also of calls about other requests. They must neither raise
+    nor call the ledger: they only count references of each block. A block may be held several times, and is given back
+    as often.
     """
 
     def hold(self, block_ids: array[int]) -> object:
@@ -62,9 +63,9 @@ class FindsBlocks(EngineBlocks, Protocol):
     """For an engine that can find, in its prefix cache, blocks that a request's table no longer names."""
 
     def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
-        """Blocks `[start, stop)` of a request's tokens in group number `group`; 0 for a block that the engine
-        does not have, or that a forward will write that is not submitted yet. A `request_id` of
-        `Ledger.deferred_requests` may be over: then it is the last request with that id."""
+        """The engine's ids of blocks `[start, stop)` of a request, in group number `group`. 0 for a block that the
+        engine does not have, or that a forward will write which is not submitted yet. The request may be over: of
+        several requests with this id, the last one is meant."""
         ...
 
 
@@ -81,7 +82,7 @@ class BlockWatcher(Protocol):
 
 
 def shielded(watcher: BlockWatcher) -> BlockWatcher:
-    """`watcher` in a wrapper that drops its exceptions, because the change that it is told of has to be completed."""
+    """`watcher` in a wrapper that drops its exceptions, because the ledger has to complete the change."""
     return _Shield(watcher)
 
 

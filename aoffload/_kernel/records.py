@@ -77,10 +77,11 @@ class Part:
         self.tombstones: tuple[Tombstone, ...] = ()
         """Unfindable blocks that references still protect; freed with the last reference."""
         self.last_use = 0
-        """When the last use of the part ended: a number that the eviction order counts up, no time. 0 while in use."""
+        """Number of the last use that has ended, counted by the eviction order of the tier. 0 while in use."""
         self.rank = 0
-        """In an eviction order that learns: its class, plus the number of classes for each hint that spares it."""
+        """Only for learned eviction: the class of the part, plus the number of classes for each hint that spares it."""
         self.older: Part | None = None
+        """The neighbour in the eviction order that is evicted before this part."""
         self.newer: Part | None = None
 
     def __str__(self) -> str:
@@ -91,7 +92,7 @@ class Part:
         return self.blocks[(start - self.first) * self.width : (stop - self.first) * self.width]
 
     def append(self, ids: array[int], stop: int) -> None:
-        """Append `ids`, which reach up to unit `stop`; the part may keep the array."""
+        """Append `ids`, which end at unit `stop`. The part may keep the array: do not change it afterwards."""
         if self.blocks:
             self.blocks.extend(ids)
         else:
@@ -99,8 +100,9 @@ class Part:
         self.stop = stop
 
     def enter(self, first: int, last: int, ids: array[int]) -> range:
-        """Add `ids` for the units of `[first, last)` that the part lacks; the range must touch the part. Returns the
-        units that the part held already, whose ids it does not take."""
+        """Add the blocks of the units of `[first, last)` that the part lacks; the range must adjoin or overlap the
+        part. `ids` are the blocks of all units of the range. Returns the units that the part held already: the caller
+        keeps their ids."""
         if not self.blocks:
             self.first = self.stop = first
         known = range(max(first, self.first), max(first, self.first, min(last, self.stop)))
@@ -112,8 +114,8 @@ class Part:
         return known
 
     def cut_off(self, head: Run, start: int, at: int, num_references: int, incoming: Job | None) -> Part:
-        """Split at unit `at` and keep the rest. Returns the front as a part of `head`, which begins at unit `start`;
-        `num_references` and `incoming` are those of the front."""
+        """Split at unit `at`: this part keeps the units from `at` on. Returns the front as a new part of `head`, which
+        begins at unit `start`; `num_references` and `incoming` are those of the front."""
         front = Part(self.tier, self.band, self.width, head, start, start, num_references, incoming)
         front.last_use, front.rank = self.last_use, self.rank
         if self.tombstones:
@@ -153,10 +155,10 @@ class Part:
         self.first = self.stop - len(self.blocks) // self.width
 
     def begin_at(self, start: int) -> None:
-        """Its run begins at unit `start` now, and it holds no block before that."""
+        """The run begins at unit `start` now; move an empty part there. The part holds no block before `start`."""
         self.first, self.stop = (max(self.first, start), max(self.stop, start)) if self.blocks else (start, start)
 
-    def drop_behind(self, stop: int) -> array[int]:
+    def truncate(self, stop: int) -> array[int]:
         """Truncate the part to end at unit `stop`. Returns the dropped blocks."""
         keep = max(0, stop - self.first) * self.width
         if keep:
@@ -170,7 +172,7 @@ class Part:
 
     def clear(self) -> array[int]:
         """Empty the part. Returns the blocks it held."""
-        return self.drop_behind(self.first)
+        return self.truncate(self.first)
 
     def entomb(self, start: int, ids: array[int]) -> None:
         """Add a tombstone for `ids`, which the part held from unit `start` on."""
@@ -220,10 +222,10 @@ class Run:
         self.parts: tuple[Part, ...] = ()
         """By band, then by tier: `parts[tier]` is that of full attention."""
         self.offered_stop = 0
-        """The eviction watermark stores the units before this one in the host before they are evicted. If the run has
-        such units, all runs before it are offered up to their ends."""
+        """End of the units of the run that the eviction watermark has to store before they are evicted; 0: none. If
+        the run has such units, all runs before it are offered up to their ends."""
         self.num_after = 0
-        """Child runs: those whose `before` is this one. A run stays in the index while it has any."""
+        """Number of child runs: those whose `before` is this one. A run stays in the index while it has any."""
         self._hash_after: Hasher | None = None
 
     def __repr__(self) -> str:
@@ -238,7 +240,7 @@ class Run:
         return self._hash_after
 
     def place(self, tier: Tier, band: int) -> int:
-        """Where `parts` has the part of a band in a tier: at the same place in every run of an index."""
+        """Index into `parts` of the part in this tier and band. It is the same in every run of an index."""
         return band * self.num_tiers + tier
 
     def part(self, tier: Tier, band: int) -> Part:
@@ -259,7 +261,7 @@ class Run:
         return found
 
     def path(self) -> Iterator[Run]:
-        """This run and all before it, last first."""
+        """This run and all before it, last first; `whole_path` reversed, without a list."""
         run: Run | None = self
         while run is not None:
             yield run
@@ -312,18 +314,20 @@ class Job:
         """The band whose blocks it copies. A transfer of several bands is several jobs."""
         self.source_lease = source_lease
         self.destination_lease = destination_lease
-        """Keeps the run, and the blocks before the new ones, until the job is settled. Either lease is None where the
-        blocks are engine-owned: there the job holds the blocks themselves."""
+        """Keeps the run, and the blocks before the new ones, until the job is settled. Either lease is None if the
+        blocks are not in the index, because an engine or a remote store owns them: the job then holds the blocks
+        themselves (`TierBlocks.hold`)."""
         self.predecessor: Job | None = None
-        """The unsettled job that brings the units before. Publishing waits for it and so follows prefix order."""
+        """The unsettled job that brings the units before this job's. Publishing waits for it, in prefix order."""
         self.request_id = request_id
         """The request that caused it; empty for write-back before eviction."""
         self.state: JobState = JobState.QUEUED
         self.claims: dict[Load, None] = {}
-        """The loads that wait for this job. A queued load job without claims is discarded."""
+        """The loads that wait for this job, as an ordered set. A queued load job without claims is discarded."""
         self.followers: list[Job] = []
+        """The jobs whose `predecessor` is this one."""
         self.parked: Completion | None = None
-        """A completion that came before the predecessor was settled. The job is settled with it right after."""
+        """A completion that came before the predecessor was settled. Right after that, this job is settled with it."""
         self.completion: Completion | None = None
         """The completion that settled the job."""
         self.since_s = since_s
@@ -350,19 +354,20 @@ class Job:
 class Load:
     """What one request, or one cache transfer, waits for: the jobs that bring its units up to `stop`.
 
-    The load is over when the last of its jobs is settled, or when it is abandoned. Either way `over` is called, which
-    belongs to the owner of the load and says what follows. So jobs know nothing of owners."""
+    The load is over when the last of its jobs is settled, or when it is abandoned. Either way `conclude` is called. The
+    owner of the load has set it, and it says what follows, so jobs need not know the owners."""
 
-    __slots__ = ("job_settled", "jobs", "over", "stop", "ticket", "units_per_job", "wake")
+    __slots__ = ("conclude", "job_settled", "jobs", "stop", "ticket", "units_per_job", "wake")
 
     def __init__(
-        self, stop: int, wake: Callable[[], object], over: Callable[[], list[Callable[[], object]]], ticket: int,
+        self, stop: int, wake: Callable[[], object], conclude: Callable[[], list[Callable[[], object]]],
+        ticket: int,
         jobs: Iterable[Job] = (), units_per_job: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.stop = stop
         self.wake = wake
         """Called once the request may go on."""
-        self.over = over
+        self.conclude = conclude
         """Ends the load. Returns the callbacks to call once the wait queue is served."""
         self.ticket = ticket
         """The owner's. Loads that are over in the same call end in this order."""
@@ -396,8 +401,9 @@ def divided(
 
 
 NO_LIMIT: Final = 2**40
-"""A number of units: no limit. Nothing multiplies it: compiled code multiplies what is 2**30 or more as Python objects,
-where a signal's handler may run, and takes what that raises for a lack of memory, which ends the process."""
+"""A number of units that means no limit. Never multiply it: compiled code multiplies numbers of 2**30 or more as Python
+objects, where a signal handler may run; an exception of the handler is then taken for a lack of memory, and ends the
+process."""
 MANY: Final = 100
 """From this many ids on, numpy is faster than a loop that makes each id a Python int."""
 
@@ -406,6 +412,9 @@ _NULL: Final = array("i", [0])
 
 
 class BlockTable:
+    """The block ids of one request in one band, `width` for each unit; 0 is the null block. The head of this module
+    shows who owns the blocks."""
+
     __slots__ = ("duplicates", "ids", "start", "width")
 
     def __init__(self, width: int, ids: array[int], start: int = 0) -> None:
@@ -415,7 +424,8 @@ class BlockTable:
         self.start = start
         """Units before this one are null. It never decreases."""
         self.duplicates: list[range] = []
-        """Published units whose blocks here are private or null: another request has cached its copy first."""
+        """Published units whose blocks in this table are private or null, because another request has cached its own
+        copy first."""
 
     def at(self, start: int, stop: int) -> array[int]:
         return self.ids[start * self.width : stop * self.width]
@@ -440,7 +450,7 @@ class BlockTable:
         return not_null(self.take(start, stop)) if start < stop else array("i")
 
     def take(self, start: int, stop: int) -> array[int]:
-        """Make units `[start, stop)` null, of which none is. Returns the ids that were there."""
+        """As `null`, for units of which none is null yet: skips the search for nulls."""
         at, end = start * self.width, stop * self.width
         taken = self.ids[at:end]
         self.ids[at:end] = _NULL * len(taken)

@@ -1,7 +1,7 @@
-"""Requests, and the other owners of blocks: what each of them owns.
+"""Requests, and the other owners of blocks, with all that they own.
 
-Every block that is neither free nor evictable has an owner, and an owner ends by one call that gives back everything it
-owns. `check_integrity` adds the owners up.
+Every block that is neither free nor evictable has an owner. One call ends an owner and gives back everything that it
+owns. `check_integrity` checks that the owners account for all blocks.
 
 Owner | owns | ends by
 --- | --- | ---
@@ -39,10 +39,10 @@ from .records import NO_LIMIT, BlockTable, Lease, Load, Run
 from .states import CacheTransferState, Computing, NoEpoch, OverlapState, PinState, RequestState, Tier
 from .tokens import TokenSequence
 
-_UNREAD = (
+_MAY_MATCH_AGAIN = (
     RequestState.QUEUED, RequestState.MATCHED, RequestState.PINNED, RequestState.REQUEUED, RequestState.STRANDED,
 )  # fmt: skip
-_UNDER_WAY = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
+_LOAD_NOT_OVER = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
 
 
 class Fetched:
@@ -78,13 +78,14 @@ class LedgerRequest:
         self.ledger = ledger
         """The ledger that admitted it. Other ledgers refuse it."""
         self.evictions_before = evictions_before
-        """How many blocks the host had evicted when it was admitted."""
+        """`TierBlocks.num_evicted` of the host when it was admitted: whether the host has evicted since."""
         self.stored_stop = 0
-        """Engine-owned blocks: leading units that were in the host, or on their way there, after its last offer."""
+        """Only with engine-owned blocks: number of leading units that were in the host, or on their way there, after
+        the last offer."""
         self.hit_alignment = hit_alignment
-        """The units of a match are a multiple of this."""
+        """A match ends at a multiple of this number of units."""
         self.uses: tuple[tuple[int, int], ...] = ()
-        """With learned eviction: how often its prompt was requested before, as (stop, number)."""
+        """Only with learned eviction: how often its prompt was requested before, as (stop, number)."""
         self.store_limit = store_limit
         """End of the units that may be stored."""
         self.state: RequestState = RequestState.QUEUED
@@ -98,46 +99,46 @@ class LedgerRequest:
         self.hit_stop = 0
         """End of the hit, in units: on the device up to `published`, from there on in the host."""
         self.load: Load | None = None
-        """Until it is over."""
+        """The load under way; None before `plan_load` and once the load is over."""
         self.tables: tuple[BlockTable, ...] = ()
         """One per band, once the request has blocks."""
         self.num_units = 0
         """Units that the tables cover."""
         self.leases: dict[Tier, Lease] = {}
-        """Device: the cached path that it reads. Host: the path that it will load."""
+        """Device: a lease on the cached path that it reads. Host: a lease on the path that it will load."""
         self.reserve: Lease | None = None
-        """With windows: a second device lease, on window blocks after the device hit, which the load adopts."""
+        """Only with windows: a second device lease, on window blocks after the device hit, which the load adopts."""
         self.fetched: Fetched | None = None
-        """Its lease is kept in the wait queue, where a request gives up the leases of its match."""
+        """Unlike the leases of the match, this lease is kept while the request waits in the queue."""
         self.published = 0
-        """Leading units that are findable, or were when the request got them."""
+        """Number of leading units that are in the index, or were when the request hit, loaded or committed them."""
         self.nulled: list[tuple[int, int, int]] = []
         """(band, start, stop): units that have left the window of a band since the last `Extension`."""
         self.ready_stop = 0
-        """Leading units that were ready before the request computed: the device hit, and loaded units."""
+        """Number of leading units that the request did not compute: the device hit, and loaded units."""
         self.num_computed_tokens = 0
         self.has_committed = False
         self.read_before = 0
-        """Leading units whose KV it may have read from other requests' blocks with leases that have ended: it was
-        preempted, or is a fork that is over."""
+        """Number of leading units that it may have read from blocks of other requests and no longer leases, because it
+        was preempted, or is a fork that is over. An invalidation compares their tokens."""
         self.overlap: LoadOverlap | None = None
         """Set once a step has begun before the load was over."""
         self.num_lost_tokens = 0
         """Tokens that its loads failed to bring to the device."""
         self.retry_max_hit_tokens: int | None = None
-        """Engine-owned blocks: the `max_hit_tokens` for the next attempt at the same prompt, which is the end of a load
-        that fell short. Without that limit, the same copy could fail for ever. None: no load fell short."""
+        """Only with engine-owned blocks: the `max_hit_tokens` for the next attempt at the same prompt, which is the end
+        of a load that fell short. Without that limit, the same copy could fail for ever. None: no load fell short."""
         self.waiter: Waiter | None = None
         self.computing: Computing = Computing.NOTHING
         self.num_steps = 0
-        """Forwards that touch its blocks. No block that they touch is given back before they end."""
+        """Number of steps under way that touch its blocks. No block is given back before all of them end."""
         self.last_step = 0
         """The number of its last step that has ended, see `LastUses`. 0: no step has ended, or its blocks were used
         outside of steps since then."""
-        self.when_idle: Callable[[], object] = nobody
-        """Called when the last of these forwards has ended."""
+        self.when_idle: Callable[[], object] = do_nothing
+        """Called when the last of its steps has ended."""
         self.since_s = 0.0
-        """When it entered its state, where the ledger has a clock."""
+        """When it entered its state, if the ledger has a clock."""
 
     def __repr__(self) -> str:
         return f"<LedgerRequest {self.request_id!r} {self.state.name} {self.num_blocks} blocks>"
@@ -170,12 +171,32 @@ class LedgerRequest:
     @property
     def may_match_again(self) -> bool:
         """Whether its match consists of leases only, without block tables. No other request is matched again."""
-        return self.state in _UNREAD
+        return self.state in _MAY_MATCH_AGAIN
 
     @property
     def is_loading(self) -> bool:
-        """Whether its load is not over: it waits for copies, for an overlapping step, or for free blocks again."""
-        return self.state in _UNDER_WAY
+        """Whether its load is not over yet: the request waits for copies, for an overlapping step, or (REQUEUED) for
+        free blocks."""
+        return self.state in _LOAD_NOT_OVER
+
+    @property
+    def holds_device_blocks(self) -> bool:
+        granted = self.waiter is not None and bool(self.waiter.granted)
+        return self.num_units > 0 or granted or Tier.DEVICE in self.leases or self.reserve is not None
+
+    @property
+    def match_leases(self) -> list[Lease]:
+        return [*self.leases.values()] if self.reserve is None else [self.reserve, *self.leases.values()]
+
+    def all_leases(self) -> list[Lease]:
+        return self.match_leases if self.fetched is None else [self.fetched.lease, *self.match_leases]
+
+    def private_blocks(self) -> array[int]:
+        """Ids of the blocks that only this request reads and frees."""
+        found = array("i")
+        for table in self.tables:
+            found.extend(table.private(self.published))
+        return found
 
     @property
     def is_at_end(self) -> bool:
@@ -198,25 +219,6 @@ class LedgerRequest:
         return num_computed_tokens
 
     @property
-    def holds_room(self) -> bool:
-        granted = self.waiter is not None and bool(self.waiter.granted)
-        return self.num_units > 0 or granted or Tier.DEVICE in self.leases or self.reserve is not None
-
-    @property
-    def match_leases(self) -> list[Lease]:
-        return [*self.leases.values()] if self.reserve is None else [self.reserve, *self.leases.values()]
-
-    def all_leases(self) -> list[Lease]:
-        return self.match_leases if self.fetched is None else [self.fetched.lease, *self.match_leases]
-
-    def private_blocks(self) -> array[int]:
-        """Ids of the blocks that only this request reads and frees."""
-        found = array("i")
-        for table in self.tables:
-            found.extend(table.private(self.published))
-        return found
-
-    @property
     def num_blocks(self) -> int:
         """Positions in its block tables, including null ones."""
         found = 0
@@ -230,7 +232,7 @@ class LedgerRequest:
         return sum(table.num_held for table in self.tables)
 
 
-def nobody() -> None:
+def do_nothing() -> None:
     """Default `wake`: does nothing."""
 
 
@@ -249,7 +251,7 @@ class Waiter:
 
     __slots__ = ("changes_seen", "error", "granted", "joined_s", "num_missing", "num_units", "request", "wake")
 
-    def __init__(self, request: LedgerRequest, num_units: int, wake: Callable[[], object] = nobody) -> None:
+    def __init__(self, request: LedgerRequest, num_units: int, wake: Callable[[], object] = do_nothing) -> None:
         self.request = request
         self.num_units = num_units
         """Units of the whole table, not only those to add."""
@@ -261,8 +263,8 @@ class Waiter:
         self.changes_seen = -1
         """`TierBlocks.num_changes` of the device at that time; -1: examine it in any case."""
         self.joined_s: float | None = None
-        """When it first joined the wait queue, where the ledger has a clock. A waiter that joins again, because its
-        grant was withdrawn, has been waiting since then."""
+        """When it first joined the wait queue, if the ledger has a clock. It keeps this time if it joins again because
+        its grant was withdrawn."""
 
     def __repr__(self) -> str:
         over = "granted" if self.granted is not None else "failed" if self.error else "waiting"
@@ -275,6 +277,8 @@ class Waiter:
 
 @dataclass(slots=True, eq=False, repr=False)
 class LoadOverlap:
+    """A step that began before the load of its request was over, and the block tables that it assumes."""
+
     request: LedgerRequest
     stop: int
     """The step assumes that the load succeeds up to this unit."""
@@ -295,7 +299,7 @@ class Pin:
     pin_id: int
     sequence: TokenSequence
     expires_at: float
-    """By the clock whose time `Ledger.lapse` is given."""
+    """Its deadline, on the clock of the times that the caller passes to `Ledger.lapse`."""
     ledger: Any
     state: PinState = PinState.NEW
     match: PrefixMatch = NO_MATCH
@@ -321,12 +325,15 @@ class Pin:
 
 @dataclass(slots=True, eq=False, repr=False)
 class CacheTransfer:
+    """Base of prefetches, demotions and fetches: a transfer for the cache, for which no request waits."""
+
     request: LedgerRequest
+    """A record of the transfer's own, which owns its leases and its load. It is not a live request."""
     wake: Callable[[], object]
     """Called once it is over."""
     state: CacheTransferState = CacheTransferState.NEW
     plans: tuple[TransferPlan, ...] = ()
-    """To be launched. Even without any, it may wait for jobs of other requests."""
+    """The copies to launch. Without any, the transfer may still wait for jobs of other requests."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.request.request_id} {self.state.name}>"
@@ -365,17 +372,17 @@ class Fetch(CacheTransfer):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Step:
-    """A forward over the blocks of `requests`, which it holds until it ends, also of requests that are over."""
+    """A forward over the blocks of `requests`. It holds the blocks until it ends, even if a request ends before."""
 
     step_id: int
     requests: tuple[LedgerRequest, ...]
     begun_s: float = 0.0
-    """Where the ledger has a clock."""
+    """When it began, if the ledger has a clock."""
 
     def __repr__(self) -> str:
         return f"<Step {self.step_id} {' '.join(request.request_id for request in self.requests)}>"
 
     @property
     def num_blocks(self) -> int:
-        """Device blocks that it holds; those that requests share count for each of them."""
+        """Device blocks that it holds. A block that several requests share counts for each of them."""
         return sum(request.num_held for request in dict.fromkeys(self.requests))

@@ -24,7 +24,7 @@ from ..errors import InvalidArgument, WrongState
 
 
 class Tier(enum.IntEnum):
-    """Where blocks live, nearest to the compute first. `TIERS` says how they lie to one another."""
+    """Where blocks live, nearest to the compute first. `TIERS` says which tier is above which."""
 
     DEVICE = 0
     HOST = 1
@@ -35,13 +35,13 @@ class Tier(enum.IntEnum):
 
 
 class TierRow(NamedTuple):
-    """What is fixed about a tier. Who pins and evicts its blocks is not: see `TierBlocks` and `EngineTier`."""
+    """The facts about a tier that no configuration changes. `TierBlocks` and `EngineTier` say who evicts its blocks."""
 
     tier: Tier
     above: Tier | None
-    """The one tier that it is copied to, by loads, and filled from, by stores."""
+    """The tier to which its loads copy, and from which its stores copy. None: there is none above."""
     lowest_id: int
-    """1 where block 0 is the null block."""
+    """The first usable block id: 1 in a tier whose block 0 is the null block."""
 
 
 TIERS = (
@@ -54,13 +54,13 @@ TIERS = (
 BELOW: Final = next(row.tier for row in TIERS if row.above is Tier.DEVICE)
 """The tier right below the device: loads onto the device come from it, stores from the device go to it."""
 HIT_TIERS: Final = (Tier.DEVICE, BELOW)
-"""Where a hit may lie. What only a tier further down has is fetched first."""
+"""Tiers that can serve a hit directly; KV of lower tiers must be fetched first."""
 CACHE_TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.DISK)
-"""The tiers whose blocks the index knows. What a remote store has, only the store knows."""
+"""Tiers whose blocks the index knows. Only a remote store itself knows what it holds."""
 
 
 class Direction(enum.Enum):
-    """Of a link, which is a source and a destination of copies: up the tiers, or down."""
+    """The direction of a copy: a load goes up the tiers, a store down."""
 
     LOAD = "load"
     STORE = "store"
@@ -78,7 +78,8 @@ class Outcome(enum.Enum):
     UNPROVEN = "unproven"
     """The copy may still be writing: its destination is quarantined."""
     REFUSED = "refused"
-    """Nothing was copied: what failed lately is left alone for a while. Else it counts as FAILED."""
+    """Nothing was copied, because the lower tier failed lately and is not tried for a while. The ledger treats it as
+    FAILED."""
 
 
 class _State(enum.Enum):
@@ -87,13 +88,19 @@ class _State(enum.Enum):
 
 class RequestState(_State):
     QUEUED = "queued"
+    """Created, and not matched yet."""
     MATCHED = "matched"
+    """A request stays here only with `engine_blocks`, while its match is `PENDING` and it has no leases."""
     PINNED = "pinned"
+    """The hit is leased; there are no blocks for the rest."""
     ALLOCATED = "allocated"
     LOADING = "loading"
     DRAINING = "draining"
+    """Its load fell short, and it has to give up its blocks, but a step still uses them."""
     REQUEUED = "requeued"
+    """Its load fell short, and it has given up its blocks: it waits for blocks again, at its old place."""
     STRANDED = "stranded"
+    """It was REQUEUED, and its wait has failed: it can never fit."""
     RUNNING = "running"
     PREEMPTED = "preempted"
     DONE = "done"
@@ -133,13 +140,14 @@ class OverlapState(_State):
 
 
 class Computing(enum.Enum):
-    """Where the last step of a request computes what it has not committed yet."""
+    """The blocks into which the last step of a request computes KV that is not committed yet."""
 
     NOTHING = "nothing"
     """There was no step, or all of it is committed."""
     ITS_BLOCKS = "its blocks"
+    """The blocks in its tables: a commit publishes them."""
     LOST_BLOCKS = "lost blocks"
-    """Those that it had before a preemption: there is nothing to commit."""
+    """Blocks that it has given up in a preemption since the step began: nothing of the step can be committed."""
 
 
 class NoEpoch(enum.Enum):
@@ -217,9 +225,10 @@ _COMES_FIRST: Mapping[State, str] = {
     _R.REQUEUED: "wait first until its load is over",
     _R.PREEMPTED: "call `resume` first, and await it",
 }
-"""By state: advice on how a request gets from it to a state with blocks. Calls of a `Ledger` are not awaited."""
+"""Advice in the error of `require`, by state: the next call towards a state with blocks. The advice says "await" for
+users of the runtime; calls of a `Ledger` are not awaited."""
 _TOO_LATE: Mapping[State, str] = {
-    _R.STRANDED: "it has let go of its blocks: leave it, or `preempt` and `resume` it",
+    _R.STRANDED: "it has given up its blocks: leave it, or `preempt` and `resume` it",
     _R.DONE: "it is over",
     _R.ABORTED: "it is over",
 }
@@ -260,10 +269,6 @@ def mermaid(moves: Mapping[State, frozenset[State]]) -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
-    print(*map(mermaid, (REQUEST_MOVES, JOB_MOVES, PIN_MOVES, CACHE_TRANSFER_MOVES, OVERLAP_MOVES)), sep="\n\n")
-
-
 def check_tier(name: str, tier: object) -> Tier:
     if not isinstance(tier, Tier):
         raise InvalidArgument(name, f"must be a Tier, got {shown(tier)}")
@@ -271,3 +276,8 @@ def check_tier(name: str, tier: object) -> Tier:
 
 
 is_compiled: bool = not __file__.endswith((".py", ".pyc"))
+"""Whether this file runs as a compiled extension (docs/compiled.md)."""
+
+
+if __name__ == "__main__":
+    print(*map(mermaid, (REQUEST_MOVES, JOB_MOVES, PIN_MOVES, CACHE_TRANSFER_MOVES, OVERLAP_MOVES)), sep="\n\n")

@@ -1,6 +1,7 @@
-"""Status reports for diagnosing a stall: who waits for what, since when, and who holds it; as values and in words.
+"""Status reports for diagnosing a stall: which request waits for what, since when, and which owners hold it. As values,
+and as text.
 
-`Fork` is the answer of `Ledger.fork`.
+`Fork` is the result of `Ledger.fork`.
 """
 
 from __future__ import annotations
@@ -13,29 +14,32 @@ import attrs
 from .states import RequestState, Tier
 
 NUM_NAMED = 4
-"""Requests of a step that a line names; of the others it has the number."""
+"""Request ids listed for a step; the rest are only counted."""
 MAX_LENGTH = 64
-"""Of a request id in a line."""
+"""Maximum characters of a request id in a report."""
 
 
 class WaitsFor(enum.Enum):
+    """What a request waits for."""
+
     PROGRAM = "its program"
-    """Nothing here: the next call is the program's."""
+    """The next call of the program: the request waits for nothing here."""
     ROOM = "room"
+    """Free device blocks."""
     COPIES = "copies"
-    """Its own, or those that another request began."""
+    """The jobs of its load, including jobs that other requests began."""
     STEP = "a step"
     """A forward that touches its blocks."""
     FETCH = "a fetch"
-    """What only tiers below host memory have of it is on its way into host memory."""
+    """Copies of its prompt from tiers below host memory into host memory."""
     ANSWER = "an answer"
-    """Of the remote store, about what it has."""
+    """The answer of the remote store to the question which cells it has."""
     REQUEST = "another request"
-    """With `engine_blocks`: that one's load brings the next block."""
+    """With `engine_blocks`: the load of that request brings the next block."""
 
 
 def seconds(value: float | None) -> str:
-    """An age in words; empty where no clock was given."""
+    """An age as text; empty if it is None, because the ledger has no clock."""
     if value is None:
         return ""
     return f"{value:.1f} s" if value < 100 else f"{value:,.0f} s"
@@ -46,12 +50,12 @@ def blocks(number: int) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` of others as it may stand in a line: a terminal obeys escape sequences."""
+    """`text` from outside, escaped if needed, because a terminal obeys escape sequences."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def plain(name: str) -> str:
-    """A request id as it may stand in a table: clients may choose it."""
+    """A request id, escaped and truncated for a table, because clients may choose it."""
     text = printable(name)
     return text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}..."
 
@@ -71,23 +75,24 @@ class TierStatistics:
     num_blocks: int
     num_free: int
     num_cached: int
-    """Findable and under no lease: evictable."""
+    """Evictable blocks: findable, and without a lease."""
     num_pinned: int
-    """All others: leased, private to a request, destinations of jobs, or tombstones."""
+    """All other blocks: leased, private to a request, destinations of jobs, or tombstones."""
     num_quarantined: int
 
     def counted(self, name: str) -> str:
-        """A line for people; `name` is that of the tier."""
+        """The counts as one line of text; `name` is the name of the tier."""
         counts = (f"{getattr(self, f'num_{state}'):,} {state}" for state in ("free", "cached", "pinned", "quarantined"))
         return f"{self.num_blocks:,} {name} blocks: {', '.join(counts)}"
 
 
 class EvictionRule(enum.Enum):
-    """Which order a tier evicts by."""
+    """The eviction order of a tier."""
 
     LRU = "lru"
-    """The last use: what was used the longest ago goes first."""
+    """Least recently used first."""
     LEARNED = "learned"
+    """The least likely to return first, as learned from the traffic."""
     OWN = "own"
     """An order of the program's own."""
 
@@ -97,8 +102,9 @@ _RULES = {EvictionRule.LRU: "the last use", EvictionRule.LEARNED: "what was lear
 
 @attrs.frozen
 class TierEviction:
-    """A tier whose eviction learns, and why the present order rules: the guard's two small caches tell which of both
-    orders hits more. Their hits are of an eighth of the traffic, and what is old counts less."""
+    """A tier with learned eviction, and the measurements that decide between the learned order and LRU. The guard
+    simulates both orders on an eighth of the traffic, and the tier uses the order with more hits. Older hits count
+    less."""
 
     tier: Tier
     rule: EvictionRule
@@ -108,19 +114,20 @@ class TierEviction:
     num_switches: int
     """From one order to the other; the first is LEARNED."""
     num_evicted_learned: int
-    """Blocks that were evicted while what was learned ruled."""
+    """Blocks evicted while the learned order was in use."""
     num_evicted_lru: int
+    """Blocks evicted while LRU was in use."""
 
 
 @attrs.frozen
 class EvictionStatistics:
-    """What eviction that learns does, and what it remembers."""
+    """The state of learned eviction."""
 
     tiers: tuple[TierEviction, ...]
     num_remembered_runs: int
-    """Stretches of prompts whose requests are counted."""
+    """Stretches of prompts of which it counts the requests."""
     num_remembered_bytes: int
-    """About so much memory of this process."""
+    """Approximate memory that these counts use in this process."""
 
     def __str__(self) -> str:
         ruled = ", ".join(f"{each.tier.name.lower()} by {_RULES[each.rule]}" for each in self.tiers)
@@ -128,27 +135,27 @@ class EvictionStatistics:
 
     @property
     def learned(self) -> tuple[Tier, ...]:
-        """The tiers in which what was learned rules."""
+        """The tiers that use the learned order now."""
         return tuple(each.tier for each in self.tiers if each.rule is EvictionRule.LEARNED)
 
 
 class HintEnd(enum.Enum):
-    """Why a hint is over."""
+    """Why a hint has ended."""
 
     TRUE = "true"
-    """The prompt was asked for."""
+    """The prompt was requested."""
     LAPSED = "lapsed"
-    """It was not, within the time."""
+    """The prompt was not requested in time."""
     DROPPED = "dropped"
-    """Another hint about the same prompt has come, too many others have, or a reset."""
+    """Another hint for the same prompt, too many other hints, or a reset has ended it."""
 
 
 @attrs.frozen
 class Holder:
-    """Who holds device blocks. Blocks that several hold count for each of them."""
+    """An owner that holds device blocks. A block that several owners hold counts for each of them."""
 
     kind: str
-    """`request`, `step`, `pin`, `prefetch`, `demotion`; of jobs `load` or `store`."""
+    """`request`, `step`, `pin`, `prefetch` or `demotion`; for a job `load` or `store`."""
     name: str
     """The request id, or a number."""
     state: str
@@ -156,9 +163,9 @@ class Holder:
     """Seconds in that state; None without a clock."""
     num_blocks: int
     request_ids: tuple[str, ...] = ()
-    """Of a step: its requests. Of a job: the one that began it."""
+    """For a step: its requests. For a job: the request that began it."""
     over: tuple[str, ...] = ()
-    """Of a step: those of its requests that are over. Their blocks are free once no step holds them."""
+    """For a step: those of its requests that are over. Their blocks become free when no step holds them."""
 
     def __str__(self) -> str:
         of = ""
@@ -172,7 +179,7 @@ class Fetching:
     """Tokens that are on their way into host memory."""
 
     tier: Tier
-    """Where they come from."""
+    """The tier that they come from."""
     num_tokens: int
 
     def __str__(self) -> str:
@@ -181,13 +188,14 @@ class Fetching:
 
 @attrs.frozen
 class Declined:
-    """A part of a hit that is not loaded, since computing it costs less, and what went for that: the estimates of the
-    time from then to the first token."""
+    """A part of a hit that a request computes instead of loading it, because computing costs less. Both times are
+    estimates from the decision to the first token."""
 
     num_tokens: int
     load_s: float
-    """If they were loaded."""
+    """Seconds to the first token if the part was loaded."""
     compute_s: float
+    """Seconds to the first token without loading it."""
 
     def __str__(self) -> str:
         computes = f"computes {self.num_tokens:,} tokens that the host has"
@@ -203,30 +211,30 @@ class RequestStatus:
     age_s: float | None
     """Seconds in that state; None without a clock."""
     num_blocks: int
-    """Device blocks that it holds; shared ones count."""
+    """Device blocks that it holds, including blocks that it shares."""
     waits_for: WaitsFor
     place: int | None = None
-    """Its place in line for room, from 1. Extensions come first."""
+    """Its place in the wait queue for blocks, from 1. Extensions come first. None: it is not in the queue."""
     waited_s: float | None = None
-    """Seconds in line, or since the remote store was asked."""
+    """Seconds in the wait queue, or since the question to the remote store."""
     num_missing: int = 0
-    """Blocks that it waits for in line."""
+    """Free blocks that it waits for in the queue."""
     held_by: tuple[Holder, ...] = ()
-    """Who holds what it waits for: the biggest holders of device blocks, the jobs, also of a fetch, the steps, or the
-    other request."""
+    """The owners that it waits for: the largest holders of device blocks, the jobs of its load or fetch, the steps, or
+    the other request."""
     fetching: tuple[Fetching, ...] = ()
-    """What a fetch still brings for it, by the tier that it comes from."""
+    """Tokens that a fetch still brings for it, by source tier."""
     declined: Declined | None = None
-    """What of its hit it computes instead of loading it; until it is over, or matched again."""
+    """The part of its hit that it computes instead of loading it. None again once it is over, or matched again."""
     cancelled: str = ""
-    """Why it is cancelled; its task has not left its block yet. Empty: it is not."""
+    """Why it is being cancelled; its task has not left its block yet. Empty: it is not being cancelled."""
 
     def __str__(self) -> str:
         state = f"request {plain(self.request_id)}, {self.state.value}{_for(self.age_s)}, {blocks(self.num_blocks)}"
         return f"{state}; waits for {self.what()}"
 
     def what(self) -> str:
-        """What it waits for, who holds that, and why it does not load its hit, in words."""
+        """As text: what it waits for, which owners hold that, and why it computes a part of its hit."""
         found = self._what() if self.declined is None else f"{self._what()}; {self.declined}"
         if self.cancelled:
             return f"its task to leave its block, cancelled ({plain(self.cancelled)}); {found}"
@@ -241,8 +249,8 @@ class RequestStatus:
         if self.waits_for is WaitsFor.ANSWER:
             return f"asking the remote store{_for(self.waited_s)}"
         if self.waits_for is WaitsFor.ROOM:
-            line = f"room for {blocks(self.num_missing)}{_for(self.waited_s)}, place {self.place} in line"
-            return f"{line}; held by {held}"
+            place = f"place {self.place} in the queue"
+            return f"room for {blocks(self.num_missing)}{_for(self.waited_s)}, {place}; held by {held}"
         return f"{self.waits_for.value}: {held}"
 
 
@@ -254,7 +262,7 @@ def _named(names: Sequence[str], over: Sequence[str]) -> str:
 
 
 def explained(about: str, requests: Iterable[RequestStatus], holders: Iterable[Holder]) -> str:
-    """A table for people."""
+    """The report of `Ledger.explain`: `about`, a table of the requests, and a list of the holders."""
     rows: list[tuple[str, ...]] = []
     for one in requests:
         rows.append((plain(one.request_id), one.state.value, seconds(one.age_s), f"{one.num_blocks:,}", one.what()))

@@ -10,9 +10,10 @@ import numpy as np
 from .prefix import TOKEN_BYTES, Hasher, KeySpan, Prefix, Root
 
 MAX_RUN_TOKENS = 2**17
-"""No run crosses a multiple of this: a maximum boundary. Bounds the time to hash, compare, split or merge a run."""
+"""No run crosses a multiple of this number of tokens (a *maximum boundary*), which bounds the time to hash, compare,
+split or merge a run."""
 LONG_BYTES = 2**17
-"""From this size on, memory for a copy of tokens comes fresh from the system, and costs several times the copy."""
+"""From this size on, the allocator gets memory for a copy from the system, which costs several times the copy."""
 
 
 def max_run_units(unit_tokens: int) -> int:
@@ -20,8 +21,8 @@ def max_run_units(unit_tokens: int) -> int:
     return max(1, MAX_RUN_TOKENS // unit_tokens)
 
 
-class Stretch(Protocol):
-    """Tokens of units `[start, stop)`. `spans` touch every one of the units."""
+class TokenRange(Protocol):
+    """The tokens of units `[start, stop)`, such as those of a `Run`. `spans` touch every one of the units."""
 
     @property
     def start(self) -> int: ...
@@ -33,12 +34,12 @@ class Stretch(Protocol):
     def spans(self) -> tuple[KeySpan, ...]: ...
 
 
-class EndOfPath(Stretch, Protocol):
-    """A stretch whose prefix is known."""
+class EndOfPath(TokenRange, Protocol):
+    """A token range whose whole prefix is known: the last run of a path."""
 
     @property
     def root(self) -> Root: ...
-    def whole_path(self) -> Sequence[Stretch]: ...
+    def whole_path(self) -> Sequence[TokenRange]: ...
 
 
 class TokenSequence:
@@ -100,14 +101,15 @@ class TokenSequence:
         return self._bytes(start * self._unit_bytes, num_tokens * TOKEN_BYTES)
 
     def has_much_to_hash(self, start: int) -> bool:
-        """Whether publishing the prompt from unit `start` on hashes so much that `hash_ahead` in a thread pays off."""
+        """Whether publishing the prompt from unit `start` on hashes enough tokens for `hash_ahead` in a thread to pay
+        off."""
         num_bytes = len(self._prompt) - start * self._unit_bytes
         return num_bytes > MAX_RUN_TOKENS * TOKEN_BYTES and not self._spans and not self._hashed
 
     def hash_ahead(self, start: int) -> None:
-        """Hash the prompt up to each maximum boundary behind unit `start`, so that publishing does not have to.
+        """Hash the prompt up to each maximum boundary after unit `start`, so that publishing does not have to.
 
-        Runs in any thread: the result becomes visible at once, when it is complete. Not for a prompt with spans."""
+        May run in any thread: it sets the complete result in one assignment. Not for a prompt with spans."""
         most, hasher, hashed = max_run_units(self._unit_tokens), self.root.hasher, {}
         for stop in range(most, self.num_prompt_units + 1, most):
             hasher = hash_run(hasher, self.stretch(stop - most, stop), (), self._unit_bytes)
@@ -124,7 +126,7 @@ class TokenSequence:
         self.num_tokens += len(tokens) // TOKEN_BYTES
 
     def drop_after(self, num_tokens: int) -> None:
-        """Drop appended tokens behind the first `num_tokens`; never prompt tokens."""
+        """Drop appended tokens after the first `num_tokens`; never prompt tokens."""
         del self._added[max(0, num_tokens * TOKEN_BYTES - len(self._prompt)) :]
         self.num_tokens = (len(self._prompt) + len(self._added)) // TOKEN_BYTES
 
@@ -172,7 +174,7 @@ class TokenSequence:
         return probe.digest()
 
     def unit_record(self, position: int) -> bytes:
-        """What tells the unit at `position` from others: its tokens, and a record of each span that touches it."""
+        """The content of the unit at `position`: its tokens, and a record of each span that touches it."""
         at = position * self._unit_bytes
         end = at + self._unit_bytes
         tokens = self._prompt[at:end] if end <= len(self._prompt) else self._bytes(at, end)
@@ -191,13 +193,14 @@ class TokenSequence:
         return self._bytes(start * self._unit_bytes, stop * self._unit_bytes)
 
     def shared_stretch(self, start: int, stop: int) -> bytes | memoryview:
-        """The same, as a view if it is nearly all of a long prompt. A view keeps the whole prompt alive."""
+        """As `stretch`, but a view instead of a copy if the units are nearly all of a long prompt, because a view keeps
+        the whole prompt alive."""
         at, end, whole = start * self._unit_bytes, stop * self._unit_bytes, len(self._prompt)
         if end - at < LONG_BYTES or end - at < whole - whole // 16 or end > whole or self._spans:
             return self._bytes(at, end)
         return memoryview(self._prompt)[at:end]
 
-    def common_stop(self, run: Stretch, limit: int) -> int:
+    def common_stop(self, run: TokenRange, limit: int) -> int:
         """The unit, at most `limit`, up to which `run` and this sequence agree."""
         limit = min(limit, run.stop)
         if self._spans or run.spans:
@@ -230,7 +233,8 @@ def hash_run(hasher: Hasher, tokens: bytes | memoryview, spans: tuple[KeySpan, .
 
 
 def unit_digests(hasher: Hasher, tokens: bytes, unit_bytes: int) -> Iterator[bytes]:
-    """The digest of the prefix through each unit of `tokens`, which no span touches. `hasher` covers what is before."""
+    """The digest of the prefix through each unit of `tokens`, which no span touches. `hasher` covers all units before
+    `tokens`."""
     after = hasher.copy()
     for at in range(0, len(tokens), unit_bytes):
         after.update(tokens[at : at + unit_bytes])
@@ -238,5 +242,5 @@ def unit_digests(hasher: Hasher, tokens: bytes, unit_bytes: int) -> Iterator[byt
 
 
 def _cuts_of(spans: tuple[KeySpan, ...], unit_tokens: int) -> tuple[int, ...]:
-    """Where the set of spans that touch a unit changes: before the first unit of a span and behind its last."""
+    """The units at which the set of touching spans changes: the first unit of a span, and the first after it."""
     return tuple(sorted({cut for span in spans for cut in (span.start // unit_tokens, -(-span.stop // unit_tokens))}))

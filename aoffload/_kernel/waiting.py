@@ -19,15 +19,17 @@ its match up if an extension lacks blocks.
 running request), the head waits, because that owner ends some day and its end serves the queue. Otherwise only pins and
 waiters hold blocks, and waiting would never end:
 
-    1. A pin of `Ledger.pin` that alone keeps device blocks ends (YIELDED), and the head is served again.
-    2. Without such a pin, the extension that came last fails (`retryable`): it has the least to lose, and its request
-       releases its blocks or is preempted.
-    3. If an allocation is the head, no other owner holds blocks, and the allocation can never fit: it fails.
+    1. A pin of `Ledger.pin` on device blocks that only pins protect ends (YIELDED), and the head is served again.
+    2. If there is no such pin and an extension is the head, the extension that came last fails (`retryable`): it has
+       the least to lose, and its request then releases its blocks or is preempted.
+    3. If there is no such pin and an allocation is the head, the allocation fails: it would not fit even if it were
+       alone.
 
 Quarantine makes the pool smaller. When that happens, every waiter that can no longer fit fails, whatever its place.
 
-**Why that ends.** Each turn of `_serve` takes a waiter out of the queue, ends a pin, or frees blocks that only the
-match of the head kept and that no match finds again; otherwise it is the last turn. No turn adds a waiter or a pin.
+**Why the loop ends.** Each turn of the loops in `_serve` takes a waiter out of the queue, ends a pin, or frees
+tombstones that only the match of the head kept and that no match finds again; otherwise it is the last turn. No turn
+adds a waiter or a pin.
 
 **The grant comes before the wake.** `granted` or `error` is set, and the waiter has left the queue, before any `wake`
 is called, because `wake` may call the ledger. The waiter owns the blocks of its grant until `accept` or `withdraw`.
@@ -49,7 +51,7 @@ from .events import ExtensionRefused
 from .leases import RequestLeases
 from .moves import Moves
 from .plans import Extension
-from .requests import LedgerRequest, Waiter, call_all, nobody
+from .requests import LedgerRequest, Waiter, call_all, do_nothing
 from .states import RequestState as State
 from .states import Tier, require
 
@@ -59,7 +61,7 @@ class WaitQueue:
     extending: list[Waiter] = field(default_factory=list)
     """In order of arrival."""
     allocating: list[Waiter] = field(default_factory=list)
-    """By ticket."""
+    """By ticket: in the order of admission."""
 
     @property
     def is_empty(self) -> bool:
@@ -70,8 +72,8 @@ def _ticket(waiter: Waiter) -> int:
     return waiter.request.ticket
 
 
-def is_waiting(request: LedgerRequest, call: str) -> WrongState:
-    """The refusal of `call` while `request` waits for device blocks."""
+def waiting_error(request: LedgerRequest, call: str) -> WrongState:
+    """The error that refuses `call` while `request` waits for device blocks."""
     return WrongState(f"{call}: {request} is waiting for blocks already")
 
 
@@ -85,13 +87,13 @@ class Admission:
     cache: PrefixCache
     request_leases: RequestLeases
     moves: Moves
-    others_hold_room: Callable[[], bool]
-    """Whether a job, a step or a request outside the queue holds device blocks, which it will release some day."""
+    others_hold_blocks: Callable[[], bool]
+    """Whether an owner outside the queue (a job, a step, a request) holds device blocks: its end serves the queue."""
     yield_pin: Callable[[], bool] = lambda: False
     """Ends a pin that keeps device blocks. False: there is none. Called only if no other owner can free blocks."""
     queue: WaitQueue = field(default_factory=WaitQueue)
     _promised: int = 0
-    """An upper bound of `num_least` for all waiters. If the capacity falls below it, some may no longer fit."""
+    """An upper bound of `num_least` of all waiters. If the capacity falls below it, a waiter may no longer fit."""
 
     # -- verbs ----------------------------------------------------------------------------------------------------
 
@@ -103,7 +105,7 @@ class Admission:
         if would_overtake or missing > self.cache.tiers[Tier.DEVICE].num_available:
             if (error := self._never_fits(request, num_units)) is not None:
                 raise error
-            if would_overtake or not self._has_room(request, num_units):
+            if would_overtake or not self._has_blocks(request, num_units):
                 missing = self.num_missing(request, num_units)
                 raise OutOfBlocks(missing, 0 if would_overtake else self.num_available, retryable=True)
             missing = self.num_missing(request, num_units)
@@ -111,20 +113,20 @@ class Admission:
         self.moves.request(request, State.ALLOCATED)
 
     def queue_allocation(
-        self, request: LedgerRequest, num_tokens: object = None, wake: Callable[[], object] = nobody
+        self, request: LedgerRequest, num_tokens: object = None, wake: Callable[[], object] = do_nothing
     ) -> Waiter:
         """Join the queue. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it."""
         num_units = self._units_to_allocate(request, num_tokens)
         if (error := self._never_fits(request, num_units)) is not None:
             raise error
         waiter = Waiter(request, num_units, wake)
-        self.wait_for_allocation(waiter)
+        self.enqueue(waiter)
         return waiter
 
     def _units_to_allocate(self, request: LedgerRequest, num_tokens: object) -> int:
         require(request, "allocate", State.PINNED)
         if request.waiter is not None:
-            raise is_waiting(request, "allocate")
+            raise waiting_error(request, "allocate")
         wanted = request.sequence.num_tokens if num_tokens is None else check_int("num_tokens", num_tokens, 1)
         return max(self.cache.layout.num_units(wanted), request.published)
 
@@ -143,7 +145,7 @@ class Admission:
         return self._extension(request, before)
 
     def queue_extension(
-        self, request: LedgerRequest, num_tokens: object, wake: Callable[[], object] = nobody
+        self, request: LedgerRequest, num_tokens: object, wake: Callable[[], object] = do_nothing
     ) -> Waiter:
         """Join the queue for more blocks, ahead of all allocations."""
         num_units = self._units_to_extend(request, num_tokens)
@@ -159,12 +161,12 @@ class Admission:
     def _units_to_extend(self, request: LedgerRequest, num_tokens: object) -> int:
         require(request, "extend", State.ALLOCATED, State.RUNNING)
         if request.waiter is not None:
-            raise is_waiting(request, "extend")
+            raise waiting_error(request, "extend")
         return self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1))
 
-    def wait_for_allocation(self, waiter: Waiter) -> None:
-        """Put `waiter` into the queue of allocations, whose head alone keeps its match. If quarantine has made the pool
-        too small for `waiter`, it fails when the queue is served next, whatever its place."""
+    def enqueue(self, waiter: Waiter) -> None:
+        """Put `waiter` into the queue of allocations, at the place of its ticket. Only the head keeps its match. If
+        quarantine has made the pool too small for `waiter`, it fails when the queue is served next."""
         allocating, request = self.queue.allocating, waiter.request
         before = allocating[0] if allocating else waiter
         self._promised = max(self._promised, self.capacity, self.num_least(waiter))
@@ -215,7 +217,7 @@ class Admission:
         if request.waiter is not waiter:
             return
         if request.state is State.REQUEUED:
-            raise WrongState(f"withdraw: {request} has let go of everything and waits to begin again: release it")
+            raise WrongState(f"withdraw: {request} has given up its blocks and waits for others (REQUEUED): release it")
         self.leave(waiter)
         if request.state is State.PINNED:
             self.request_leases.match_again(request)
@@ -238,8 +240,8 @@ class Admission:
         """Match again those of `requests` that have no block tables yet: cached blocks were invalidated. A request in
         the queue is matched when the queue is served; a grant that was not accepted yet goes back.
 
-        All of them release their leases before one is matched. Tombstones are freed once their part has no reference,
-        and a new lease would be one."""
+        All of them release their leases before the first is matched again, because tombstones are freed only when their
+        part has no reference, and a new lease is a reference."""
         unread = [request for request in requests if request.may_match_again]
         for request in unread:
             self._forget_match(request)
@@ -251,7 +253,7 @@ class Admission:
             elif waiter is not None and waiter.granted is not None:  # granted for a longer hit: too few blocks now
                 granted, waiter.granted = waiter.granted, None
                 self.cache.give(Tier.DEVICE, granted)
-                self.wait_for_allocation(waiter)
+                self.enqueue(waiter)
 
     def _forget_match(self, request: LedgerRequest) -> None:
         """Release the match. If the request is in the queue, it is matched again when the queue is served next."""
@@ -266,7 +268,7 @@ class Admission:
         over: list[Waiter] = []
         if self.queue.allocating or self.queue.extending:
             self._serve(over)
-        self.moves.tell()
+        self.moves.report()
         rest = chain(map(_wake_of, over), wakes)
         try:
             for wake in rest:  # after all decisions: `wake` may call the ledger
@@ -279,7 +281,7 @@ class Admission:
         """Grant what can be granted, and fail waiters that never can be; both are added to `over`."""
         extending, allocating = self.queue.extending, self.queue.allocating
         device, capacity = self.cache.tiers[Tier.DEVICE], self.capacity
-        if capacity < self._promised:  # quarantine has made the pool smaller: some may no longer fit
+        if capacity < self._promised:  # quarantine has made the pool smaller: a waiter may no longer fit
             for waiters in (extending, allocating):
                 for waiter in tuple(waiters):
                     if (needed := self.num_least(waiter)) > capacity:
@@ -298,12 +300,12 @@ class Admission:
                 waiter.granted = self.cache.take(Tier.DEVICE, missing)
                 over.append(waiter)
                 continue
-            if self.others_hold_room():
+            if self.others_hold_blocks():
                 break
             if self.yield_pin():
                 continue
-            # Only waiters hold blocks, so no more will come. The one that came last has the least to lose. Its request
-            # is no waiter any more: the others wait for it.
+            # Only waiters hold blocks, so no block will become free. The waiter that came last has the least to lose.
+            # Once it has failed, the loop ends, because its request now holds blocks outside the queue.
             youngest = extending.pop()
             missing = self.num_missing(youngest.request, youngest.num_units)
             youngest.error = OutOfBlocks(missing, device.num_available, retryable=True)
@@ -315,7 +317,7 @@ class Admission:
             request = waiter.request
             if waiter.changes_seen != device.num_changes or waiter.num_missing <= device.num_available:
                 self.request_leases.refresh_match(request)  # in the step that grants
-                if self._has_room(request, waiter.num_units):
+                if self._has_blocks(request, waiter.num_units):
                     allocating.pop(0)
                     waiter.granted = self.cache.take(Tier.DEVICE, self.num_missing(request, waiter.num_units))
                     over.append(waiter)
@@ -328,7 +330,7 @@ class Admission:
                 if not self.cache.layout.windows:  # with windows, host blocks and the request's own pins matter, too
                     missing = self.num_missing(request, waiter.num_units)
                     waiter.num_missing, waiter.changes_seen = missing, device.num_changes
-            if self.others_hold_room():
+            if self.others_hold_blocks():
                 break
             # Only waiters and pins hold blocks. The head releases its match before a pin ends: that may free
             # tombstones, or leave a pin as their last reference.
@@ -373,7 +375,7 @@ class Admission:
             raise OutOfBlocks(needed, self.capacity, retryable=False)
 
     def num_least(self, waiter: Waiter) -> int:
-        """The fewest blocks that the request of `waiter` needs, whatever its hit."""
+        """The fewest blocks that the request of `waiter` needs with any hit."""
         if waiter.request.tables:
             return self.num_needed(waiter.request, waiter.num_units)
         return waiter.num_units * self.cache.layout.full.width
@@ -383,9 +385,10 @@ class Admission:
         needed = self.num_needed(request, num_units)
         return OutOfBlocks(needed, self.capacity, retryable=False) if needed > self.capacity else None
 
-    def _has_room(self, request: LedgerRequest, num_units: int) -> bool:
-        """Whether there are blocks for tables of `num_units`. If only the request's own pins after its device hit are
-        in the way, it is matched again without them: no request waits for its own pins. False: nothing has changed."""
+    def _has_blocks(self, request: LedgerRequest, num_units: int) -> bool:
+        """Whether blocks for tables of `num_units` are available. If only the request's own pins after its device hit
+        (`reserve`) are in the way, it is matched again without them: no request waits for its own pins. If False,
+        nothing has changed."""
         if self.num_missing(request, num_units) <= self.num_available:
             return True
         if request.reserve is None or not request.may_match_again:

@@ -1,4 +1,4 @@
-"""Loading or computing: estimates of what both cost now, and the decisions that the runtime derives from them.
+"""Loading or computing: estimates of the present cost of both, and the decisions that the runtime derives from them.
 
 Loading a hit is worth it only if the copy takes less time than computing its tokens, and that changes from second to
 second: links are shared, and a request that computes delays the requests after it. Two questions are decided here:
@@ -56,7 +56,7 @@ class _Step:
 
 @attrs.define(eq=False)
 class PrefillSpeed:
-    """Tokens of prompts computed per second, from the time between the begin of a step and its commits.
+    """The speed of computing prompts, in tokens per second, from the time between the begin of a step and its commits.
 
     `given` replaces the measurement.
     """
@@ -210,7 +210,7 @@ class LoadCosts:
     def computed(self, request_id: str, num_tokens: int) -> None:
         """`num_tokens` more tokens of a request are computed."""
         left = self._queued.get(request_id)
-        if left is None:  # a request from before the report; or it generates, which is no prompt
+        if left is None:  # the last `report_queue` counts it, or it only generates
             if num_tokens >= LEAST_TOKENS:
                 self._reported = max(0, self._reported - num_tokens)
         elif num_tokens < left:

@@ -1,9 +1,9 @@
 """Loads: a request waits until its load is over, or a forward starts before (layer-wise overlap).
 
 A load is planned by the ledger, which takes blocks and returns the copies; the copy worker launches them. Three events
-can make the load's task plan again instead of going on: the blocks that a re-queued request waited for were granted; a
-reset came between the end of the load and the task's turn, so what was loaded must not count; `load_timeout_s` is over,
-so the request gives up the copies and computes. A failed copy is no error: fewer tokens are ready.
+can make the load's task plan again instead of going on: the blocks that a requeued request waited for were granted; a
+reset came between the end of the load and the task's turn, so the loaded tokens must not count; `load_timeout_s` is
+over, so the request gives up the copies and computes. A failed copy raises no error: fewer tokens are ready.
 
 A forward that starts early reads layer i as soon as region i has arrived. Each job of the load has a fence per region
 (`RegionFences`), which any thread may wait for. `load_timeout_s` ends these waits, too, because the forward holds a
@@ -54,14 +54,14 @@ class PendingLoad:
         self._request = request
         self._max_tokens = max_tokens
         self._into = into
-        """Block tables, where an engine owns the device blocks. They count for the first plan only."""
+        """The engine's block tables, if an engine owns the device blocks. Only the first plan uses them."""
         self._has_fences = has_fences
         """Whether a forward may wait for regions."""
         self._load: Load | None = None
         self._jobs: tuple[RegionFences, ...] = ()
         self._first_invalid_token: int | None = None
         self._has_returned = False
-        """Whether `wait` has returned. From then on the load counts, also after a reset."""
+        """Whether `wait` has returned: from then on the caller knows the result, and a reset no longer undoes it."""
         self._start(record)
 
     def __repr__(self) -> str:
@@ -71,7 +71,7 @@ class PendingLoad:
         """Plan the load and launch its copies."""
         request, session = self._request, self._request._session
         max_tokens, max_job_bytes = self._max_tokens, None
-        if session.costs is not None and not session.ledger.is_engine_owned:  # else the match had the choice
+        if session.costs is not None and not session.ledger.is_engine_owned:  # else `limit_hit` made the choice
             max_tokens = session.costs.limit(record, max_tokens, request._left_s())
         if self._has_fences:
             # A region is complete only with the last job, so one job takes the whole load if it may be in flight.
@@ -122,12 +122,12 @@ class PendingLoad:
                 continue
             is_late = await request._wait(session.config.load_timeout_s)
             if is_late and record.state is RequestState.LOADING:
-                self._max_tokens = 0  # if it has to wait for blocks now, its next plan loads nothing
+                self._max_tokens = 0  # if it is requeued now, its next plan loads nothing
                 for fences in self._jobs:
                     fences.end("not there within load_timeout_s")
                 session.ledger.abandon_load(record)
-        if record.state is RequestState.STRANDED:  # it can never fit; another task may have had that error
-            raise WrongState(f"load: {record} had to let go of its blocks: leave it")
+        if record.state is RequestState.STRANDED:  # it can never fit; `accept` raised that, perhaps in another task
+            raise WrongState(f"load: {record} had to give up its blocks and can never fit: leave it")
         if record.state is not RequestState.RUNNING:
             request._live()  # raises if the request is over or the runtime closed
             return 0  # preempted by another task: no blocks
@@ -150,9 +150,9 @@ class PendingLoad:
             raise InvalidArgument("requests", f"holds what is no request of this runtime: {shown(self._request)}")
         record = self._request._live()
         if self._is_replaced(record):
-            raise WrongState(f"step: {self!r} is over, and another load is under way: take what began that one")
+            raise WrongState(f"step: {self!r} is over, and another load is under way: use the pending load of that one")
         if self._is_lost(record):
-            raise WrongState(f"step: {self!r} has lost to a reset what it brought: await `wait` first")
+            raise WrongState(f"step: a reset has undone {self!r}: await `wait` first")
         return record
 
     def _is_lost(self, record: LedgerRequest) -> bool:
@@ -193,7 +193,7 @@ class PendingLoad:
         """First token that has to be computed again, in a new step, because the load fell short after a forward had
         started on it. None: no token, or the load is not over. Reading this does not replace `wait`: a commit is
         refused until `wait` has returned."""
-        self._request._session.check_may_look()
+        self._request._session.check_may_read()
         record = self._request._record
         if self._first_invalid_token is None and record is not None and not self._is_replaced(record):
             return self._request._session.ledger.first_invalid_token(record)

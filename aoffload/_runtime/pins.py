@@ -1,4 +1,4 @@
-"""Pins, fetches, prefetches and demotions of prompts, independent of requests. Each is a context manager.
+"""Pins, fetches, prefetches and demotions of prompts, independently of requests. Each is a context manager.
 
 A pin lasts until its `with` block ends or its time to live is over. The others are transfers: each can be awaited,
 cancelled, or left to finish on its own, because the ledger owns its jobs. All of them yield to requests: a transfer

@@ -1,8 +1,8 @@
-"""The request as its task sees it: an `async with` block that owns what the request holds.
+"""The request as its task sees it: an `async with` block that owns the leases and the blocks of the request.
 
-The block is the one owner. Inside it the request holds a match, then blocks, then a load under way; at its end all of
-that is released, however the block is left. A call either waits or changes something: the calls named `..._nowait` and
-the commits never wait, and a call that waits changes nothing until its wait is over.
+The block is the only owner. Inside it the request holds a match, then blocks, then a load under way. The end of the
+block releases all of them, however the block is left. A call either waits or changes something: the calls named
+`..._nowait` and the commits never wait, and a call that waits changes nothing until its wait is over.
 
 Leaving never awaits. `__aexit__` first releases the record in one synchronous call, because an await there could be
 cancelled once more, and the blocks would stay held. Stores that the release plans, and copies under way, hold their own
@@ -214,19 +214,19 @@ class Request:
     # -- the hit --------------------------------------------------------------------------------------------------
 
     def match_again_nowait(self, *, num_device_tokens: int) -> PrefixMatch:
-        """Match again before the load: the engine's own prefix cache has the first `num_device_tokens` tokens now. With
-        the same number the pins stay, with another they move."""
+        """Match again before the load, because the engine's own prefix cache has the first `num_device_tokens` tokens
+        now. The pins move if this number has changed."""
         record = self._live()
         # Not `self._wake`: the ledger would keep an abandoned request alive for as long as it is PENDING.
         wake = record.when_idle
         self._session.ledger.match_again(record, num_device_tokens=num_device_tokens, wake=wake)
-        self._session.bound(record, self._left_s())
+        self._session.limit_hit(record, self._left_s())
         return record.match
 
     async def match_again(self, *, num_device_tokens: int) -> PrefixMatch:
-        """As `match_again_nowait`. If the answer is PENDING, waits until matching again may give another answer, and at
-        most until `pending_timeout_s` is over. Returns the answer from before the wait: by now the engine's own cache
-        may have more, so match again with that.
+        """As `match_again_nowait`. If the answer is PENDING, waits until a new match may give another answer, and at
+        most until `pending_timeout_s` is over. Returns the answer from before the wait, because the engine's own cache
+        may hold more tokens after it: match again with that number.
 
             while request.match.is_pending:
                 await request.match_again(num_device_tokens=own_hit(tokens))
@@ -237,18 +237,19 @@ class Request:
             bound_s = session.ledger.pending_until(self._live()) - session.now()
             if session.worker.has_alarms:
                 await self._wait(bound_s)
-            else:  # a timer of its own: an engine that matches again at once, and again, would not let time pass
+            else:  # the worker's task has ended, and an alarm would be set at once: then this loop would not end
                 with anyio.move_on_after(bound_s):
                     await self._wait()
             self._live()
         return found
 
     async def fetch(self) -> int:
-        """Fetch into host memory what the disk and the remote store have after the hit, and match again, while the
-        request has no blocks. Returns the whole hit in tokens. `allocate` does it; with `engine_blocks`, call it before
-        `load`.
+        """Fetch the units after the hit that the disk and the remote store hold into host memory, and match again. Only
+        while the request has no blocks. Returns the whole hit in tokens. `allocate` does this by itself; with
+        `engine_blocks`, call it before `load`.
 
-        It takes at most `fetch_timeout_s`, and never raises for a tier that fails: what is not there is computed.
+        It takes at most `fetch_timeout_s`, and never raises for a tier that fails, because the request can compute the
+        missing tokens.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         await fetch(self, self._live(), self._prefix)
@@ -267,7 +268,7 @@ class Request:
         self._session.ledger.allocate_nowait(record, num_tokens)
 
     async def allocate(self, num_tokens: int | None = None) -> None:
-        """As `allocate_nowait`, but waits for free blocks, and fetches before that from the tiers below the host.
+        """As `allocate_nowait`, but first fetches from the tiers below the host, and then waits for free blocks.
         `OutOfBlocks` only if the request can never fit."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         record = self._live()
@@ -378,13 +379,13 @@ class Request:
         *,
         is_last: bool = False,
     ) -> None:
-        """Append `new_token_ids`, then store what the host lacks of the first `num_computed_tokens` tokens, from the
-        blocks that `block_ids` names: one table per group, from the first token on. Ids are read, and checked, only
-        where something is stored; with `is_last`, all are.
+        """With `engine_blocks`: append `new_token_ids`, then store those of the first `num_computed_tokens` tokens that
+        the host lacks. `block_ids` names the blocks: one table per group, from the first token on. Only the ids of
+        stored blocks are read and checked; with `is_last`, all are checked.
 
         `after` is the fence after the compute that wrote them; None: after all work on the current stream so far.
         Copies hold the blocks until they are over, even if the request ends. `is_last`: the last offer of the request,
-        so what a later prompt needs of windows is stored too.
+        which also stores the window blocks that a later prompt needs.
         """
         record, session = self._live(), self._session
         fence, before = session.fence_after(after), record.num_computed_tokens
@@ -472,7 +473,7 @@ class Request:
             self._wake()
 
     def _cancel_scope(self, scope: anyio.CancelScope) -> None:
-        """The request keeps what it holds until its task has left the block."""
+        """Cancel the block. The request keeps its blocks until its task has left the block."""
         assert self._record is not None
         self._record.reason = self._cancel_reason
         self._session.observers.observe(RequestCancelled(self._record, self._cancel_reason))
@@ -483,7 +484,7 @@ class Request:
     ) -> bool:
         if not self._session.is_here:
             if self._session.is_in_fork:
-                return False  # the request belongs to the parent, and this is a copy of it
+                return False  # this process has only a copy of the request, which belongs to the parent
             self._session.call_in_loop(partial(self._left_elsewhere, self._why(error)))
             warnings.warn(f"{self!r} was left in another thread than it was entered in", ResourceWarning, stacklevel=2)
             return False
@@ -548,7 +549,7 @@ class Request:
     async def _wait_for_blocks(self, waiter: Waiter | None) -> None:
         slow = self._session.slow
         if await self._wait(slow.left_s(waiter)) and waiter is not None:
-            slow.look_at_wait(waiter)
+            slow.check_wait(waiter)
 
     def _wake(self) -> None:
         """Make waiting tasks check again: a load is over, blocks were granted, or the request or the runtime ended."""

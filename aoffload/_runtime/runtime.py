@@ -89,9 +89,9 @@ class Opening:
     session: Session
     num_host_blocks: int
     has_own_ids: bool
-    """The program hands out the block ids of the device."""
+    """Whether the program hands out the block ids of the device."""
     is_open: bool = attrs.field(default=False, init=False)
-    """The transport is open, and its closing has not begun."""
+    """Whether the transport is open, and its closing has not begun."""
 
     @property
     def _regions(self) -> tuple[KVRegion, ...]:
@@ -136,7 +136,7 @@ class Opening:
         def open_or_close() -> None:
             has_begun.set()
             if is_over.locked():
-                return  # the task gave up before the thread began
+                return  # the task has given up before the thread began: nothing is open
             self._open()
             if not is_over.acquire(blocking=False):
                 self.close(timeout_s)
@@ -172,7 +172,7 @@ class Opening:
         except RuntimeError:
             close()
 
-    def let_go(self) -> None:
+    def close_abandoned(self) -> None:
         """Close the transport of a runtime whose `async with` block was never left. A new thread closes it, because a
         finaliser calls this method, and a finaliser may interrupt code that holds a lock that closing needs. The task
         of the worker ends in its event loop, if that still runs."""
@@ -335,8 +335,8 @@ class OffloadRuntime:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End live requests, drop queued jobs, then wait up to `close_timeout_s` for jobs in flight. With a disk, store
-        before that what it lacks, for up to its `close_flush_s`.
+        """End live requests, discard queued jobs, then wait up to `close_timeout_s` for jobs in flight. With a disk,
+        first store the blocks that the disk lacks, for up to its `close_flush_s`.
 
         In another event loop, the runtime cannot wait, so it stores nothing: it ends its threads, closes its files, and
         raises `RuntimeClosed`. If a forked child leaves the block, nothing is closed, because the runtime belongs to
@@ -350,7 +350,7 @@ class OffloadRuntime:
             raise WrongThread("leave the block of a runtime in the event loop's thread: it stays open")
         if self.env.running_loop() is not session.loop:
             if self._opening.is_open:
-                self._opening.let_go()
+                self._opening.close_abandoned()
             if error is None:
                 raise RuntimeClosed("the event loop of the runtime is another one: it was closed without a wait")
             return
@@ -386,7 +386,7 @@ class OffloadRuntime:
     def __del__(self) -> None:
         opening = self.__dict__.get("_opening")  # missing if the constructor raised
         if opening is not None and opening.is_open and not self._session.is_in_fork:
-            opening.let_go()  # first: a warning may be an error
+            opening.close_abandoned()  # first: a warning may be an error
             warnings.warn(
                 f"{self!r} was abandoned: leave its async with block", ResourceWarning, stacklevel=2, source=self
             )
@@ -529,11 +529,12 @@ class OffloadRuntime:
         return pin
 
     def hint(self, token_ids: TokenIds, *, expected_s: float, category: str = "", **identity: Unpack[Identity]) -> int:
-        """Say that a prompt will be asked for again within `expected_s` seconds, as after an agent's tool call: what
-        is cached of it is evicted last until then. Pins nothing. Returns the tokens spared, 0 unless eviction learns.
+        """Say that a prompt will be requested again within `expected_s` seconds, such as after an agent's tool call.
+        Until then, its cached blocks are evicted last. Pins nothing. Returns the number of tokens spared, 0 unless
+        eviction learns.
 
-        `category`: hints of one kind, such as the tool's name. While less than a quarter of them comes true, they spare
-        nothing."""
+        `category`: the kind of the hint, such as the name of the tool. While less than a quarter of the hints of a
+        category come true, they spare nothing."""
         prefix = self._prefix_for("hint", token_ids, identity)
         expires_at = anyio.current_time() + time_to_live(expected_s, "expected_s")
         found = self.ledger.hint(prefix, expires_at=expires_at, category=category)
@@ -541,10 +542,10 @@ class OffloadRuntime:
         return found
 
     async def prefetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
-        """Load the host hit of a prompt onto the device. Returns how many of its tokens are there then.
+        """Load the host hit of a prompt onto the device. Returns how many of its tokens are on the device then.
 
-        Best effort: it takes only blocks that no request waits for, and never raises for a failed copy. A cancellation
-        drops its jobs that are not launched yet.
+        Best effort: it takes only free blocks, and only while no request waits for some. It never raises for a failed
+        copy. A cancellation discards its jobs that are not launched yet.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         with PendingPrefetch(self._session, self._prefix_for("prefetch", token_ids, identity)) as pending:
@@ -555,10 +556,11 @@ class OffloadRuntime:
         return PendingPrefetch(self._session, self._prefix_for("prefetch_nowait", token_ids, identity))
 
     async def fetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
-        """Bring what the disk has of a prompt into host memory. Returns how many of its tokens would hit then.
+        """Copy the blocks of a prompt that only the disk or the remote store holds into host memory. Returns how many
+        tokens a request for the prompt would hit then.
 
-        Best effort, as `prefetch`: it takes at most `max_fetch_share` of the host, and never raises for a failed copy.
-        `Request.allocate` does it for its own prompt. `WrongState` without a disk.
+        Best effort: it takes at most `max_fetch_share` of the host, and never raises for a failed copy.
+        `Request.allocate` does it for its own prompt. `WrongState` without a disk and a remote store.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         with PendingFetch(self._session, self._prefix_for("fetch", token_ids, identity)) as pending:
@@ -571,7 +573,8 @@ class OffloadRuntime:
     async def demote(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
         """Move the blocks of a prompt from the device to host memory. Returns how many device blocks were freed.
 
-        Pinned blocks, prefix blocks of other cached prompts, and blocks for which the host has no room stay.
+        Pinned blocks and prefix blocks of other cached prompts stay on the device. If the host cannot hold the whole
+        prompt, all blocks stay.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         with PendingDemotion(self._session, self._prefix_for("demote", token_ids, identity)) as pending:
@@ -594,7 +597,8 @@ class OffloadRuntime:
     # -- whole cache ----------------------------------------------------------------------------------------------
 
     async def wait_restored(self) -> int:
-        """Wait until what an earlier process left on the disk is known. Returns how many of its blocks were found."""
+        """Wait until the runtime has read which blocks an earlier process has left on the disk. Returns their number.
+        0 without a disk."""
         self._session.check_usable()
         await anyio.lowlevel.checkpoint_if_cancelled()
         disk = self._session.disk
@@ -604,7 +608,7 @@ class OffloadRuntime:
         return disk.num_restored
 
     async def flush(self) -> None:
-        """Wait until every transfer planned so far has ended or is given up."""
+        """Wait until every transfer planned so far has ended or was given up."""
         self._session.check_usable()
         self._session.check_loop()
         await self.worker.wait_idle()
@@ -635,7 +639,7 @@ class OffloadRuntime:
         last_id, deadline = self.ledger.jobs.last_id, anyio.current_time() + seconds
         disk, remote = self._session.disk, self._session.remote
         if remote is not None and tier is None:
-            remote.turn_off("a reset: what the store has under this namespace is of before")
+            remote.turn_off("a reset: the cells of the store under this namespace are from before it")
         if disk is not None and tier in (None, Tier.DISK):
             await disk.reset(min(seconds, self.config.transfer_timeout_s))
         with anyio.CancelScope(deadline=deadline):
@@ -647,24 +651,24 @@ class OffloadRuntime:
     def requests(self) -> tuple[RequestStatus, ...]:
         """The live requests, the one that is in its state for the longest first: what each holds and waits for, and the
         holders of that."""
-        self._session.check_may_look()
+        self._session.check_may_read()
         return self.ledger.requests()
 
     def holders(self) -> tuple[Holder, ...]:
         """All holders of device blocks, the biggest first: requests, steps (also for requests that are over), pins,
         jobs, prefetches, demotions."""
-        self._session.check_may_look()
+        self._session.check_may_read()
         return self.ledger.holders()
 
     def explain(self) -> str:
         """`requests()` and `holders()` as a table to print."""
-        self._session.check_may_look()
+        self._session.check_may_read()
         below = (self._session.disk, self._session.remote)
         remarks = [remark for work in below if work is not None for remark in work.remarks()]
         return "\n".join((self.ledger.explain(), *map(printable, remarks)))
 
     def statistics(self) -> RuntimeStatistics:
-        self._session.check_may_look()
+        self._session.check_may_read()
         found = self.ledger.statistics()
         disk, remote = self._session.disk, self._session.remote
         return RuntimeStatistics(
@@ -680,7 +684,7 @@ class OffloadRuntime:
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block has exactly one owner. Scans every block."""
-        self._session.check_may_look()
+        self._session.check_may_read()
         self.ledger.check_integrity()
 
 

@@ -4,11 +4,11 @@ A runtime belongs to one event loop, in one thread of one process. The ledger ha
 synchronous, so the ledger does not change between two awaits. Therefore every call of the runtime is checked first:
 
     check_usable     a call that changes something: the runtime is open, and this is its process and its thread
-    check_may_look   a report: as before; while nothing changes (before opening, after closing), any thread may look
+    check_may_read   a report: the same, but before opening and after closing any thread may read, as nothing changes
     check_loop       a call that waits: this is also its event loop, because completions wake no other loop
-    call_in_loop     `cancel`: at once in the loop's thread, soon from any other one
-    leave_in_loop    the end of a `with` block: as before; nothing in a forked child, which only has a copy
-    call_later       a finaliser: always soon, because it may interrupt a change of the ledger
+    call_in_loop     `cancel`: calls at once in the loop's thread, and soon from any other thread
+    leave_in_loop    the end of a `with` block: the same; does nothing in a forked child, which only has a copy
+    call_later       a finaliser: always calls soon, because a finaliser may interrupt a change of the ledger
 
 The session registers each entered request by a weak reference, so that the garbage collector can find a request that
 was abandoned. The session also has the fence of each request's last commit, because the stores at the end of a request
@@ -184,7 +184,7 @@ class Session:
         if self.life is not SessionLife.OPEN or os.getpid() != self._process_id or get_ident() != self._thread_id:
             raise self._why_not()
 
-    def check_may_look(self) -> None:
+    def check_may_read(self) -> None:
         """Raise if the runtime belongs to another process, or if another thread may be changing it. The runtime does
         not change before it is opened, nor after it is closed."""
         if self._process_id and not self.is_over and not self.is_here:
@@ -268,14 +268,15 @@ class Session:
         """Match the prompt of `request`, and register the request."""
         self.check_usable()
         record = self.ledger.admit(prefix, request_id=request_id, **options)
-        self.bound(record, deadline_s)
+        self.limit_hit(record, deadline_s)
         self._entered[record.request_id] = reference = ref(request)
         record.when_idle = partial(_wake, reference)
         return record
 
-    def bound(self, record: LedgerRequest, left_s: float | None) -> None:
-        """Called after each match of `record`. The match tells an engine that owns the device blocks what is going to
-        be loaded, so the choice whether to load is made here. Otherwise it is made when the load begins."""
+    def limit_hit(self, record: LedgerRequest, left_s: float | None) -> None:
+        """Called after each match of `record`. An engine that owns the device blocks learns from the match how many
+        tokens will be loaded. So with such an engine the choice between loading and computing is made here. Otherwise
+        it is made when the load begins."""
         if self.costs is not None and self.ledger.is_engine_owned:
             self.costs.bound(record, left_s)
 
@@ -334,7 +335,7 @@ class Session:
 
     def fence_after(self, after: Fence | None) -> Fence | None:
         """`after`; if it is None, a new fence after all work on the current stream. None if no fence can be recorded:
-        what is committed then can be used on the device, but is not stored."""
+        then commits are published on the device, but not stored."""
         if after is not None:
             check_has("after", after, "Fence", "query synchronize")
             return after
@@ -373,14 +374,15 @@ class Session:
             self.worker.submit(plans, fence)
 
     def _write_back(self) -> None:
-        """Store what is about to be evicted. Not after the fence of a commit: any request may have computed it."""
+        """Store the blocks that are about to be evicted. These stores wait for all compute so far, and not for the
+        fence of a commit, because any request may have computed the blocks."""
         if self.ledger.writes_back and (plans := self.ledger.plan_write_back()):
             self.worker.submit(plans)
         if self.disk is not None or self.remote is not None:
             self.store_below()
 
     def store_below(self) -> None:
-        """Have the lower tiers store what they should have. Called after each change that may affect this."""
+        """Let the lower tiers plan their stores. Called after each change after which there may be more to store."""
         if self.disk is not None:
             self.disk.store_more()
         if self.remote is not None:

@@ -151,7 +151,8 @@ class ThreadStep:
             raise WrongState("the task of this step has left it before its function could run")
 
     def computed(self) -> bool:
-        """The thread has finished. Returns whether the task has left, so that the event loop has to end the step."""
+        """Called when the thread has finished. Returns whether the task has left: then the event loop has to end the
+        step."""
         self._computed.set()
         return self._has_left
 
@@ -161,7 +162,7 @@ class ThreadStep:
             self.end()
 
     def end(self) -> None:
-        """Once: the task and the thread may each see that the other one has finished."""
+        """End the step, once: the task and the thread may each find that the other has finished."""
         if not self._is_over:
             self._is_over = True
             _end(self.session, self.step)

@@ -47,18 +47,18 @@ ROUNDING_S = 1e-3
 
 @attrs.define(eq=False)
 class SlowWatch:
-    """Reports long waits and steps. It has no timer: a wait has an alarm of the copy worker, whose task also checks the
-    steps."""
+    """Reports long waits and long steps, once each. It has no timer of its own: each wait sets an alarm of the copy
+    worker, and the worker's task checks the steps."""
 
     ledger: Ledger
     config: OffloadConfig
     observers: Observers
     now: Callable[[], float]
     """The clock of the ledger's ages and of the worker's alarms."""
-    _said: set[Waiter] = attrs.field(factory=set)
+    _reported: set[Waiter] = attrs.field(factory=set)
     """Waiters whose long wait was reported."""
     _last_step: int = 0
-    """Steps up to this one were reported, or are over."""
+    """Steps up to this one were reported, or have ended."""
     _biggest: tuple[Holder, ...] = ()
     _biggest_at: float = -math.inf
 
@@ -67,13 +67,14 @@ class SlowWatch:
     def left_s(self, waiter: Waiter | None) -> float | None:
         """Seconds until the wait is a long one; None if it will not be reported."""
         slow_s = self.config.slow_wait_s
-        if slow_s is None or waiter is None or waiter.joined_s is None or waiter in self._said:
+        if slow_s is None or waiter is None or waiter.joined_s is None or waiter in self._reported:
             return None
         return max(0.0, waiter.joined_s + slow_s - self.now())
 
-    def look_at_wait(self, waiter: Waiter) -> None:
-        """Called when its alarm is set, or when there are no alarms any more. Reports the wait at most once."""
-        self._said = {one for one in self._said if one.request.waiter is one and not one.is_over} | {waiter}
+    def check_wait(self, waiter: Waiter) -> None:
+        """Called when the alarm of `waiter` is set, or when the worker's task has ended. Reports the wait at most
+        once."""
+        self._reported = {one for one in self._reported if one.request.waiter is one and not one.is_over} | {waiter}
         waited_s, slow_s = self.now() - (waiter.joined_s or 0.0), self.config.slow_wait_s or math.inf
         if not waiter.is_over and waited_s >= slow_s - ROUNDING_S:
             self.observers.observe(SlowWait(self.ledger.situation.wait_for_room(waiter, [*self._holders()])))
@@ -86,7 +87,7 @@ class SlowWatch:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _next_step(self) -> tuple[Step | None, float]:
-        """The oldest step that was not reported, and when it will have been open for too long."""
+        """The oldest step that was not reported, and the time at which it is open for too long."""
         step = next((step for number, step in self.ledger.steps.items() if number > self._last_step), None)
         slow_s = self.config.slow_step_s
         return step, math.inf if step is None or slow_s is None else step.begun_s + slow_s
@@ -95,7 +96,7 @@ class SlowWatch:
     def next_deadline(self) -> float:
         return self._next_step()[1]
 
-    def look_at_steps(self) -> None:
+    def check_steps(self) -> None:
         """Report the steps that have been open for too long by now."""
         now = self.now()
         while True:
@@ -119,7 +120,7 @@ class CopyWorker:
     slow: SlowWatch | None = attrs.field(init=False, default=None)
     """Set by `Session.begin`."""
     after_settled: Callable[[], None] | None = attrs.field(init=False, default=None)
-    """Called when completions were settled: there may be more to store. Set if there is a tier below the host."""
+    """Called after completions were settled, because a lower tier may have more to store. Set if there is one."""
     _alarms: dict[anyio.Event, float] = attrs.field(factory=dict)
     """Events and the times to set them."""
     _calls: deque[Callable[[], None]] = attrs.field(factory=deque)
@@ -164,9 +165,9 @@ class CopyWorker:
     # -- deadlines ----------------------------------------------------------------------------------------------------
 
     def watch(self, expires_at: float) -> None:
-        """Have a new pin lapse at `expires_at`."""
+        """Check deadlines at `expires_at`, when a new pin or hint lapses."""
         if self._has_ended:
-            self.copies.tell(self.ledger.drop_pins)  # no task checks deadlines any more
+            self.copies.call_ledger(self.ledger.drop_pins)  # no task checks deadlines any more
         else:
             self._wake_by(expires_at)
 
@@ -216,7 +217,7 @@ class CopyWorker:
         """Run queued calls and settle delivered completions. The flag is cleared first, so later ones signal again."""
         self._is_signalled = False
         while self._calls:
-            self.copies.tell(self._calls.popleft())
+            self.copies.call_ledger(self._calls.popleft())
         self.copies.settle_delivered()
         if self.after_settled is not None:
             self.after_settled()
@@ -261,7 +262,7 @@ class CopyWorker:
             finally:
                 self._has_ended = True
                 self._ring(math.inf)
-                self.copies.tell(self.ledger.drop_pins)
+                self.copies.call_ledger(self.ledger.drop_pins)
 
     async def _work(self) -> None:
         while True:
@@ -274,7 +275,7 @@ class CopyWorker:
             if self.after_settled is not None:
                 self.after_settled()
             if self.slow is not None:
-                self.slow.look_at_steps()
+                self.slow.check_steps()
             self._ring(self._clock())
 
     def _fail(self, error: BaseException) -> None:
@@ -286,6 +287,7 @@ class CopyWorker:
         self.copies.stop(reason)
 
     def _ring(self, now: float) -> None:
+        """Set the events whose alarms are due."""
         for event in [event for event, deadline in self._alarms.items() if deadline <= now]:
             self.clear_alarm(event)
             event.set()

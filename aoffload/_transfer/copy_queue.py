@@ -23,7 +23,7 @@ from .._config.config import OffloadConfig
 from .._kernel.events import CacheTurnedOff, Event, Observer, TransportRecovered, TransportStalled, WorkerFailed
 from .._kernel.ledger import Ledger
 from .._kernel.plans import Completion, TransferPlan, check_completion
-from .._kernel.requests import nobody
+from .._kernel.requests import do_nothing
 from .._kernel.states import JobState, Outcome, Tier
 from ..errors import DeviceGone, TransferRefused
 from .fences import Fence, RegionWatch
@@ -32,7 +32,7 @@ from .transport import CopiesAtOnce, GivesUp, KnowsItsLink
 
 
 class Launches(Protocol):
-    """What the queue needs of a `Transport`."""
+    """The part of a `Transport` that the queue needs."""
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         """Start copying once `after` has passed. `TransferRefused`: nothing was started, and no completion follows."""
@@ -48,10 +48,11 @@ class RecordsFences(Protocol):
 class CopyQueue:
     """Launches the jobs that `ledger` plans on `transport`, and settles their completions in the ledger.
 
-    At most `Link.max_jobs` jobs that run and `Link.max_bytes` bytes of each link are in flight (see `link_of`); a job
-    above the bound goes alone. `in_steps`: an engine calls `advance` once a step, so nothing is launched between two
-    steps. Then the default bound is at least the bytes that a step computes, and grows until the link is busy from one
-    step to the next. Set `in_steps` to False if `wake` makes your loop call `advance` whenever a copy has ended.
+    At most `Link.max_jobs` running jobs and `Link.max_bytes` bytes of each link are in flight (see `link_of`). A job
+    that is larger than the bound runs alone. `in_steps`: an engine calls `advance` once a step, so nothing is launched
+    between two steps. Then the default bound is at least the bytes that a step computes, and grows until the link is
+    busy from one step to the next. Set `in_steps` to False if `wake` makes your loop call `advance` whenever a copy has
+    ended.
 
     A job has `transfer_timeout_s` (a store: `store_timeout_s`) from its launch, or from the end of the job before it if
     that is later. Without a completion by then it is given up: its destination is quarantined, and its link launches
@@ -60,9 +61,9 @@ class CopyQueue:
     launched any more, and requests see only misses.
 
     `clock` counts seconds, such as `time.monotonic`. All calls belong to the ledger's thread, except for `deliver`.
-    `observer` receives the events of a copy queue, see `Event`. An exception of it is dropped.
-    `block_bytes` is the size of a block over all regions. `wake` is called by `deliver`, in its thread; `ended` after
-    jobs have ended, in the ledger's thread.
+    `observer` receives the events of a copy queue (see `Event`); its exceptions are dropped. `block_bytes` is the size
+    of a block over all regions. `deliver` calls `wake` in its own thread. `ended` is called in the ledger's thread,
+    after jobs have ended.
     """
 
     ledger: Ledger
@@ -71,21 +72,23 @@ class CopyQueue:
     clock: Callable[[], float] = attrs.field(kw_only=True)
     block_bytes: int = attrs.field(kw_only=True)
     observer: Observer | None = attrs.field(kw_only=True, default=None)
-    wake: Callable[[], object] = attrs.field(kw_only=True, default=nobody)
-    ended: Callable[[], object] = attrs.field(kw_only=True, default=nobody)
+    wake: Callable[[], object] = attrs.field(kw_only=True, default=do_nothing)
+    ended: Callable[[], object] = attrs.field(kw_only=True, default=do_nothing)
     in_steps: bool = attrs.field(kw_only=True, default=True)
     is_accepting: bool = attrs.field(init=False, default=True)
     off_reason: str = attrs.field(init=False, default="")
     """Why the cache has turned itself off; empty while it is on."""
     regions: RegionWatch = attrs.field(init=False)
     _links: dict[tuple[Tier, Tier], Link] = attrs.field(init=False, factory=dict)
-    """Loads first: the order in which they are launched."""
+    """In the order in which they are served: loads first."""
     _inbox: deque[Completion] = attrs.field(init=False, factory=deque)
+    """Delivered completions that are not settled yet."""
     _step_bytes: int = attrs.field(init=False, default=0)
-    """The most bytes of stores from the device that were submitted at once, that is, in one step."""
+    """Maximum bytes of stores from the device that one `submit` had: the bytes that a step computes."""
     _gives_up: Callable[[int], None] | None = attrs.field(init=False)
-    """How the transport is told of a job that is given up, if it wants to know."""
+    """The transport's `give_up`, if it has one."""
     _begin_turn: Callable[[], object] = attrs.field(init=False)
+    """The transport's `begin_turn`, if it has one."""
 
     def __attrs_post_init__(self) -> None:
         check_type("ledger", self.ledger, Ledger)
@@ -99,7 +102,7 @@ class CopyQueue:
         check_bool("in_steps", self.in_steps)
         self.regions = RegionWatch(self.transport)
         self._gives_up = self.transport.give_up if isinstance(self.transport, GivesUp) else None
-        self._begin_turn = self.transport.begin_turn if isinstance(self.transport, CopiesAtOnce) else nobody
+        self._begin_turn = self.transport.begin_turn if isinstance(self.transport, CopiesAtOnce) else do_nothing
         self._begin_turn()
 
     def __repr__(self) -> str:
@@ -112,7 +115,7 @@ class CopyQueue:
     def submit(self, plans: Sequence[TransferPlan], after: Fence | None = None) -> None:
         """Queue `plans` (stores wait for `after`) and launch what may be launched now."""
         if not plans:
-            return  # the usual case; queued jobs are launched when a completion makes room
+            return  # the common case; queued jobs are launched when a completion lets the bounds allow it
         computed_bytes = 0
         for plan in plans:
             link = self.link(plan.source, plan.destination)
@@ -144,7 +147,7 @@ class CopyQueue:
             self._discard(plan)
 
     def _discard(self, plan: TransferPlan) -> None:
-        self.tell(self.ledger.discard, plan.job_id)
+        self.call_ledger(self.ledger.discard, plan.job_id)
         self.regions.end(plan.job_id, "never started")
 
     def _dispatch(self) -> None:
@@ -160,14 +163,14 @@ class CopyQueue:
                     break
                 link.queue.popleft()
                 link.queued_bytes -= num_bytes
-                if not self.tell(self.ledger.launch, job_id):
+                if not self.call_ledger(self.ledger.launch, job_id):
                     self.regions.end(job_id, "no request waits for it any more")
                     continue
                 link.begin(job_id, num_bytes, self.clock())
                 try:
                     self.regions.launch(job_id)
                     self.transport.launch(plan, after)
-                    if self._inbox and self._inbox[-1].job_id == job_id:  # copied at once
+                    if self._inbox and self._inbox[-1].job_id == job_id:  # copied by `launch` itself
                         link.reported.add(job_id)
                 except TransferRefused as error:
                     self.deliver(Completion(job_id, Outcome.FAILED, error=str(error)))
@@ -182,8 +185,8 @@ class CopyQueue:
     # -- completions ----------------------------------------------------------------------------------------------
 
     def deliver(self, completion: Completion) -> None:
-        """Accept a completion from any thread; never blocks. `advance` settles it. `InvalidArgument` for what is none:
-        its job counts as under way until its time is over."""
+        """Accept a completion from any thread; never blocks. `advance` settles it. `InvalidArgument` if it is invalid:
+        its job counts as in flight until its time is over."""
         check_completion(completion)
         self._inbox.append(completion)
         self.wake()
@@ -198,31 +201,33 @@ class CopyQueue:
             completion = self._inbox.popleft()
             job = self.ledger.jobs.unsettled.get(completion.job_id)
             if job is not None and job.state is JobState.QUEUED:
-                continue  # it was never launched: the report is of something else
+                continue  # it was never launched, so the completion cannot be of this job
             for link in self._links.values():
                 if completion.job_id in link.in_flight:
                     link.end(completion, self.clock())
-                # An UNPROVEN report is no end: the copy may still be moving bytes, and a later copy of this link could
-                # not be distinguished from it. Without a late proof, the link stays stopped. A fence that has raised is
-                # not queried again, because its answer would reflect the device's error state and prove nothing.
+                # An UNPROVEN completion does not end an overdue job, because its copy may still move bytes. The link
+                # stays stopped until another completion proves that the copy is over. The transport does not query a
+                # fence again that has raised: its answer would reflect the error state of the device, and prove
+                # nothing.
                 if completion.job_id in link.overdue and completion.outcome is not Outcome.UNPROVEN:
                     link.overdue.discard(completion.job_id)
                     if not link.overdue:
                         self._report(TransportRecovered(link.source, link.destination))
             if completion.outcome is Outcome.UNPROVEN:
                 self._tell_given_up(completion.job_id)
-            self.tell(self.ledger.settle, completion)
+            self.call_ledger(self.ledger.settle, completion)
             self.regions.settle(completion)
             if completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN):
-                self._ask_device()
+                self._check_device()
         self._begin_turn()
         for link in self._links.values():
             link.step_ended()
         self._dispatch()
         self.ended()
 
-    def tell(self, function: Callable[..., Any], *args: object) -> Any:
-        """Call into the ledger. A bug there turns the cache off, but must not end the caller: a loop, or a request."""
+    def call_ledger(self, function: Callable[..., Any], *args: object) -> Any:
+        """Call `function`, which calls the ledger. An exception is a bug there: it turns the cache off, and returns
+        None, because it must not end the caller, which is an event loop or a request."""
         try:
             return function(*args)
         except Exception as error:  # noqa: BLE001 - see above
@@ -256,7 +261,7 @@ class CopyQueue:
                     self._report(TransportStalled(link.source, link.destination, len(late)))
                 self._give_up(link, late, "no end within transfer_timeout_s")
         if self.ledger.next_lapse <= now:
-            self.tell(self.ledger.lapse, now)
+            self.call_ledger(self.ledger.lapse, now)
 
     def give_up(self, job_ids: Iterable[int], error: str) -> None:
         """Stop waiting for these launched jobs, as if their time were over."""
@@ -266,21 +271,22 @@ class CopyQueue:
                 self._give_up(link, mine, error)
 
     def take_back(self, job_ids: Iterable[int]) -> None:
-        """What these launched jobs read turns out to be wrong: nobody is to find it. They report when they are over."""
+        """The sources of these launched jobs were invalidated: the transport must not make their copies findable. The
+        jobs still report when they are over."""
         for job_id in job_ids:
             self._tell_given_up(job_id)
 
     def _give_up(self, link: Link, job_ids: Iterable[int], error: str) -> None:
-        """Stop waiting for launched jobs. Their destinations are quarantined until a late completion ends the doubt,
-        and the link launches nothing before. Of a remote store, they have failed, and others go on."""
+        """Stop waiting for launched jobs. Their destinations are quarantined until a late completion, and the link
+        launches nothing before. On a link of a remote store, the jobs count as failed, and the link goes on."""
         late = tuple(job_ids)
         link.give_up(late)
         for job_id in late:
             if not link.may_settle(job_id):
-                continue  # whoever was woken has had it settled meanwhile
+                continue  # a `wake` in this loop has caused a call that settled it
             self._tell_given_up(job_id)
             given_up = Completion(job_id, link.late_outcome, error=error)
-            self.tell(self.ledger.settle, given_up)
+            self.call_ledger(self.ledger.settle, given_up)
             self.regions.settle(given_up)
         if link.late_outcome is Outcome.UNPROVEN:
             self._discard_queued(link)
@@ -288,7 +294,8 @@ class CopyQueue:
         self.ended()
 
     def _tell_given_up(self, job_id: int) -> None:
-        """Before the ledger settles it, which releases its source: somebody may write there at once."""
+        """Tell the transport that a job is given up. Call it before the ledger settles the job, because that releases
+        its source, which may be overwritten at once."""
         if self._gives_up is not None:
             try:
                 self._gives_up(job_id)
@@ -297,13 +304,14 @@ class CopyQueue:
                 self.turn_off("the transport failed")
 
     def turn_off(self, reason: str) -> None:
-        """Launch nothing any more. Jobs in flight still report, or are given up at their deadline."""
+        """Turn the cache off for good: discard queued jobs, and launch no more. Jobs in flight still report, or are
+        given up at their deadline."""
         if self.is_accepting:
             self.is_accepting, self.off_reason = False, reason
             self._report(CacheTurnedOff(reason))
             self.discard_queued()
 
-    def _ask_device(self) -> None:
+    def _check_device(self) -> None:
         """Turn off if the device is lost. A completion does not tell why a copy failed; recording a fence does."""
         if self.is_accepting and isinstance(self.transport, RecordsFences):
             try:
@@ -314,7 +322,7 @@ class CopyQueue:
                 return
 
     def discard_queued(self) -> None:
-        """Drop jobs that were never launched; requests that wait for them compute instead."""
+        """Discard jobs that were never launched; requests that wait for them compute instead."""
         for link in tuple(self._links.values()):
             self._discard_queued(link)
         self.ended()
@@ -346,18 +354,19 @@ class CopyQueue:
         return len(link.queue) + len(link.in_flight)
 
     def room_bytes(self, source: Tier, destination: Tier) -> int:
-        """Bytes of this link that can be under way at once, besides what is queued or in flight; 0 where it stalls."""
+        """Bytes that could be submitted to this link now and launched at once: its bound without the bytes that are
+        queued or in flight. 0 if the link is stalled."""
         link = self.link(source, destination)
         is_stalled = link.overdue or not self.is_accepting
         return 0 if is_stalled else max(0, link.max_bytes - link.num_bytes - link.queued_bytes)
 
     def seconds(self, source: Tier, destination: Tier, num_blocks: int) -> float:
-        """How long a copy of so much would take that is submitted now. 0 where nothing was measured: the first copy is
-        the measurement."""
+        """Seconds that a copy of `num_blocks` would take if it was submitted now. 0 if the link was not measured,
+        because then the first copy measures it."""
         return self.link(source, destination).arrives_s(num_blocks * self.block_bytes, self.clock())
 
     def is_stalled(self, source: Tier, destination: Tier) -> bool:
-        """Whether jobs of this link are refused, because some were given up and are not over."""
+        """Whether this link refuses jobs, because jobs that were given up are not proven to be over."""
         return bool(self.link(source, destination).overdue)
 
     @property

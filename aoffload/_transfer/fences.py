@@ -37,7 +37,7 @@ class Fence(Protocol):
 
 @attrs.frozen
 class PassedFence:
-    """A fence behind work that was already over when it was recorded; on a CPU, all work is."""
+    """A fence after work that was already over when it was recorded; on a CPU, all work is."""
 
     def query(self) -> bool:
         return True
@@ -77,8 +77,8 @@ in stream order, and is not handed out earlier."""
 
 @attrs.define(eq=False)
 class StepFences:
-    """The fences of ended steps, for whoever drives a `Ledger`. Call `ended` before a step ends, and give `before_load`
-    what `Ledger.last_step` says of a load. For the ledger's thread."""
+    """The fences of ended steps, for a program that drives a `Ledger`. Call `ended` before a step ends, and pass the
+    result of `Ledger.last_step` for a load to `before_load`. For the ledger's thread."""
 
     _pending: deque[tuple[int, Fence | None]] = attrs.field(init=False, factory=deque)
     """Ended steps whose fences may not have passed yet, by number, the oldest first. A fence is None if none could be
@@ -90,7 +90,7 @@ class StepFences:
         """Step `number`, which is `Ledger.num_steps_ended + 1`, ends with `fence`, which is after all compute so far.
         None: no fence could be recorded."""
         if number > self._last + 1:
-            self._pending.append((self._last + 1, None))  # steps that nobody has told of
+            self._pending.append((self._last + 1, None))  # steps whose ends were not reported
         self._last = max(self._last, number)
         if fence is not None:
             while self._pending and self._pending[-1][1] is None:
@@ -114,7 +114,7 @@ class StepFences:
         return OnlyAfter(fences)
 
     def _forget_passed(self) -> None:
-        """Forget the oldest fences, as far as they have passed. The next fence replaces one that is broken."""
+        """Forget the oldest fences that have passed. The next fence replaces a fence that raises."""
         pending = self._pending
         while pending:
             number, fence = pending[0]
@@ -216,7 +216,7 @@ class RegionFences:
         return forked
 
     def give(self, index: int, fence: Fence) -> None:
-        """The copy of region `index` was submitted to the device; `fence` is behind it."""
+        """The copy of region `index` was submitted to the device; `fence` is after it."""
         self._end(index, fence, "")
 
     def end(self, error: str = "") -> None:
@@ -279,7 +279,8 @@ class WatchesRegions(Protocol):
     def num_regions(self) -> int: ...
 
     def watch(self, job_id: int, fences: RegionFences) -> None:
-        """Copy the load `job_id`, which is launched next, region by region, and give each fence once it is recorded."""
+        """Copy the load `job_id`, which is launched next, region by region, and `give` each fence once it is
+        recorded."""
         ...
 
     def forget(self, job_id: int) -> None:

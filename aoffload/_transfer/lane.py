@@ -6,19 +6,19 @@ for each submitted copy in turn, verifies it and delivers its completion.
 
     launch -> [queue] -> submitting thread -> [ends] -> completing thread -> deliver
                                |                                                ^
-                               +-- nothing is ahead, and the copy is over ------+
+                               +-- no earlier job is open, and the copy is over +
 
 On a CPU a copy is over when its submission returns. The submitting thread then delivers the completion itself, so the
 second thread is started only when a copy first has to be waited for.
 
 **At once.** Handing a job to a copy thread and back costs a few microseconds when the process is idle, and many times
 that while the event loop holds the interpreter lock. A small copy costs less than that. So `copy_now` copies in the
-thread that launches, if no job of the lane is ahead. Its completion goes the usual way and is settled in the next turn
-of the loop. Three bounds keep the loop responsive: the size of one copy, which is measured when the transport opens,
-and the bytes and the number of copies in one turn.
+thread that launches, if no earlier job of the lane is open. Its completion goes the usual way and is settled in the
+next turn of the loop. Three bounds keep the loop responsive: the size of one copy, which is measured when the transport
+opens, and the bytes and the number of copies in one turn.
 
-`DeviceLoss` is shared by the lanes of a transport: once the device is lost, no lane starts a copy. `BlockChecksums` are
-taken of stores and compared after loads, if `verify` is set.
+The lanes of a transport share a `DeviceLoss`: once the device is lost, no lane starts a copy. If `verify` is set,
+stores record `BlockChecksums`, and loads compare them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DIGEST_BYTES = 16
 
 
 class BlockChecksums:
-    """`uint8 [num_host_blocks, 16]`, no object per block.
+    """The checksums of all host blocks, as one array `uint8 [num_host_blocks, 16]`: no object per block.
 
     A block that was never stored has an all-zero checksum, which matches no bytes: loading it reports it as corrupt.
     BLAKE2b is the fastest collision-resistant hash of the standard library (measured: 0.4 GB/s, and 0.24 GB/s for
@@ -90,14 +90,15 @@ class DeviceLoss:
 
 
 MOST_BYTES = 64 * 1024
-"""Larger copies go to a thread, however slow the threads of the machine are."""
+"""Maximum bytes of a copy made at once, however long a hand-over to a thread takes on this machine."""
 TURN_BYTES = 512 * 1024
 """Maximum bytes copied at once in one turn of the event loop. Copying them takes some 50 microseconds."""
 TURN_COPIES = 128
 """Maximum copies made at once in one turn, because each costs some 15 microseconds, however small it is."""
 NUM_ROUNDS = 15
 MOST_S = 0.005
-"""No round is begun later: where other threads compute, handing over takes tens of milliseconds."""
+"""Maximum time after which a round of the measurement begins, because handing over takes tens of milliseconds while
+other threads compute."""
 SAMPLE_BYTES = 2**20
 
 
@@ -160,7 +161,8 @@ class LaneCounts:
 
 
 class CopyLane:
-    """Loads and stores have a lane each, so a store that waits for a long forward does not hold back a load."""
+    """The copies of one direction and their two threads. Loads and stores have a lane each, so a store that waits for a
+    long forward does not delay a load."""
 
     def __init__(
         self,
@@ -179,9 +181,9 @@ class CopyLane:
         self._env = env
         self._loss = loss
         self._queue: SimpleQueue[_Job | _Stop | SimpleQueue[None]] = SimpleQueue()
-        """Launched jobs that the submitting thread takes. It answers a queue at once."""
+        """Launched jobs for the submitting thread. A queue among them is a probe, which it answers (`hand_over`)."""
         self._ends: SimpleQueue[_End | _Stop] = SimpleQueue()
-        """Submitted jobs that the completing thread takes."""
+        """Submitted jobs for the completing thread."""
         self._in_hand: _Job | None = None
         """The job that the submitting thread works on."""
         self._completing: list[_End] = []
@@ -193,12 +195,13 @@ class CopyLane:
         # that has ended.
         self._gate = threading.Lock()
         self._num_launched = self._num_over = 0
-        """Equal while the lane is idle."""
+        """Both numbers are equal while the lane is idle."""
         self._refusal = ""
-        """Why nothing more is launched."""
+        """Why the lane launches nothing more; empty while it does."""
         self._completing_ended = ""
-        """Why nothing more is completed; empty while the completing thread can run."""
+        """Why the completing thread completes nothing more; empty while it can run."""
         self._abandoned = False
+        """Whether `join` has stopped waiting for the threads: they start no copy any more."""
         # The frames of both threads refer to this lane, so a copy that hangs keeps the memory of both sides alive.
         self._completer: threading.Thread | None = None
         self._thread = started_thread(env, self._submit_all, f"aoffload-{direction.value}")
@@ -301,9 +304,10 @@ class CopyLane:
         return end
 
     def _pass_on(self, end: _End) -> None:
-        """Have `end` completed after all jobs before it: here, if that needs no waiting, else in the other thread."""
+        """Complete `end` after all jobs before it: in this thread if that needs no waiting, else in the completing
+        thread."""
         if self._num_over == end.number and end.is_over and not self._completing_ended:
-            self._tell([end.complete()])
+            self._deliver_all([end.complete()])
             return
         if self._completer is None:
             name = f"aoffload-{self.direction.value}-ends"
@@ -313,10 +317,11 @@ class CopyLane:
             if self._completer is not None and not self._completing_ended:
                 self._ends.put(end)
                 return
-        self._tell([_in_doubt(end.plan, self._completing_ended) if self._completing_ended else end.complete()])
+        self._deliver_all([_in_doubt(end.plan, self._completing_ended) if self._completing_ended else end.complete()])
 
     def _end_submitting(self) -> None:
-        """The thread ends, orderly or by an error. Each job that it will not submit gets a completion."""
+        """Called when the submitting thread ends, orderly or by an error. Each job that it will not submit gets a
+        completion."""
         with self._gate:
             self._refusal = self._refusal or self._loss.reason or f"the {self.direction.value} thread died"
         reason = f"the {self.direction.value} thread ended"
@@ -358,13 +363,13 @@ class CopyLane:
                 following = None
         if isinstance(following, _End):
             self._completing.append(following)
-        self._tell(self._completed)
+        self._deliver_all(self._completed)
         self._completing, self._completed = [], []
         return self._ends.get() if following is None else following
 
     def _end_completing(self) -> None:
-        """The thread ends, orderly or by an error. Jobs that it took, or was given, and did not deliver are in
-        doubt."""
+        """Called when the completing thread ends, orderly or by an error. Jobs that it did not deliver are in doubt:
+        UNPROVEN."""
         reason = f"the {self.direction.value} thread ended"
         with self._gate:
             self._completing_ended = reason
@@ -375,7 +380,7 @@ class CopyLane:
                 if (end := self._ends.get()) is not _Stop.STOP:
                     self._completing.append(end)
         doubts = [_in_doubt(end.plan, reason) for end in self._completing[len(self._completed) :]]
-        self._tell([*self._completed, *doubts])
+        self._deliver_all([*self._completed, *doubts])
         if doubts:
             self._outlive_copies()
 
@@ -386,7 +391,7 @@ class CopyLane:
 
     # -- completions ----------------------------------------------------------------------------------------------
 
-    def _tell(self, completions: Sequence[Completion]) -> None:
+    def _deliver_all(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
             self._deliver(completion)
         with self._gate:
@@ -467,7 +472,7 @@ def _in_doubt(plan: TransferPlan, reason: str) -> Completion:
 def _has_passed(fence: Fence) -> bool:
     try:
         return fence.query()
-    except Exception:  # noqa: BLE001 - `synchronize` raises it again, and there it becomes an outcome
+    except Exception:  # noqa: BLE001 - `synchronize` raises it again, and `_landed` makes an outcome of it
         return True
 
 

@@ -1,7 +1,7 @@
 """A link: the copies from one tier to another that are queued or in flight, for the copy queue.
 
-Bounds and time-outs are counted for each link, so a link that hangs stops only its own copies. A job is late when it
-has been the first in flight for its time-out, because a link copies one job after the other. `max_bytes` may follow the
+Each link has its own bounds and time-outs, so a link that hangs stops only its own copies. A job is late when it has
+been the first in flight for its time-out, because a link copies one job after the other. `max_bytes` may follow the
 bytes that the link copies in a step of an engine: it doubles while the link idles with jobs waiting, and falls slowly
 while the link is busy.
 """
@@ -23,20 +23,19 @@ from .rates import TransferRate
 
 JOBS_IN_FLIGHT = 4
 MANY = 2**30
-"""No bound: more jobs than there can be."""
+"""A number of jobs that means no bound."""
 LINK_S = 0.02
-"""Time for which a GPU's link stays busy with the copies in flight, so that it is not idle while the event loop
-stalls."""
+"""The bytes in flight keep a GPU's link busy for this time, so that it is not idle while the event loop stalls."""
 DISK_BYTES = 64 * 2**20
-"""In flight of a link from or to the disk, at most: what a disk that hangs can keep."""
+"""Maximum bytes in flight of a link from or to the disk, because a disk that hangs keeps these host blocks."""
 
 REMOTE_BYTES = 64 * 2**20
-"""The same from or to a remote store."""
+"""Maximum bytes in flight of a link from or to a remote store."""
 SLOWER = 64
 """`max_bytes` falls by 1/64 in a step during which the link was always busy."""
 REMOTE_PATIENCE = 2.0
-"""A job of a remote store has so many times the time-out of its call: it may wait for another one's end, and a store
-that keeps to its time-outs is never given up."""
+"""The time-out of a job of a remote store, as a multiple of the time-out of its call, because the job may wait for the
+end of another one. So a store that keeps to its time-outs is never given up."""
 
 
 @attrs.frozen
@@ -47,8 +46,8 @@ class InFlight:
 
 @attrs.define(eq=False)
 class Link:
-    """The copies from one tier to another. Bounds and time-outs are counted for each link: one that hangs stops only
-    its own copies, and a load never waits for the bounds of stores."""
+    """The copies from one tier to another, with bounds and time-outs of their own: a link that hangs stops only its own
+    copies, and a load never waits for the bounds of stores."""
 
     source: Tier
     destination: Tier
@@ -62,20 +61,21 @@ class Link:
     queue: deque[tuple[TransferPlan, Fence | None]] = attrs.field(factory=deque)
     """Jobs to launch, each with the fence that it waits for."""
     queued_bytes: int = 0
-    """Of these jobs."""
+    """Bytes of the jobs in `queue`."""
     in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     """Launched jobs in launch order, which is the order of their deadlines."""
     reported: set[int] = attrs.field(factory=set)
-    """Jobs in flight that were over when their launch returned. They are settled in the next turn."""
+    """Jobs in flight whose completion came before `launch` returned. They are settled in the next turn, and do not
+    count as running."""
     num_bytes: int = 0
-    """In flight."""
+    """Bytes of the jobs in flight."""
     bytes_over: int = 0
-    """What jobs that are over have moved, as they say; of those that were given up, all that they may move."""
+    """Bytes that ended jobs have moved, by their completions. A job that was given up counts with all its bytes."""
     overdue: set[int] = attrs.field(factory=set)
     """Launched jobs that were given up and have not reported since."""
 
     rate: TransferRate | None = None
-    """How fast it is, where that is measured."""
+    """The measured speed; None if the link is not measured."""
     first_since: float = 0.0
     """The time at which the first job in flight became the first."""
 
@@ -102,7 +102,7 @@ class Link:
         """A job in flight has ended."""
         self.bytes_over += completion.num_bytes
         if self.rate is not None:
-            is_whole = completion.outcome in (Outcome.LANDED, Outcome.CORRUPT)  # what is corrupt was read, too
+            is_whole = completion.outcome in (Outcome.LANDED, Outcome.CORRUPT)  # corrupt blocks were copied, too
             num_bytes = self.in_flight[completion.job_id].num_bytes if is_whole else completion.num_bytes
             self.rate.ended(num_bytes, now)
         if next(iter(self.in_flight)) == completion.job_id:
@@ -116,8 +116,9 @@ class Link:
             self.reported.discard(job_id)
 
     def arrives_s(self, num_bytes: int, now: float) -> float:
-        """How long a copy takes that begins now, behind what is queued and in flight. 0 where nothing was measured, or
-        long ago: the next copy is the measurement, and shows more the longer it takes."""
+        """Seconds until a copy of `num_bytes` that is queued now has arrived, after the copies that are queued and in
+        flight. If the speed is not known: the time that the copies in flight have taken so far, scaled to all bytes.
+        0 if none is in flight and the link was not measured, or long ago, because then this copy measures it."""
         in_flight, rate = self.num_bytes, self.rate
         if rate is None or (not in_flight and rate.is_old(now)):
             return 0.0
@@ -129,18 +130,18 @@ class Link:
 
     @property
     def bytes_begun(self) -> int:
-        """What was moved since the beginning, or is queued or in flight."""
+        """Bytes that were moved so far, or are queued or in flight."""
         return self.bytes_over + self.queued_bytes + self.num_bytes
 
     def take_queued(self) -> list[TransferPlan]:
-        """The jobs that were not launched, which leave the queue."""
+        """Remove the queued jobs. Returns them."""
         queued = [plan for plan, _ in self.queue]
         self.queue.clear()
         self.queued_bytes = 0
         return queued
 
     def give_up(self, job_ids: Iterable[int]) -> None:
-        """Nobody waits for these jobs any more."""
+        """Stop counting these launched jobs as in flight. Unless their link is of a remote store, they are overdue."""
         for job_id in job_ids:
             if job_id in self.in_flight:
                 self.bytes_over += self.in_flight[job_id].num_bytes
@@ -149,12 +150,13 @@ class Link:
                 self.overdue.add(job_id)
 
     def may_settle(self, job_id: int) -> bool:
-        """Whether a job that was given up has not reported since, as far as that is known."""
+        """Whether the queue may settle a job that it has given up: it has not reported since, as far as is known."""
         return self.late_outcome is not Outcome.UNPROVEN or job_id in self.overdue
 
     @property
     def late_outcome(self) -> Outcome:
-        """How a job ends that is given up. The copy from a remote store never leaves host memory in doubt."""
+        """The outcome of a job that is given up. FAILED for a remote store, because its copies never leave host memory
+        in doubt."""
         return Outcome.FAILED if Tier.REMOTE in (self.source, self.destination) else Outcome.UNPROVEN
 
     @property
@@ -169,9 +171,9 @@ class Link:
 def link_of(
     source: Tier, destination: Tier, config: OffloadConfig, link_bytes_per_s: float = 0.0, *, in_steps: bool = False
 ) -> Link:
-    """A link with the bounds that `config` sets for it. It is measured where loading competes with computing: from
-    tiers below the host, and from the host if it is not always loaded from. `link_bytes_per_s`: the speed of the
-    device's link; 0: not known. `in_steps`: jobs are launched once a step of an engine, not whenever a job ends."""
+    """A link with the bounds that `config` sets for it. It is measured if its loads compete with computing: from and to
+    tiers below the host always, and from the host unless `load_choice` is "always". `link_bytes_per_s`: the speed of
+    the device's link; 0: not known. `in_steps`: jobs are launched once a step of an engine, not whenever a job ends."""
     is_load, max_bytes, remote = destination < source, config.bytes_in_flight, config.remote
     max_jobs = config.max_jobs_in_flight or JOBS_IN_FLIGHT
     if Tier.REMOTE in (source, destination) and remote is not None:

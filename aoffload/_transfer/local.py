@@ -1,10 +1,10 @@
 """The transport of one process: regions of KV tensors, host memory, a lane for each direction, and the lower tiers.
 
-`launch` reads from top to bottom: is there a way, are the ids valid, which fences come before, is the copy small enough
-to be made at once, and if not, which thread takes it. A load overwrites blocks that compute may still read, and a store
-without `after` reads blocks that compute may still write. So both wait for all compute so far, unless the caller names
-the only fences that matter (`OnlyAfter`). No compute touches host memory, so a copy to or from a lower tier waits for
-nothing.
+`launch` decides in this order: is there a lane or a lower tier for the link, are the ids valid, which fences must pass
+first, is the copy small enough to be made at once, and if not, which thread makes it. A load overwrites blocks that
+compute may still read, and a store without `after` reads blocks that compute may still write. So both wait for all
+compute so far, unless the caller names the only fences that matter (`OnlyAfter`). No compute touches host memory, so a
+copy between the host and a lower tier waits for nothing.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _IDLE_S = 10.0
 
 
 class LocalTransport:
-    """Copies between `kv_caches` (see `regions_of`) and host memory, on one thread per link; with `disk` and `remote`,
-    also between host memory and that disk or store, on threads of their own.
+    """Copies between `kv_caches` (see `regions_of`) and host memory, with a lane for each direction. With `disk` and
+    `remote`, also between host memory and that disk or store, on threads of their own.
 
     `backend` makes a `CopyBackend` from the regions; by default `CpuBackend` or `CudaBackend`, by the device of the
     tensors. Raises `RegionError` for tensors that a block id cannot address.
@@ -73,8 +73,9 @@ class LocalTransport:
         self._num_blocks: dict[Tier, int] = {}
         self._turns = Turns()
         self._most_bytes_at_once = 0
-        """Of a copy that `launch` makes itself. 0: it makes none."""
-        # Both are 0 until the first `begin_turn`, which only a caller that settles completions in turns calls.
+        """Maximum bytes of a copy that `launch` makes itself. 0: it makes none."""
+        # Bytes and copies that `launch` may still make itself in this turn. Both are 0 until the first `begin_turn`,
+        # which only a caller calls that settles completions in turns.
         self._left_bytes = self._left_copies = 0
         self._deliver: Callable[[Completion], object]
         """Set by `open`."""
@@ -106,8 +107,8 @@ class LocalTransport:
 
     @property
     def opens_slowly(self) -> bool:
-        """Page-locking takes seconds for each 10 GiB, and measuring the break-even of the kernel takes more time. So
-        does allocating a disk's files."""
+        """Whether `open` takes seconds. Page-locking takes seconds for each 10 GiB, and measuring the break-even of the
+        copy kernel and allocating the files of a disk take more time."""
         return isinstance(self.backend, ReportsPinning) or self._disk is not None
 
     @property
@@ -183,7 +184,7 @@ class LocalTransport:
             if tier in self._num_blocks:  # it is open
                 lower = self._disk if tier is Tier.DISK else self._remote
         if lane is None and lower is None:
-            raise TransferRefused(f"no way from {plan.source!r} to {plan.destination!r} here")
+            raise TransferRefused(f"this transport has no link from {plan.source!r} to {plan.destination!r}")
         num_blocks = len(plan.source_ids)
         if num_blocks != len(plan.destination_ids):
             lengths = f"{num_blocks} source_ids, {len(plan.destination_ids)} destination_ids"
@@ -222,8 +223,8 @@ class LocalTransport:
         self._left_bytes, self._left_copies = TURN_BYTES, TURN_COPIES
 
     def give_up(self, job_id: int) -> None:
-        """A store to the disk records nothing from here on: its source may be overwritten. A copy from or to a remote
-        store does not touch host memory any more."""
+        """Called before the host blocks of a job may be reused. A store to the disk then records nothing, because its
+        source may be overwritten. A copy from or to a remote store does not touch host memory any more."""
         for lower in (self._disk, self._remote):
             if lower is not None:
                 lower.give_up(job_id)
@@ -304,11 +305,11 @@ def _backend_for(device_type: str) -> Callable[[tuple[KVRegion, ...]], CopyBacke
 
 
 MIN_TELLING_AXES = 3
-"""A block of fewer axes may have tokens, heads and their sizes in one of them."""
+"""Minimum axes of a block whose shape shows its tokens: with fewer, an axis may combine tokens, heads and head size."""
 
 
 def described(transport: object) -> str:
-    """The regions of `transport` in one line, alike ones together; empty where the tensors are elsewhere.
+    """The regions of `transport` as one line of text, equal ones counted together; empty for other transports.
 
     For example `4 regions of 100 blocks [16, 8, 64] torch.float16 (16384 bytes) on cpu`.
     """
@@ -331,10 +332,10 @@ def _kind(region: KVRegion) -> str:
 
 
 def check_block_sizes(transport: object, groups: Sequence[GroupLike]) -> None:
-    """`RegionError` where the shape of a block says that it holds another number of tokens than any group's blocks.
+    """`RegionError` if the shape of a block shows that it holds another number of tokens than the blocks of any group.
 
-    A block of at least three axes has one that counts its tokens, in all layouts in use. Regions made by hand, of a
-    stride and a size in bytes, say nothing and are taken as they are.
+    In all layouts in use, a block of at least three axes has one that counts its tokens. Regions made from a stride and
+    a size in bytes have no shape, and are not checked.
     """
     sizes = {group.block_size for group in groups}
     for number, region in enumerate(_regions(transport)):

@@ -72,7 +72,7 @@ class MetricsCollector(SnapshotCollector):
 
     def _snapshot(self) -> Snapshot:
         try:
-            self._runtime._session.check_may_look()
+            self._runtime._session.check_may_read()
         except WrongThread:
             with self._asking:  # one question to the loop at a time
                 return self._ask_loop()

@@ -37,7 +37,7 @@ class LineOracle:
         admission = self.runtime.ledger.admission
         if admission.num_missing(first.request, first.num_units) <= admission.num_available:
             raise Violation("a wait without a need", f"{first} waits and there is room")
-        if not admission.others_hold_room():
+        if not admission.others_hold_blocks():
             raise Violation("a wait without a need", f"{first} waits, and only waiters hold room")
         if pinning := [waiter for waiter in admission.queue.allocating if waiter.request.leases]:
             raise Violation("a wait without a need", f"{first} waits for what {pinning[0]} pins, which has nothing yet")
@@ -49,7 +49,7 @@ class LineOracle:
             raise Violation("a wait without a need", f"{first} waits and there is room")
         if missing <= admission.num_available - self._evictable_of(first.request):
             raise Violation("a wait without a need", f"{first} waits; matched again it would fit")
-        if not admission.others_hold_room():
+        if not admission.others_hold_blocks():
             raise Violation("a wait without a need", f"{first} waits, and only waiters and pins hold room")
 
     @property

@@ -89,7 +89,7 @@ class PinOracle:
         """A pin yields only where no other holder would free room, and that frees some, unless another pin keeps the
         same blocks."""
         admission = self.runtime.ledger.admission
-        if admission.others_hold_room():
+        if admission.others_hold_blocks():
             raise Violation("a pin ended for nothing", "somebody else will let go of room")
         parts = {pin: set(_parts(pin, Tier.DEVICE)) for pin in self._held()}
         room = admission.num_available

@@ -154,7 +154,7 @@ def test_work_on_a_load_that_fell_short_can_not_be_committed(outcome: Outcome) -
     ready = num_landed * BLOCK
     assert request.state is RequestState.RUNNING and request.num_computed_tokens == ready
     for told in (False, True):
-        with pytest.raises(CommitError, match=rf"fell short .* from token {ready} on") as refusal:
+        with pytest.raises(CommitError, match=rf"brought fewer tokens .* from token {ready} on") as refusal:
             driven.ledger.commit(request, 17)
         assert refusal.value.argument == "num_computed_tokens"
         if not told:

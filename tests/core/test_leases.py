@@ -219,10 +219,10 @@ def test_integrity_names_what_is_broken() -> None:
         driven.ledger.check_integrity()
     part.num_references -= 1
     block = driven.ledger.cache.tiers[Tier.DEVICE].pool.take(1)
-    with pytest.raises(IntegrityError, match="in no hand"):
+    with pytest.raises(IntegrityError, match="without an owner"):
         driven.ledger.check_integrity()
     driven.ledger.cache.give(Tier.DEVICE, block + block)
-    with pytest.raises(IntegrityError, match="in two hands"):
+    with pytest.raises(IntegrityError, match="have two owners"):
         driven.ledger.check_integrity()
 
 

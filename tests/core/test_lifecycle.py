@@ -100,7 +100,7 @@ def test_a_legal_move_happens(kind: str, old: State, new: State) -> None:
         moves = Moves(observer)
         getattr(moves, kind)(entity, new)
         assert entity.state is new and not told.left
-        moves.tell()
+        moves.report()
     assert told.left == [old]
 
 

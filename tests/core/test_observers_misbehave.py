@@ -138,7 +138,7 @@ def ends_at_rest(driven: Any) -> None:
     ledger.check_integrity()
     found = ledger.statistics()
     assert not found.num_requests and not found.num_jobs and not found.device.num_pinned and not found.host.num_pinned
-    assert not ledger._moves.untold
+    assert not ledger._moves.unreported
 
 
 @pytest.mark.parametrize("name", CALLS)

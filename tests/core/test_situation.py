@@ -131,7 +131,7 @@ def test_a_ledger_without_a_clock_has_no_ages() -> None:
     one, two = driven.ledger.requests()
     assert one.age_s is one.waited_s is two.waited_s is None
     assert str(two) == (
-        "request two, pinned, 0 blocks; waits for room for 2 blocks, place 1 in line; "
+        "request two, pinned, 0 blocks; waits for room for 2 blocks, place 1 in the queue; "
         "held by request one, allocated: 8 blocks"
     )
 

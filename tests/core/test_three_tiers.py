@@ -20,7 +20,7 @@ from aoffload._kernel.eviction import LeastRecentlyUsed
 from aoffload._kernel.index import find_hit, held_stop, jobs_bringing, present_stop
 from aoffload._kernel.jobs import JobBook, Stores
 from aoffload._kernel.layout import Layout
-from aoffload._kernel.leases import RequestLeases, publish, slide
+from aoffload._kernel.leases import RequestLeases, publish, slide_windows
 from aoffload._kernel.loads import Loads
 from aoffload._kernel.moves import Moves
 from aoffload._kernel.plans import Completion, TransferPlan
@@ -84,7 +84,7 @@ class Parts:
         self.moves.request(record, RequestState.PINNED)
         missing = self.leases.num_fresh(record.published, record.hit_stop, self._num_units(record))
         if missing > self.admission.num_available or not self.admission.queue.is_empty:
-            self.leases.let_go(record)
+            self.leases.release_all(record)
             return None
         self.admission.allocate_nowait(record)
         self.live.append(record)
@@ -108,14 +108,14 @@ class Parts:
         if record.epoch == self.cache.epoch:
             publish(self.leases, record, stop)
         record.num_computed_tokens = record.sequence.num_tokens
-        slide(self.cache, record)
+        slide_windows(self.cache, record)
 
     def end(self, record: LedgerRequest) -> None:
         for job in self.loads.abandon(record.load) if record.load is not None else ():
             assert job.state is JobState.DISCARDED
         if record.waiter is not None:
             self.admission.leave(record.waiter)
-        self.leases.let_go(record)
+        self.leases.release_all(record)
         self.live.remove(record)
 
     def serve(self, tokens: list[int]) -> LedgerRequest:

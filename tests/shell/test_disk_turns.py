@@ -37,7 +37,7 @@ class Stub:
         self.restored.append(run)
         return 1
 
-    def tell(self, function: Callable[[Any], int], run: Any) -> int:
+    def call_ledger(self, function: Callable[[Any], int], run: Any) -> int:
         return function(run)
 
 

@@ -58,13 +58,13 @@ def test_requests_are_to_be_ended_in_every_way() -> None:
 
 def test_a_release_that_is_skipped_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One request of hundreds keeps its pins: the next rest says so."""
-    let_go, skips = RequestLeases.let_go, only_once(at=150)
+    release_all, skips = RequestLeases.release_all, only_once(at=150)
 
     def forgetful(self: RequestLeases, record: LedgerRequest) -> None:
         if not record.table or not skips():  # who never had room may have nothing to let go of
-            let_go(self, record)
+            release_all(self, record)
 
-    monkeypatch.setattr(RequestLeases, "let_go", forgetful)
+    monkeypatch.setattr(RequestLeases, "release_all", forgetful)
     monkeypatch.setattr(soak_module, "PATIENCE_S", 0.2)  # what was forgotten stays for ever
     result = soak("asyncio", 1, SHORT)
     assert not result.has_passed

@@ -45,7 +45,7 @@ def test_programs_break_no_law() -> None:
     ("name", "law"),
     [
         pytest.param("hold", "a job's blocks", marks=pytest.mark.pure("plants a defect in the core")),
-        pytest.param("let_go", "a job's blocks", marks=pytest.mark.pure("plants a defect in the core")),
+        pytest.param("unhold", "a job's blocks", marks=pytest.mark.pure("plants a defect in the core")),
         ("find", "wrong bytes"),
     ],
 )
@@ -53,7 +53,7 @@ def test_what_the_engine_is_told_wrongly_is_noticed(name: str, law: str, monkeyp
     """Blocks that a job touches and does not hold, holds for ever, or that hold something else, are found."""
     wrong: dict[str, Any] = {
         "hold": lambda self, block_ids: None,
-        "let_go": lambda self, block_ids: None,
+        "unhold": lambda self, block_ids: None,
         "find": lambda self, request_id, group, start, stop: [1] * (stop - start),
     }
     monkeypatch.setattr(EngineTier, name, wrong[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
@@ -105,16 +106,15 @@ def test_what_only_makes_sense_together_goes_together() -> None:
 @pytest.mark.pure("plants a defect in the core")
 def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal that counts something is found by looking at everything before and after."""
-    allocate = Admission.allocate_nowait
+    refuse = Admission._never_fits
 
-    def forgetful(self: Admission, record: LedgerRequest, num_tokens: object = None) -> None:
-        try:
-            allocate(self, record, num_tokens)
-        except OutOfBlocks:
+    def forgetful(self: Admission, record: LedgerRequest, num_units: int) -> OutOfBlocks | None:
+        error = refuse(self, record, num_units)
+        if error is not None:
             record.hit_limit += 1
-            raise
+        return error
 
-    monkeypatch.setattr(Admission, "allocate_nowait", forgetful)
+    monkeypatch.setattr(Admission, "_never_fits", forgetful)
     program = Program(
         "ledger", PLAIN, (call("admit", who="r", tokens=[1, 2]), call("allocate", who="r", num_tokens=99))
     )
@@ -123,14 +123,14 @@ def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_wait_for_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that come back while nobody in the queue is served are found: who waits would wait for ever."""
+    """Room that comes back without anybody being told is found: who waits would wait for ever."""
 
-    def forgetful(self: Admission, wakes: Any = ()) -> None:
-        self.moves.tell()
+    def serves_nobody(self: Admission, wakes: Iterable[Callable[[], object]] = ()) -> None:
+        self.moves.report()
         for wake in wakes:
             wake()
 
-    monkeypatch.setattr(Admission, "serve_queue", forgetful)
+    monkeypatch.setattr(Admission, "serve_queue", serves_nobody)
     assert found().violation.partition(":")[0] in ("progress", "a wait without a need")
 
 
@@ -147,7 +147,7 @@ def test_a_reset_that_forgets_nothing_is_noticed(tier: Tier | None, monkeypatch:
     reset = Ledger.reset
 
     def forgetful(self: Ledger, which: Tier | None = None) -> None:
-        if which is not tier:
+        if self._moves._is_reporting or which is not tier:
             reset(self, which)
 
     monkeypatch.setattr(Ledger, "reset", forgetful)

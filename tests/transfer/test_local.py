@@ -43,7 +43,7 @@ def test_it_is_a_transport() -> None:
         (Tier.HOST, Tier.DEVICE, [1, 1], [3, 4], "source_ids names a block twice"),
         (Tier.HOST, Tier.DEVICE, [1, 2], [3, 3], "destination_ids names a block twice"),
         (Tier.HOST, Tier.DEVICE, [1, 2], [3], "2 source_ids, 1 destination_ids"),
-        (Tier.HOST, Tier.HOST, [1], [3], "no way from"),
+        (Tier.HOST, Tier.HOST, [1], [3], "has no link from"),
     ],
 )
 def test_a_bad_plan_is_refused_before_anything_is_copied(

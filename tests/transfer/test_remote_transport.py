@@ -949,7 +949,7 @@ def test_a_transport_without_a_remote_tier_refuses_its_hops() -> None:
     from aoffload.env import Env
 
     transport.open(4, verify=False, deliver=lambda done: None, env=Env())
-    with pytest.raises(TransferRefused, match="no way from"):
+    with pytest.raises(TransferRefused, match="has no link from"):
         transport.launch(plan, None)
     assert transport.close(GUARD_S)
     unknown = LocalTransport(torch.zeros(4, 64), remote=RemoteTier(SimulatedStore()))

@@ -118,7 +118,7 @@ class DiskWork:
         while self._found:
             run = self._found.popleft()
             if self.state is DiskState.READING:  # after a reset, the ledger restores none of them
-                self.num_restored += self.worker.copies.tell(self.ledger.restore, run) or 0
+                self.num_restored += self.worker.copies.call_ledger(self.ledger.restore, run) or 0
             if self.env.now() >= until_s:
                 self._ask_for_turn()
                 return
@@ -162,7 +162,7 @@ class DiskWork:
         copies, is_low = self.worker.copies, self.budget.is_low(self.env.now())
         is_busy = copies.num_under_way(Tier.HOST, Tier.DISK) or copies.num_under_way(Tier.DISK, Tier.HOST)
         plan = partial(self.ledger.plan_disk_stores, most, is_idle=not is_busy, only_asked_twice=is_low)
-        self._store(copies.tell(plan) or ())
+        self._store(copies.call_ledger(plan) or ())
 
     def invalidate(self) -> None:
         """A forward has failed: no restart finds its blocks, neither those that were stored nor those under way."""
@@ -228,7 +228,7 @@ class DiskWork:
     def fetch_s(self, prefix: Prefix) -> float:
         """Seconds until a fetch of `prefix` that begins now would be over; 0 if the disk was not measured yet."""
         copies, link = self.worker.copies, (Tier.DISK, Tier.HOST)
-        num_blocks = self.worker.copies.tell(self.ledger.num_fetch_blocks, prefix) or 0
+        num_blocks = self.worker.copies.call_ledger(self.ledger.num_fetch_blocks, prefix) or 0
         return copies.seconds(*link, num_blocks)
 
     # -- reset ----------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class DiskWork:
         self._forget_more()
         while self.state is DiskState.FLUSHING and self.worker.copies.is_accepting:
             if most := self._num_storable():
-                self._store(self.worker.copies.tell(self.ledger.plan_disk_flush, most) or ())
+                self._store(self.worker.copies.call_ledger(self.ledger.plan_disk_flush, most) or ())
             if not self.worker.copies.num_under_way(Tier.HOST, Tier.DISK):
                 return
             await self.worker.wait_settled()

@@ -169,4 +169,4 @@ def _may_match_again(record: LedgerRequest) -> bool:
 def _match_again(request: Entered, record: LedgerRequest) -> None:
     if _may_match_again(record):
         request._session.ledger.match_fetched(record)
-        request._session.bound(record, request._left_s())
+        request._session.limit_hit(record, request._left_s())

@@ -126,7 +126,7 @@ class RemoteWork:
         """Seconds until the first `num_remote_tokens` tokens of `prefix` would be in host memory; 0 if the store was
         not measured yet."""
         copies, link = self.worker.copies, (Tier.REMOTE, Tier.HOST)
-        num_blocks = copies.tell(self.ledger.num_remote_fetch_blocks, prefix, num_remote_tokens) or 0
+        num_blocks = copies.call_ledger(self.ledger.num_remote_fetch_blocks, prefix, num_remote_tokens) or 0
         return copies.seconds(*link, num_blocks)
 
     async def labels(self, prefix: Prefix, after: int) -> Sequence[CellLabel]:
@@ -160,7 +160,7 @@ class RemoteWork:
         self._forget()  # also when it is off: others use the store
         is_refused = self.remote.refuses(Direction.STORE)  # removals are tried again with it
         if self.is_on and not is_refused and (most := self._num_storable()):
-            plans = self.worker.copies.tell(self.ledger.plan_remote_stores, most, self.remote.is_wanted) or ()
+            plans = self.worker.copies.call_ledger(self.ledger.plan_remote_stores, most, self.remote.is_wanted) or ()
             self.worker.submit(plans)
 
     def _num_storable(self) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..._arguments import check_int
-from ..._extensions.store_policies import AlsoCounts
+from ..._extensions.store_policies import CountingPolicy
 from ..._kernel.cache import PrefixCache
 from ..._kernel.index import present_stop
 from ..._kernel.jobs import JobBook
@@ -71,7 +71,7 @@ class _Known:
 class RemoteStores:
     cache: PrefixCache
     jobs: JobBook
-    counts: AlsoCounts
+    counts: CountingPolicy
     cell_units: int
     forgotten: dict[bytes, CellLabel] = field(default_factory=dict)
     """By digest: cells whose KV was taken back, until somebody removes them from the store."""

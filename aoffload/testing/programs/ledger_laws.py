@@ -122,7 +122,7 @@ class Laws:
             return
         for record in ledger.live_requests.values():
             waits = record.waiter is not None and not record.waiter.is_over
-            if record.holds_room and not waits:
+            if record.holds_device_blocks and not waits:
                 return
         raise Violation("progress", f"after {call}: {line} waits for nobody, {ledger.statistics()}")
 

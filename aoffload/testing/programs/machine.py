@@ -78,8 +78,8 @@ class Machine(RemoteCalls):
         self.note_answers(call.name)
         if self.recorder.problem:
             raise Violation("events", self.recorder.problem)
-        if self.ledger._moves.untold:
-            raise Violation("events", f"{call} has not reported {list(self.ledger._moves.untold)}")
+        if self.ledger._moves.unreported:
+            raise Violation("events", f"{call} has not reported {list(self.ledger._moves.unreported)}")
         self.laws.after(call, number)
 
     def reopen(self) -> None:

@@ -290,8 +290,8 @@ class Stage:
         self.told.check(self.runtime)
         if self.recorder.problem or self.runtime.observers.num_failures != self.recorder.num_told():
             raise Violation("told otherwise", self.recorder.problem or "an observer failed")
-        if self.runtime.ledger._moves.untold:
-            raise Violation("told otherwise", f"not reported: {list(self.runtime.ledger._moves.untold)}")
+        if self.runtime.ledger._moves.unreported:
+            raise Violation("told otherwise", f"not reported: {list(self.runtime.ledger._moves.unreported)}")
         if self.runtime.statistics().num_loads_declined:
             self.met("declined")
         if self.told.states:
