@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 import attrs
@@ -134,8 +135,8 @@ class SelectiveStore(EagerStore):
 
 
 @attrs.frozen
-class Checked:
-    """A policy of the program's own, whose answers are checked. Those of this file need no check."""
+class Around(EagerStore):
+    """A policy of a ledger around another one, whose answers it passes on."""
 
     policy: StorePolicy
 
@@ -143,11 +144,16 @@ class Checked:
     def num_watermark_blocks(self) -> int:
         return self.policy.num_watermark_blocks
 
-    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
-        return self
-
     def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
         self.policy.seen(request, first, stop)
+
+    def wanted_stop(self, request: LedgerRequest) -> int:
+        return self.policy.wanted_stop(request)
+
+
+@attrs.frozen
+class Checked(Around):
+    """A policy of the program's own, whose answers are checked. Those of this file need no check."""
 
     def wanted_stop(self, request: LedgerRequest) -> int:
         return check_int("store_policy.wanted_stop", self.policy.wanted_stop(request), 0)
@@ -158,11 +164,21 @@ def checked(policy: StorePolicy) -> StorePolicy:
 
 
 @attrs.frozen
-class AlsoCounts:
-    """The policy of a ledger with a disk or a remote store: that of its stores in the host, and beside it how often
-    prefixes were asked for."""
+class AlsoLearns(Around):
+    """The policy of a ledger whose eviction learns."""
 
-    policy: StorePolicy
+    learn: Callable[[LedgerRequest, int, int], object]
+    """`Hints.seen`."""
+
+    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
+        self.policy.seen(request, first, stop)
+        self.learn(request, first, stop)
+
+
+@attrs.frozen
+class AlsoCounts(Around):
+    """The policy of a ledger with a disk or a remote store, which also counts how often prefixes are requested."""
+
     counted: SelectiveStore
     recent: RecentPrompts = attrs.field(factory=RecentPrompts)
     has_remote: bool = False
@@ -172,22 +188,12 @@ class AlsoCounts:
     def of(cls, policy: StorePolicy, layout: Layout, *, has_remote: bool) -> Self:
         return cls(policy, SelectiveStore().for_ledger(layout, 0), has_remote=has_remote)
 
-    @property
-    def num_watermark_blocks(self) -> int:
-        return self.policy.num_watermark_blocks
-
-    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
-        return self
-
     def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
         self.policy.seen(request, first, stop)
         if first < stop:
             self.counted.seen(request, first, stop)
         if self.has_remote:
             self.recent.add(request.sequence)
-
-    def wanted_stop(self, request: LedgerRequest) -> int:
-        return self.policy.wanted_stop(request)
 
     def asked_stop(self, sequence: TokenSequence, limit: int) -> int:
         """The unit, at most `limit`, up to which `sequence` was asked for twice."""
@@ -209,19 +215,12 @@ def store_policy_of(value: Any) -> StorePolicy:
 
 def store_limit(prefix: Prefix, unit_tokens: int, store: StoreScope | str, max_store_tokens: int | None) -> int:
     """The unit up to which a request for `prefix` may be stored."""
-    limit = NO_LIMIT
-    if store is not StoreScope.ALL:
-        limit = _limit_of_scope(prefix, unit_tokens, store)
-    if max_store_tokens is None:
-        return limit
-    return min(limit, check_int("max_store_tokens", max_store_tokens, 0) // unit_tokens)
-
-
-def _limit_of_scope(prefix: Prefix, unit_tokens: int, store: StoreScope | str) -> int:
     try:
         scope = StoreScope(store)
     except Exception:  # noqa: BLE001 - it is compared and hashed
         names = ", ".join(repr(scope.value) for scope in StoreScope)
         raise InvalidArgument("store", f"must be a StoreScope or one of {names}, got {shown(store)}") from None
     by_scope = {StoreScope.ALL: NO_LIMIT, StoreScope.PROMPT: prefix.num_tokens // unit_tokens, StoreScope.NONE: 0}
-    return by_scope[scope]
+    if max_store_tokens is None:
+        return by_scope[scope]
+    return min(by_scope[scope], check_int("max_store_tokens", max_store_tokens, 0) // unit_tokens)

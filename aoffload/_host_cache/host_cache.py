@@ -23,14 +23,13 @@ from functools import partial
 from .._arguments import check_int
 from .._extensions.pins import Pins
 from .._kernel.cache import PrefixCache
-from .._kernel.commits import check_count
 from .._kernel.jobs import JobBook
 from .._kernel.layout import Band
 from .._kernel.leases import RequestLeases
 from .._kernel.moves import Moves
 from .._kernel.prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .._kernel.records import Job, Load, Run
-from .._kernel.requests import LedgerRequest, call_all
+from .._kernel.requests import LedgerRequest, call_all, check_count
 from .._kernel.states import BELOW, Computing, Direction, JobState, NoEpoch, Outcome, Tier, require
 from .._kernel.states import RequestState as State
 from ..errors import CommitError, InvalidArgument, WrongState

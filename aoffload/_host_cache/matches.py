@@ -76,7 +76,6 @@ class HeldBlocks:
 class EngineTier(TierBlocks):
     """pinned + quarantined = held by jobs: nothing is free, and nothing is cached."""
 
-    is_outside: bool = field(default=True, init=False)
     held: HeldBlocks = field(kw_only=True)
     """The pool."""
     moves: Moves = field(kw_only=True)
@@ -87,7 +86,10 @@ class EngineTier(TierBlocks):
     def of(cls, blocks: EngineBlocks, order: EvictionOrder, moves: Moves, max_quarantined: int) -> EngineTier:
         check_has("engine_blocks", blocks, "EngineBlocks", "hold give", ConfigError)
         held = HeldBlocks(blocks)
-        return cls(Tier.DEVICE, held, order, held=held, moves=moves, max_quarantined=max_quarantined)
+        return cls(
+            Tier.DEVICE, held, order, held=held, moves=moves, max_quarantined=max_quarantined,
+            is_outside=True,
+        )  # fmt: skip
 
     @property
     def may_load(self) -> bool:

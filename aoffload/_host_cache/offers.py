@@ -23,14 +23,13 @@ from .._config.config import MAX_BLOCKS
 from .._eviction.learned import Learning
 from .._extensions.store_policies import StorePolicy
 from .._kernel.cache import PrefixCache
-from .._kernel.commits import is_at_end
 from .._kernel.events import StoreSkipped
 from .._kernel.index import covered, covered_stop, stretches
 from .._kernel.jobs import JobBook, Stores, first_stored
 from .._kernel.layout import Band, without
 from .._kernel.moves import Moves
 from .._kernel.records import NO_LIMIT, Job, Run
-from .._kernel.requests import LedgerRequest
+from .._kernel.requests import LedgerRequest, is_at_end
 from .._kernel.states import BELOW, Tier
 from .._kernel.tokens import TokenSequence
 from ..errors import InvalidArgument

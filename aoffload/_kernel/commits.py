@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .._arguments import check_int, shown
+from .._arguments import check_int
 from .._eviction.learned import Learning
 from .._extensions.forks import taken_from
 from .._extensions.lazy import EvictionWatermark
@@ -68,7 +68,7 @@ from .moves import Moves
 from .plans import TransferPlan
 from .prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .records import Run
-from .requests import LedgerRequest
+from .requests import LedgerRequest, check_count, is_at_end
 from .states import Computing, NoEpoch, Tier, require
 from .states import RequestState as State
 from .waiting import Admission
@@ -271,27 +271,6 @@ class Commits:
             for source, first in firsts.items()
             if first < other.read_before and other.sequence.agrees(source.sequence, (first + 1) * unit)
         ]
-
-
-def is_at_end(request: LedgerRequest) -> bool:
-    """Whether the prompt is computed, and at most one token was generated."""
-    num_prompt = request.sequence.num_prompt_tokens
-    return num_prompt <= request.num_computed_tokens <= request.sequence.num_tokens <= num_prompt + 1
-
-
-def check_count(request: LedgerRequest, num_computed_tokens: object, before: int, num_added: int) -> int:
-    """`num_computed_tokens`; `CommitError` unless it is an integer, at least `before`, and at most the tokens that are
-    known, `num_added` new ones included."""
-    name = "num_computed_tokens"
-    if type(num_computed_tokens) is not int:
-        raise CommitError(name, f"must be an integer, got {shown(num_computed_tokens)}")
-    if num_computed_tokens < before:
-        raise CommitError(name, f"goes back from {before} to {num_computed_tokens}")
-    known = request.sequence.num_tokens + num_added
-    if num_computed_tokens > known:
-        known_are = f"the {known} tokens that are known, {num_added} of `new_token_ids` included"
-        raise CommitError(name, f"is {num_computed_tokens}, beyond {known_are}")
-    return num_computed_tokens
 
 
 def _leases_any(request: LedgerRequest, runs: dict[Run, None]) -> bool:

@@ -25,10 +25,6 @@ class EvictionOrder(Protocol):
 
     def remove(self, part: Part) -> None: ...
 
-    def asked(self, part: Part, num_uses: int) -> None:
-        """A request asks for the units of `part`, for the `num_uses`-th time. Called where eviction learns alone."""
-        ...
-
     def oldest(self) -> Part | None: ...
 
     def __iter__(self) -> Iterator[Part]: ...
@@ -114,9 +110,6 @@ class LeastRecentlyUsed:
         else:
             newer.older = older
         part.older = part.newer = None
-
-    def asked(self, part: Part, num_uses: int) -> None:
-        pass
 
     def oldest(self) -> Part | None:
         return self.first

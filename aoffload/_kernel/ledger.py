@@ -48,7 +48,7 @@ from .._arguments import (
 from .._config.config import MAX_BLOCKS, OffloadConfig
 from .._config.groups import KVCacheGroup
 from .._config.tiers import LearnedEviction, cell_units, new_order
-from .._eviction.hints import AlsoLearns, Hints
+from .._eviction.hints import Hints
 from .._eviction.learned import Learning, Rulings
 from .._extensions.explain import Situation
 from .._extensions.forks import Forks
@@ -59,7 +59,7 @@ from .._extensions.overlap import begin_step, can_start, expected_ids, first_inv
 from .._extensions.pins import Pins, check_time
 from .._extensions.preemption import Preemptions
 from .._extensions.prefetch import CacheTransfers
-from .._extensions.store_policies import AlsoCounts, checked, store_limit, store_policy_of
+from .._extensions.store_policies import AlsoCounts, AlsoLearns, checked, store_limit, store_policy_of
 from .._host_cache.host_cache import EngineOwned
 from .._host_cache.matches import Arrivals, EngineMatches, EngineTier
 from .._host_cache.offers import MOST_OF_POOL, EngineOffers
@@ -86,17 +86,18 @@ from .plans import (
     RequestOptions,
     RestoredRun,
     StoreScope,
+    TierStatistics,
     TransferPlan,
     check_completion,
 )
-from .pools import DiskBlocks, ExtentPool, FreeList, LastUses, RemoteBlocks, SlotPool, TierBlocks
+from .pools import DiskBlocks, ExtentPool, FreeList, LastUses, SlotPool, TierBlocks
 from .prefix import Prefix, TokenIds, check_prefix
 from .protocols import BlockWatcher, DevicePool, EngineBlocks
 from .records import NO_LIMIT, Job
 from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, nobody
 from .states import BELOW, Computing, NoEpoch, PinState, Tier, check_tier, require
 from .states import RequestState as State
-from .status import EvictionStatistics, Fork, Holder, RequestStatus, TierStatistics, explained, plain
+from .status import EvictionStatistics, Fork, Holder, RequestStatus, explained, plain
 from .tokens import TokenSequence
 from .waiting import Admission, is_waiting
 
@@ -231,8 +232,9 @@ class Ledger:
         self._hints: Hints | None = None
         self._rulings: Rulings | None = None
         if learning is not None:
-            self._hints, self._rulings = Hints(cache, learning, moves), Rulings(cache, learning, moves)
-            policy = AlsoLearns(policy, learning, self._hints, self._rulings)
+            self._rulings = Rulings(cache, learning, moves)
+            self._hints = Hints(cache, learning, self._rulings, moves)
+            policy = AlsoLearns(policy, self._hints.seen)
         if config.disk is not None or config.remote is not None:
             policy = AlsoCounts.of(policy, self.layout, has_remote=config.remote is not None)
         self._policy = policy
@@ -303,7 +305,7 @@ class Ledger:
     def _wire_remote(self, counts: AlsoCounts, max_cell_bytes: int) -> Stores:
         if self.layout.windows:
             raise ConfigError("remote", "keeps full attention only: these groups have windows")
-        self.jobs.tiers[Tier.REMOTE] = RemoteBlocks(Tier.REMOTE, ExtentPool(0), LeastRecentlyUsed())
+        self.jobs.tiers[Tier.REMOTE] = TierBlocks(Tier.REMOTE, ExtentPool(0), LeastRecentlyUsed(), is_outside=True)
         units = cell_units(self._block_bytes * self.layout.width, max_cell_bytes)
         self._check_cell(units * self.layout.width)
         self._remote_stores = RemoteStores(self.cache, self.jobs, counts, units)

@@ -32,7 +32,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import OutOfBlocks
+from .._arguments import shown
+from ..errors import CommitError, OutOfBlocks
 from .plans import NO_MATCH, PrefixMatch, TransferPlan
 from .records import NO_LIMIT, BlockTable, Lease, Load, Run
 from .states import CacheTransferState, Computing, NoEpoch, OverlapState, PinState, RequestState, Tier
@@ -355,3 +356,24 @@ class Step:
     def num_blocks(self) -> int:
         """Device blocks that it holds; those that requests share count for each of them."""
         return sum(request.num_held for request in dict.fromkeys(self.requests))
+
+
+def is_at_end(request: LedgerRequest) -> bool:
+    """Whether the prompt is computed, and at most one token was generated."""
+    num_prompt = request.sequence.num_prompt_tokens
+    return num_prompt <= request.num_computed_tokens <= request.sequence.num_tokens <= num_prompt + 1
+
+
+def check_count(request: LedgerRequest, num_computed_tokens: object, before: int, num_added: int) -> int:
+    """`num_computed_tokens`; `CommitError` unless it is an integer, at least `before`, and at most the tokens that are
+    known, `num_added` new ones included."""
+    name = "num_computed_tokens"
+    if type(num_computed_tokens) is not int:
+        raise CommitError(name, f"must be an integer, got {shown(num_computed_tokens)}")
+    if num_computed_tokens < before:
+        raise CommitError(name, f"goes back from {before} to {num_computed_tokens}")
+    known = request.sequence.num_tokens + num_added
+    if num_computed_tokens > known:
+        known_are = f"the {known} tokens that are known, {num_added} of `new_token_ids` included"
+        raise CommitError(name, f"is {num_computed_tokens}, beyond {known_are}")
+    return num_computed_tokens
