@@ -234,7 +234,7 @@ WRITTEN_BY_FEATURES = {
         "claims computing epoch has_committed hit_stop load num_computed_tokens num_lost_tokens published ready_stop "
         "retry_max_hit_tokens sequence wake"
     ),
-    "_host_cache.matches": "engine_tokens hit_limit hit_stop leases match published ready_stop",
+    "_host_cache.matches": "engine_tokens hit_stop leases match published ready_stop",
     "_host_cache.offers": "stored_stop",
     "_tiers.fetch.rules": "hit_limit leases",
 }

@@ -78,10 +78,6 @@ class Situation:
         num_blocks, began = _num_job(job, is_in_doubt=is_in_doubt), (job.request_id,) if job.request_id else ()
         return Holder(job.plan.direction.value, str(job.job_id), state, self._age(job.since_s), num_blocks, began)
 
-    def _job_of_fetch(self, job: Job) -> Holder:
-        """With its host blocks: it has none of the device."""
-        return attrs.evolve(self._job(job), num_blocks=job.plan.num_blocks)
-
     # -- who waits ------------------------------------------------------------------------------------------------
 
     def requests(self) -> list[RequestStatus]:
@@ -124,15 +120,14 @@ class Situation:
         found: dict[Tier, int] = {}
         layout = self.jobs.cache.layout
         leading = next(band.number for band in layout.bands if band.width)
-        for job in self._jobs_of(fetch):
+        for job in self._jobs_of(fetch.request):
             if job.band == leading and job.plan.source > Tier.HOST:
                 found[job.plan.source] = found.get(job.plan.source, 0) + job.stop - job.start
         return tuple(Fetching(tier, found[tier] * layout.unit_tokens) for tier in sorted(found))
 
     @staticmethod
-    def _jobs_of(fetch: Fetch) -> list[Job]:
-        load = fetch.request.load
-        return [] if load is None else sorted(load.jobs, key=lambda job: job.job_id)
+    def _jobs_of(request: LedgerRequest) -> list[Job]:
+        return [] if request.load is None else sorted(request.load.jobs, key=lambda job: job.job_id)
 
     def _line(self) -> Iterator[Waiter]:
         yield from self.admission.queue.extending
@@ -148,8 +143,6 @@ class Situation:
     ) -> RequestStatus:
         waiter = request.waiter
         place = None if waiter is None else places.get(waiter)
-        if fetch is not None and place is None:
-            return self._fetching_status(request, fetch)
         waits_for, held_by = self._reason(request, steps)
         asked_s = self.asking.get(request)
         status = RequestStatus(
@@ -163,6 +156,15 @@ class Situation:
             declined=self.declined.get(request.request_id),
             cancelled=request.reason,
         )
+        if fetch is not None and place is None:
+            # A job of a fetch holds host blocks, and none of the device.
+            jobs = [
+                attrs.evolve(self._job(job), num_blocks=job.plan.num_blocks) for job in self._jobs_of(fetch.request)
+            ]
+            return attrs.evolve(
+                status, waits_for=WaitsFor.FETCH, waited_s=None, held_by=tuple(jobs), fetching=self._brought(fetch),
+                declined=None,
+            )  # fmt: skip
         if waiter is None or place is None:
             return status
         return attrs.evolve(
@@ -174,22 +176,9 @@ class Situation:
             held_by=tuple(islice(_others(biggest, request.request_id), NUM_BIGGEST)),
         )
 
-    def _fetching_status(self, request: LedgerRequest, fetch: Fetch) -> RequestStatus:
-        return RequestStatus(
-            request.request_id,
-            request.state,
-            self._age(request.since_s),
-            num_held(request),
-            WaitsFor.FETCH,
-            held_by=tuple(map(self._job_of_fetch, self._jobs_of(fetch))),
-            fetching=self._brought(fetch),
-            cancelled=request.reason,
-        )
-
     def _reason(self, request: LedgerRequest, steps: list[Step]) -> tuple[WaitsFor, tuple[Holder, ...]]:
         if request.state is State.LOADING and request.load is not None:
-            jobs = sorted(request.load.jobs, key=lambda job: job.job_id)
-            return WaitsFor.COPIES, tuple(map(self._job, jobs))
+            return WaitsFor.COPIES, tuple(map(self._job, self._jobs_of(request)))
         bringer = None if self.arrivals is None else self.arrivals.waits_for(request)
         if bringer is not None and request.state is State.MATCHED:
             return WaitsFor.REQUEST, (self._request(bringer),)

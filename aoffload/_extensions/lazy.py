@@ -63,13 +63,10 @@ class EvictionWatermark:
             if (left := left_of(most, jobs)) <= 0:
                 break
             if run.parts:  # else it was merged with another one meanwhile: next time
-                jobs += self._store(run, wanted(run), left)
-        return jobs
-
-    def _store(self, run: Run, stop: int, most: int) -> list[Job]:
-        pin = self.cache.lease(self.stores.source, run, [run.stop for _ in self.cache.layout.windows], is_use=False)
-        jobs = self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run, stop), most=most)
-        self.cache.release(pin)
+                stop, starts = wanted(run), [run.stop for _ in self.cache.layout.windows]
+                pin = self.cache.lease(self.stores.source, run, starts, is_use=False)
+                jobs += self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run, stop), most=left)
+                self.cache.release(pin)
         return jobs
 
     @staticmethod

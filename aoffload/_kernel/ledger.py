@@ -619,7 +619,8 @@ class Ledger:
         after it are computed, and no later match of this request includes them."""
         engine = self._engine_of(request, "decline")
         require(request, "decline", State.PINNED)
-        engine.matches.decline(request, check_int("from_token", from_token, 0) // self.layout.unit_tokens)
+        request.hit_limit = check_int("from_token", from_token, 0) // self.layout.unit_tokens
+        engine.matches.match_again(request)
         self._moves.tell()
         return request.match
 
@@ -972,7 +973,7 @@ class Ledger:
         if request.waiter is not None:
             raise is_waiting(request, "match_fetched")
         if self._engine is not None:
-            self._engine.matches.match_fetched(request)
+            self._engine.matches.match_again(request)
         else:
             self._request_leases.match_again(request)
             if self._fetches is not None:
@@ -1187,7 +1188,7 @@ class Ledger:
         device, host, *rest = (tier.statistics() for tier in self.cache.tiers)
         waiting = len(self.admission.queue.extending) + len(self.admission.queue.allocating)
         num_jobs, num_pins = len(self.jobs.unsettled), len(self._pins.pins)
-        late, paused = self.jobs.num_late, self._engine is not None and self._engine.matches.loads_paused
+        late, paused = self.jobs.num_late, self._engine is not None and not self._engine.matches.device.may_load
         disk = rest[0] if rest else None
         eviction = None if self._rulings is None else self._rulings.statistics()
         learned = () if eviction is None else eviction.learned

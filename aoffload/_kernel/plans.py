@@ -231,19 +231,14 @@ def check_completion(completion: Completion) -> None:
     if not isinstance(completion, Completion):
         raise InvalidArgument("completion", f"must be a Completion, got {type(completion).__name__}")
     for name in ("job_id", "num_landed", "num_bytes"):
-        value = getattr(completion, name)
-        if type(value) is not int or value < 0:
-            check_int(f"completion.{name}", value, 0)
+        check_int(f"completion.{name}", getattr(completion, name), 0)
     if not isinstance(completion.outcome, Outcome):
         raise InvalidArgument("completion.outcome", f"must be an Outcome, got {shown(completion.outcome)}")
     if not isinstance(completion.corrupt, tuple):
         raise InvalidArgument("completion.corrupt", f"must be a tuple of indices, got {shown(completion.corrupt)}")
     for index in completion.corrupt:
         check_int("completion.corrupt", index, 0)
-    if not isinstance(completion.error, str):
-        check_text("completion.error", completion.error)
-    duration_s: float | None = completion.duration_s
-    if type(duration_s) is not float or not duration_s >= 0:  # refuses NaN, too
-        duration_s = number_of(duration_s)
+    check_text("completion.error", completion.error)
+    duration_s = number_of(completion.duration_s)  # None for NaN, too
     if duration_s is None or duration_s < 0:
         raise InvalidArgument("completion.duration_s", f"must be seconds, got {shown(completion.duration_s)}")
