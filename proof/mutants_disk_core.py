@@ -177,8 +177,7 @@ _FETCHES = (
         FETCHES,
         "            self.transfers.wait_for_jobs(transfer)\n",
         "            over = partial(self.transfers._over, transfer)\n"
-        "            request.load = Load(stop, wake, over, request.ticket, jobs)\n"
-        "            for job in jobs:\n                job.claims[request.load] = None\n",
+        "            request.load = Load(stop, wake, over, request.ticket, jobs)\n",
         "two fetches of one prefix end with both of what they brought",
         Patch(FETCHES, "records import Job, Run\n", "records import Job, Load, Run\nfrom functools import partial\n"),
     ),

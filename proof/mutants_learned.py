@@ -36,8 +36,8 @@ LEARNED_MUTANTS: tuple[Mutant, ...] = (
         "it_remembers_what_was_evicted",
         "counts that go with the blocks",
         "aoffload._eviction.learned",
-        "most = REMEMBERED * max(units.values()) * unit_tokens",
-        "most = unit_tokens",
+        "most = REMEMBERED * max(units.values()) * layout.unit_tokens",
+        "most = layout.unit_tokens",
         "counts outlive eviction",
     ),
     _met_by(

@@ -85,7 +85,7 @@ class Hints:
         stop = sequence.num_tokens // self._cache.layout.unit_tokens
         if not stop:
             return 0
-        about = self._learning.end_of(sequence, stop)
+        about = self._learning.counts.path(sequence, 0, stop)[-1]
         for before in self._about(sequence, stop, (about,)):
             if before.stop == stop:
                 self._end(before, HintEnd.DROPPED)
@@ -99,7 +99,7 @@ class Hints:
         self._moves.note(HintGiven(hint.hint_id, category, spared * self._cache.layout.unit_tokens))
         if len(self._by_expiry) > MAX_HINTS:
             self._end(self._by_expiry[0], HintEnd.DROPPED)
-        self._learning.trim()
+        self._learning.counts.trim()
         return spared
 
     def _record(self, category: str) -> _Record:

@@ -47,7 +47,6 @@ from .._kernel.records import Part, Run
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import Tier
 from .._kernel.status import EvictionRule, EvictionStatistics, TierEviction
-from .._kernel.tokens import TokenSequence
 from .counts import CountedRun, HitCounts
 
 NUM_CLASSES = 4
@@ -243,12 +242,9 @@ class Shadow:
                 left -= kept
         self._evict(self.num_held - left)
         for counted, size in reversed(wanted):
-            self._hold(counted, size)
+            self.rings[0 if self._times is None else class_of(counted.num_uses)][counted] = size
+            self.num_held += size
         return num_hits
-
-    def _hold(self, counted: CountedRun, size: int) -> None:
-        self.rings[0 if self._times is None else class_of(counted.num_uses)][counted] = size
-        self.num_held += size
 
     def _evict(self, num_blocks: int) -> None:
         while num_blocks > 0:
@@ -447,11 +443,11 @@ class Learning:
         units = {tier: max(1, num_blocks // layout.width) for tier, num_blocks in capacities.items()}
         self._times = ReturnTimes(units[Tier.HOST])
         self.guards = {tier: Guard(self._times, size) for tier, size in units.items()}
-        self._unit_tokens = unit_tokens = layout.unit_tokens
-        most = REMEMBERED * max(units.values()) * unit_tokens
+        most = REMEMBERED * max(units.values()) * layout.unit_tokens
         self.when_forgotten: Callable[[CountedRun], object] = _nobody
         """Called with each run that the history forgets."""
-        self._counts = HitCounts(layout, most, unit_tokens, self)
+        self.counts = HitCounts(layout, most, layout.unit_tokens, self)
+        """The history of the prompts."""
         self.tiers = tuple(units)
         self.orders: dict[Tier, LearnedOrder] = {}
         """The present order of each tier whose eviction learns."""
@@ -475,7 +471,7 @@ class Learning:
         if first >= stop:
             return ()
         times, by_class = self._times, [0] * NUM_CLASSES
-        now, path = times.clock, self._counts.path(request.sequence, first, stop)
+        now, path = times.clock, self.counts.path(request.sequence, first, stop)
         for counted in path:
             num_uses, num_units = counted.num_uses, counted.stop - counted.start
             if num_uses:
@@ -488,7 +484,7 @@ class Learning:
             for guard in self.guards.values():
                 guard.asked(sample)
         times.asked(by_class)
-        self._counts.trim()
+        self.counts.trim()
         if not first and path[0].num_uses > 1:
             request.uses = _uses(path)
         return path
@@ -501,24 +497,6 @@ class Learning:
         for guard in self.guards.values():
             guard.was_forgotten(counted)
         self.when_forgotten(counted)
-
-    def trim(self) -> None:
-        """Forget what is too much."""
-        self._counts.trim()
-
-    @property
-    def num_runs(self) -> int:
-        """Runs of the history."""
-        return len(self._counts)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the history."""
-        return self._counts.num_tokens - self.num_runs * self._unit_tokens
-
-    def end_of(self, sequence: TokenSequence, stop: int) -> CountedRun:
-        """The run of the history that ends at unit `stop` of `sequence`."""
-        return self._counts.path(sequence, 0, stop)[-1]
 
     # -- what the cache holds of it -------------------------------------------------------------------------------
 
@@ -609,6 +587,7 @@ class Rulings:
         )  # fmt: skip
 
     def statistics(self) -> EvictionStatistics:
-        num_runs, num_tokens = self._learning.num_runs, self._learning.num_tokens
+        counts = self._learning.counts
+        num_runs, num_tokens = len(counts), counts.num_tokens - len(counts) * self._cache.layout.unit_tokens
         tiers = tuple(self._tier(tier) for tier in self._learning.tiers)
         return EvictionStatistics(tiers, num_runs, num_tokens * TOKEN_BYTES + num_runs * RUN_BYTES)

@@ -52,7 +52,7 @@ class EvictionWatermark:
     def plan(self) -> list[Job]:
         """Store what was offered of the runs that are about to lose blocks, with all that is missing before it: the
         host holds nothing whose front it lacks."""
-        if not self.num_blocks or self.nothing_changed():
+        if self.nothing_changed():
             return []
         return self.store(self.about_to_lose(self.offered), self.offered)
 
@@ -76,16 +76,11 @@ class EvictionWatermark:
 
     def nothing_changed(self) -> bool:
         """True for most commits: free counts and offers unchanged."""
-        now = self._state()
-        before, self.seen = self.seen, now
-        return now == before
+        before, self.seen = self.seen, self.state()
+        return self.seen == before
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether `nothing_changed` would be False."""
-        return self._state() != self.seen
-
-    def _state(self) -> tuple[object, ...]:
+    def state(self) -> tuple[object, ...]:
+        """What `nothing_changed` compares."""
         source, there, step = self.source, self.there, self.step
         return (
             source.pool.num_free // step, source.num_cached // step, source.num_evicted // step,

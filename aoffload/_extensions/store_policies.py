@@ -24,6 +24,8 @@ from ..errors import ConfigError, InvalidArgument
 
 MAX_SEEN = 1_000_000
 MAX_COUNTED_TOKENS = 2**34
+COUNTED_TOKENS = 2**24
+"""Default of `SelectiveStore.max_counted_tokens`."""
 
 
 class StorePolicy(Protocol):
@@ -116,7 +118,7 @@ class SelectiveStore(EagerStore):
     """
 
     min_seen: int = attrs.field(default=2, validator=_int_in(1, MAX_SEEN))
-    max_counted_tokens: int = attrs.field(default=2**24, validator=_int_in(1, MAX_COUNTED_TOKENS))
+    max_counted_tokens: int = attrs.field(default=COUNTED_TOKENS, validator=_int_in(1, MAX_COUNTED_TOKENS))
     counts: HitCounts | None = attrs.field(default=None, init=False)
     """A ledger's own; None in a configuration."""
 
@@ -179,27 +181,24 @@ class AlsoLearns(Around):
 class AlsoCounts(Around):
     """The policy of a ledger with a disk or a remote store, which also counts how often prefixes are requested."""
 
-    counted: SelectiveStore
+    counts: HitCounts
     recent: RecentPrompts = attrs.field(factory=RecentPrompts)
     has_remote: bool = False
     """Whether `recent` is kept."""
 
     @classmethod
     def of(cls, policy: StorePolicy, layout: Layout, *, has_remote: bool) -> Self:
-        return cls(policy, SelectiveStore().for_ledger(layout, 0), has_remote=has_remote)
+        return cls(policy, HitCounts(layout, COUNTED_TOKENS), has_remote=has_remote)
 
     def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
         self.policy.seen(request, first, stop)
-        if first < stop:
-            self.counted.seen(request, first, stop)
+        self.counts.see(request.sequence, first, stop)
         if self.has_remote:
             self.recent.add(request.sequence)
 
     def asked_stop(self, sequence: TokenSequence, limit: int) -> int:
         """The unit, at most `limit`, up to which `sequence` was asked for twice."""
-        counts = self.counted.counts
-        assert counts is not None, "counts belong to a ledger"
-        return counts.stop_of(sequence, limit, self.counted.min_seen)
+        return self.counts.stop_of(sequence, limit, 2)
 
 
 def store_policy_of(value: Any) -> StorePolicy:

@@ -100,9 +100,7 @@ class EngineOwned:
         if not jobs:  # no hit, or one at whose end no window needs anything
             self._run(request, stop)
             return []
-        request.load = load = Load(stop, wake, partial(self._conclude, request), request.ticket, jobs)
-        for job in jobs:
-            job.claims[load] = None
+        request.load = Load(stop, wake, partial(self._conclude, request), request.ticket, jobs)
         self.arrivals.under_way[request] = Arrival(start, stop, tuple(jobs))
         self.moves.request(request, State.LOADING)
         return jobs

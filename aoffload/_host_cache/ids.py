@@ -51,8 +51,6 @@ class EngineIds:
 
     def of_band(self, band: Band, start: int, stop: int) -> array[int]:
         """The ids of units `[start, stop)`, 0 where the engine names the null block."""
-        if len(self.tables) == 1 and start < stop:
-            return self._read(self._named, 0, start * band.width, stop * band.width)
         return self._of_band(band, stop - start, self._named, start)
 
     def _named(self, group: int, first: int, last: int) -> Sequence[int]:

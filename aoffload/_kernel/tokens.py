@@ -63,7 +63,9 @@ class TokenSequence:
         self.num_prompt_tokens = self.num_tokens = len(prefix.tokens) // TOKEN_BYTES
         self.num_prompt_units = self.num_tokens // unit_tokens
         """Whole units of the prompt."""
-        self._cuts = _cuts_of(prefix.spans, unit_tokens) if prefix.spans else ()
+        cuts = {cut for span in prefix.spans for cut in (span.start // unit_tokens, -(-span.stop // unit_tokens))}
+        self._cuts = tuple(sorted(cuts))
+        """Where the set of spans that touch a unit changes: before the first unit of a span, and after its last."""
         self._hashed: dict[int, Hasher] = {}
 
     @classmethod
@@ -231,8 +233,3 @@ def unit_digests(hasher: Hasher, tokens: bytes, unit_bytes: int) -> Iterator[byt
     for at in range(0, len(tokens), unit_bytes):
         after.update(tokens[at : at + unit_bytes])
         yield after.digest()
-
-
-def _cuts_of(spans: tuple[KeySpan, ...], unit_tokens: int) -> tuple[int, ...]:
-    """Where the set of spans that touch a unit changes: before the first unit of a span and behind its last."""
-    return tuple(sorted({cut for span in spans for cut in (span.start // unit_tokens, -(-span.stop // unit_tokens))}))

@@ -82,7 +82,8 @@ class DiskStores:
     @property
     def are_due(self) -> bool:
         """Whether `plan` may find something, wanting what it wanted before."""
-        return bool(self._turns) or self._nearness() != self._came_to[:2] or self.watermark.has_changed
+        watermark = self.watermark
+        return bool(self._turns) or self._nearness() != self._came_to[:2] or watermark.state() != watermark.seen
 
     def _take_turns(self, most: int, wanted: Callable[[Run], int]) -> list[Job]:
         """Store the runs that still have a turn, in eviction order. The turn of a run ends when nothing of it is left
