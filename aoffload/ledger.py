@@ -6,6 +6,7 @@ bookkeeping. Nothing here needs torch.
 
 from ._config.groups import AttentionKind
 from ._config.tiers import LearnedEviction
+from ._extensions.forks import Fork
 from ._extensions.load_choice import CostChoice, Loadable, LoadChoice, LoadOffer
 from ._extensions.store_policies import StorePolicy
 from ._kernel.events import (
@@ -55,7 +56,6 @@ from ._kernel.states import CacheTransferState, Direction, JobState, Outcome, Ov
 from ._kernel.status import (
     EvictionRule,
     EvictionStatistics,
-    Fork,
     HintEnd,
     Holder,
     RequestStatus,

@@ -266,8 +266,8 @@ _PUBLISHING = (
     Mutant(
         "invalidate leaves the host copy",
         CACHE,
-        "for part in run.parts:\n                self.tiers[part.tier].taken_back(part.blocks)\n",
-        "for part in run.parts_in(Tier.DEVICE):\n                self.tiers[part.tier].taken_back(part.blocks)\n",
+        "for part in run.parts:\n                self.tiers[part.tier].invalidated(part.blocks)\n",
+        "for part in run.parts_in(Tier.DEVICE):\n                self.tiers[part.tier].invalidated(part.blocks)\n",
         "taken back in every tier, in flight too",
     ),
     Mutant(

@@ -85,7 +85,7 @@ EARLY_MUTANTS = (
     Mutant(
         "regions of an unwanted load left open",
         COPIES,
-        '                    self.regions.end(job_id, "nobody waits for it any more")\n',
+        '                    self.regions.end(job_id, "no request waits for it any more")\n',
         '                    if after is not None:\n                        self.regions.end(job_id, "")\n',
         "whoever waits for a region hears that nobody brings it any more",
         test="tests/shell/test_pending_loads.py::test_a_queued_load_that_nobody_wants_any_more_ends_its_regions",

@@ -197,7 +197,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "what was taken back is waited for",
         ENGINE,
-        "        call_all(iter(self.arrivals.taken_back(request, start)))\n",
+        "        call_all(iter(self.arrivals.invalidated(request, start)))\n",
         "",
         "no wait without a need: a request takes back what it has loaded, and nothing brings it any more",
         test=f"{PENDING}test_pending_ends_when_what_was_loaded_is_taken_back",

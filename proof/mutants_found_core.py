@@ -112,6 +112,14 @@ _OBSERVERS = (
         test=f"{_MISBEHAVE}::test_an_observer_may_call_the_ledger_that_reports_to_it",
     ),
     Mutant(
+        "events of a fork are reported by the next call",
+        "aoffload._kernel.ledger",
+        "            self._moves.request(fork.request, state)\n        self._moves.tell()\n",
+        "            self._moves.request(fork.request, state)\n",
+        _FOREIGN,
+        programs=True,
+    ),
+    Mutant(
         "events of an observer's own calls overtake those before",
         "aoffload._kernel.moves",
         "        if self._is_telling or self.observer is None:\n",

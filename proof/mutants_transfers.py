@@ -187,8 +187,8 @@ _LANDING = (
         also=(
             Patch(
                 JOBS,
-                "taken_back(plan.destination_ids)\n            return []\n",
-                "taken_back(plan.destination_ids)\n",
+                "invalidated(plan.destination_ids)\n            return []\n",
+                "invalidated(plan.destination_ids)\n",
             ),
         ),
     ),

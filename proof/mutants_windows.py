@@ -57,8 +57,8 @@ _WINDOWS = (
     Mutant(
         "window let go of under another reader",
         "aoffload._kernel.cache",
-        "            if not part.num_references:\n                blocks.let_go_of(part)\n",
-        "            blocks.let_go_of(part)\n",
+        "            if not part.num_references:\n                blocks.part_unpinned(part)\n",
+        "            blocks.part_unpinned(part)\n",
         "a block is free when everybody has let go",
         scenarios=("mixed_windows",),
     ),

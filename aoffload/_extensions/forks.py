@@ -24,9 +24,17 @@ from .._kernel.plans import PrefixMatch
 from .._kernel.records import BlockTable, nulls
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import NoEpoch, Tier
-from .._kernel.status import Fork
 from .._kernel.waiting import Admission, is_waiting
 from ..errors import OutOfBlocks, WrongState
+
+
+@dataclass(slots=True, frozen=True)
+class Fork:
+    """A forked request, and the blocks that the engine must copy before the fork or its parent goes on."""
+
+    request: LedgerRequest
+    copies: tuple[tuple[int, int], ...]
+    """(source, destination) device blocks: blocks that are not full, and others that could not be shared."""
 
 
 @dataclass(slots=True, eq=False)

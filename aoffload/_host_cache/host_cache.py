@@ -29,7 +29,7 @@ from .._kernel.leases import RequestLeases
 from .._kernel.moves import Moves
 from .._kernel.prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .._kernel.records import Job, Load, Run
-from .._kernel.requests import LedgerRequest, call_all, check_count
+from .._kernel.requests import LedgerRequest, call_all
 from .._kernel.states import BELOW, Computing, Direction, JobState, NoEpoch, Outcome, Tier, require
 from .._kernel.states import RequestState as State
 from ..errors import CommitError, InvalidArgument, WrongState
@@ -196,7 +196,7 @@ class EngineOwned:
         require(request, "offer", State.PINNED, State.RUNNING)
         added = b"" if type(new_token_ids) is list and not new_token_ids else encode_tokens(new_token_ids, _NEW)
         before = request.num_computed_tokens if request.state is State.RUNNING else request.engine_tokens
-        num_tokens = check_count(request, num_computed_tokens, before, len(added) // TOKEN_BYTES)
+        num_tokens = request.checked_count(num_computed_tokens, before, len(added) // TOKEN_BYTES)
         num_units = num_tokens // self.cache.layout.unit_tokens
         ids = EngineIds.of(self.cache.layout, self.num_rows, "block_ids", block_ids, num_units)
         known, computed, published = request.sequence.num_tokens, request.num_computed_tokens, request.published
@@ -251,14 +251,14 @@ class EngineOwned:
         for other in tainted:
             other.epoch = NoEpoch.INVALIDATED
         self.matches.forget([other for other in others if other not in tainted])
-        self.offers.taken_back(request.sequence, from_token + 1)
+        self.offers.invalidated(request.sequence, from_token + 1)
         request.sequence.drop_after(from_token + 1)
         self.offers.forget(request)
         request.published, request.ready_stop = min(request.published, start), min(request.ready_stop, start)
         request.num_computed_tokens = from_token
         for number, units in self._unwritten.get(request, {}).items():
             self._unwritten[request][number] = range(units.start, min(units.stop, start))
-        call_all(iter(self.arrivals.taken_back(request, start)))
+        call_all(iter(self.arrivals.invalidated(request, start)))
         return tainted, settled
 
     def _runs_from(self, request: LedgerRequest, from_token: int) -> list[Run]:

@@ -192,7 +192,7 @@ class Arrivals:
             self.under_way[request] = Arrival(arrival.start, stop, arrival.jobs)
         return self._waiting_for(request)
 
-    def taken_back(self, request: LedgerRequest, stop: int) -> list[Callable[[], object]]:
+    def invalidated(self, request: LedgerRequest, stop: int) -> list[Callable[[], object]]:
         """`request` has taken back what it has from unit `stop` on. Returns the callbacks to call."""
         arrival = self.under_way.get(request)
         return [] if arrival is None or arrival.stop <= stop else self.fell_short(request, max(stop, arrival.start))

@@ -29,7 +29,7 @@ from .._kernel.jobs import JobBook, Stores, first_stored
 from .._kernel.layout import Band, without
 from .._kernel.moves import Moves
 from .._kernel.records import NO_LIMIT, Job, Run
-from .._kernel.requests import LedgerRequest, is_at_end
+from .._kernel.requests import LedgerRequest
 from .._kernel.states import BELOW, Tier
 from .._kernel.tokens import TokenSequence
 from ..errors import InvalidArgument
@@ -194,7 +194,7 @@ class EngineOffers:
         wanted = Wanted(found, end, stop, num_left=num_left * full.width, num_missing=num_missing * full.width)
         if end is not None:
             return wanted
-        if is_last or request.is_over or is_at_end(request) or stop == request.store_limit:
+        if is_last or request.is_over or request.is_at_end or stop == request.store_limit:
             last = self.stores.last_end(request, stop)
             for band in self.cache.layout.windows:
                 nobodys = unwritten.get(band.number, range(0))
@@ -379,7 +379,7 @@ class EngineOffers:
             wanted.num_left = 0
         return wanted
 
-    def taken_back(self, wrong: TokenSequence, num_tokens: int) -> None:
+    def invalidated(self, wrong: TokenSequence, num_tokens: int) -> None:
         """Drop the deferred blocks of requests that share the first `num_tokens` of `wrong`, because the KV at the end
         of these is invalid."""
         for request_id, old in tuple(self.deferred.items()):

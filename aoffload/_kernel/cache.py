@@ -60,7 +60,7 @@ class FullComponent:
                 part.num_references += 1
                 is_new = part.num_references == 1
                 if is_new and part.blocks:
-                    blocks.make_pinned(part)
+                    blocks.part_pinned(part)
             if is_use:
                 is_use = part.last_use > 0 or not part.blocks
                 part.last_use = 0
@@ -76,7 +76,7 @@ class FullComponent:
             if part.num_references:
                 break
             let_go.append(current)
-            blocks.let_go_of(part)
+            blocks.part_unpinned(part)
             current = current.before
         return let_go
 
@@ -156,7 +156,7 @@ class WindowComponent:
             part = current.parts[place]
             part.num_references += 1
             if part.num_references == 1 and part.blocks:
-                blocks.make_pinned(part)
+                blocks.part_pinned(part)
             if is_use:
                 part.last_use = 0
             current = current.before
@@ -169,7 +169,7 @@ class WindowComponent:
             part = current.parts[place]
             part.num_references -= 1
             if not part.num_references:
-                blocks.let_go_of(part)
+                blocks.part_unpinned(part)
             current = current.before
 
     def head_references(self, num_references: int) -> int:
@@ -609,12 +609,12 @@ class PrefixCache:
         while job is not None and job.stop > part.run.start:
             job.epoch = NoEpoch.INVALIDATED
             if job.parked is not None:  # it has landed: a restart would find it
-                tier.taken_back(job.plan.destination_ids)
+                tier.invalidated(job.plan.destination_ids)
             job = job.predecessor
         part.incoming = None  # these jobs add nothing any more
         first, stop = part.first, part.stop
         if part.blocks and not part.num_references:
-            tier.make_pinned(part)  # takes it out of the eviction order
+            tier.part_pinned(part)  # takes it out of the eviction order
             tier.pool.give(part.clear())
         elif part.blocks:
             part.entomb(first, part.clear())
@@ -625,12 +625,12 @@ class PrefixCache:
         """Withdraw the `wrong` runs, of any epoch, and all runs behind them in the index, whichever request has
         computed them. A run behind a wrong one would be findable again once the wrong one is computed anew."""
         for tier in self.tiers:
-            tier.freed_are_taken_back()
+            tier.free_blocks_invalidated()
         heads = set(wrong)
         behind = [run for run in self.index.runs.values() if not heads.isdisjoint(run.path())] if heads else []
         for run in (*(run for run in wrong if run.epoch != self.epoch), *behind):
             for part in run.parts:
-                self.tiers[part.tier].taken_back(part.blocks)
+                self.tiers[part.tier].invalidated(part.blocks)
                 self.withdraw_part(part)
         for run in behind:
             self.tidy(run)

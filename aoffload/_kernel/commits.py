@@ -68,7 +68,7 @@ from .moves import Moves
 from .plans import TransferPlan
 from .prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .records import Run
-from .requests import LedgerRequest, check_count, is_at_end
+from .requests import LedgerRequest
 from .states import Computing, NoEpoch, Tier, require
 from .states import RequestState as State
 from .waiting import Admission
@@ -132,7 +132,7 @@ class Commits:
             require_no_holes(request, "commit")
         has_none = type(new_token_ids) is tuple and not new_token_ids  # as most commits of a prefill
         added = b"" if has_none else encode_tokens(new_token_ids, "new_token_ids")
-        num_tokens = check_count(request, num_computed_tokens, request.num_computed_tokens, len(added) // TOKEN_BYTES)
+        num_tokens = request.checked_count(num_computed_tokens, request.num_computed_tokens, len(added) // TOKEN_BYTES)
         if request.overlap is not None:
             check_valid(request, num_tokens)
         allocated = request.num_units * self.cache.layout.unit_tokens
@@ -176,7 +176,7 @@ class Commits:
                 return ()
         with_windows = False
         if self.cache.layout.windows:
-            with_windows = is_last or is_at_end(request) or first < stop == request.store_limit
+            with_windows = is_last or request.is_at_end or first < stop == request.store_limit
         jobs = self.stores.offer(request, lease.run, first, stop, with_windows=with_windows)
         return tuple([job.plan for job in jobs]) if jobs else ()
 

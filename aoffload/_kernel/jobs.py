@@ -255,7 +255,7 @@ class JobBook:
         if before is not None and not before.is_settled and outcome is not Outcome.UNPROVEN:
             job.parked = completion
             if job.epoch is NoEpoch.INVALIDATED:  # a restart before the job is closed must not find its blocks
-                self.tiers[plan.destination].taken_back(plan.destination_ids)
+                self.tiers[plan.destination].invalidated(plan.destination_ids)
             return []
         self._close(job, completion)
         return [job, *self._close_followers(job)] if job.followers else [job]
@@ -344,7 +344,7 @@ class JobBook:
                 tier.part_changed(part, *held)
             if brought and not keep_ids:
                 if job.epoch is NoEpoch.INVALIDATED:
-                    tier.taken_back(brought)
+                    tier.invalidated(brought)
                 tier.pool.give(brought)
             if part.incoming is job:
                 # The nearest predecessor that still adds to the part, if there is one.

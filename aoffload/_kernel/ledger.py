@@ -51,7 +51,7 @@ from .._config.tiers import LearnedEviction, cell_units, new_order
 from .._eviction.hints import Hints
 from .._eviction.learned import Learning, Rulings
 from .._extensions.explain import Situation
-from .._extensions.forks import Forks
+from .._extensions.forks import Fork, Forks
 from .._extensions.integrity import check_integrity
 from .._extensions.lazy import EvictionWatermark
 from .._extensions.load_choice import Loadable
@@ -97,7 +97,7 @@ from .records import NO_LIMIT, Job
 from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, nobody
 from .states import BELOW, Computing, NoEpoch, PinState, Tier, check_tier, require
 from .states import RequestState as State
-from .status import EvictionStatistics, Fork, Holder, RequestStatus, explained, plain
+from .status import EvictionStatistics, Holder, RequestStatus, explained, plain
 from .tokens import TokenSequence
 from .waiting import Admission, is_waiting
 
@@ -254,6 +254,8 @@ class Ledger:
         self._remote_stores: RemoteStores | None = None
         if isinstance(policy, AlsoCounts):
             self._wire_lower(policy, config)
+        self.is_engine_owned = engine_blocks is not None
+        """Whether an engine owns the device blocks."""
         self._engine: EngineOwned | None = None
         if isinstance(device, EngineTier) and clock is not None:  # `_check_engine` demands one
             if policy.num_watermark_blocks:
@@ -591,11 +593,6 @@ class Ledger:
         plans = self._loads.plan(self._own(request), max_tokens, wake, units_per_job)
         self.admission.serve_queue()
         return plans
-
-    @property
-    def is_engine_owned(self) -> bool:
-        """Whether an engine owns the device blocks."""
-        return self._engine is not None
 
     def lost_to_reset(self, request: LedgerRequest) -> bool:
         """Whether a reset came after the load was over and before the request began to compute: no step, no commit, no

@@ -99,7 +99,10 @@ class Moves:
         if self.clock is not None:
             step.begun_s = self.clock()
         if self.observer is not None:
-            self.untold.append(StepBegun(step, sum([request.num_blocks for request in step.requests])))
+            num_blocks = 0
+            for request in step.requests:
+                num_blocks += request.num_blocks
+            self.untold.append(StepBegun(step, num_blocks))
 
     def step_ended(self, step: Step) -> None:
         if self.observer is not None:

@@ -265,11 +265,11 @@ class TierBlocks:
         pinned = self.pool.num_blocks - free - cached - quarantined
         return TierStatistics(self.pool.num_blocks, free, cached, pinned, quarantined)
 
-    def make_pinned(self, part: Part) -> None:
+    def part_pinned(self, part: Part) -> None:
         self.order.remove(part)
         self.num_cached -= len(part.blocks)
 
-    def let_go_of(self, part: Part) -> None:
+    def part_unpinned(self, part: Part) -> None:
         """No lease protects `part` any more: make findable blocks evictable, free all others."""
         if part.tombstones:
             self.pool.give(part.take_tombstones())
@@ -302,11 +302,11 @@ class TierBlocks:
         self.num_resets += 1
         self.num_changes += 1
 
-    def taken_back(self, block_ids: array[int]) -> None:
+    def invalidated(self, block_ids: array[int]) -> None:
         """What these blocks hold is wrong, and nothing finds it any more here. On a disk it would be found again after
         a restart: see `DiskBlocks`."""
 
-    def freed_are_taken_back(self) -> None:
+    def free_blocks_invalidated(self) -> None:
         """What free blocks held until now may be wrong, too."""
 
     def trim(self, part: Part, num_units: int) -> None:
@@ -353,10 +353,10 @@ class DiskBlocks(TierBlocks):
     forgotten: array[int] = field(default_factory=lambda: array("i"), init=False)
     """Blocks whose contents were taken back, until somebody erases what a restart would know of them."""
 
-    def taken_back(self, block_ids: array[int]) -> None:
+    def invalidated(self, block_ids: array[int]) -> None:
         self.forgotten.extend(block_ids)
 
-    def freed_are_taken_back(self) -> None:
+    def free_blocks_invalidated(self) -> None:
         """Nobody knows any more what they hold: that of the wrong one is erased with that of all others."""
         self.forgotten.extend(sorted(self.used))
         self.used.clear()

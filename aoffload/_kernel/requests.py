@@ -178,6 +178,26 @@ class LedgerRequest:
         return self.state in _UNDER_WAY
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether the prompt is computed, and at most one token was generated."""
+        num_prompt = self.sequence.num_prompt_tokens
+        return num_prompt <= self.num_computed_tokens <= self.sequence.num_tokens <= num_prompt + 1
+
+    def checked_count(self, num_computed_tokens: object, before: int, num_added: int) -> int:
+        """`num_computed_tokens`; `CommitError` unless it is an integer, at least `before`, and at most the number of
+        known tokens, `num_added` new ones included."""
+        name = "num_computed_tokens"
+        if type(num_computed_tokens) is not int:
+            raise CommitError(name, f"must be an integer, got {shown(num_computed_tokens)}")
+        if num_computed_tokens < before:
+            raise CommitError(name, f"goes back from {before} to {num_computed_tokens}")
+        known = self.sequence.num_tokens + num_added
+        if num_computed_tokens > known:
+            known_are = f"the {known} tokens that are known, {num_added} of `new_token_ids` included"
+            raise CommitError(name, f"is {num_computed_tokens}, beyond {known_are}")
+        return num_computed_tokens
+
+    @property
     def holds_room(self) -> bool:
         granted = self.waiter is not None and bool(self.waiter.granted)
         return self.num_units > 0 or granted or Tier.DEVICE in self.leases or self.reserve is not None
@@ -199,7 +219,10 @@ class LedgerRequest:
     @property
     def num_blocks(self) -> int:
         """Positions in its block tables, including null ones."""
-        return sum(len(table.ids) for table in self.tables)
+        found = 0
+        for table in self.tables:
+            found += len(table.ids)
+        return found
 
     @property
     def num_held(self) -> int:
@@ -356,24 +379,3 @@ class Step:
     def num_blocks(self) -> int:
         """Device blocks that it holds; those that requests share count for each of them."""
         return sum(request.num_held for request in dict.fromkeys(self.requests))
-
-
-def is_at_end(request: LedgerRequest) -> bool:
-    """Whether the prompt is computed, and at most one token was generated."""
-    num_prompt = request.sequence.num_prompt_tokens
-    return num_prompt <= request.num_computed_tokens <= request.sequence.num_tokens <= num_prompt + 1
-
-
-def check_count(request: LedgerRequest, num_computed_tokens: object, before: int, num_added: int) -> int:
-    """`num_computed_tokens`; `CommitError` unless it is an integer, at least `before`, and at most the tokens that are
-    known, `num_added` new ones included."""
-    name = "num_computed_tokens"
-    if type(num_computed_tokens) is not int:
-        raise CommitError(name, f"must be an integer, got {shown(num_computed_tokens)}")
-    if num_computed_tokens < before:
-        raise CommitError(name, f"goes back from {before} to {num_computed_tokens}")
-    known = request.sequence.num_tokens + num_added
-    if num_computed_tokens > known:
-        known_are = f"the {known} tokens that are known, {num_added} of `new_token_ids` included"
-        raise CommitError(name, f"is {num_computed_tokens}, beyond {known_are}")
-    return num_computed_tokens

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
-from .requests import LedgerRequest
 from .states import RequestState, Tier
 
 NUM_NAMED = 4
@@ -251,12 +250,3 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
     for row in (head, *rows):
         yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
-
-
-@attrs.frozen
-class Fork:
-    """A forked request, and what the engine has to copy before it or its parent goes on."""
-
-    request: LedgerRequest
-    copies: tuple[tuple[int, int], ...]
-    """(source, destination) device blocks: those that are not full, and others that could not be shared."""

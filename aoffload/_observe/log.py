@@ -296,7 +296,7 @@ def _cache_turned_off(log: Any, event: CacheTurnedOff) -> None:
     log.error("cache_turned_off", reason=event.reason)
 
 
-_WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
+WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
     RequestMoved: _request_moved,
     JobMoved: _job_moved,
     StoreSkipped: _store_skipped,
@@ -349,7 +349,7 @@ class LedgerLog:
         else:
             level = _LEVELS.get(kind, _WARNING)
         try:
-            if self._is_heard(level) and (write := _WRITERS.get(kind)) is not None:
+            if self._is_heard(level) and (write := WRITERS.get(kind)) is not None:
                 write(self.logger, event)
         except BaseException:  # noqa: BLE001 - counted; must not reach the ledger
             self.num_lost_events += 1

@@ -74,6 +74,7 @@ def is_cancellation(error: BaseException) -> bool:
     return isinstance(error, anyio.get_cancelled_exc_class())
 
 
+OVER = (RequestState.DONE, RequestState.ABORTED)
 WITH_TABLES = (
     RequestState.ALLOCATED, RequestState.LOADING, RequestState.DRAINING, RequestState.RUNNING, RequestState.REQUEUED,
     RequestState.STRANDED, RequestState.PREEMPTED,
@@ -562,7 +563,7 @@ class Request:
     def _live(self) -> LedgerRequest:
         self._session.check_usable()
         record = self._record
-        if record is None or record.is_over:
+        if record is None or record.state in OVER:
             raise self._why_not()
         return record
 

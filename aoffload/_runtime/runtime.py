@@ -217,6 +217,7 @@ class OffloadRuntime:
     """
 
     ledger: Ledger
+    """The ledger, to look at."""
 
     def __init__(
         self,

@@ -161,7 +161,7 @@ class CopyQueue:
                 link.queue.popleft()
                 link.queued_bytes -= num_bytes
                 if not self.tell(self.ledger.launch, job_id):
-                    self.regions.end(job_id, "nobody waits for it any more")
+                    self.regions.end(job_id, "no request waits for it any more")
                     continue
                 link.begin(job_id, num_bytes, self.clock())
                 try:

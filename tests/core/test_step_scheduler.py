@@ -17,7 +17,7 @@ from aoffload import RequestState, Tier
 from aoffload.ledger import Completion, Direction, Outcome, TransferPlan
 
 EXAMPLE = Path(__file__).parents[2] / "examples/step_scheduler.py"
-NUM_SEEDS, NUM_STEPS = 20, 130
+NUM_SEEDS, NUM_STEPS = 8, 130
 MAX_STEPS_TO_END = 400
 FILLED, FAILED, ROTTEN, STRAY = -1, -2, -3, -4
 """KV values that are nobody's: of a block that was taken, of a copy that did not land, of a block that rotted in the

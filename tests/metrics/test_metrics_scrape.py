@@ -15,7 +15,7 @@ from scraping import BACKENDS, GUARD_S, Scrape, client, measured, prompt, serve
 from aoffload import InvalidArgument, RequestState
 from aoffload._runtime.worker import CopyWorker
 from aoffload._transfer.backends.scripted import ScriptedTransport
-from aoffload.ledger import Completion, Event, Outcome, RequestMoved
+from aoffload.ledger import Completion, CompletionDelivered, Event, Outcome, RequestMoved
 from aoffload.metrics import MetricsCollector, collector
 from aoffload.metrics.observer import MAX_REPORTS
 
@@ -216,7 +216,7 @@ async def test_late_reports_leave_nothing_behind() -> None:
     """However many jobs report that nobody waits for any more, what is kept of them is bounded."""
     async with measured() as found:
         for job_id in range(10_000, 10_000 + 3 * MAX_REPORTS):
-            found.metrics.completion_delivered(Completion(job_id, Outcome.LANDED))
+            found.metrics.observe(CompletionDelivered(Completion(job_id, Outcome.LANDED)))
         await serve(found.runtime, prompt(1, 8))
         await found.runtime.flush()
         assert len(found.metrics._reported) <= MAX_REPORTS

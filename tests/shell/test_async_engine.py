@@ -47,16 +47,17 @@ def run(
     """The engine of the example, above these `tiers`, and the transport that it ran on."""
     made: list[LoadsFail] = []
 
-    def make(kv: torch.Tensor, **_: None) -> LoadsFail:
-        assert fault is not None
-        made.append(LoadsFail(kv, fault))
-        return made[0]
+    class Faulty(LocalTransport):
+        def __new__(cls, kv: torch.Tensor, **_: None) -> Any:
+            assert fault is not None
+            made.append(LoadsFail(kv, fault))
+            return made[0]
 
     num_threads = torch.get_num_threads()
     example = runpy.run_path(str(EXAMPLE))
     torch.set_num_threads(num_threads)
     if fault is not None:
-        monkeypatch.setattr("aoffload._runtime.runtime.LocalTransport", make)
+        monkeypatch.setattr("aoffload._runtime.runtime.LocalTransport", Faulty)
     for name, method in replaced.items():
         monkeypatch.setattr(example["Request"], name, method(getattr(example["Request"], name)))
     with asyncio.Runner(loop_factory=LeapingLoop) as runner:

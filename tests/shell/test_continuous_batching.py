@@ -49,11 +49,12 @@ def test_its_answers_are_right_whatever_becomes_of_copies(
     or is in doubt comes a little later."""
     made: list[FaultyTransport] = []
 
-    def faulty(kv: torch.Tensor, **_: None) -> FaultyTransport:
-        made.append(FaultyTransport(LocalTransport(kv), fault, every=2, late_s=0.01))
-        return made[0]
+    class Faulty(LocalTransport):
+        def __new__(cls, kv: torch.Tensor, **_: None) -> Any:
+            made.append(FaultyTransport(LocalTransport(kv), fault, every=2, late_s=0.01))
+            return made[0]
 
-    monkeypatch.setattr("aoffload._runtime.runtime.LocalTransport", faulty)
+    monkeypatch.setattr("aoffload._runtime.runtime.LocalTransport", Faulty)
     engine = run(example, backend)
     printed = capsys.readouterr().out
     assert "as if each had the device alone: 12\n" in printed
@@ -72,12 +73,12 @@ def test_clients_may_hang_up_wherever_their_task_waits(
     """In the line, in the batch, in a resume, while another one preempts it: the others are answered all the same."""
     num_waits, waits = 0, Request._wait
 
-    async def wait_and_be_cancelled(request: Request, event: anyio.Event) -> None:
+    async def wait_and_be_cancelled(request: Request, *args: Any) -> bool:
         nonlocal num_waits
         num_waits += 1
         if num_waits % 5 == 0:
             request.cancel("client_gone")
-        await waits(request, event)
+        return await waits(request, *args)
 
     monkeypatch.setattr(Request, "_wait", wait_and_be_cancelled)
     run(example, backend)

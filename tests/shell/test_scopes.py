@@ -42,8 +42,9 @@ from aoffload import (
     RequestAborted,
     RequestState,
 )
-from aoffload._observe.log import Telemetry
+from aoffload._observe.log import WRITERS
 from aoffload._transfer.backends.scripted import ScriptedFence
+from aoffload.ledger import JobMoved, RequestMoved
 
 pytestmark = pytest.mark.anyio
 
@@ -561,8 +562,8 @@ async def test_a_logger_that_fails_harms_nobody() -> None:
 async def test_filtered_events_cost_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events below the logger's level reach no processor, and no move of a request or a job is described for them."""
     calls: list[Any] = []
-    for describe in ("_tell_of_request", "_tell_of_job"):
-        monkeypatch.setattr(Telemetry, describe, lambda *args: calls.append(args))
+    for kind in (RequestMoved, JobMoved):
+        monkeypatch.setitem(WRITERS, kind, lambda *args: calls.append(args))
 
     def never(*args: Any) -> Any:
         calls.append(args)

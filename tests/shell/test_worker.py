@@ -38,7 +38,7 @@ from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTranspor
 from aoffload._transfer.fences import PASSED, Fence
 from aoffload._transfer.link import Link
 from aoffload.errors import TransferRefused
-from aoffload.ledger import Completion, Outcome
+from aoffload.ledger import Completion, Event, Outcome, WorkerFailed
 
 pytestmark = pytest.mark.anyio
 
@@ -468,7 +468,14 @@ async def test_a_bug_where_completions_arrive_turns_the_cache_off(monkeypatch: p
                 raise IntegrityError("planted")
 
             monkeypatch.setattr(Link, "end", fails_once)
-            monkeypatch.setattr(engine.runtime.telemetry, "worker_failed", errors.append)
+            observe = engine.runtime.telemetry.observe
+
+            def heard(event: Event) -> None:
+                observe(event)
+                if isinstance(event, WorkerFailed):
+                    errors.append(event.error)
+
+            monkeypatch.setattr(engine.runtime.telemetry, "observe", heard)
             assert await engine.serve(A) == 0
             assert [str(error) for error in errors] == ["planted"]
             assert await engine.serve(B) == 0

@@ -105,16 +105,16 @@ def test_what_only_makes_sense_together_goes_together() -> None:
 @pytest.mark.pure("plants a defect in the core")
 def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal that counts something is found by looking at everything before and after."""
-    refuse = Admission._check_fits
+    allocate = Admission.allocate_nowait
 
-    def forgetful(self: Admission, record: LedgerRequest, num_units: int) -> None:
+    def forgetful(self: Admission, record: LedgerRequest, num_tokens: object = None) -> None:
         try:
-            refuse(self, record, num_units)
+            allocate(self, record, num_tokens)
         except OutOfBlocks:
             record.hit_limit += 1
             raise
 
-    monkeypatch.setattr(Admission, "_check_fits", forgetful)
+    monkeypatch.setattr(Admission, "allocate_nowait", forgetful)
     program = Program(
         "ledger", PLAIN, (call("admit", who="r", tokens=[1, 2]), call("allocate", who="r", num_tokens=99))
     )
@@ -123,8 +123,14 @@ def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_wait_for_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room that comes back without anybody being told is found: who waits would wait for ever."""
-    monkeypatch.setattr(Admission, "serve_queue", lambda self, wakes=(): [wake() for wake in wakes])
+    """Blocks that come back while nobody in the queue is served are found: who waits would wait for ever."""
+
+    def forgetful(self: Admission, wakes: Any = ()) -> None:
+        self.moves.tell()
+        for wake in wakes:
+            wake()
+
+    monkeypatch.setattr(Admission, "serve_queue", forgetful)
     assert found().violation.partition(":")[0] in ("progress", "a wait without a need")
 
 
@@ -141,7 +147,7 @@ def test_a_reset_that_forgets_nothing_is_noticed(tier: Tier | None, monkeypatch:
     reset = Ledger.reset
 
     def forgetful(self: Ledger, which: Tier | None = None) -> None:
-        if self._moves.is_telling or which is not tier:
+        if which is not tier:
             reset(self, which)
 
     monkeypatch.setattr(Ledger, "reset", forgetful)

@@ -12,6 +12,15 @@ import pytest
 from aoffload import Tier
 from aoffload._observe.log import Telemetry
 from aoffload._transfer.transport import PinProgress
+from aoffload.ledger import (
+    CacheTurnedOff,
+    LoadsPaused,
+    LoadsResumed,
+    StoreSkipped,
+    TransportRecovered,
+    TransportStalled,
+    WorkerFailed,
+)
 from aoffload.trace.durations import Durations
 from aoffload.trace.figures import NUM_SLOWEST, Figures
 from aoffload.trace.scan import Scan
@@ -109,13 +118,12 @@ def test_skipped_stores_alarms_and_failures_are_named(tmp_path: Path) -> None:
     telemetry.host_memory_page_locked(PinProgress(8, 8, 8, 1))
     telemetry.runtime_opened(4, 4, "")
     for num_blocks in (3, 4):
-        telemetry.store_skipped(None, num_blocks, "host_full")
-    telemetry.transport_stalled(Tier.HOST, Tier.DEVICE, 2)
-    telemetry.transport_recovered(Tier.HOST, Tier.DEVICE)
-    telemetry.loads_paused(8)
-    telemetry.loads_resumed(4)
-    telemetry.worker_failed(ValueError("no"))
-    telemetry.cache_turned_off("device lost: no answer")
+        telemetry.observe(StoreSkipped(None, num_blocks, "host_full"))
+    for event in (
+        TransportStalled(Tier.HOST, Tier.DEVICE, 2), TransportRecovered(Tier.HOST, Tier.DEVICE), LoadsPaused(8),
+        LoadsResumed(4), WorkerFailed(ValueError("no")), CacheTurnedOff("device lost: no answer"),
+    ):  # fmt: skip
+        telemetry.observe(event)
     telemetry.runtime_closed(1)
     about = {"job_id": 1, "direction": "store", "num_blocks": 4, "request_id": ""}
     lines.append(line(1100.0, "job_launched", **about))
