@@ -75,7 +75,13 @@ class Situation:
         state = "quarantined" if is_in_doubt else job.state.value
         if job.parked is not None:
             state = "parked"  # it has ended, and waits for the job that brings the blocks before its own
-        num_blocks, began = _num_job(job, is_in_doubt=is_in_doubt), (job.request_id,) if job.request_id else ()
+        # Device blocks that it writes, and until it is settled, those that it copies from or that lie before them.
+        num_blocks = job.plan.num_blocks if job.plan.destination is Tier.DEVICE else 0
+        if not is_in_doubt:  # the sources of a copy that was given up are free
+            num_blocks += len(_pinned(job.leases()))
+            if job.plan.source is Tier.DEVICE and job.source_lease is None:
+                num_blocks = job.plan.num_blocks  # an engine's: no lease protects them
+        began = (job.request_id,) if job.request_id else ()
         return Holder(job.plan.direction.value, str(job.job_id), state, self._age(job.since_s), num_blocks, began)
 
     # -- who waits ------------------------------------------------------------------------------------------------
@@ -232,16 +238,6 @@ def num_held(request: LedgerRequest) -> int:
     found.discard(0)
     granted = request.waiter.granted if request.waiter is not None else None
     return len(found.union(_pinned(request.all_leases()), granted or ()))
-
-
-def _num_job(job: Job, *, is_in_doubt: bool) -> int:
-    """Device blocks that it writes, and until it is settled, those that it copies from or that lie before them."""
-    num_written = job.plan.num_blocks if job.plan.destination is Tier.DEVICE else 0
-    if is_in_doubt:  # of its destination alone: the sources of a copy that was given up are free
-        return num_written
-    if job.plan.source is Tier.DEVICE and job.source_lease is None:
-        return job.plan.num_blocks  # an engine's: no lease protects them
-    return num_written + len(_pinned(lease for lease in (job.source_lease, job.destination_lease) if lease is not None))
 
 
 def _pinned(leases: Iterable[Lease]) -> set[int]:

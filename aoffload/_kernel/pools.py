@@ -293,9 +293,8 @@ class TierBlocks:
     def all_cleared(self, epoch: int) -> None:
         """Nothing is findable any more: the new index has `epoch`."""
         self.epoch = epoch
-        self.num_resets += 1
-        self.num_changes += 1
         self.num_cached = 0
+        self.count_reset()
 
     def count_reset(self) -> None:
         """All that the tier held was withdrawn."""
@@ -366,13 +365,9 @@ class DiskBlocks(TierBlocks):
         TierBlocks.end_quarantine(self, block_ids)
         self.forgotten.extend(block_ids)
 
-    def all_cleared(self, epoch: int) -> None:
-        TierBlocks.all_cleared(self, epoch)
-        self.used.clear()  # no restart finds anything of before
-
     def count_reset(self) -> None:
         TierBlocks.count_reset(self)
-        self.used.clear()
+        self.used.clear()  # no restart finds what these held
 
     def take_forgotten(self) -> array[int]:
         """Return and clear `forgotten`."""

@@ -23,21 +23,17 @@ def max_run_units(unit_tokens: int) -> int:
 class Stretch(Protocol):
     """Tokens of units `[start, stop)`. `spans` touch every one of the units."""
 
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def tokens(self) -> bytes | memoryview: ...
-    @property
-    def spans(self) -> tuple[KeySpan, ...]: ...
+    start: int
+    stop: int
+    tokens: bytes | memoryview
+    spans: tuple[KeySpan, ...]
 
 
 class EndOfPath(Stretch, Protocol):
     """A stretch whose prefix is known."""
 
-    @property
-    def root(self) -> Root: ...
+    root: Root
+
     def whole_path(self) -> Sequence[Stretch]: ...
 
 

@@ -13,7 +13,7 @@ prefix loses its tail before its head.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -161,7 +161,9 @@ class DiskStores:
     def _asked_twice(self, num_blocks: int) -> list[Run]:
         """Runs with about `num_blocks` blocks that were asked for twice and may be missing on the disk."""
         found: dict[Run, None] = {}
-        for part in islice(self._not_looked_at(), MAX_LOOKED_AT):
+        looked_at = self._looked_at  # parts that were used together have the same number: each of them is scanned
+        unseen = (part for part in self._host.order if part.last_use > looked_at)
+        for part in islice(unseen, MAX_LOOKED_AT):
             if num_blocks <= 0:
                 break
             if self.watermark.lacking((part,), 1, self._asked_stop):
@@ -170,13 +172,6 @@ class DiskStores:
             elif not found:
                 self._looked_at = part.last_use
         return list(found)
-
-    def _not_looked_at(self) -> Iterator[Part]:
-        """Of parts that were used together, all: what was looked at meanwhile does not count."""
-        looked_at = self._looked_at
-        for part in self._host.order:
-            if part.last_use > looked_at:
-                yield part
 
 
 @dataclass(slots=True, eq=False)
