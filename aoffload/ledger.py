@@ -46,6 +46,7 @@ from ._kernel.plans import (
     RequestOptions,
     RestoredRun,
     StoreScope,
+    TierStatistics,
     TransferPlan,
 )
 from ._kernel.prefix import Prefix, Root
@@ -59,7 +60,6 @@ from ._kernel.status import (
     Holder,
     RequestStatus,
     TierEviction,
-    TierStatistics,
     WaitsFor,
 )
 from ._observe.log import LedgerLog

@@ -106,7 +106,7 @@ def _remembers(trace: Trace) -> Row:
         request = LedgerRequest(str(number), sequence, 0, number, 0, hit_alignment=1, ledger=None)
         learning.seen(request, 0, sequence.num_prompt_units)
         del request
-    size, num_runs = tracemalloc.get_traced_memory()[0], learning.num_runs
+    size, num_runs = tracemalloc.get_traced_memory()[0], len(learning.counts)
     tracemalloc.stop()
     each, block = size / num_runs, 512 * 128 * 1024
     return Row(

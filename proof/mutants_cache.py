@@ -35,8 +35,8 @@ _KEYS = (
     Mutant(
         "key spans missing from the key",
         TOKENS,
-        "self._spans = prefix.spans",
-        "self._spans = ()",
+        "self.spans = prefix.spans",
+        "self.spans = ()",
         "another image behind the same placeholder tokens is never a hit",
         scenarios=("tenants",),
     ),

@@ -50,9 +50,9 @@ CHOICE_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what is declined is in the match",
-        "aoffload._host_cache.matches",
-        "        request.hit_limit = stop\n        self.request_leases.end_host_lease(request)\n",
-        "        self.request_leases.end_host_lease(request)\n",
+        "aoffload._kernel.ledger",
+        '        request.hit_limit = check_int("from_token", from_token, 0)',
+        '        _ = check_int("from_token", from_token, 0)',
         "an engine is told what it is to load",
         f"{TESTS}::test_what_is_declined_is_computed",
     ),

@@ -115,8 +115,8 @@ _STORES = (
         OF_STORES + "the_front_of_what_was_used_together_goes_down_where_its_tail_has_nothing_to_store",
         "disk: a tail that stands for its front",
         STORES,
-        "            if part.last_use > looked_at:\n",
-        "            if part.last_use > self._looked_at:\n",
+        "if part.last_use > looked_at)",
+        "if part.last_use > self._looked_at)",
         "what was used together is looked at together",
     ),
 )
@@ -177,8 +177,7 @@ _FETCHES = (
         FETCHES,
         "            self.transfers.wait_for_jobs(transfer)\n",
         "            over = partial(self.transfers._over, transfer)\n"
-        "            request.load = Load(stop, wake, over, request.ticket, jobs)\n"
-        "            for job in jobs:\n                job.claims[request.load] = None\n",
+        "            request.load = Load(stop, wake, over, request.ticket, jobs)\n",
         "two fetches of one prefix end with both of what they brought",
         Patch(FETCHES, "records import Job, Run\n", "records import Job, Load, Run\nfrom functools import partial\n"),
     ),

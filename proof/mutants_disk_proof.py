@@ -60,7 +60,7 @@ DISK_PROOF_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a reset of the disk keeps what was freed",
         TIERS,
-        "        TierBlocks.count_reset(self)\n        self.used.clear()\n",
+        "        TierBlocks.count_reset(self)\n        self.used.clear()  # no restart finds what these held\n",
         "        TierBlocks.count_reset(self)\n",
         "nothing is erased that no restart could find",
         FREED,

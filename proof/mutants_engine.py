@@ -53,8 +53,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "null blocks stored",
         OFFERS,
-        "                stop = start + blocks.index(0) // full.width\n",
-        "                stop = start + len(blocks) // full.width\n",
+        "                    num_units = blocks.index(0) // full.width\n",
+        "                    num_units = len(blocks) // full.width\n",
         "what an engine's table does not name is not stored",
         test=f"{OWNED}test_the_spine_is_stored_up_to_the_first_null_block",
     ),
@@ -141,7 +141,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "pins kept for what is not loaded",
         MATCHES,
-        "BELOW not in request.leases or self.loads_paused:",
+        "BELOW not in request.leases or not self.device.may_load:",
         "BELOW not in request.leases:",
         "what was pinned is not loaded while too much is in quarantine",
         test=f"{LOST}test_above_the_share_nothing_is_loaded",
@@ -149,8 +149,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "a load given up counts as whole",
         ENGINE,
-        "    return job.completion is None or job.completion.outcome is not Outcome.LANDED\n",
-        "    return job.completion is not None and job.completion.outcome is not Outcome.LANDED\n",
+        "            if done is None or done.outcome is not Outcome.LANDED:\n",
+        "            if done is not None and done.outcome is not Outcome.LANDED:\n",
         "of a load that nobody waits for any more only what has landed counts",
         test=f"{LOST}test_giving_up_a_load_leaves_its_blocks_to_the_copies",
     ),

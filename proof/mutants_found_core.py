@@ -130,7 +130,7 @@ _OBSERVERS = (
     Mutant(
         "watcher's error reaches the ledger",
         "aoffload._kernel.cache",
-        "shielded(watcher)",
+        "Shielded(watcher)",
         "watcher",
         _FOREIGN,
         test=f"{_MISBEHAVE}::test_nothing_of_a_watchers_goes_through[Own]",

@@ -229,12 +229,12 @@ WRITTEN_BY_FEATURES = {
     "_extensions.overlap": "job_settled overlap",
     "_extensions.pins": "leases match",  # of pins
     "_extensions.preemption": "computing hit_limit leases num_computed_tokens published read_before ready_stop",
-    "_extensions.prefetch": "claims hit_limit load num_units tables",
+    "_extensions.prefetch": "hit_limit load num_units tables",
     "_host_cache.host_cache": (
-        "claims computing epoch has_committed hit_stop load num_computed_tokens num_lost_tokens published ready_stop "
+        "computing epoch has_committed hit_stop load num_computed_tokens num_lost_tokens published ready_stop "
         "retry_max_hit_tokens sequence wake"
     ),
-    "_host_cache.matches": "engine_tokens hit_limit hit_stop leases match published ready_stop",
+    "_host_cache.matches": "engine_tokens hit_stop leases match published ready_stop",
     "_host_cache.offers": "stored_stop",
     "_tiers.fetch.rules": "hit_limit leases",
 }

@@ -171,7 +171,7 @@ class HitCounts:
         tokens, spans = sequence.shared_stretch(start, stop), sequence.spans_at(start)
         number = self._new_number()
         self._runs[key] = counted = CountedRun(key, number, start, stop, tokens, spans, self._salt >> 24)
-        self.num_tokens += (stop - start) * self._unit_tokens + self._run_tokens
+        self.num_tokens += self._cost(counted)
         return counted
 
     def _new_number(self) -> bytes:

@@ -13,17 +13,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._extensions.store_policies import StorePolicy
 from .._kernel.cache import PrefixCache
 from .._kernel.events import HintEnded, HintGiven
-from .._kernel.layout import Layout
 from .._kernel.moves import Moves
 from .._kernel.records import Run
 from .._kernel.requests import LedgerRequest
 from .._kernel.status import HintEnd
 from .._kernel.tokens import TokenSequence
 from .counts import CountedRun
-from .learned import LearnedOrder, Learning, Rulings
+from .learned import Learning, Rulings
 
 MAX_HINTS = 1024
 """With more, the one that expires first ends."""
@@ -65,9 +63,10 @@ class _Record:
 
 
 class Hints:
-    def __init__(self, cache: PrefixCache, learning: Learning, moves: Moves) -> None:
+    def __init__(self, cache: PrefixCache, learning: Learning, rulings: Rulings, moves: Moves) -> None:
         self._cache = cache
         self._learning = learning
+        self._rulings = rulings
         self._moves = moves
         self._by_run: dict[CountedRun, _Hint] = {}
         self._forgotten: dict[_Hint, None] = {}
@@ -86,13 +85,13 @@ class Hints:
         stop = sequence.num_tokens // self._cache.layout.unit_tokens
         if not stop:
             return 0
-        about = self._learning.end_of(sequence, stop)
+        about = self._learning.counts.path(sequence, 0, stop)[-1]
         for before in self._about(sequence, stop, (about,)):
             if before.stop == stop:
                 self._end(before, HintEnd.DROPPED)
         self._last_id += 1
         hint = self._by_run[about] = _Hint(self._last_id, sequence, stop, expires_at, category, about)
-        insort(self._by_expiry, hint, key=_expiry)
+        insort(self._by_expiry, hint, key=lambda hint: hint.expires_at)
         if self._record(category).is_good:
             hint.last = self._last_cached(sequence, stop)
         spared = 0 if hint.last is None else hint.last.stop
@@ -100,7 +99,7 @@ class Hints:
         self._moves.note(HintGiven(hint.hint_id, category, spared * self._cache.layout.unit_tokens))
         if len(self._by_expiry) > MAX_HINTS:
             self._end(self._by_expiry[0], HintEnd.DROPPED)
-        self._learning.trim()
+        self._learning.counts.trim()
         return spared
 
     def _record(self, category: str) -> _Record:
@@ -120,12 +119,15 @@ class Hints:
             self._record(hint.category).ended(is_true=False)
             self._end(hint, HintEnd.LAPSED)
 
-    def asked(self, sequence: TokenSequence, stop: int, path: Sequence[CountedRun]) -> None:
-        """A request asks for units of `sequence` up to `stop`, the runs `path` of the history: hints about its
-        beginnings have come true."""
-        for hint in self._about(sequence, stop, path) if self._by_expiry else ():
+    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
+        """`request` asks for units `[first, stop)`: learn from that. Hints about beginnings of its tokens have come
+        true."""
+        path = self._learning.seen(request, first, stop)
+        for hint in self._about(request.sequence, stop, path) if self._by_expiry else ():
             self._record(hint.category).ended(is_true=True)
             self._end(hint, HintEnd.TRUE)
+        if path:
+            self._rulings.look()
 
     def _about(self, sequence: TokenSequence, stop: int, path: Sequence[CountedRun]) -> list[_Hint]:
         """The hints about `path`, or about another beginning of `sequence` before unit `stop`."""
@@ -168,41 +170,8 @@ class Hints:
         that was split, to what two have become that all hints spare alike, and past one that was evicted, of which
         nothing is left. So none keeps a hint that has ended, nor loses one that it has: no tail has more than its head.
         """
-        orders = [(tier, self._cache.tiers[tier].order) for tier in self._learning.tiers]
         while last is not None:
-            for tier, order in orders:
-                assert isinstance(order, LearnedOrder)
+            for tier, order in self._learning.orders.items():
                 for part in last.parts_in(tier):
                     order.hinted(part, change)
             last = last.before
-
-
-@dataclass(slots=True, frozen=True)
-class LearningPolicy:
-    """The store policy of a ledger whose eviction learns."""
-
-    policy: StorePolicy
-    learning: Learning
-    hints: Hints
-    rulings: Rulings
-
-    @property
-    def num_watermark_blocks(self) -> int:
-        return self.policy.num_watermark_blocks
-
-    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
-        return self
-
-    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
-        self.policy.seen(request, first, stop)
-        path = self.learning.seen(request, first, stop)
-        self.hints.asked(request.sequence, stop, path)
-        if path:
-            self.rulings.look()
-
-    def wanted_stop(self, request: LedgerRequest) -> int:
-        return self.policy.wanted_stop(request)
-
-
-def _expiry(hint: _Hint) -> float:
-    return hint.expires_at

@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
-from typing import Protocol
 
 from .._kernel.cache import PrefixCache
 from .._kernel.events import EvictionSwitched
@@ -48,7 +47,6 @@ from .._kernel.records import Part, Run
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import Tier
 from .._kernel.status import EvictionRule, EvictionStatistics, TierEviction
-from .._kernel.tokens import TokenSequence
 from .counts import CountedRun, HitCounts
 
 NUM_CLASSES = 4
@@ -244,12 +242,9 @@ class Shadow:
                 left -= kept
         self._evict(self.num_held - left)
         for counted, size in reversed(wanted):
-            self._hold(counted, size)
+            self.rings[0 if self._times is None else class_of(counted.num_uses)][counted] = size
+            self.num_held += size
         return num_hits
-
-    def _hold(self, counted: CountedRun, size: int) -> None:
-        self.rings[0 if self._times is None else class_of(counted.num_uses)][counted] = size
-        self.num_held += size
 
     def _evict(self, num_blocks: int) -> None:
         while num_blocks > 0:
@@ -316,26 +311,22 @@ class Guard:
     def __init__(self, times: ReturnTimes, capacity: int) -> None:
         size = max(1, capacity // SAMPLED)
         self._learned, self._last_used = Shadow(size, times), Shadow(size)
-        self._learned_hits = self._last_used_hits = 0.0
+        self.learned_hits = self.last_used_hits = 0.0
+        """Hits of both lately."""
         self.is_learned = size < FEW
-
-    @property
-    def hits(self) -> tuple[float, float]:
-        """Those of both lately: by what was learned, by the last use."""
-        return self._learned_hits, self._last_used_hits
 
     def asked(self, sample: Sequence[tuple[CountedRun, int]]) -> None:
         """`sample`: of the path that a request asks for; it may not be empty."""
         keep = 0.5 ** (len(sample) / HALF_LIFE)
-        self._learned_hits = self._learned_hits * keep + self._learned.ask(sample)
-        self._last_used_hits = self._last_used_hits * keep + self._last_used.ask(sample)
+        self.learned_hits = self.learned_hits * keep + self._learned.ask(sample)
+        self.last_used_hits = self.last_used_hits * keep + self._last_used.ask(sample)
         self.judge()
 
     def judge(self) -> None:
         if self.is_learned:
-            self.is_learned = self._learned_hits >= self._last_used_hits * (1 - BEHIND)
+            self.is_learned = self.learned_hits >= self.last_used_hits * (1 - BEHIND)
         else:
-            self.is_learned = self._learned_hits > self._last_used_hits * (1 + LEAD)
+            self.is_learned = self.learned_hits > self.last_used_hits * (1 + LEAD)
 
     def was_split(self, counted: CountedRun, head: CountedRun) -> None:
         if num_sampled(head):
@@ -348,19 +339,12 @@ class Guard:
             self._last_used.forget(counted)
 
 
-class Ruling(Protocol):
-    """Says which order rules."""
-
-    @property
-    def is_learned(self) -> bool: ...
-
-
 class LearnedOrder:
-    """Ruled by what was learned or, as long as `ruling` says so, by the last use."""
+    """Ruled by what was learned or, as long as `guard` says so, by the last use."""
 
-    def __init__(self, times: ReturnTimes, ruling: Ruling) -> None:
+    def __init__(self, times: ReturnTimes, guard: Guard) -> None:
         self._times = times
-        self._ruling = ruling
+        self._guard = guard
         self._plain = tuple([LeastRecentlyUsed() for _ in range(NUM_CLASSES)])
         self._spared = tuple([LeastRecentlyUsed() for _ in range(NUM_CLASSES)])
         self._last_use = 0
@@ -413,10 +397,8 @@ class LearnedOrder:
         (self._plain[ring] if ring < NUM_CLASSES else self._ring(part)).remove(part)
 
     def oldest(self) -> Part | None:
-        return self._worst_of(self._plain) or self._worst_of(self._spared)
-
-    def _worst_of(self, rings: tuple[LeastRecentlyUsed, ...]) -> Part | None:
-        return self._first_of([ring.first for ring in rings])
+        plain = self._first_of([ring.first for ring in self._plain])
+        return plain or self._first_of([ring.first for ring in self._spared])
 
     def _first_of(self, parts: list[Part | None]) -> Part | None:
         """Of the oldest ones by class: what is worth least or, of equal worth, the lower class. What is newer than one
@@ -427,7 +409,7 @@ class LearnedOrder:
             if found is None or part is None:
                 found = found or part
             elif part.last_use < found.last_use:
-                if not self._ruling.is_learned:
+                if not self._guard.is_learned:
                     found = part
                     continue
                 worth, least = self._worth(part), self._worth(found) if least is None else least
@@ -460,22 +442,27 @@ class Learning:
         """`capacities`: blocks of each tier whose eviction learns."""
         units = {tier: max(1, num_blocks // layout.width) for tier, num_blocks in capacities.items()}
         self._times = ReturnTimes(units[Tier.HOST])
-        self._guards = {tier: Guard(self._times, size) for tier, size in units.items()}
-        self._unit_tokens = unit_tokens = layout.unit_tokens
-        most = REMEMBERED * max(units.values()) * unit_tokens
+        self.guards = {tier: Guard(self._times, size) for tier, size in units.items()}
+        most = REMEMBERED * max(units.values()) * layout.unit_tokens
         self.when_forgotten: Callable[[CountedRun], object] = _nobody
         """Called with each run that the history forgets."""
-        self._counts = HitCounts(layout, most, unit_tokens, self)
+        self.counts = HitCounts(layout, most, layout.unit_tokens, self)
+        """The history of the prompts."""
         self.tiers = tuple(units)
-        self.ruled = self._ruled()
-        """The tiers that follow what was learned now."""
+        self.orders: dict[Tier, LearnedOrder] = {}
+        """The present order of each tier whose eviction learns."""
 
     def new_order(self, tier: Tier) -> EvictionOrder:
-        guard = self._guards.get(tier)
-        return LeastRecentlyUsed() if guard is None else LearnedOrder(self._times, guard)
+        guard = self.guards.get(tier)
+        if guard is None:
+            return LeastRecentlyUsed()
+        self.orders[tier] = order = LearnedOrder(self._times, guard)
+        return order
 
-    def _ruled(self) -> tuple[Tier, ...]:
-        return tuple([tier for tier, guard in self._guards.items() if guard.is_learned])
+    @property
+    def ruled(self) -> tuple[Tier, ...]:
+        """The tiers that follow what was learned now."""
+        return tuple([tier for tier, guard in self.guards.items() if guard.is_learned])
 
     # -- what requests ask for ------------------------------------------------------------------------------------
 
@@ -484,7 +471,7 @@ class Learning:
         if first >= stop:
             return ()
         times, by_class = self._times, [0] * NUM_CLASSES
-        now, path = times.clock, self._counts.path(request.sequence, first, stop)
+        now, path = times.clock, self.counts.path(request.sequence, first, stop)
         for counted in path:
             num_uses, num_units = counted.num_uses, counted.stop - counted.start
             if num_uses:
@@ -494,45 +481,22 @@ class Learning:
                 by_class[0] += num_units
             counted.used(now)
         if sample := sample_of(path):
-            for guard in self._guards.values():
+            for guard in self.guards.values():
                 guard.asked(sample)
-            self.ruled = self._ruled()
         times.asked(by_class)
-        self._counts.trim()
+        self.counts.trim()
         if not first and path[0].num_uses > 1:
             request.uses = _uses(path)
         return path
 
     def was_split(self, counted: CountedRun, head: CountedRun) -> None:
-        for guard in self._guards.values():
+        for guard in self.guards.values():
             guard.was_split(counted, head)
 
     def was_forgotten(self, counted: CountedRun) -> None:
-        for guard in self._guards.values():
+        for guard in self.guards.values():
             guard.was_forgotten(counted)
         self.when_forgotten(counted)
-
-    def trim(self) -> None:
-        """Forget what is too much."""
-        self._counts.trim()
-
-    @property
-    def num_runs(self) -> int:
-        """Runs of the history."""
-        return len(self._counts)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the history."""
-        return self._counts.num_tokens - self.num_runs * self._unit_tokens
-
-    def shadow_hits(self, tier: Tier) -> tuple[float, float]:
-        """Of the guard's two small caches: that which follows what was learned, and that which follows the last use."""
-        return self._guards[tier].hits
-
-    def end_of(self, sequence: TokenSequence, stop: int) -> CountedRun:
-        """The run of the history that ends at unit `stop` of `sequence`."""
-        return self._counts.path(sequence, 0, stop)[-1]
 
     # -- what the cache holds of it -------------------------------------------------------------------------------
 
@@ -541,7 +505,7 @@ class Learning:
         uses = request.uses
         if not uses:
             return
-        at, orders = len(uses), [(tier, cache.tiers[tier].order) for tier in self.tiers]
+        at = len(uses)
         current: Run | None = run
         while current is not None and current.stop > start:
             while at and uses[at - 1][0] >= current.stop:
@@ -549,7 +513,7 @@ class Learning:
             if at and start < uses[at - 1][0] > current.start:
                 cache.split(current, uses[at - 1][0])
             if at < len(uses):
-                for tier, order in orders:
+                for tier, order in self.orders.items():
                     for part in current.parts_in(tier):
                         order.asked(part, uses[at][1])
             current = current.before
@@ -600,30 +564,30 @@ class Rulings:
     def look(self) -> None:
         """Called when the guards have counted a request."""
         learned, before = self._learning.ruled, self._learned
-        if learned != before:
-            self._learned = learned
-            for tier in self._learning.tiers:
-                if (tier in learned) is not (tier in before):
-                    self._switched(tier, was_learned=tier in before)
-
-    def _switched(self, tier: Tier, *, was_learned: bool) -> None:
-        ruled, num_evicted = self._ruled[tier], self._cache.tiers[tier].num_evicted
-        ruled.num_switches += 1
-        if was_learned:
-            ruled.num_by_learned += num_evicted - ruled.num_before
-        ruled.num_before = num_evicted
-        self._moves.note(EvictionSwitched(self._tier(tier)))
+        self._learned = learned
+        for tier in self._learning.tiers:
+            was_learned = tier in before
+            if (tier in learned) is was_learned:
+                continue
+            ruled, num_evicted = self._ruled[tier], self._cache.tiers[tier].num_evicted
+            ruled.num_switches += 1
+            if was_learned:
+                ruled.num_by_learned += num_evicted - ruled.num_before
+            ruled.num_before = num_evicted
+            self._moves.note(EvictionSwitched(self._tier(tier)))
 
     def _tier(self, tier: Tier) -> TierEviction:
         ruled, num_evicted, is_learned = self._ruled[tier], self._cache.tiers[tier].num_evicted, tier in self._learned
         num_by_learned = ruled.num_by_learned + (num_evicted - ruled.num_before if is_learned else 0)
-        learned_hits, lru_hits = self._learning.shadow_hits(tier)
+        guard = self._learning.guards[tier]
         rule = EvictionRule.LEARNED if is_learned else EvictionRule.LRU
         return TierEviction(
-            tier, rule, learned_hits, lru_hits, ruled.num_switches, num_by_learned, num_evicted - num_by_learned
-        )
+            tier, rule, guard.learned_hits, guard.last_used_hits, ruled.num_switches, num_by_learned,
+            num_evicted - num_by_learned,
+        )  # fmt: skip
 
     def statistics(self) -> EvictionStatistics:
-        num_runs, num_tokens = self._learning.num_runs, self._learning.num_tokens
+        counts = self._learning.counts
+        num_runs, num_tokens = len(counts), counts.num_tokens - len(counts) * self._cache.layout.unit_tokens
         tiers = tuple(self._tier(tier) for tier in self._learning.tiers)
         return EvictionStatistics(tiers, num_runs, num_tokens * TOKEN_BYTES + num_runs * RUN_BYTES)

@@ -79,12 +79,14 @@ class Situation:
         state = "quarantined" if is_in_doubt else job.state.value
         if job.parked is not None:
             state = "parked"  # it has ended, and waits for the job that brings the blocks before its own
-        num_blocks, began = _num_job(job, is_in_doubt=is_in_doubt), (job.request_id,) if job.request_id else ()
+        # Device blocks that it writes, and until it is settled, those that it copies from or that lie before them.
+        num_blocks = job.plan.num_blocks if job.plan.destination is Tier.DEVICE else 0
+        if not is_in_doubt:  # the sources of a copy that was given up are free
+            num_blocks += len(_pinned(job.leases()))
+            if job.plan.source is Tier.DEVICE and job.source_lease is None:
+                num_blocks = job.plan.num_blocks  # an engine's: no lease protects them
+        began = (job.request_id,) if job.request_id else ()
         return Holder(job.plan.direction.value, str(job.job_id), state, self._age(job.since_s), num_blocks, began)
-
-    def _job_of_fetch(self, job: Job) -> Holder:
-        """The job with its host blocks, because it has no device blocks."""
-        return attrs.evolve(self._job(job), num_blocks=job.plan.num_blocks)
 
     # -- who waits ------------------------------------------------------------------------------------------------
 
@@ -128,15 +130,14 @@ class Situation:
         found: dict[Tier, int] = {}
         layout = self.jobs.cache.layout
         leading = next(band.number for band in layout.bands if band.width)
-        for job in self._jobs_of(fetch):
+        for job in self._jobs_of(fetch.request):
             if job.band == leading and job.plan.source > Tier.HOST:
                 found[job.plan.source] = found.get(job.plan.source, 0) + job.stop - job.start
         return tuple(Fetching(tier, found[tier] * layout.unit_tokens) for tier in sorted(found))
 
     @staticmethod
-    def _jobs_of(fetch: Fetch) -> list[Job]:
-        load = fetch.request.load
-        return [] if load is None else sorted(load.jobs, key=lambda job: job.job_id)
+    def _jobs_of(request: LedgerRequest) -> list[Job]:
+        return [] if request.load is None else sorted(request.load.jobs, key=lambda job: job.job_id)
 
     def _waiters(self) -> Iterator[Waiter]:
         yield from self.admission.queue.extending
@@ -152,8 +153,6 @@ class Situation:
     ) -> RequestStatus:
         waiter = request.waiter
         place = None if waiter is None else places.get(waiter)
-        if fetch is not None and place is None:
-            return self._fetching_status(request, fetch)
         waits_for, held_by = self._reason(request, steps)
         asked_s = self.asking.get(request)
         status = RequestStatus(
@@ -167,6 +166,15 @@ class Situation:
             declined=self.declined.get(request.request_id),
             cancelled=request.reason,
         )
+        if fetch is not None and place is None:
+            # A job of a fetch holds host blocks, and none of the device.
+            jobs = [
+                attrs.evolve(self._job(job), num_blocks=job.plan.num_blocks) for job in self._jobs_of(fetch.request)
+            ]
+            return attrs.evolve(
+                status, waits_for=WaitsFor.FETCH, waited_s=None, held_by=tuple(jobs), fetching=self._brought(fetch),
+                declined=None,
+            )  # fmt: skip
         if waiter is None or place is None:
             return status
         return attrs.evolve(
@@ -178,22 +186,9 @@ class Situation:
             held_by=tuple(islice(_others(biggest, request.request_id), NUM_BIGGEST)),
         )
 
-    def _fetching_status(self, request: LedgerRequest, fetch: Fetch) -> RequestStatus:
-        return RequestStatus(
-            request.request_id,
-            request.state,
-            self._age(request.since_s),
-            num_held(request),
-            WaitsFor.FETCH,
-            held_by=tuple(map(self._job_of_fetch, self._jobs_of(fetch))),
-            fetching=self._brought(fetch),
-            cancelled=request.reason,
-        )
-
     def _reason(self, request: LedgerRequest, steps: list[Step]) -> tuple[WaitsFor, tuple[Holder, ...]]:
         if request.state is State.LOADING and request.load is not None:
-            jobs = sorted(request.load.jobs, key=lambda job: job.job_id)
-            return WaitsFor.COPIES, tuple(map(self._job, jobs))
+            return WaitsFor.COPIES, tuple(map(self._job, self._jobs_of(request)))
         bringer = None if self.arrivals is None else self.arrivals.waits_for(request)
         if bringer is not None and request.state is State.MATCHED:
             return WaitsFor.REQUEST, (self._request(bringer),)
@@ -247,16 +242,6 @@ def num_held(request: LedgerRequest) -> int:
     found.discard(0)
     granted = request.waiter.granted if request.waiter is not None else None
     return len(found.union(_pinned(request.all_leases()), granted or ()))
-
-
-def _num_job(job: Job, *, is_in_doubt: bool) -> int:
-    """Device blocks that the job writes. Until it is settled, also the blocks that its leases pin."""
-    num_written = job.plan.num_blocks if job.plan.destination is Tier.DEVICE else 0
-    if is_in_doubt:  # only its destination is in quarantine; its leases have ended
-        return num_written
-    if job.plan.source is Tier.DEVICE and job.source_lease is None:
-        return job.plan.num_blocks  # an engine's: no lease protects them
-    return num_written + len(_pinned(lease for lease in (job.source_lease, job.destination_lease) if lease is not None))
 
 
 def _pinned(leases: Iterable[Lease]) -> set[int]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from .._kernel.cache import Component, PrefixCache
 from .._kernel.index import covered, covered_stop
 from .._kernel.jobs import JobBook
-from .._kernel.pools import TierBlocks
 from .._kernel.records import BlockTable, Job, Lease, Run
 from .._kernel.requests import LedgerRequest, Pin
 from .._kernel.states import NoEpoch, Tier
@@ -24,7 +23,9 @@ def check_integrity(
 ) -> None:
     """Raise `IntegrityError` naming the first invariant that does not hold. Scans every block."""
     held = tuple(requests)
-    leases = list(_leases((*held, *pins), jobs))
+    owners: tuple[LedgerRequest | Pin, ...] = (*held, *pins)
+    leases = [lease for owner in owners for lease in owner.all_leases()]
+    leases += [lease for job in jobs.unsettled.values() for lease in job.leases()]
     runs = _runs(cache, leases)
     num_after = Counter(run.before for run in runs if run.before is not None and run.epoch == run.before.epoch)
     for run in runs:
@@ -45,13 +46,6 @@ def check_integrity(
 def _demand(law: bool, message: str, *about: object) -> None:
     if not law:
         raise IntegrityError(f"{message}: {', '.join(map(repr, about))}")
-
-
-def _leases(owners: tuple[LedgerRequest | Pin, ...], jobs: JobBook) -> Iterator[Lease]:
-    for owner in owners:
-        yield from owner.all_leases()
-    for job in jobs.unsettled.values():
-        yield from job.leases()
 
 
 def _runs(cache: PrefixCache, leases: list[Lease]) -> set[Run]:
@@ -124,7 +118,10 @@ def _check_blocks(
     stored = sum(plan.num_blocks for plan in plans if tier < plan.destination < Tier.REMOTE)
     _demand(jobs.num_stored_now(tier) == stored, f"{tier.name} blocks being stored are miscounted", stored)
     if cache.tiers[tier].is_outside:
-        _check_outside(cache.tiers[tier], hands, jobs)
+        # Only jobs hold engine-owned blocks, and no two jobs write to the same block.
+        _demand(len(set(hands)) == len(hands), "two copies write to a block of the engine's", hands)
+        number, total = len(hands) + sum(map(len, jobs.ids_being_read(tier))), cache.tiers[tier].pool.num_blocks
+        _demand(total == number, "an engine's blocks are held by no job", total, number)
         return
     if tier is Tier.DEVICE:
         for request in requests:
@@ -158,13 +155,6 @@ def _check_cell(cache: PrefixCache, job: Job) -> None:
     places = places_in_cells(job.start, job.stop, num_units, width)
     _demand(is_inside and ids == places, "blocks at other places of their cell", job, cell, ids)
     _demand(all(lease.tier is not Tier.REMOTE for lease in job.leases()), "a lease in a remote store", job)
-
-
-def _check_outside(tier: TierBlocks, written: list[int], jobs: JobBook) -> None:
-    """Only jobs hold engine-owned blocks, and no two jobs write to the same block."""
-    _demand(len(set(written)) == len(written), "two copies write to a block of the engine's", written)
-    number = len(written) + sum(map(len, jobs.ids_being_read(tier.tier)))
-    _demand(tier.pool.num_blocks == number, "an engine's blocks are held by no job", tier.pool.num_blocks, number)
 
 
 def _check_tables(request: LedgerRequest) -> None:

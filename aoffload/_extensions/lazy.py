@@ -50,9 +50,9 @@ class EvictionWatermark:
                 self._num_offers += 1
 
     def plan(self) -> list[Job]:
-        """Store the offered units of the runs that are about to lose blocks. `Stores` adds the units before them that
-        the tier below lacks, because it holds full attention without gaps."""
-        if not self.num_blocks or self.nothing_changed():
+        """Store what was offered of the runs that are about to lose blocks, with all that is missing before it: the
+        host holds nothing whose front it lacks."""
+        if self.nothing_changed():
             return []
         return self.store(self.about_to_lose(self.offered), self.offered)
 
@@ -63,14 +63,11 @@ class EvictionWatermark:
         for run in runs:
             if (left := left_of(most, jobs)) <= 0:
                 break
-            if run.parts:  # else it was merged with another run meanwhile; the next scan finds that run
-                jobs += self._store(run, wanted(run), left)
-        return jobs
-
-    def _store(self, run: Run, stop: int, most: int) -> list[Job]:
-        pin = self.cache.lease(self.stores.source, run, [run.stop for _ in self.cache.layout.windows], is_use=False)
-        jobs = self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run, stop), most=most)
-        self.cache.release(pin)
+            if run.parts:  # else it was merged with another one meanwhile: next time
+                stop, starts = wanted(run), [run.stop for _ in self.cache.layout.windows]
+                pin = self.cache.lease(self.stores.source, run, starts, is_use=False)
+                jobs += self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run, stop), most=left)
+                self.cache.release(pin)
         return jobs
 
     @staticmethod
@@ -79,17 +76,12 @@ class EvictionWatermark:
         return min(run.offered_stop, run.stop)
 
     def nothing_changed(self) -> bool:
-        """Whether the state is that of the last call, so that a scan would find nothing new: true for most commits."""
-        now = self._state()
-        before, self.seen = self.seen, now
-        return now == before
+        """True for most commits: free counts and offers unchanged."""
+        before, self.seen = self.seen, self.state()
+        return self.seen == before
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether `nothing_changed` would be False."""
-        return self._state() != self.seen
-
-    def _state(self) -> tuple[object, ...]:
+    def state(self) -> tuple[object, ...]:
+        """What `nothing_changed` compares."""
         source, there, step = self.source, self.there, self.step
         return (
             source.pool.num_free // step, source.num_cached // step, source.num_evicted // step,

@@ -170,9 +170,7 @@ class CacheTransfers:
                 jobs.update(dict.fromkeys(jobs_into(part)))
         if jobs:
             over = partial(self._over, transfer)
-            request.load = load = Load(request.hit_limit, transfer.wake, over, request.ticket, jobs)
-            for job in jobs:
-                job.claims[load] = None
+            request.load = Load(request.hit_limit, transfer.wake, over, request.ticket, jobs)
 
     def begin(self, transfer: CacheTransfer) -> None:
         """Begin `transfer`; end it at once if it has nothing to wait for."""

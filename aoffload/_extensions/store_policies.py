@@ -7,6 +7,7 @@ request narrow that further.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 import attrs
@@ -24,6 +25,8 @@ from ..errors import ConfigError, InvalidArgument
 
 MAX_SEEN = 1_000_000
 MAX_COUNTED_TOKENS = 2**34
+COUNTED_TOKENS = 2**24
+"""Default of `SelectiveStore.max_counted_tokens`."""
 
 
 class StorePolicy(Protocol):
@@ -117,7 +120,7 @@ class SelectiveStore(EagerStore):
     """
 
     min_seen: int = attrs.field(default=2, validator=_int_in(1, MAX_SEEN))
-    max_counted_tokens: int = attrs.field(default=2**24, validator=_int_in(1, MAX_COUNTED_TOKENS))
+    max_counted_tokens: int = attrs.field(default=COUNTED_TOKENS, validator=_int_in(1, MAX_COUNTED_TOKENS))
     counts: HitCounts | None = attrs.field(default=None, init=False)
     """Set in the policy of a ledger; None in a configuration."""
 
@@ -136,8 +139,8 @@ class SelectiveStore(EagerStore):
 
 
 @attrs.frozen
-class CheckedPolicy:
-    """Wraps a program's own policy and checks its answers. The policies of this file need no check."""
+class Around(EagerStore):
+    """A policy of a ledger around another one, whose answers it passes on."""
 
     policy: StorePolicy
 
@@ -145,11 +148,16 @@ class CheckedPolicy:
     def num_watermark_blocks(self) -> int:
         return self.policy.num_watermark_blocks
 
-    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
-        return self
-
     def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
         self.policy.seen(request, first, stop)
+
+    def wanted_stop(self, request: LedgerRequest) -> int:
+        return self.policy.wanted_stop(request)
+
+
+@attrs.frozen
+class CheckedPolicy(Around):
+    """A policy of the program's own, whose answers are checked. Those of this file need no check."""
 
     def wanted_stop(self, request: LedgerRequest) -> int:
         return check_int("store_policy.wanted_stop", self.policy.wanted_stop(request), 0)
@@ -160,42 +168,39 @@ def checked(policy: StorePolicy) -> StorePolicy:
 
 
 @attrs.frozen
-class CountingPolicy:
-    """Wraps the store policy of a ledger with a disk or a remote store, and counts how often prefixes were requested:
-    the stores to these tiers depend on it."""
+class LearningPolicy(Around):
+    """The policy of a ledger whose eviction learns."""
 
-    policy: StorePolicy
-    counted: SelectiveStore
+    learn: Callable[[LedgerRequest, int, int], object]
+    """`Hints.seen`."""
+
+    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
+        self.policy.seen(request, first, stop)
+        self.learn(request, first, stop)
+
+
+@attrs.frozen
+class CountingPolicy(Around):
+    """The policy of a ledger with a disk or a remote store, which also counts how often prefixes are requested."""
+
+    counts: HitCounts
     recent: RecentPrompts = attrs.field(factory=RecentPrompts)
     has_remote: bool = False
     """Whether `recent` is kept."""
 
     @classmethod
     def of(cls, policy: StorePolicy, layout: Layout, *, has_remote: bool) -> Self:
-        return cls(policy, SelectiveStore().for_ledger(layout, 0), has_remote=has_remote)
-
-    @property
-    def num_watermark_blocks(self) -> int:
-        return self.policy.num_watermark_blocks
-
-    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
-        return self
+        return cls(policy, HitCounts(layout, COUNTED_TOKENS), has_remote=has_remote)
 
     def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
         self.policy.seen(request, first, stop)
-        if first < stop:
-            self.counted.seen(request, first, stop)
+        self.counts.see(request.sequence, first, stop)
         if self.has_remote:
             self.recent.add(request.sequence)
 
-    def wanted_stop(self, request: LedgerRequest) -> int:
-        return self.policy.wanted_stop(request)
-
     def asked_stop(self, sequence: TokenSequence, limit: int) -> int:
-        """The unit, at most `limit`, up to which `sequence` was requested at least twice."""
-        counts = self.counted.counts
-        assert counts is not None, "counts belong to a ledger"
-        return counts.stop_of(sequence, limit, self.counted.min_seen)
+        """The unit, at most `limit`, up to which `sequence` was asked for twice."""
+        return self.counts.stop_of(sequence, limit, 2)
 
 
 def store_policy_of(value: Any) -> StorePolicy:
@@ -211,19 +216,12 @@ def store_policy_of(value: Any) -> StorePolicy:
 
 def store_limit(prefix: Prefix, unit_tokens: int, store: StoreScope | str, max_store_tokens: int | None) -> int:
     """The unit up to which a request for `prefix` may be stored."""
-    limit = NO_LIMIT
-    if store is not StoreScope.ALL:
-        limit = _limit_of_scope(prefix, unit_tokens, store)
-    if max_store_tokens is None:
-        return limit
-    return min(limit, check_int("max_store_tokens", max_store_tokens, 0) // unit_tokens)
-
-
-def _limit_of_scope(prefix: Prefix, unit_tokens: int, store: StoreScope | str) -> int:
     try:
         scope = StoreScope(store)
     except Exception:  # noqa: BLE001 - it is compared and hashed
         names = ", ".join(repr(scope.value) for scope in StoreScope)
         raise InvalidArgument("store", f"must be a StoreScope or one of {names}, got {shown(store)}") from None
     by_scope = {StoreScope.ALL: NO_LIMIT, StoreScope.PROMPT: prefix.num_tokens // unit_tokens, StoreScope.NONE: 0}
-    return by_scope[scope]
+    if max_store_tokens is None:
+        return by_scope[scope]
+    return min(by_scope[scope], check_int("max_store_tokens", max_store_tokens, 0) // unit_tokens)

@@ -100,9 +100,7 @@ class EngineOwned:
         if not jobs:  # no hit, or one at whose end no window needs anything
             self._run(request, stop)
             return []
-        request.load = load = Load(stop, wake, partial(self._conclude, request), request.ticket, jobs)
-        for job in jobs:
-            job.claims[load] = None
+        request.load = Load(stop, wake, partial(self._conclude, request), request.ticket, jobs)
         self.arrivals.under_way[request] = Arrival(start, stop, tuple(jobs))
         self.moves.request(request, State.LOADING)
         return jobs
@@ -171,9 +169,11 @@ class EngineOwned:
     def _ready_stop(self, arrival: Arrival) -> int:
         """The unit at which computing can go on: all that it needs before is proven to be there, in every group."""
         layout, stop = self.cache.layout, arrival.stop
-        for band in layout.bands:
-            short = (job for job in arrival.jobs if job.band == band.number and _fell_short(job))
-            stop = min([stop, *(_landed_stop(job, band.width) for job in short)])
+        for job in arrival.jobs:
+            done = job.completion
+            if done is None or done.outcome is not Outcome.LANDED:
+                num_proven = 0 if done is None or done.outcome is Outcome.UNPROVEN else done.num_landed
+                stop = min(stop, job.start + num_proven // layout.bands[job.band].width)
         for band in layout.windows:
             # Only the window before the planned end was loaded; an earlier end may need units before that.
             brought = min((job.start for job in arrival.jobs if job.band == band.number), default=arrival.stop)
@@ -234,7 +234,12 @@ class EngineOwned:
         stores."""
         require(request, "invalidate", State.RUNNING, instead="call `load` or `offer` first")
         from_token = check_int("from_token", first_wrong, 0, request.num_computed_tokens)
-        self._check_readable(request, from_token)
+        for number, units in self._unwritten.get(request, {}).items():
+            # Where a window reads units that the load skipped, they would have to be computed, too.
+            band, first = self.cache.layout.bands[number], units.start * self.cache.layout.unit_tokens
+            if first < from_token and band.first_needed(from_token) < units.stop:
+                problem = f"is {from_token}, where a window reads what the load has not brought: go back to {first}"
+                raise CommitError("from_token", problem)
         start = from_token // self.cache.layout.unit_tokens
         wrong = self._runs_from(request, from_token)
         others = [other for other in others if other is not request]
@@ -255,14 +260,6 @@ class EngineOwned:
             self._unwritten[request][number] = range(units.start, min(units.stop, start))
         call_all(iter(self.arrivals.invalidated(request, start)))
         return tainted, settled
-
-    def _check_readable(self, request: LedgerRequest, from_token: int) -> None:
-        """Refuse to go back to where a window reads units that the load skipped: they would have to be computed too."""
-        for number, units in self._unwritten.get(request, {}).items():
-            band, first = self.cache.layout.bands[number], units.start * self.cache.layout.unit_tokens
-            if first < from_token and band.first_needed(from_token) < units.stop:
-                problem = f"is {from_token}, where a window reads what the load has not brought: go back to {first}"
-                raise CommitError("from_token", problem)
 
     def _runs_from(self, request: LedgerRequest, from_token: int) -> list[Run]:
         """The cached runs of its tokens from the unit of `from_token` on, whichever request has offered them: they may
@@ -298,14 +295,3 @@ def _is_alike(run: Run, request: LedgerRequest, start: int, from_token: int) -> 
         return False
     paths = ((current, sequence.first_bytes(current.start, from_token + 1)) for current in run.path())
     return all(current.tokens[: len(tokens)] == tokens[: len(current.tokens)] for current, tokens in paths)
-
-
-def _fell_short(job: Job) -> bool:
-    return job.completion is None or job.completion.outcome is not Outcome.LANDED
-
-
-def _landed_stop(job: Job, width: int) -> int:
-    """The unit up to which the blocks of `job` are proven."""
-    done = job.completion
-    proven = 0 if done is None or done.outcome is Outcome.UNPROVEN else done.num_landed
-    return job.start + proven // width

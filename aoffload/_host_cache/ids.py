@@ -51,16 +51,14 @@ class EngineIds:
 
     def of_band(self, band: Band, start: int, stop: int) -> array[int]:
         """The ids of units `[start, stop)`, 0 where the engine names the null block."""
-        if len(self.tables) == 1 and start < stop:
-            return self._read(self._named, 0, start * band.width, stop * band.width)
-        return self._of_band(band, stop - start, self._named, start)
+        return self._of_band(band, start, stop, self._named)
 
     def _named(self, group: int, first: int, last: int) -> Sequence[int]:
         return self.tables[group][first:last]
 
     def with_found(self, band: Band, start: int, stop: int, named: array[int], find: Find) -> array[int]:
         """The same ids, which are `named`, with what `find` returns in place of null blocks."""
-        found = self._of_band(band, stop - start, find, start)
+        found = self._of_band(band, start, stop, find)
         return array("i", [block_id or other for block_id, other in zip(named, found, strict=True)])
 
     def check(self, num_units: int) -> None:
@@ -69,19 +67,19 @@ class EngineIds:
             if band.width:
                 self.of_band(band, 0, num_units)
 
-    def _of_band(self, band: Band, num_units: int, read: Find, start: int) -> array[int]:
-        if not num_units:
+    def _of_band(self, band: Band, start: int, stop: int, read: Find) -> array[int]:
+        if start == stop:
             return array("i")
         if len(self.tables) == 1:
-            return self._read(read, 0, start * band.width, (start + num_units) * band.width)
+            return self._read(read, 0, start * band.width, stop * band.width)
         of_groups: list[array[int]] = []
         for number, (its_band, _) in enumerate(self.layout.places):
             if its_band == band.number:
                 per_unit = self.layout.unit_tokens // self.layout.groups[number].block_size
-                of_groups.append(self._read(read, number, start * per_unit, (start + num_units) * per_unit))
+                of_groups.append(self._read(read, number, start * per_unit, stop * per_unit))
         if len(of_groups) == 1:
             return of_groups[0]
-        rows = [np.frombuffer(ids, np.int32).reshape(num_units, -1) for ids in of_groups]
+        rows = [np.frombuffer(ids, np.int32).reshape(stop - start, -1) for ids in of_groups]
         return array("i", np.concatenate(rows, axis=1).tobytes())
 
     def _read(self, read: Find, group: int, first: int, last: int) -> array[int]:

@@ -48,10 +48,7 @@ class HeldBlocks:
     blocks: EngineBlocks
     num_blocks: int = 0
     """Blocks held now, each as often as it is held."""
-
-    @property
-    def num_free(self) -> int:
-        return 0
+    num_free: int = field(default=0, init=False)
 
     def __repr__(self) -> str:
         return f"<HeldBlocks {self.num_blocks} held>"
@@ -76,7 +73,6 @@ class HeldBlocks:
 class EngineTier(TierBlocks):
     """pinned + quarantined = held by jobs: nothing is free, and nothing is cached."""
 
-    is_outside: bool = field(default=True, init=False)
     held: HeldBlocks = field(kw_only=True)
     """The pool."""
     moves: Moves = field(kw_only=True)
@@ -87,10 +83,14 @@ class EngineTier(TierBlocks):
     def of(cls, blocks: EngineBlocks, order: EvictionOrder, moves: Moves, max_quarantined: int) -> EngineTier:
         check_has("engine_blocks", blocks, "EngineBlocks", "hold give", ConfigError)
         held = HeldBlocks(blocks)
-        return cls(Tier.DEVICE, held, order, held=held, moves=moves, max_quarantined=max_quarantined)
+        return cls(
+            Tier.DEVICE, held, order, held=held, moves=moves, max_quarantined=max_quarantined,
+            is_outside=True,
+        )  # fmt: skip
 
     @property
     def may_load(self) -> bool:
+        """False while too many blocks are in quarantine: nothing is loaded, and hits are misses."""
         return self.num_quarantined <= self.max_quarantined
 
     def quarantine(self, block_ids: array[int]) -> None:
@@ -213,15 +213,11 @@ class EngineMatches:
     arrivals: Arrivals
     device: EngineTier
 
-    @property
-    def loads_paused(self) -> bool:
-        """Whether too many blocks are in quarantine: nothing is loaded, and hits are misses."""
-        return not self.device.may_load
-
     def match(self, request: LedgerRequest, num_device_tokens: int, wake: Callable[[], object]) -> None:
         """Match and pin what the host holds behind `num_device_tokens`: PINNED. While another request is loading the
         next block: MATCHED, without pins; `wake` is called when asking again may give another answer."""
-        if request.state is State.PINNED and self.is_current(request, num_device_tokens):
+        is_same = request.state is State.PINNED and num_device_tokens == request.engine_tokens
+        if is_same and self._is_held(request):
             return
         request.engine_tokens = num_device_tokens
         hit = self._hit(request)
@@ -240,11 +236,6 @@ class EngineMatches:
             self.moves.request(request, State.MATCHED)
         if bringer is None:
             self.moves.request(request, State.PINNED)
-
-    def is_current(self, request: LedgerRequest, num_device_tokens: int) -> bool:
-        """Whether the last answer still holds, and its hit is pinned."""
-        is_same = request.state is State.PINNED and num_device_tokens == request.engine_tokens
-        return is_same and self._is_held(request)
 
     def _is_held(self, request: LedgerRequest) -> bool:
         """Whether the whole hit can still be loaded."""
@@ -276,10 +267,10 @@ class EngineMatches:
         num_host_tokens = (hit.stop - hit.device_stop) * unit
         request.match = PrefixMatch(hit.device_stop * unit, num_host_tokens, num_disk_tokens=on_disk)
 
-    def match_fetched(self, request: LedgerRequest) -> None:
-        """Match a PINNED request again, behind the same tokens: the host may hold more by now."""
+    def match_again(self, request: LedgerRequest, at_most: int = NO_LIMIT) -> None:
+        """Match a PINNED request again, after the same tokens of the engine's, up to unit `at_most`."""
         self.request_leases.end_host_lease(request)
-        self._pin(request, self._hit(request))
+        self._pin(request, self._hit(request, at_most))
 
     def loadable(self, request: LedgerRequest) -> Loadable | None:
         """What a load of the whole hit would bring. None: nothing, or it was planned before."""
@@ -288,23 +279,16 @@ class EngineMatches:
             return None
         return Loadable(start, request.hit_stop, self.cache.layout.num_blocks(start, start, request.hit_stop))
 
-    def decline(self, request: LedgerRequest, stop: int) -> None:
-        """Match a PINNED request again, up to unit `stop`: the rest of its hit is computed."""
-        request.hit_limit = stop
-        self.request_leases.end_host_lease(request)
-        self._pin(request, self._hit(request))
-
     def forget(self, requests: Iterable[LedgerRequest]) -> None:
         """Match PINNED `requests` again, up to their old hit, if the host no longer holds all of it."""
         for request in requests:
             if request.state is State.PINNED and not self._is_held(request):
-                self.request_leases.end_host_lease(request)
-                self._pin(request, self._hit(request, request.hit_stop))
+                self.match_again(request, request.hit_stop)
 
     def held_stop(self, request: LedgerRequest, start: int, stop: int) -> int:
         """The unit up to which the hit can still be loaded: a corrupt block may have cut it off, and nothing can be
         while too many blocks are in quarantine."""
-        if request.epoch != self.cache.epoch or BELOW not in request.leases or self.loads_paused:
+        if request.epoch != self.cache.epoch or BELOW not in request.leases or not self.device.may_load:
             return start
         path = request.leases[BELOW].run.whole_path()
         return max(start, held_stop(self.cache.layout, path, BELOW, start, stop, given=start))

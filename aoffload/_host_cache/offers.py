@@ -178,7 +178,9 @@ class EngineOffers:
         end = self._stored_end(request, stop, self._ends.get(request))
         if end is None:
             path = list(self.cache.index.walk(request.sequence, stop))
-            end = self._stored_end(request, stop, self._end_of(path))
+            run, agreed = path[-1] if path else (None, 0)
+            if run is None or run.stop == agreed:
+                end = self._stored_end(request, stop, End(run, agreed))
         lacking: list[range] = []
         if end is not None:
             lacking = [range(end.position, stop)]
@@ -187,7 +189,7 @@ class EngineOffers:
         if lacking and lacking[0].start < request.stored_stop and not is_last and self._evicts(request):
             return Wanted([], num_evicted=max(0, stop - request.stored_stop) * full.width)
         lacking, num_left = _first(lacking, most)
-        found = self._all_of_full(request, lacking, ids)
+        found = list(self._of_full(request, lacking, ids))
         num_missing = sum(map(len, lacking)) - sum(offer.stop - offer.start for offer in found)
         wanted = Wanted(found, end, stop, num_left=num_left * full.width, num_missing=num_missing * full.width)
         if end is not None:
@@ -200,12 +202,6 @@ class EngineOffers:
                 units = [part for one in lacking for part in without([nobodys], one.start, one.stop)]
                 wanted.offers += self._of_window(request, band, units, ids)
         return wanted
-
-    @staticmethod
-    def _end_of(path: Path) -> End | None:
-        """The end of a path, if a run ends there."""
-        run, agreed = path[-1] if path else (None, 0)
-        return End(run, agreed) if run is None or run.stop == agreed else None
 
     def _stored_end(self, request: LedgerRequest, stop: int, end: End | None) -> End | None:
         """`end`, with its key, if the host has everything before it or will get it, and the index nothing behind it up
@@ -241,29 +237,20 @@ class EngineOffers:
         if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
             raise InvalidArgument("block_ids", f"names block {wrong}, which a copy may still write to")
 
-    def _all_of_full(self, request: LedgerRequest, lacking: Iterable[range], ids: EngineIds) -> list[Offer]:
-        """Full attention, up to the first null block: blocks behind a gap are never found."""
-        found: list[Offer] = []
-        for units in lacking:
-            offer = self._of_full(request, units.start, units.stop, ids)
-            if offer is not None:
-                found.append(offer)
-            if offer is None or offer.stop < units.stop:
-                break
-        return found
-
-    def _of_full(self, request: LedgerRequest, start: int, stop: int, ids: EngineIds) -> Offer | None:
-        """Units `[start, stop)` of full attention, up to the first null block; None if there is no unit before it."""
-        if start >= stop:
-            return None
+    def _of_full(self, request: LedgerRequest, lacking: Iterable[range], ids: EngineIds) -> Iterator[Offer]:
+        """Full attention, up to the first null block: a hit never finds the blocks after a gap."""
         full = self.cache.layout.full
-        blocks = ids.of_band(full, start, stop)
-        if has_null(blocks):
-            blocks = self._with_found(request, full, start, stop, blocks, ids)
+        for units in lacking:
+            num_units, blocks = len(units), ids.of_band(full, units.start, units.stop)
             if has_null(blocks):
-                stop = start + blocks.index(0) // full.width
-                blocks = blocks[: (stop - start) * full.width]
-        return Offer(full, start, stop, blocks) if blocks else None
+                blocks = self._with_found(request, full, units.start, units.stop, blocks, ids)
+                if has_null(blocks):
+                    num_units = blocks.index(0) // full.width
+                    blocks = blocks[: num_units * full.width]
+            if blocks:
+                yield Offer(full, units.start, units.start + num_units, blocks)
+            if num_units < len(units):
+                return
 
     def _with_found(
         self, request: LedgerRequest, band: Band, start: int, stop: int, named: array[int], ids: EngineIds
@@ -316,8 +303,9 @@ class EngineOffers:
             return jobs, num_left
         stop = found[0].stop if len(found) == 1 else max([offer.stop for offer in found])
         run = self._path(request, wanted.end, stop)
-        # One offer pins its path itself.
-        pin = None if len(found) == 1 else self.cache.lease(BELOW, run, self._no_windows(run), is_use=False)
+        pin = None
+        if len(found) > 1:  # one offer pins its path itself
+            pin = self.cache.lease(BELOW, run, [run.stop for _ in self.cache.layout.windows], is_use=False)
         is_full = False
         for offer in found:
             taken = self._bounded(offer)
@@ -337,9 +325,6 @@ class EngineOffers:
         elif not jobs or jobs[-1].run is not run:
             self.cache.tidy(run)  # its end is not stored
         return jobs, num_left
-
-    def _no_windows(self, run: Run) -> list[int]:
-        return [run.stop for _ in self.cache.layout.windows]
 
     def _bounded(self, offer: Offer) -> Offer:
         """The front of `offer` that may be in flight; of a window all or nothing, since a part of it is of no use."""

@@ -39,7 +39,7 @@ from .eviction import EvictionOrder
 from .index import RunIndex, Stretch, covered, covered_stop, stretches
 from .layout import Band, Layout, outside
 from .pools import LastUses, TierBlocks
-from .protocols import BlockWatcher, shielded
+from .protocols import BlockWatcher, Shielded
 from .records import Job, Lease, Part, Run
 from .states import NoEpoch, Tier
 from .tokens import TokenSequence, max_run_units
@@ -441,7 +441,7 @@ class PrefixCache:
     def watch(self, watcher: BlockWatcher | None) -> None:
         """Report to `watcher` every change of what is cached, in all tiers but engine-owned ones."""
         for tier in self.tiers:
-            tier.watcher = None if tier.is_outside or watcher is None else shielded(watcher)
+            tier.watcher = None if tier.is_outside or watcher is None else Shielded(watcher)
 
     # -- leases ---------------------------------------------------------------------------------------------------
 

@@ -26,10 +26,6 @@ class EvictionOrder(Protocol):
 
     def remove(self, part: Part) -> None: ...
 
-    def asked(self, part: Part, num_uses: int) -> None:
-        """The units of `part` were requested for the `num_uses`-th time. Called only if eviction learns."""
-        ...
-
     def oldest(self) -> Part | None: ...
 
     def __iter__(self) -> Iterator[Part]: ...
@@ -115,9 +111,6 @@ class LeastRecentlyUsed:
         else:
             newer.older = older
         part.older = part.newer = None
-
-    def asked(self, part: Part, num_uses: int) -> None:
-        pass
 
     def oldest(self) -> Part | None:
         return self.first

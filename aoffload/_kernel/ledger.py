@@ -48,7 +48,7 @@ from .._arguments import (
 from .._config.config import MAX_BLOCKS, OffloadConfig
 from .._config.groups import KVCacheGroup
 from .._config.tiers import LearnedEviction, cell_units, new_order
-from .._eviction.hints import Hints, LearningPolicy
+from .._eviction.hints import Hints
 from .._eviction.learned import Learning, Rulings
 from .._extensions.explain import Situation
 from .._extensions.forks import Fork, Forks
@@ -59,7 +59,7 @@ from .._extensions.overlap import acknowledge, begin_step, can_start, expected_i
 from .._extensions.pins import Pins, check_time
 from .._extensions.preemption import Preemptions
 from .._extensions.prefetch import CacheTransfers
-from .._extensions.store_policies import CountingPolicy, checked, store_limit, store_policy_of
+from .._extensions.store_policies import CountingPolicy, LearningPolicy, checked, store_limit, store_policy_of
 from .._host_cache.host_cache import EngineOwned
 from .._host_cache.matches import Arrivals, EngineMatches, EngineTier
 from .._host_cache.offers import MOST_OF_POOL, EngineOffers
@@ -86,17 +86,18 @@ from .plans import (
     RequestOptions,
     RestoredRun,
     StoreScope,
+    TierStatistics,
     TransferPlan,
     check_completion,
 )
-from .pools import DiskBlocks, ExtentPool, FreeList, LastUses, RemoteBlocks, SlotPool, TierBlocks
+from .pools import DiskBlocks, ExtentPool, FreeList, LastUses, SlotPool, TierBlocks
 from .prefix import Prefix, TokenIds, check_prefix
 from .protocols import BlockWatcher, DevicePool, EngineBlocks
 from .records import NO_LIMIT, Job
 from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, do_nothing
 from .states import BELOW, Computing, NoEpoch, PinState, Tier, check_tier, require
 from .states import RequestState as State
-from .status import EvictionStatistics, Holder, RequestStatus, TierStatistics, explained, plain
+from .status import EvictionStatistics, Holder, RequestStatus, explained, plain
 from .tokens import TokenSequence
 from .waiting import Admission, waiting_error
 
@@ -231,8 +232,9 @@ class Ledger:
         self._hints: Hints | None = None
         self._rulings: Rulings | None = None
         if learning is not None:
-            self._hints, self._rulings = Hints(cache, learning, moves), Rulings(cache, learning, moves)
-            policy = LearningPolicy(policy, learning, self._hints, self._rulings)
+            self._rulings = Rulings(cache, learning, moves)
+            self._hints = Hints(cache, learning, self._rulings, moves)
+            policy = LearningPolicy(policy, self._hints.seen)
         if config.disk is not None or config.remote is not None:
             policy = CountingPolicy.of(policy, self.layout, has_remote=config.remote is not None)
         self._policy = policy
@@ -306,7 +308,7 @@ class Ledger:
     def _wire_remote(self, counts: CountingPolicy, max_cell_bytes: int) -> Stores:
         if self.layout.windows:
             raise ConfigError("remote", "keeps full attention only: these groups have windows")
-        self.jobs.tiers[Tier.REMOTE] = RemoteBlocks(Tier.REMOTE, ExtentPool(0), LeastRecentlyUsed())
+        self.jobs.tiers[Tier.REMOTE] = TierBlocks(Tier.REMOTE, ExtentPool(0), LeastRecentlyUsed(), is_outside=True)
         units = cell_units(self._block_bytes * self.layout.width, max_cell_bytes)
         self._check_cell(units * self.layout.width)
         self._remote_stores = RemoteStores(self.cache, self.jobs, counts, units)
@@ -618,7 +620,8 @@ class Ledger:
         after it are computed, and no later match of this request includes them."""
         engine = self._engine_of(request, "decline")
         require(request, "decline", State.PINNED)
-        engine.matches.decline(request, check_int("from_token", from_token, 0) // self.layout.unit_tokens)
+        request.hit_limit = check_int("from_token", from_token, 0) // self.layout.unit_tokens
+        engine.matches.match_again(request)
         self._moves.report()
         return request.match
 
@@ -973,7 +976,7 @@ class Ledger:
         if request.waiter is not None:
             raise waiting_error(request, "match_fetched")
         if self._engine is not None:
-            self._engine.matches.match_fetched(request)
+            self._engine.matches.match_again(request)
         else:
             self._request_leases.match_again(request)
             if self._fetches is not None:
@@ -1188,7 +1191,7 @@ class Ledger:
         device, host, *rest = (tier.statistics() for tier in self.cache.tiers)
         waiting = len(self.admission.queue.extending) + len(self.admission.queue.allocating)
         num_jobs, num_pins = len(self.jobs.unsettled), len(self._pins.pins)
-        late, paused = self.jobs.num_late, self._engine is not None and self._engine.matches.loads_paused
+        late, paused = self.jobs.num_late, self._engine is not None and not self._engine.matches.device.may_load
         disk = rest[0] if rest else None
         eviction = None if self._rulings is None else self._rulings.statistics()
         learned = () if eviction is None else eviction.learned

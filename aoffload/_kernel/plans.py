@@ -202,6 +202,24 @@ class RestoredRun:
     """For each band, the slots of these units on the disk, in order; empty if the disk has none in that band."""
 
 
+@attrs.frozen
+class TierStatistics:
+    """Blocks of one tier by state; the last four add up to the first."""
+
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    """Findable and under no lease: evictable."""
+    num_pinned: int
+    """All others: leased, private to a request, destinations of jobs, or tombstones."""
+    num_quarantined: int
+
+    def counted(self, name: str) -> str:
+        """A line for people; `name` is that of the tier."""
+        counts = (f"{getattr(self, f'num_{state}'):,} {state}" for state in ("free", "cached", "pinned", "quarantined"))
+        return f"{self.num_blocks:,} {name} blocks: {', '.join(counts)}"
+
+
 def check_completion(completion: Completion) -> None:
     """Check every field before anything is changed: a transport may be third-party code."""
     if (
@@ -219,19 +237,14 @@ def check_completion(completion: Completion) -> None:
     if not isinstance(completion, Completion):
         raise InvalidArgument("completion", f"must be a Completion, got {type(completion).__name__}")
     for name in ("job_id", "num_landed", "num_bytes"):
-        value = getattr(completion, name)
-        if type(value) is not int or value < 0:
-            check_int(f"completion.{name}", value, 0)
+        check_int(f"completion.{name}", getattr(completion, name), 0)
     if not isinstance(completion.outcome, Outcome):
         raise InvalidArgument("completion.outcome", f"must be an Outcome, got {shown(completion.outcome)}")
     if not isinstance(completion.corrupt, tuple):
         raise InvalidArgument("completion.corrupt", f"must be a tuple of indices, got {shown(completion.corrupt)}")
     for index in completion.corrupt:
         check_int("completion.corrupt", index, 0)
-    if not isinstance(completion.error, str):
-        check_text("completion.error", completion.error)
-    duration_s: float | None = completion.duration_s
-    if type(duration_s) is not float or not duration_s >= 0:  # refuses NaN, too
-        duration_s = number_of(duration_s)
+    check_text("completion.error", completion.error)
+    duration_s = number_of(completion.duration_s)  # None for NaN, too
     if duration_s is None or duration_s < 0:
         raise InvalidArgument("completion.duration_s", f"must be seconds, got {shown(completion.duration_s)}")

@@ -24,19 +24,15 @@ from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
 from .eviction import EvictionOrder
+from .plans import TierStatistics
 from .protocols import BlockWatcher, DevicePool
-from .records import Part
+from .records import MANY, Part
 from .requests import LedgerRequest
 from .states import RequestState, Tier
-from .status import TierStatistics
-
-FEW = 100
-"""Below this many ids, comparing arrays is faster than finding gaps with numpy."""
 
 
 class FreeList:
@@ -172,7 +168,7 @@ class ExtentPool:
 
 def id_range(start: int, stop: int) -> array[int]:
     """The ids `[start, stop)`."""
-    if stop - start < FEW:
+    if stop - start < MANY:
         return array("i", range(start, stop))
     return array("i", np.arange(start, stop, dtype=np.int32).tobytes())
 
@@ -187,7 +183,7 @@ def extents(block_ids: array[int]) -> Sequence[tuple[int, int]]:
     """`block_ids` as half-open ranges of consecutive ids, in their order."""
     if not block_ids:
         return ()
-    if len(block_ids) < FEW and are_neighbours(block_ids):
+    if len(block_ids) < MANY and are_neighbours(block_ids):
         return ((block_ids[0], block_ids[-1] + 1),)
     seen = np.frombuffer(block_ids, np.int32)
     found: list[tuple[int, int]] = []
@@ -244,10 +240,10 @@ class TierBlocks:
     epoch: int = 0
     """The epoch of the index. Runs of another epoch are not findable."""
     num_resets: int = 0
-    """Number of resets of this tier, or of the whole cache."""
-    is_outside: bool = field(default=False, init=False)
-    """Whether an engine or a remote store owns the blocks: copies read and write them, but the index has none of them,
-    so jobs call `hold` in place of taking leases."""
+    """How often all that the tier held was made unfindable."""
+    is_outside: bool = field(default=False, kw_only=True)
+    """Whether the blocks belong to an engine or to a remote store: copies read and write them, and the index knows none
+    of them. Leases protect no such block, and none can be quarantined in a remote store."""
 
     def __repr__(self) -> str:
         return f"<TierBlocks {self.tier.name} {self.statistics()}>"
@@ -303,9 +299,8 @@ class TierBlocks:
     def all_cleared(self, epoch: int) -> None:
         """The whole cache was reset: the new index, of `epoch`, is empty."""
         self.epoch = epoch
-        self.num_resets += 1
-        self.num_changes += 1
         self.num_cached = 0
+        self.count_reset()
 
     def count_reset(self) -> None:
         """This tier alone was reset."""
@@ -376,13 +371,9 @@ class DiskBlocks(TierBlocks):
         TierBlocks.end_quarantine(self, block_ids)
         self.forgotten.extend(block_ids)
 
-    def all_cleared(self, epoch: int) -> None:
-        TierBlocks.all_cleared(self, epoch)
-        self.used.clear()  # no restart finds a block from before the reset
-
     def count_reset(self) -> None:
         TierBlocks.count_reset(self)
-        self.used.clear()
+        self.used.clear()  # no restart finds what these held
 
     def take_forgotten(self) -> array[int]:
         """Return and clear `forgotten`."""
@@ -390,15 +381,6 @@ class DiskBlocks(TierBlocks):
         return forgotten
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class RemoteBlocks(TierBlocks):
-    """A remote store as the source or destination of jobs. It has no blocks here that could be held or quarantined."""
-
-    is_outside: bool = field(default=True, init=False)
-
-
-MANY: Final = 100
-"""From this many ids on, numpy is faster than a loop that makes each id a Python int."""
 _COMPUTING = (RequestState.ALLOCATED, RequestState.RUNNING)
 
 

@@ -81,12 +81,9 @@ class BlockWatcher(Protocol):
         """Nothing is cached any more. What is cached later belongs to `epoch`."""
 
 
-def shielded(watcher: BlockWatcher) -> BlockWatcher:
-    """`watcher` in a wrapper that drops its exceptions, because the ledger has to complete the change."""
-    return _Shield(watcher)
+class Shielded:
+    """A watcher whose exceptions are dropped, because the change that it reports has to be completed."""
 
-
-class _Shield:
     def __init__(self, watcher: BlockWatcher) -> None:
         self._watcher = watcher
 

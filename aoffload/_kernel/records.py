@@ -373,6 +373,8 @@ class Load:
         """The owner's. Loads that are over in the same call end in this order."""
         self.jobs = set(jobs)
         """Its unsettled jobs, also those that it shares with other loads."""
+        for job in self.jobs:
+            job.claims[self] = None
         self.units_per_job = units_per_job
         """Maximum units of one job, per band. Empty: the default of `JobBook`."""
         self.job_settled: Callable[[Job], object] | None = None

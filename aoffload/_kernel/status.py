@@ -68,24 +68,6 @@ def _for(age_s: float | None) -> str:
     return "" if age_s is None else f" for {seconds(age_s)}"
 
 
-@attrs.frozen
-class TierStatistics:
-    """Blocks of one tier by state; the last four add up to the first."""
-
-    num_blocks: int
-    num_free: int
-    num_cached: int
-    """Evictable blocks: findable, and without a lease."""
-    num_pinned: int
-    """All other blocks: leased, private to a request, destinations of jobs, or tombstones."""
-    num_quarantined: int
-
-    def counted(self, name: str) -> str:
-        """The counts as one line of text; `name` is the name of the tier."""
-        counts = (f"{getattr(self, f'num_{state}'):,} {state}" for state in ("free", "cached", "pinned", "quarantined"))
-        return f"{self.num_blocks:,} {name} blocks: {', '.join(counts)}"
-
-
 class EvictionRule(enum.Enum):
     """The eviction order of a tier."""
 

@@ -24,21 +24,17 @@ def max_run_units(unit_tokens: int) -> int:
 class TokenRange(Protocol):
     """The tokens of units `[start, stop)`, such as those of a `Run`. `spans` touch every one of the units."""
 
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def tokens(self) -> bytes | memoryview: ...
-    @property
-    def spans(self) -> tuple[KeySpan, ...]: ...
+    start: int
+    stop: int
+    tokens: bytes | memoryview
+    spans: tuple[KeySpan, ...]
 
 
 class EndOfPath(TokenRange, Protocol):
     """A token range whose whole prefix is known: the last run of a path."""
 
-    @property
-    def root(self) -> Root: ...
+    root: Root
+
     def whole_path(self) -> Sequence[TokenRange]: ...
 
 
@@ -49,21 +45,24 @@ class TokenSequence:
     """
 
     __slots__ = (
-        "_added", "_cuts", "_hashed", "_prompt", "_spans", "_unit_bytes", "_unit_tokens", "num_prompt_tokens",
-        "num_prompt_units", "num_tokens", "root",
+        "_added", "_cuts", "_hashed", "_prompt", "_unit_bytes", "_unit_tokens", "num_prompt_tokens",
+        "num_prompt_units", "num_tokens", "root", "spans",
     )  # fmt: skip
 
     def __init__(self, prefix: Prefix, unit_tokens: int) -> None:
         self.root: Root = prefix.root
         self._prompt = prefix.tokens
         self._added = bytearray()
-        self._spans = prefix.spans
+        self.spans = prefix.spans
+        """All key spans, in the order of their positions."""
         self._unit_tokens = unit_tokens
         self._unit_bytes = unit_tokens * TOKEN_BYTES
         self.num_prompt_tokens = self.num_tokens = len(prefix.tokens) // TOKEN_BYTES
         self.num_prompt_units = self.num_tokens // unit_tokens
         """Whole units of the prompt."""
-        self._cuts = _cuts_of(prefix.spans, unit_tokens) if prefix.spans else ()
+        cuts = {cut for span in prefix.spans for cut in (span.start // unit_tokens, -(-span.stop // unit_tokens))}
+        self._cuts = tuple(sorted(cuts))
+        """Where the set of spans that touch a unit changes: before the first unit of a span, and after its last."""
         self._hashed: dict[int, Hasher] = {}
 
     @classmethod
@@ -76,7 +75,7 @@ class TokenSequence:
 
     def copy(self) -> TokenSequence:
         """A copy that can continue with other tokens."""
-        twin = TokenSequence(Prefix(self.root, self._prompt, self._spans), self._unit_tokens)
+        twin = TokenSequence(Prefix(self.root, self._prompt, self.spans), self._unit_tokens)
         twin._hashed = self._hashed
         twin.append(bytes(self._added))
         return twin
@@ -85,7 +84,7 @@ class TokenSequence:
         """Whether the first `num_tokens` have the same KV as those of `other`: same root, tokens and spans."""
         if self.root != other.root or min(self.num_tokens, other.num_tokens) < num_tokens:
             return False
-        mine, theirs = ([s for s in tokens._spans if s.start < num_tokens] for tokens in (self, other))
+        mine, theirs = ([s for s in tokens.spans if s.start < num_tokens] for tokens in (self, other))
         if mine != theirs:
             return False
         count = num_tokens * TOKEN_BYTES
@@ -104,7 +103,7 @@ class TokenSequence:
         """Whether publishing the prompt from unit `start` on hashes enough tokens for `hash_ahead` in a thread to pay
         off."""
         num_bytes = len(self._prompt) - start * self._unit_bytes
-        return num_bytes > MAX_RUN_TOKENS * TOKEN_BYTES and not self._spans and not self._hashed
+        return num_bytes > MAX_RUN_TOKENS * TOKEN_BYTES and not self.spans and not self._hashed
 
     def hash_ahead(self, start: int) -> None:
         """Hash the prompt up to each maximum boundary after unit `start`, so that publishing does not have to.
@@ -137,17 +136,12 @@ class TokenSequence:
             return self._prompt[start:stop]
         return self._prompt[start:] + self._added[max(0, start - border) : stop - border]
 
-    @property
-    def spans(self) -> tuple[KeySpan, ...]:
-        """All key spans, in the order of their positions."""
-        return self._spans
-
     def spans_at(self, position: int) -> tuple[KeySpan, ...]:
         """The spans that touch the unit at `position`."""
-        if not self._spans:
+        if not self.spans:
             return ()
         start, stop = position * self._unit_tokens, (position + 1) * self._unit_tokens
-        return tuple(span for span in self._spans if span.start < stop and span.stop > start)
+        return tuple(span for span in self.spans if span.start < stop and span.stop > start)
 
     def run_stop(self, position: int, limit: int) -> int:
         """End of a run that begins at unit `position`, at most `limit`: the same spans touch all its units, and it
@@ -168,7 +162,7 @@ class TokenSequence:
         probe: Hasher = hasher.copy()
         at = position * self._unit_bytes
         probe.update(self._bytes(at, at + self._unit_bytes))
-        if self._spans:
+        if self.spans:
             for span in self.spans_at(position):
                 probe.update(span.record())
         return probe.digest()
@@ -178,7 +172,7 @@ class TokenSequence:
         at = position * self._unit_bytes
         end = at + self._unit_bytes
         tokens = self._prompt[at:end] if end <= len(self._prompt) else self._bytes(at, end)
-        return tokens + b"".join([span.record() for span in self.spans_at(position)]) if self._spans else tokens
+        return tokens + b"".join([span.record() for span in self.spans_at(position)]) if self.spans else tokens
 
     def hash_on(self, hasher: Hasher, start: int, stop: int) -> Hasher:
         """The running hash of all units before `stop`; `hasher` covers those before `start`."""
@@ -196,14 +190,14 @@ class TokenSequence:
         """As `stretch`, but a view instead of a copy if the units are nearly all of a long prompt, because a view keeps
         the whole prompt alive."""
         at, end, whole = start * self._unit_bytes, stop * self._unit_bytes, len(self._prompt)
-        if end - at < LONG_BYTES or end - at < whole - whole // 16 or end > whole or self._spans:
+        if end - at < LONG_BYTES or end - at < whole - whole // 16 or end > whole or self.spans:
             return self._bytes(at, end)
         return memoryview(self._prompt)[at:end]
 
     def common_stop(self, run: TokenRange, limit: int) -> int:
         """The unit, at most `limit`, up to which `run` and this sequence agree."""
         limit = min(limit, run.stop)
-        if self._spans or run.spans:
+        if self.spans or run.spans:
             if self.spans_at(run.start) != run.spans:
                 return run.start
             limit = self._uniform_stop(run.start, limit)
@@ -239,8 +233,3 @@ def unit_digests(hasher: Hasher, tokens: bytes, unit_bytes: int) -> Iterator[byt
     for at in range(0, len(tokens), unit_bytes):
         after.update(tokens[at : at + unit_bytes])
         yield after.digest()
-
-
-def _cuts_of(spans: tuple[KeySpan, ...], unit_tokens: int) -> tuple[int, ...]:
-    """The units at which the set of touching spans changes: the first unit of a span, and the first after it."""
-    return tuple(sorted({cut for span in spans for cut in (span.start // unit_tokens, -(-span.stop // unit_tokens))}))

@@ -198,9 +198,9 @@ def test_the_last_use_rules_where_it_hits_more() -> None:
         held = [size for ring in shadow.rings for size in ring.values()]
         assert sum(held) == shadow.num_held > 0 and shadow.num_held <= shadow.capacity
         assert min(held) > 0
-    assert not guard.is_learned and guard._learned_hits < guard._last_used_hits
+    assert not guard.is_learned and guard.learned_hits < guard.last_used_hits
     for hits, rules in ((99.0, False), (102.0, True), (99.9, True), (99.0, False)):
-        guard._learned_hits, guard._last_used_hits = hits, 100.0
+        guard.learned_hits, guard.last_used_hits = hits, 100.0
         guard.judge()
         assert guard.is_learned is rules
 
@@ -222,8 +222,10 @@ class Heard:
 
 def hit_lately(driven: Driven, learned: float, last_use: float) -> None:
     """So often, in the small caches of the host's guard."""
-    guard = driven.ledger._policy.learning._guards[Tier.HOST]  # type: ignore[attr-defined]
-    guard._learned_hits, guard._last_used_hits = learned, last_use
+    learning = driven.ledger._commits.learning
+    assert learning is not None
+    guard = learning.guards[Tier.HOST]
+    guard.learned_hits, guard.last_used_hits = learned, last_use
 
 
 def test_a_switch_of_the_ruling_order_is_told_once_and_evictions_are_counted_by_it() -> None:

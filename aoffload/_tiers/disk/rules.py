@@ -13,7 +13,7 @@ prefix loses its tail before its head.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -67,7 +67,8 @@ class DiskStores:
         if most <= 0:
             return []
         wanted = self._asked_stop if only_asked_twice else self._whole_stop
-        if self._has_come_nearer(only_asked_twice):
+        before, self._came_to = self._came_to, (*self._nearness(), only_asked_twice)
+        if self._came_to != before:
             self._turns = {run: self._num_blocks(run, self._host) for run in watermark.about_to_lose(wanted)}
         if self._turns:
             jobs += self._take_turns(most, wanted)
@@ -81,7 +82,8 @@ class DiskStores:
     @property
     def are_due(self) -> bool:
         """Whether `plan` may find something, wanting what it wanted before."""
-        return bool(self._turns) or self._nearness() != self._came_to[:2] or self.watermark.has_changed
+        watermark = self.watermark
+        return bool(self._turns) or self._nearness() != self._came_to[:2] or watermark.state() != watermark.seen
 
     def _take_turns(self, most: int, wanted: Callable[[Run], int]) -> list[Job]:
         """Store the runs that still have a turn, in eviction order. The turn of a run ends when nothing of it is left
@@ -110,13 +112,8 @@ class DiskStores:
         """The number of blocks that a tier holds of the path of `run`."""
         return sum(len(part.blocks) for each in run.path() for part in each.parts_in(blocks.tier))
 
-    def _has_come_nearer(self, only_asked_twice: bool) -> bool:
-        """Whether the host has used a part of the watermark since it was looked at, or something else is wanted."""
-        now = (*self._nearness(), only_asked_twice)
-        before, self._came_to = self._came_to, now
-        return now != before
-
     def _nearness(self) -> tuple[object, ...]:
+        """Changes once the host has used one more part of the watermark, or the disk was reset."""
         host = self._host
         return (host.num_evicted - host.pool.num_free) // self.watermark.step, self._disk.num_resets
 
@@ -164,7 +161,9 @@ class DiskStores:
     def _asked_twice(self, num_blocks: int) -> list[Run]:
         """Runs with about `num_blocks` blocks that were asked for twice and may be missing on the disk."""
         found: dict[Run, None] = {}
-        for part in islice(self._not_looked_at(), MAX_LOOKED_AT):
+        looked_at = self._looked_at  # parts that were used together have the same number: each of them is scanned
+        unseen = (part for part in self._host.order if part.last_use > looked_at)
+        for part in islice(unseen, MAX_LOOKED_AT):
             if num_blocks <= 0:
                 break
             if self.watermark.lacking((part,), 1, self._asked_stop):
@@ -173,13 +172,6 @@ class DiskStores:
             elif not found:
                 self._looked_at = part.last_use
         return list(found)
-
-    def _not_looked_at(self) -> Iterator[Part]:
-        """Of parts that were used together, all: what was looked at meanwhile does not count."""
-        looked_at = self._looked_at
-        for part in self._host.order:
-            if part.last_use > looked_at:
-                yield part
 
 
 @dataclass(slots=True, eq=False)
@@ -238,7 +230,9 @@ class Restores:
         hasher.update(found.tokens)
         if root.digest != found.root or hasher.digest() != found.digest:
             return 0
-        sequence = _sequence(found, before, root, cache.layout.unit_tokens)
+        known = b"".join([run.tokens for run in before.whole_path()]) if before is not None else b""
+        known = known[: start * cache.layout.unit_tokens * TOKEN_BYTES]
+        sequence = TokenSequence(Prefix(root, known + found.tokens), cache.layout.unit_tokens)
         run = None if before is None else cache.cut(before, start)
         taken = 0
         while start < found.stop:
@@ -270,13 +264,6 @@ def _hash_up_to(run: Run, stop: int) -> Hasher:
     """The running hash of the prefix before unit `stop` of `run`, which no span touches. The caller's own."""
     unit_bytes = len(run.tokens) // (run.stop - run.start)
     return hash_run(run.hash_before, run.tokens[: (stop - run.start) * unit_bytes], (), unit_bytes)
-
-
-def _sequence(found: RestoredRun, before: Run | None, root: Root, unit_tokens: int) -> TokenSequence:
-    """The tokens up to the end of `found`, which follows `before`."""
-    known = () if before is None else before.whole_path()
-    tokens = b"".join([run.tokens for run in known])[: found.start * unit_tokens * TOKEN_BYTES]
-    return TokenSequence(Prefix(root, tokens + found.tokens), unit_tokens)
 
 
 def check_restored(found: object, cache: PrefixCache) -> RestoredRun:

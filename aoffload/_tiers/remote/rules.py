@@ -87,10 +87,6 @@ class RemoteStores:
     """Digests of the cells that were planned in this situation: what failed would fail again."""
 
     @property
-    def _cell_blocks(self) -> int:
-        return self.cell_units * self.cache.layout.full.width
-
-    @property
     def _is_full(self) -> bool:
         return len(self._known) + len(self.forgotten) >= MAX_KNOWN
 
@@ -100,7 +96,7 @@ class RemoteStores:
         """Store at most `most` blocks of the cells that `is_wanted`. `ticket`: the next request's; `oldest`: that of
         the live request that was admitted first."""
         self._remember_since(oldest)
-        recent, left = self.counts.recent, most // self._cell_blocks
+        recent, left = self.counts.recent, most // (self.cell_units * self.cache.layout.full.width)
         now = (self.cache.tiers[Tier.HOST].num_changes, recent.num_added, len(self.forgotten))
         if now != self._situation:
             self._situation, self._num_seen, self._tried = now, 0, set()
