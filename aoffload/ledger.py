@@ -36,7 +36,6 @@ from ._kernel.events import (
     WaitedForBlocks,
     WorkerFailed,
 )
-from ._kernel.eviction import EvictionOrder
 from ._kernel.ledger import LedgerStatistics, RemoteCounts
 from ._kernel.plans import (
     Answer,
@@ -50,7 +49,7 @@ from ._kernel.plans import (
     TransferPlan,
 )
 from ._kernel.prefix import Prefix, Root
-from ._kernel.protocols import BlockWatcher, DevicePool, EngineBlocks
+from ._kernel.protocols import BlockWatcher, DevicePool, EngineBlocks, EvictionOrder
 from ._kernel.requests import CacheTransfer, Demotion, Fetch, LedgerRequest, LoadOverlap, Pin, Prefetch, Step, Waiter
 from ._kernel.states import CacheTransferState, Direction, JobState, Outcome, OverlapState, PinState, is_compiled
 from ._kernel.status import (

@@ -8,7 +8,7 @@ __all__ = ["CACHE_MUTANTS"]
 
 PREFIX, TOKENS, MATCHING = "aoffload._kernel.prefix", "aoffload._kernel.tokens", "aoffload._kernel.index"
 PINS, CACHE, TIERS = "aoffload._kernel.leases", "aoffload._kernel.cache", "aoffload._kernel.pools"
-EVICTION, INDEX, RECORDS = "aoffload._kernel.eviction", "aoffload._kernel.index", "aoffload._kernel.records"
+EVICTION, INDEX, RECORDS = "aoffload._kernel.pools", "aoffload._kernel.index", "aoffload._kernel.records"
 PUBLISH, COMMITS, OWNERS = "aoffload._kernel.leases", "aoffload._kernel.commits", "aoffload._kernel.requests"
 KNOWS_LEASES = (
     "from .records import BlockTable, Part, Run, nulls",

@@ -7,7 +7,7 @@ from .planting import Mutant
 __all__ = ["LINK_MUTANTS"]
 
 OFFERS, REQUESTS = "aoffload._host_cache.offers", "aoffload._kernel.ledger"
-HOPS, QUEUE = "aoffload._transfer.link", "aoffload._transfer.copy_queue"
+HOPS, QUEUE = "aoffload._transfer.copy_queue", "aoffload._transfer.copy_queue"
 VLLM = "aoffload.integrations.vllm"
 
 _DEFERRED = "a deferred block is stored only if it still holds what it held"

@@ -60,7 +60,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a hang is not slow",
-        "aoffload._transfer.link",
+        "aoffload._transfer.copy_queue",
         "        return (now - rate.since_s) * all_bytes / in_flight if in_flight else 0.0\n",
         "        return 0.0\n",
         "while one request waits for a tier that hangs, others do not begin to",
@@ -140,7 +140,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what was not written is charged",
-        "aoffload._transfer.link",
+        "aoffload._transfer.copy_queue",
         "        self.bytes_over += completion.num_bytes\n",
         "        self.bytes_over += self.in_flight[completion.job_id].num_bytes\n",
         "what was not written is not charged",

@@ -237,7 +237,7 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a late job is in doubt",
-        "aoffload._transfer.link",
+        "aoffload._transfer.copy_queue",
         "return Outcome.FAILED if Tier.REMOTE in (self.source, self.destination) else Outcome.UNPROVEN",
         "return Outcome.UNPROVEN",
         "a remote store never leaves host memory in doubt",

@@ -143,7 +143,7 @@ _WORKER = (
     ),
     Mutant(
         "bytes in flight never given back",
-        "aoffload._transfer.link",
+        "aoffload._transfer.copy_queue",
         "            self.num_bytes -= found.num_bytes",
         "            self.num_bytes -= 0",
         "budgets are returned with the job",

@@ -97,8 +97,8 @@ _WINDOWS = (
     Mutant(
         "holes not filled when nothing is loaded",
         LOADS,
-        "if request.load is None and (has_holes(request) or",
-        "if request.load is None and (not request.tables or",
+        "if load is None and (has_holes(request) or",
+        "if load is None and (not request.tables or",
         "whatever becomes of a load, what is computed has blocks",
         scenarios=("mixed_windows",),
     ),
@@ -138,6 +138,14 @@ _PREEMPTION = (
         "            pass\n",
         "the progress of a preempted request is kept in host memory",
         test="tests/core/test_preemption.py::test_progress_comes_back_from_the_host",
+    ),
+    Mutant(
+        "preemption stores although the policy stores nothing",
+        PREEMPTION,
+        " and not self.stores_nothing",
+        "",
+        "a policy that stores nothing stores nothing",
+        test="tests/core/test_transfers.py::test_a_policy_that_stores_nothing_stores_nothing_at_preemption",
     ),
     Mutant(
         "preempted although a step runs",

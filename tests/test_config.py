@@ -13,9 +13,9 @@ from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import FullAttention, KVCacheGroup
 from aoffload._config.tiers import parse_bytes
 from aoffload._extensions.store_policies import LazyStore
-from aoffload._kernel.eviction import LeastRecentlyUsed
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.ledger import Ledger
+from aoffload._kernel.pools import LeastRecentlyUsed
 from aoffload.errors import ConfigError, InvalidArgument
 from aoffload.ledger import LearnedEviction
 from aoffload.testing import SimulatedStore

@@ -10,7 +10,7 @@ import pytest
 from aoffload._kernel.plans import Completion
 from aoffload._kernel.states import Outcome, Tier
 from aoffload._runtime.costs import PrefillSpeed, fetch_bound_s
-from aoffload._transfer.link import Link
+from aoffload._transfer.copy_queue import Link
 from aoffload._transfer.rates import FRESH_S, TransferRate
 
 # -- the choice -------------------------------------------------------------------------------------------------------

@@ -39,10 +39,11 @@ from math import inf
 
 from .._kernel.cache import PrefixCache
 from .._kernel.events import EvictionSwitched
-from .._kernel.eviction import EvictionOrder, LeastRecentlyUsed
 from .._kernel.layout import Layout
 from .._kernel.moves import Moves
+from .._kernel.pools import LeastRecentlyUsed
 from .._kernel.prefix import TOKEN_BYTES
+from .._kernel.protocols import EvictionOrder
 from .._kernel.records import Part, Run
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import Tier

@@ -17,7 +17,6 @@ Pins also end by their deadlines. The kernel reads no clock: the caller compares
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,11 +76,6 @@ class Pins:
     def end_all(self, state: PinState) -> None:
         for pin in tuple(self.pins):
             self.end(pin, state)
-
-    @property
-    def next_lapse(self) -> float:
-        """The time at which the first pin lapses; infinity without one."""
-        return self.pins[0].expires_at if self.pins else math.inf
 
     def lapse(self, now: object) -> bool:
         """End every pin whose deadline has come. Returns whether there was one."""

@@ -21,7 +21,6 @@ from .._kernel.states import RequestState as State
 from .._kernel.waiting import Admission, waiting_error
 from ..errors import WrongState
 from .overlap import acknowledge
-from .store_policies import NoStore, StorePolicy
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +31,8 @@ class Preemptions:
     jobs: JobBook
     stores: Stores
     admission: Admission
-    policy: StorePolicy
+    stores_nothing: bool
+    """Whether the store policy is `NoStore`."""
 
     @staticmethod
     def check(request: LedgerRequest) -> None:
@@ -62,7 +62,7 @@ class Preemptions:
         # Stored at once, whatever the timing of the policy, but nothing with `NoStore`, nor beyond the store limit.
         jobs: list[Job] = []
         stop = min(published, request.store_limit)
-        if run is not None and stop and request.epoch == cache.epoch and not isinstance(self.policy, NoStore):
+        if run is not None and stop and request.epoch == cache.epoch and not self.stores_nothing:
             jobs = self.stores.offer(request, run, published, stop, with_windows=True)
         held = {block_id for table in request.tables for block_id in table.ids if block_id}
         self.request_leases.give_up_tables(request)

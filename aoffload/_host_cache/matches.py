@@ -26,13 +26,12 @@ from .._arguments import check_has
 from .._extensions.load_choice import Loadable
 from .._kernel.cache import PrefixCache
 from .._kernel.events import LoadsPaused, LoadsResumed
-from .._kernel.eviction import EvictionOrder
 from .._kernel.index import Hit, find_hit_after, held_stop
 from .._kernel.leases import RequestLeases
 from .._kernel.moves import Moves
 from .._kernel.plans import PrefixMatch
 from .._kernel.pools import TierBlocks
-from .._kernel.protocols import EngineBlocks
+from .._kernel.protocols import EngineBlocks, EvictionOrder
 from .._kernel.records import NO_LIMIT, Job
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import BELOW, Tier

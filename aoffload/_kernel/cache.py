@@ -35,11 +35,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..errors import LeaseError
-from .eviction import EvictionOrder
 from .index import RunIndex, Stretch, covered, covered_stop, stretches
 from .layout import Band, Layout, outside
 from .pools import LastUses, TierBlocks
-from .protocols import BlockWatcher, Shielded
+from .protocols import BlockWatcher, EvictionOrder, Shielded
 from .records import Job, Lease, Part, Run
 from .states import NoEpoch, Tier
 from .tokens import TokenSequence, max_run_units

@@ -59,7 +59,7 @@ from .._extensions.overlap import acknowledge, begin_step, can_start, expected_i
 from .._extensions.pins import Pins, check_time
 from .._extensions.preemption import Preemptions
 from .._extensions.prefetch import CacheTransfers
-from .._extensions.store_policies import CountingPolicy, LearningPolicy, checked, store_limit, store_policy_of
+from .._extensions.store_policies import CountingPolicy, LearningPolicy, NoStore, checked, store_limit, store_policy_of
 from .._host_cache.host_cache import EngineOwned
 from .._host_cache.matches import Arrivals, EngineMatches, EngineTier
 from .._host_cache.offers import MOST_OF_POOL, EngineOffers
@@ -70,7 +70,6 @@ from ..errors import ConfigError, DuplicateRequest, InvalidArgument, WrongState
 from .cache import PrefixCache
 from .commits import Commits
 from .events import Observer
-from .eviction import EvictionOrder, LeastRecentlyUsed
 from .index import fetchable_path, find_hit
 from .jobs import JobBook, Stores
 from .layout import Layout
@@ -90,9 +89,9 @@ from .plans import (
     TransferPlan,
     check_completion,
 )
-from .pools import DiskBlocks, ExtentPool, FreeList, LastUses, SlotPool, TierBlocks
+from .pools import DiskBlocks, ExtentPool, FreeList, LastUses, LeastRecentlyUsed, SlotPool, TierBlocks
 from .prefix import Prefix, TokenIds, check_prefix
-from .protocols import BlockWatcher, DevicePool, EngineBlocks
+from .protocols import BlockWatcher, DevicePool, EngineBlocks, EvictionOrder
 from .records import NO_LIMIT, Job
 from .requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Pin, Prefetch, Step, Waiter, do_nothing
 from .states import BELOW, Computing, NoEpoch, PinState, Tier, check_tier, require
@@ -228,7 +227,8 @@ class Ledger:
         self.admission = Admission(cache, leases, moves, self._others_hold_blocks, self._pins.yield_one)
         self._loads = Loads(cache, leases, moves, self.jobs, self.admission, self._pins.renew)
         self._forks = Forks(cache, leases, self.admission, moves)
-        policy = checked(store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1))
+        chosen = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
+        policy = checked(chosen)
         self._hints: Hints | None = None
         self._rulings: Rulings | None = None
         if learning is not None:
@@ -243,7 +243,9 @@ class Ledger:
         """Whether the store policy has a watermark: without one, `plan_write_back` plans nothing."""
         watermark = EvictionWatermark(cache, self.jobs, stores, policy.num_watermark_blocks)
         self._commits = Commits(cache, leases, stores, self.admission, moves, policy, watermark, self._pins, learning)
-        self._preemptions = Preemptions(cache, leases, moves, self.jobs, stores, self.admission, policy)
+        self._preemptions = Preemptions(
+            cache, leases, moves, self.jobs, stores, self.admission, stores_nothing=isinstance(chosen, NoStore)
+        )
         share = config.max_prefetch_share
         self._cache_transfers = CacheTransfers(cache, leases, moves, self._loads, stores, self.admission, share)
         self._fetches: Fetches | None = None
@@ -405,7 +407,8 @@ class Ledger:
         With `engine_blocks`, the engine has the first `num_device_tokens` on its device; the host is matched after
         them. The answer may be `PENDING`: see `match_again`.
         """
-        check_names("Ledger.admit", options, RequestOptions)
+        if options:
+            check_names("Ledger.admit", options, RequestOptions)
         unit = self.layout.unit_tokens
         reads_cache, max_hit_tokens = options.get("reads_cache", True), options.get("max_hit_tokens")
         store, max_store_tokens = options.get("store", StoreScope.ALL), options.get("max_store_tokens")
@@ -1089,9 +1092,9 @@ class Ledger:
     @property
     def next_lapse(self) -> float:
         """The time at which the first pin or hint lapses; infinity without one."""
-        if self._hints is not None:
-            return min(self._pins.next_lapse, self._hints.next_lapse)
-        return self._pins.next_lapse
+        pins, hints = self._pins.pins, self._hints
+        due = pins[0].expires_at if pins else math.inf
+        return due if hints is None else min(due, hints.next_lapse)
 
     def lapse(self, now: float) -> None:
         """End the pins and hints that expire at `now` or before."""

@@ -92,8 +92,9 @@ class Loads:
             if self.lost_to_reset(request):
                 self._requeue(request, request.published, wake)
             return ()
-        if request.load is not None:  # an earlier call has planned it, and its caller has stopped waiting
-            request.load.wake = wake
+        pending = request.load
+        if pending is not None:  # an earlier call has planned it, and its caller has stopped waiting
+            pending.wake = wake
             return ()
         if request.waiter is not None:
             if request.state is not State.REQUEUED:
@@ -109,16 +110,17 @@ class Loads:
         may_load = is_current and BELOW in request.leases
         stop = min(request.hit_stop, request.num_units, limit) if may_load else 0
         jobs = self.start(request, stop, wake, conclude, units_per_job) if stop > request.published else []
-        if request.load is None and (has_holes(request) or (request.published and not is_current)):
+        load = request.load
+        if load is None and (has_holes(request) or (request.published and not is_current)):
             # A load without jobs, which `_conclude` ends below: that fills the holes in the window tables, or gives up
             # a device hit from before a reset.
-            request.load = Load(request.published, wake, conclude, request.ticket)
-        if request.load is None:
+            request.load = load = Load(request.published, wake, conclude, request.ticket)
+        if load is None:
             self.request_leases.end_host_lease(request)
             self.moves.request(request, State.RUNNING)
             return ()
         self.moves.request(request, State.LOADING)
-        if not request.load.jobs:
+        if not load.jobs:
             self._conclude(request)
         return tuple([job.plan for job in jobs])
 

@@ -1,4 +1,5 @@
-"""Protocols for programs: pools of device blocks, engines that own the device blocks, watchers of cached blocks.
+"""Protocols for programs: pools of device blocks, engines that own the device blocks, watchers of cached blocks,
+eviction orders.
 
 Objects of any class will do. This file is never compiled, so classes may also derive from the protocols here.
 """
@@ -6,7 +7,7 @@ Objects of any class will do. This file is never compiled, so classes may also d
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -94,3 +95,26 @@ class Shielded:
     def all_cleared(self, epoch: int) -> None:
         with suppress(BaseException):
             self._watcher.all_cleared(epoch)
+
+
+class EvictionOrder(Protocol):
+    """The eviction order of one tier. It has every unpinned part with blocks; the oldest one loses its tail first."""
+
+    def add(self, part: Part) -> None:
+        """`part` was just unpinned."""
+        ...
+
+    def add_newer(self, part: Part, than: Part) -> None:
+        """Insert `part` right after `than`, to be evicted after it. `part` is the head of a split and `than` its tail:
+        the tail is evicted first, because it could not be found without its head."""
+        ...
+
+    def add_back(self, part: Part) -> None:
+        """Reinsert `part` at its old place, by `last_use`: it was pinned, but not used."""
+        ...
+
+    def remove(self, part: Part) -> None: ...
+
+    def oldest(self) -> Part | None: ...
+
+    def __iter__(self) -> Iterator[Part]: ...

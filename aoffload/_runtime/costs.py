@@ -26,8 +26,7 @@ from .._kernel.ledger import Ledger
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import BELOW, RequestState, Tier
 from .._kernel.status import Declined
-from .._transfer.copy_queue import CopyQueue
-from .._transfer.link import Link
+from .._transfer.copy_queue import CopyQueue, Link
 from .._transfer.rates import TransferRate
 from ..errors import InvalidArgument
 

@@ -404,7 +404,8 @@ class OffloadRuntime:
         An array of any length is read here. A list or tuple of more than 8,192 ids is read on entering, with turns for
         other tasks in between. It must not change until then, and `cancel(request_id)` finds the request only later.
         """
-        check_names("OffloadRuntime.request", options, PromptOptions)
+        if options:
+            check_names("OffloadRuntime.request", options, PromptOptions)
         self._session.check_usable()
         deadline_s = options.pop("deadline_s", None)
         seconds = None if deadline_s is None else _seconds("deadline_s", deadline_s)

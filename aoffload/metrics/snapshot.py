@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import attrs
 
 from aoffload import Ledger, Tier
-from aoffload._kernel.eviction import LeastRecentlyUsed
-from aoffload._kernel.pools import TierBlocks
+from aoffload._kernel.pools import LeastRecentlyUsed, TierBlocks
 from aoffload._observe.observers import each_observer
 from aoffload._transfer.breaker import LeftAlone, Use
 from aoffload.ledger import EvictionRule, EvictionStatistics, LedgerLog, LedgerStatistics, Observers, TierStatistics

@@ -7,7 +7,7 @@ import attrs
 from .._kernel.plans import TransferPlan
 from .._kernel.states import Direction, JobState, Tier
 from .._runtime.runtime import OffloadRuntime
-from .._transfer.link import JOBS_IN_FLIGHT
+from .._transfer.copy_queue import JOBS_IN_FLIGHT
 from .faults import Faults
 from .transport import SimulatedTransport
 from .violations import Violation

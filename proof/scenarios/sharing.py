@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from aoffload import FullAttention, KeySpan, SlidingWindow
-from aoffload._kernel.eviction import LeastRecentlyUsed
+from aoffload._kernel.pools import LeastRecentlyUsed
 from aoffload._kernel.records import Part
 from aoffload.testing import Client, Simulation
 

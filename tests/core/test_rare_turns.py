@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from driving import Driven, prompt
 
-from aoffload._kernel.eviction import LeastRecentlyUsed
+from aoffload._kernel.pools import LeastRecentlyUsed
 from aoffload._kernel.records import Part
 from aoffload._kernel.states import Outcome, RequestState
 from aoffload.errors import OutOfBlocks

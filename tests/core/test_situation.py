@@ -14,8 +14,8 @@ from engine_driving import EngineDriven
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
 from aoffload._kernel.events import Event, ExtensionRefused
-from aoffload._kernel.eviction import LeastRecentlyUsed
 from aoffload._kernel.ledger import Ledger
+from aoffload._kernel.pools import LeastRecentlyUsed
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.records import Part
 from aoffload._kernel.states import Outcome, RequestState, Tier

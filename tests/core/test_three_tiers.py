@@ -16,7 +16,6 @@ from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._extensions.integrity import check_integrity
 from aoffload._extensions.pins import Pins
 from aoffload._kernel.cache import PrefixCache
-from aoffload._kernel.eviction import LeastRecentlyUsed
 from aoffload._kernel.index import find_hit, held_stop, jobs_bringing, present_stop
 from aoffload._kernel.jobs import JobBook, Stores
 from aoffload._kernel.layout import Layout
@@ -24,7 +23,7 @@ from aoffload._kernel.leases import RequestLeases, publish, slide_windows
 from aoffload._kernel.loads import Loads
 from aoffload._kernel.moves import Moves
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.pools import ExtentPool, FreeList, LastUses, TierBlocks
+from aoffload._kernel.pools import ExtentPool, FreeList, LastUses, LeastRecentlyUsed, TierBlocks
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.records import Job, Part, Run
 from aoffload._kernel.requests import LedgerRequest

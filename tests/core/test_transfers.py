@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from driving import BLOCK, Direction, Driven, Tier, prompt
 
 from aoffload import Ledger, OffloadConfig
 from aoffload._config.groups import KVCacheGroup
-from aoffload._extensions.store_policies import EagerStore
+from aoffload._extensions.store_policies import EagerStore, NoStore
 from aoffload._kernel.events import Event, StoreSkipped
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.plans import Completion, TransferPlan
@@ -802,6 +804,20 @@ def test_no_store_policy_stores_nothing() -> None:
     request = driven.running(A)
     assert driven.commit(request, 8) == []
     assert [plan.num_blocks for plan in driven.commit(request, 17)] == [4]
+
+
+class NothingAtAll(NoStore):
+    """A program's own policy that stores nothing."""
+
+
+@pytest.mark.parametrize("policy", ["off", NothingAtAll()], ids=["off", "derived"])
+@pytest.mark.parametrize("eviction", ["lru", "learned"])
+def test_a_policy_that_stores_nothing_stores_nothing_at_preemption(policy: Any, eviction: Any) -> None:
+    """`store_policy="off"` holds for preempted requests, too, whichever features wrap the policy."""
+    driven = Driven(8, store_policy=policy, eviction=eviction)
+    request = driven.running(A)
+    driven.commit(request)
+    assert driven.ledger.preempt_nowait(request).plans == ()
 
 
 def test_what_is_stored_does_not_evict_the_prefix_it_hangs_on() -> None:

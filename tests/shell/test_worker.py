@@ -35,8 +35,8 @@ from serving import (
 from aoffload import IntegrityError, OffloadRuntime, OutOfBlocks, RequestState, RuntimeClosed
 from aoffload._kernel.states import Direction
 from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
+from aoffload._transfer.copy_queue import Link
 from aoffload._transfer.fences import PASSED, Fence
-from aoffload._transfer.link import Link
 from aoffload.errors import TransferRefused
 from aoffload.ledger import Completion, Event, Outcome, WorkerFailed
 

@@ -24,7 +24,7 @@ from aoffload._tiers.remote.cells import HEADER, OVERHEAD_BYTES
 from aoffload._tiers.remote.questions import positions
 from aoffload._tiers.remote.removals import Removals
 from aoffload._transfer.breaker import Closed, Opened, Use
-from aoffload._transfer.link import link_of
+from aoffload._transfer.copy_queue import link_of
 from aoffload._transfer.local import LocalTransport
 from aoffload.errors import StoreError, TransferRefused, WrongState
 from aoffload.testing import SimulatedStore, StoreFault
