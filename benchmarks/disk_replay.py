@@ -69,7 +69,7 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
 def _of_host(prompts: list[Tokens], num_host: int) -> list[Row]:
     alone = through_ledger(prompts, NUM_DEVICE, num_host, 0)
     eager = through_ledger(prompts, NUM_DEVICE, num_host, NUM_DISK)
-    selective = through_ledger(prompts, NUM_DEVICE, num_host, NUM_DISK, only_asked_twice=True)
+    selective = through_ledger(prompts, NUM_DEVICE, num_host, NUM_DISK, only_requested_twice=True)
     ids = [prompt[:-1:BLOCK_TOKENS].tolist() for prompt in prompts]
     simulated = by_blocks(ids, NUM_DEVICE, num_host, NUM_DISK)
     about = f"trace, host {num_host:,}"
@@ -114,7 +114,7 @@ def _tier(path: Path | str, num_slots: int, daily_writes: int | None = None) -> 
 
 
 def through_ledger(
-    prompts: list[Tokens], num_device: int, num_host: int, num_disk: int, *, only_asked_twice: bool = False
+    prompts: list[Tokens], num_device: int, num_host: int, num_disk: int, *, only_requested_twice: bool = False
 ) -> Hits:
     """One request after the other; every copy lands at once."""
     config = _config(num_host, _tier("unused", num_disk) if num_disk else None)
@@ -130,7 +130,7 @@ def through_ledger(
         land(ledger, ledger.commit(record, len(tokens)))
         land(ledger, ledger.release(record))
         while num_disk and (
-            plans := ledger.plan_disk_stores(num_disk, is_idle=True, only_asked_twice=only_asked_twice)
+            plans := ledger.plan_disk_stores(num_disk, is_idle=True, only_requested_twice=only_requested_twice)
         ):
             found.written += land(ledger, plans)
     return found

@@ -91,7 +91,7 @@ _STORES = (
         OF_STORES + "only_what_was_asked_for_twice",
         "disk: asked for once is enough",
         STORES,
-        "wanted = self._asked_stop if only_asked_twice else self._whole_stop",
+        "wanted = self._requested_stop if only_requested_twice else self._whole_stop",
         "wanted = self._whole_stop",
         "with little budget left, only what was asked for twice is written",
     ),

@@ -68,7 +68,7 @@ DISK_PROOF_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "what is taken back goes on being stored",
         WORK,
-        "        self.worker.copies.take_back(plan.job_id for plan in wrong)\n",
+        "        self.worker.copies.invalidate_sources(plan.job_id for plan in wrong)\n",
         "",
         PROMISE,
         f"{RUNTIME}::test_what_is_being_stored_while_it_is_taken_back_is_found_by_nobody",

@@ -145,7 +145,7 @@ _STORES = (
         OF_STORES + "what_was_asked_for_once_stays",
         "asked for once is enough",
         STORES,
-        "self.counts.asked_stop(sequence, sequence.num_tokens // self.cache.layout.unit_tokens)",
+        "self.counts.requested_stop(sequence, sequence.num_tokens // self.cache.layout.unit_tokens)",
         "sequence.num_tokens // self.cache.layout.unit_tokens",
         "only what was asked for twice is stored",
     ),

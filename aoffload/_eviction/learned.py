@@ -207,8 +207,8 @@ def _smoothed(counts: list[float]) -> list[float]:
 SAMPLED_RUNS, SAMPLED_UNITS = 2, 4
 """One run in so many is in the sample; of these, one unit in so many."""
 SAMPLED = SAMPLED_RUNS * SAMPLED_UNITS
-FEW = 8
-"""Blocks of a sample that tells nothing."""
+MIN_LEARNED_BLOCKS = 8
+"""A sample of fewer blocks tells nothing."""
 HALF_LIFE = 500
 """Runs of the sample asked for after which a hit of a shadow counts half."""
 LEAD = 0.01
@@ -314,7 +314,7 @@ class Guard:
         self._learned, self._last_used = Shadow(size, times), Shadow(size)
         self.learned_hits = self.last_used_hits = 0.0
         """Hits of both lately."""
-        self.is_learned = size < FEW
+        self.is_learned = size < MIN_LEARNED_BLOCKS
 
     def asked(self, sample: Sequence[tuple[CountedRun, int]]) -> None:
         """`sample`: of the path that a request asks for; it may not be empty."""

@@ -139,8 +139,8 @@ class SelectiveStore(EagerStore):
 
 
 @attrs.frozen
-class Around(EagerStore):
-    """A policy of a ledger around another one, whose answers it passes on."""
+class PolicyWrapper(EagerStore):
+    """A base for policies that wrap another one and pass its answers on."""
 
     policy: StorePolicy
 
@@ -156,7 +156,7 @@ class Around(EagerStore):
 
 
 @attrs.frozen
-class CheckedPolicy(Around):
+class CheckedPolicy(PolicyWrapper):
     """A policy of the program's own, whose answers are checked. Those of this file need no check."""
 
     def wanted_stop(self, request: LedgerRequest) -> int:
@@ -168,7 +168,7 @@ def checked(policy: StorePolicy) -> StorePolicy:
 
 
 @attrs.frozen
-class LearningPolicy(Around):
+class LearningPolicy(PolicyWrapper):
     """The policy of a ledger whose eviction learns."""
 
     learn: Callable[[LedgerRequest, int, int], object]
@@ -180,7 +180,7 @@ class LearningPolicy(Around):
 
 
 @attrs.frozen
-class CountingPolicy(Around):
+class CountingPolicy(PolicyWrapper):
     """The policy of a ledger with a disk or a remote store, which also counts how often prefixes are requested."""
 
     counts: HitCounts
@@ -198,7 +198,7 @@ class CountingPolicy(Around):
         if self.has_remote:
             self.recent.add(request.sequence)
 
-    def asked_stop(self, sequence: TokenSequence, limit: int) -> int:
+    def requested_stop(self, sequence: TokenSequence, limit: int) -> int:
         """The unit, at most `limit`, up to which `sequence` was asked for twice."""
         return self.counts.stop_of(sequence, limit, 2)
 

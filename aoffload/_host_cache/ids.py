@@ -17,7 +17,7 @@ from .._kernel.layout import Band, Layout
 from .._kernel.pools import id_range
 from ..errors import InvalidArgument
 
-FEW = 64
+MAX_WITHOUT_NUMPY = 64
 """Up to this many ids, loops over them are faster than numpy's calls."""
 
 Find: TypeAlias = Callable[[int, int, int], Sequence[int]]
@@ -146,19 +146,19 @@ class ManyRows:
 
 def named_rows(num_rows: int, blocks: Sequence[array[int]]) -> FewRows | ManyRows:
     num_ids = len(blocks[0]) if len(blocks) == 1 else sum(map(len, blocks))
-    if num_ids > FEW:
+    if num_ids > MAX_WITHOUT_NUMPY:
         return ManyRows(num_rows, blocks)
     rows = frozenset(blocks[0]) if len(blocks) == 1 else frozenset().union(*blocks)
     return FewRows(rows, len(rows) == num_ids)
 
 
 def has_null(ids: array[int]) -> bool:
-    return 0 in ids if len(ids) <= FEW else not np.frombuffer(ids, np.int32).all()
+    return 0 in ids if len(ids) <= MAX_WITHOUT_NUMPY else not np.frombuffer(ids, np.int32).all()
 
 
 def _are_rows(ids: array[int], num_rows: int) -> bool:
     """Whether all lie in `[0, num_rows)`."""
-    if len(ids) <= FEW:
+    if len(ids) <= MAX_WITHOUT_NUMPY:
         return not ids or (min(ids) >= 0 and max(ids) < num_rows)
     return bool(np.frombuffer(ids, np.uint32).max() < num_rows)  # a negative id is a very large one there
 

@@ -754,22 +754,22 @@ class Ledger:
         if self._engine is not None:
             readers, settled = self._engine.invalidate(request, from_token, tuple(self.live_requests.values()))
             self.admission.serve_queue(self._loads.settled(settled))
-            self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
+            self._invalidate_cells(sequence, from_token // self.layout.unit_tokens, published)
             return tuple(reader for reader in readers if not reader.is_over)
         # Requests that are over may have read it too, in a step or as forks, but need not be aborted.
         others = dict.fromkeys((*self.live_requests.values(), *self._closing, *self._forks.over))
         tainted = self._commits.invalidate(request, from_token, others)
-        self._take_back_cells(sequence, from_token // self.layout.unit_tokens, published)
+        self._invalidate_cells(sequence, from_token // self.layout.unit_tokens, published)
         for reader, first in tainted.items() if self._remote_stores is not None else ():
             if reader is not request:  # a fork may have published units that `request` has only begun
-                self._take_back_cells(reader.sequence, first, max(reader.published, reader.read_before))
+                self._invalidate_cells(reader.sequence, first, max(reader.published, reader.read_before))
         self.admission.serve_queue()
         return tuple(reader for reader in tainted if not reader.is_over)
 
-    def _take_back_cells(self, sequence: TokenSequence, first: int, stop: int) -> None:
+    def _invalidate_cells(self, sequence: TokenSequence, first: int, stop: int) -> None:
         """Invalidate the cells in a remote store that hold units `[first, stop)` of `sequence`, or follow them."""
         if self._remote_stores is not None:
-            for job in self._remote_stores.take_back(sequence, first, stop):
+            for job in self._remote_stores.invalidate(sequence, first, stop):
                 self.admission.serve_queue(self._loads.settled(self.jobs.discard(job)))
 
     @property
@@ -988,16 +988,18 @@ class Ledger:
         return request.match
 
     def plan_disk_stores(
-        self, max_blocks: int, *, is_idle: bool = False, only_asked_twice: bool = False
+        self, max_blocks: int, *, is_idle: bool = False, only_requested_twice: bool = False
     ) -> tuple[TransferPlan, ...]:
         """Stores to disk of the blocks that the host evicts next, at most `max_blocks` blocks; with `is_idle`, also of
-        blocks that were requested twice. `only_asked_twice`: of these alone. Cheap if nothing has changed."""
+        blocks that were requested twice. `only_requested_twice`: of these alone. Cheap if nothing has changed."""
         check_int("max_blocks", max_blocks, 0)
         check_bool("is_idle", is_idle)
-        check_bool("only_asked_twice", only_asked_twice)
+        check_bool("only_requested_twice", only_requested_twice)
         if self._disk_stores is None:
             return ()
-        return self._stored(self._disk_stores.plan(max_blocks, is_idle=is_idle, only_asked_twice=only_asked_twice))
+        return self._stored(
+            self._disk_stores.plan(max_blocks, is_idle=is_idle, only_requested_twice=only_requested_twice)
+        )
 
     @property
     def disk_stores_are_due(self) -> bool:

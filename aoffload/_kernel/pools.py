@@ -29,7 +29,7 @@ import numpy as np
 
 from .plans import TierStatistics
 from .protocols import BlockWatcher, DevicePool, EvictionOrder
-from .records import MANY, Part
+from .records import MIN_FOR_NUMPY, Part
 from .requests import LedgerRequest
 from .states import RequestState, Tier
 
@@ -167,7 +167,7 @@ class ExtentPool:
 
 def id_range(start: int, stop: int) -> array[int]:
     """The ids `[start, stop)`."""
-    if stop - start < MANY:
+    if stop - start < MIN_FOR_NUMPY:
         return array("i", range(start, stop))
     return array("i", np.arange(start, stop, dtype=np.int32).tobytes())
 
@@ -182,7 +182,7 @@ def extents(block_ids: array[int]) -> Sequence[tuple[int, int]]:
     """`block_ids` as half-open ranges of consecutive ids, in their order."""
     if not block_ids:
         return ()
-    if len(block_ids) < MANY and are_neighbours(block_ids):
+    if len(block_ids) < MIN_FOR_NUMPY and are_neighbours(block_ids):
         return ((block_ids[0], block_ids[-1] + 1),)
     seen = np.frombuffer(block_ids, np.int32)
     found: list[tuple[int, int]] = []
@@ -407,7 +407,7 @@ class LastUses:
         if not self.are_covered or not (request.last_step or request.state in _COMPUTING):
             return  # `request` has computed nothing, so the blocks keep their numbers
         number, of_block = request.last_step or self.num_ended + 1, self._of_block
-        if len(block_ids) < MANY:
+        if len(block_ids) < MIN_FOR_NUMPY:
             for block_id in block_ids:
                 if of_block[block_id] < number:
                     of_block[block_id] = number
@@ -420,7 +420,7 @@ class LastUses:
         ended."""
         if not self.are_covered or not block_ids:
             return 0
-        if len(block_ids) < MANY:
+        if len(block_ids) < MIN_FOR_NUMPY:
             number = max([self._of_block[block_id] for block_id in block_ids])
         else:
             number = int(np.frombuffer(self._of_block, np.int64)[np.frombuffer(block_ids, np.int32)].max())

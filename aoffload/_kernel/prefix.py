@@ -42,7 +42,7 @@ MAX_TOKEN_ID = 2**31 - 1
 INT32 = np.dtype("<i4")
 MAX_LIST = 2**13
 """Maximum ids of a list that are encoded in one go, in about a tenth of a millisecond."""
-FEW = 16
+MAX_WITHOUT_NUMPY = 16
 """Up to this many ids, a loop is faster than numpy. Most commits append none or one."""
 # No token id encodes to this, so a span record can never be mistaken for tokens.
 _SPAN_MARK = b"\xff\xff\xff\xff"
@@ -229,7 +229,7 @@ def prompt_of(root: Root, token_ids: TokenIds, key_spans: Iterable[KeySpan] = ()
 
 def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
     """`token_ids` as little-endian int32 bytes. `InvalidArgument` naming `argument` if they are no token ids."""
-    if isinstance(token_ids, (tuple, list)) and len(token_ids) <= FEW and _are_token_ids(token_ids):
+    if isinstance(token_ids, (tuple, list)) and len(token_ids) <= MAX_WITHOUT_NUMPY and _are_token_ids(token_ids):
         return array("i", token_ids).tobytes()
     if not isinstance(token_ids, np.ndarray):
         token_ids = _as_array(token_ids, argument)

@@ -406,7 +406,7 @@ NO_LIMIT: Final = 2**40
 """A number of units that means no limit. Never multiply it: compiled code multiplies numbers of 2**30 or more as Python
 objects, where a signal handler may run; an exception of the handler is then taken for a lack of memory, and ends the
 process."""
-MANY: Final = 100
+MIN_FOR_NUMPY: Final = 100
 """From this many ids on, numpy is faster than a loop that makes each id a Python int."""
 
 
@@ -486,7 +486,7 @@ def nulls(count: int) -> array[int]:
 
 def not_null(ids: array[int]) -> array[int]:
     """`ids` without the null block."""
-    if len(ids) < MANY:
+    if len(ids) < MIN_FOR_NUMPY:
         return array("i", filter(None, ids)) if 0 in ids else ids
     seen = np.frombuffer(ids, np.int32)
     number = np.count_nonzero(seen)

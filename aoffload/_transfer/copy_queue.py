@@ -37,7 +37,7 @@ from .rates import TransferRate
 from .transport import CopiesAtOnce, GivesUp, KnowsItsLink
 
 JOBS_IN_FLIGHT = 4
-MANY = 2**30
+UNBOUNDED_JOBS = 2**30
 """A number of jobs that means no bound."""
 LINK_S = 0.02
 """The bytes in flight keep a GPU's link busy for this time, so that it is not idle while the event loop stalls."""
@@ -201,7 +201,7 @@ def link_of(
     if config.max_bytes_in_flight is None:
         max_bytes = max(max_bytes, int(LINK_S * link_bytes_per_s))
     if config.max_jobs_in_flight is None and in_steps:
-        max_jobs = MANY  # a step has a small store for each of its requests
+        max_jobs = UNBOUNDED_JOBS  # a step has a small store for each of its requests
     elif config.max_jobs_in_flight is None and link_bytes_per_s:
         max_jobs = max(max_jobs, max_bytes // parse_bytes("max_job_bytes", config.max_job_bytes))
     is_choice = is_load and config.load_choice != "always"
@@ -450,7 +450,7 @@ class CopyQueue:
             if mine := [job_id for job_id in link.in_flight if job_id in wanted]:
                 self._give_up(link, mine, error)
 
-    def take_back(self, job_ids: Iterable[int]) -> None:
+    def invalidate_sources(self, job_ids: Iterable[int]) -> None:
         """The sources of these launched jobs were invalidated: the transport must not make their copies findable. The
         jobs still report when they are over."""
         for job_id in job_ids:

@@ -207,14 +207,14 @@ def test_only_what_was_asked_for_twice() -> None:
     disk = Disk()
     disk.on_host_only(prompt(1, 8 * BLOCK))
     disk.on_host_only(prompt(2, 8 * BLOCK))
-    assert disk.write_behind(only_asked_twice=True) == []
+    assert disk.write_behind(only_requested_twice=True) == []
     (plan,) = disk.write_behind()
     disk.land([plan])
     disk = Disk()
     disk.on_host_only(prompt(1, 8 * BLOCK))
     disk.on_host_only(prompt(2, 8 * BLOCK))
     disk.admit(prompt(1, 5 * BLOCK))  # another request for its front, which hits no more than that
-    (plan,) = disk.write_behind(only_asked_twice=True)
+    (plan,) = disk.write_behind(only_requested_twice=True)
     assert plan.num_blocks == 5
 
 

@@ -11,7 +11,7 @@ from driving import BLOCK, Driven, prompt
 
 from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._kernel.plans import TransferPlan
-from aoffload._kernel.pools import MANY, LastUses
+from aoffload._kernel.pools import MIN_FOR_NUMPY, LastUses
 from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import RequestState, Tier
 from aoffload.errors import InvalidArgument, OutOfBlocks
@@ -216,13 +216,13 @@ def test_many_blocks_are_noted_like_few() -> None:
     class Used:
         last_step, state = 0, RequestState.DONE
 
-    ids = array("i", random.Random(1).sample(range(1, 999), 3 * MANY))
+    ids = array("i", random.Random(1).sample(range(1, 999), 3 * MIN_FOR_NUMPY))
     few, many = LastUses(1000), LastUses(1000)
-    for step, part in ((1, ids), (3, ids[: 2 * MANY]), (2, ids[MANY:])):
+    for step, part in ((1, ids), (3, ids[: 2 * MIN_FOR_NUMPY]), (2, ids[MIN_FOR_NUMPY:])):
         few.num_ended = many.num_ended = 3
         Used.last_step = step
         many.gave_up(Used, part)  # type: ignore[arg-type]
         for block_id in part:
             few.gave_up(Used, array("i", [block_id]))  # type: ignore[arg-type]
     assert [many.latest(array("i", [block_id])) for block_id in ids] == [few.latest(array("i", [i])) for i in ids]
-    assert many.latest(ids) == 3 and few.latest(ids[2 * MANY :]) == 2
+    assert many.latest(ids) == 3 and few.latest(ids[2 * MIN_FOR_NUMPY :]) == 2

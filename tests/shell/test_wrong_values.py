@@ -356,8 +356,8 @@ LEDGER: dict[str, Row] = {
     "match_fetched": Row(lambda c, v: c.ledger.match_fetched(v), REQUEST),
     "plan_disk_stores": Row(lambda c, v: c.ledger.plan_disk_stores(v), "max_blocks", "0 1 2**70 huge"),
     "plan_disk_stores is_idle": Row(lambda c, v: c.ledger.plan_disk_stores(1, is_idle=v), "is_idle", "True"),
-    "plan_disk_stores only_asked_twice": Row(
-        lambda c, v: c.ledger.plan_disk_stores(1, only_asked_twice=v), "only_asked_twice", "True"
+    "plan_disk_stores only_requested_twice": Row(
+        lambda c, v: c.ledger.plan_disk_stores(1, only_requested_twice=v), "only_requested_twice", "True"
     ),
     "plan_disk_flush": Row(lambda c, v: c.ledger.plan_disk_flush(v), "max_blocks", "0 1 2**70 huge"),
     "fetch num_remote_tokens": Row(

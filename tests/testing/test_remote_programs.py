@@ -68,7 +68,7 @@ def test_a_program_that_is_run_again_comes_to_the_same(face: Face) -> None:
 
 def test_what_stays_in_the_store_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a forward that has failed."""
-    monkeypatch.setattr(RemoteStores, "take_back", lambda self, sequence, first, stop: [])
+    monkeypatch.setattr(RemoteStores, "invalidate", lambda self, sequence, first, stop: [])
     assert violations("ledger").startswith("bytes taken back")
 
 

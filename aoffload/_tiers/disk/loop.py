@@ -161,7 +161,7 @@ class DiskWork:
             return
         copies, is_low = self.worker.copies, self.budget.is_low(self.env.now())
         is_busy = copies.num_under_way(Tier.HOST, Tier.DISK) or copies.num_under_way(Tier.DISK, Tier.HOST)
-        plan = partial(self.ledger.plan_disk_stores, most, is_idle=not is_busy, only_asked_twice=is_low)
+        plan = partial(self.ledger.plan_disk_stores, most, is_idle=not is_busy, only_requested_twice=is_low)
         self._store(copies.call_ledger(plan) or ())
 
     def invalidate(self) -> None:
@@ -171,7 +171,7 @@ class DiskWork:
             for job in self.ledger.jobs.unsettled.values()
             if job.epoch is NoEpoch.INVALIDATED and job.plan.destination is Tier.DISK and job.state is JobState.LAUNCHED
         ]
-        self.worker.copies.take_back(plan.job_id for plan in wrong)
+        self.worker.copies.invalidate_sources(plan.job_id for plan in wrong)
         on_their_way = [slot for plan in wrong for slot in plan.destination_ids]  # even if its copy has just ended
         self._forget([*self.ledger.take_forgotten_slots(), *on_their_way])
         self.store_more()

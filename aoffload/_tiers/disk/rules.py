@@ -60,21 +60,21 @@ class DiskStores:
         self._host, self._disk = self.watermark.source, self.watermark.there
         self._least_blocks = min(band.width for band in self.watermark.cache.layout.bands if band.width)
 
-    def plan(self, most: int, *, is_idle: bool, only_asked_twice: bool) -> list[Job]:
+    def plan(self, most: int, *, is_idle: bool, only_requested_twice: bool) -> list[Job]:
         """Store at most `most` blocks of what the host is about to evict; with `is_idle`, also of what was asked for
         twice, as far as the disk has free slots."""
         watermark, jobs = self.watermark, list[Job]()
         if most <= 0:
             return []
-        wanted = self._asked_stop if only_asked_twice else self._whole_stop
-        before, self._came_to = self._came_to, (*self._nearness(), only_asked_twice)
+        wanted = self._requested_stop if only_requested_twice else self._whole_stop
+        before, self._came_to = self._came_to, (*self._nearness(), only_requested_twice)
         if self._came_to != before:
             self._turns = {run: self._num_blocks(run, self._host) for run in watermark.about_to_lose(wanted)}
         if self._turns:
             jobs += self._take_turns(most, wanted)
         if is_idle and not watermark.nothing_changed():
             left = min(left_of(most, jobs), self._disk.pool.num_free)  # evicts nothing: or it would go round for ever
-            jobs += watermark.store(self._asked_twice(left), self._asked_stop, left)
+            jobs += watermark.store(self._requested_twice(left), self._requested_stop, left)
             if left_of(most, jobs) <= 0:
                 watermark.seen = ()  # something is left to store even if nothing changes
         return jobs
@@ -155,10 +155,10 @@ class DiskStores:
                 return reached
         return run.stop
 
-    def _asked_stop(self, run: Run) -> int:
-        return min(self._whole_stop(run), self.counts.asked_stop(TokenSequence.of_path(run), run.stop))
+    def _requested_stop(self, run: Run) -> int:
+        return min(self._whole_stop(run), self.counts.requested_stop(TokenSequence.of_path(run), run.stop))
 
-    def _asked_twice(self, num_blocks: int) -> list[Run]:
+    def _requested_twice(self, num_blocks: int) -> list[Run]:
         """Runs with about `num_blocks` blocks that were asked for twice and may be missing on the disk."""
         found: dict[Run, None] = {}
         looked_at = self._looked_at  # parts that were used together have the same number: each of them is scanned
@@ -166,7 +166,7 @@ class DiskStores:
         for part in islice(unseen, MAX_LOOKED_AT):
             if num_blocks <= 0:
                 break
-            if self.watermark.lacking((part,), 1, self._asked_stop):
+            if self.watermark.lacking((part,), 1, self._requested_stop):
                 found[part.run] = None
                 num_blocks -= len(part.blocks)
             elif not found:

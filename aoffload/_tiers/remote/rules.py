@@ -106,7 +106,7 @@ class RemoteStores:
         seen = set[tuple[Run, int]]()
         for _ in range(min(len(recent) - self._num_seen, MAX_LOOKED_AT)):
             sequence = recent.take()
-            asked = self.counts.asked_stop(sequence, sequence.num_tokens // self.cache.layout.unit_tokens)
+            asked = self.counts.requested_stop(sequence, sequence.num_tokens // self.cache.layout.unit_tokens)
             path, there = self._in_host(sequence, asked - asked % self.cell_units)
             if path and (path[-1], there) not in seen:
                 seen.add((path[-1], there))
@@ -169,7 +169,7 @@ class RemoteStores:
         if len(self._stores) > len(self._known):
             self._stores = {digest: job for digest, job in self._stores.items() if not job.is_settled}
 
-    def take_back(self, sequence: TokenSequence, first: int, stop: int) -> list[Job]:
+    def invalidate(self, sequence: TokenSequence, first: int, stop: int) -> list[Job]:
         """The KV of units `[first, stop)` of `sequence` is wrong, and so is what was computed behind it. Returns stores
         that are queued, to be discarded."""
         if first >= stop:

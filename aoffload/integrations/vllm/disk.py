@@ -147,7 +147,7 @@ class DiskSide:
             self.outbox.forget(forgotten)
         if self.state is DiskState.READY and (most := self._num_storable()):
             is_low, is_idle = self.budget.is_low(self.clock()), not any(map(self._num_under_way, (LOADS, STORES)))
-            self._store(self.ledger.plan_disk_stores(most, is_idle=is_idle, only_asked_twice=is_low))
+            self._store(self.ledger.plan_disk_stores(most, is_idle=is_idle, only_requested_twice=is_low))
 
     def flush(self) -> bool:
         """The engine ends: store what the disk lacks. Returns whether there may be more to wait for."""

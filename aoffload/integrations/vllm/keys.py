@@ -13,7 +13,7 @@ from ...errors import InvalidArgument
 
 __all__ = ["grown", "prefix_of", "under"]
 
-FEW = 1024
+MAX_WITHOUT_NUMPY = 1024
 """Up to this many ids, a look at each is over before numpy has begun."""
 
 
@@ -50,7 +50,7 @@ def encoded(token_ids: list[int]) -> bytes:
     """vLLM's token ids, which are ints: read faster than what might be anything. `OverflowError`, `InvalidArgument`:
     they are none."""
     ids = array("i", token_ids)
-    if len(ids) > FEW:
+    if len(ids) > MAX_WITHOUT_NUMPY:
         return encode_tokens(np.frombuffer(ids, INT32))
     if ids and min(ids) < 0:
         raise InvalidArgument("token_ids", "holds a negative id")

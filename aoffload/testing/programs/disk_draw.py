@@ -76,7 +76,7 @@ class DiskDraw(ABC):
 
     def _write_behind(self) -> Call:
         args: dict[str, Any] = {"most": self.rng.choice((1, 3, 8, 1000, 1000))}
-        for flag in ("is_idle", "only_asked_twice"):
+        for flag in ("is_idle", "only_requested_twice"):
             if self.rng.random() < 0.3:
                 args[flag] = True
         return Call("write_behind", args)
@@ -84,7 +84,7 @@ class DiskDraw(ABC):
     def _idle(self) -> Call:
         """Often with few blocks a call, as under a low bound in flight."""
         args: dict[str, Any] = {"most": self.rng.choice((1, 1, 2, 3, 1000))}
-        return Call("idle", args | ({"only_asked_twice": True} if self.rng.random() < 0.2 else {}))
+        return Call("idle", args | ({"only_requested_twice": True} if self.rng.random() < 0.2 else {}))
 
     def _disk_flush(self) -> Call:
         return Call("disk_flush", {"most": self.rng.choice((2, 1000))})

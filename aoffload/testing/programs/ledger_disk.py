@@ -34,15 +34,15 @@ class DiskCalls(JobCalls):
         self.generation = self.num_written = 0
         """Of the first store of this process; records written so far."""
 
-    def do_write_behind(self, most: int, is_idle: bool = False, only_asked_twice: bool = False) -> str:
-        plans = self.ledger.plan_disk_stores(most, is_idle=is_idle, only_asked_twice=only_asked_twice)
+    def do_write_behind(self, most: int, is_idle: bool = False, only_requested_twice: bool = False) -> str:
+        plans = self.ledger.plan_disk_stores(most, is_idle=is_idle, only_requested_twice=only_requested_twice)
         return self._stored("write behind", most, plans)
 
-    def do_idle(self, most: int, only_asked_twice: bool = False) -> str:
+    def do_idle(self, most: int, only_requested_twice: bool = False) -> str:
         """No request comes, and each store to the disk that the ledger plans lands. These stores come to an end, and
         none stores a block twice, even if the stores evict blocks from the disk."""
         seen, num_blocks = set[tuple[bytes, int, int]](), 0
-        while plans := self.ledger.plan_disk_stores(most, is_idle=True, only_asked_twice=only_asked_twice):
+        while plans := self.ledger.plan_disk_stores(most, is_idle=True, only_requested_twice=only_requested_twice):
             num_blocks += sum(plan.num_blocks for plan in plans)
             self._stored("idle", most, plans)
             labels = [label for plan in plans for label in plan.labels if label is not None]

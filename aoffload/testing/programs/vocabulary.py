@@ -67,7 +67,7 @@ LEDGER_CALLS = _table({
     "prefetch": f"name! {KEY}", "demote": f"name! {KEY}", "cancel": "name!", "cancel_cache_transfers": "",
     "reset": "tier", "watermark": "", "lookup": KEY, "serve": f"{KEY} new", "evict": "num_tokens! token!",
     "wrong": "method! who! num_tokens num_computed_tokens from_token max_tokens",
-    "write_behind": "most! is_idle only_asked_twice", "idle": "most! only_asked_twice", "disk_flush": "most!",
+    "write_behind": "most! is_idle only_requested_twice", "idle": "most! only_requested_twice", "disk_flush": "most!",
     "fetch": f"name! {KEY} told",
     "match_fetched": "who!", "restart": "at most", "survive": "most!",
     "remote_stores": "most! blind", "lose_cell": "at!", "poison_cell": "at!", "arrive": "at!",
@@ -144,7 +144,7 @@ CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {
 """The values of arguments that the program itself interprets."""
 COUNTS = ("after", "at", "back", "fewer", "token", "stop", "most", "told")
 FLAGS = (
-    "hurry", "early", "record", "lasting", "commits", "sparse", "offers", "is_last", "is_idle", "only_asked_twice",
+    "hurry", "early", "record", "lasting", "commits", "sparse", "offers", "is_last", "is_idle", "only_requested_twice",
     "blind",
 )  # fmt: skip
 SECONDS = ("give_up_s", "s", "seconds")
