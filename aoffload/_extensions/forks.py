@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import attrs
+
 from .._kernel.cache import PrefixCache
 from .._kernel.index import held_ids, stretches
 from .._kernel.leases import RequestLeases
@@ -28,7 +30,7 @@ from .._kernel.waiting import Admission, waiting_error
 from ..errors import OutOfBlocks, WrongState
 
 
-@dataclass(slots=True, frozen=True)
+@attrs.frozen
 class Fork:
     """A forked request, and the blocks that the engine must copy before the fork or its parent goes on."""
 
