@@ -81,6 +81,7 @@ _RESETS = (
 _FOREIGN = "a change is completed, whatever foreign code does in the middle of it"
 _UNDONE = "a call that raises has changed nothing, so it may be repeated"
 _MISBEHAVE = "tests/core/test_observers_misbehave.py"
+_PLUGINS = "tests/shell/test_plugins_raise.py"
 _BEHIND = (
     "tests/core/test_found_by_programs.py::"
     "test_a_store_that_has_landed_behind_another_is_found_by_no_restart_once_it_is_wrong"
@@ -175,10 +176,50 @@ _OBSERVERS = (
         test=f"{_MISBEHAVE}::test_an_engine_that_refuses_to_hold_blocks_is_not_counted_on",
     ),
     Mutant(
+        "commits of a step stay half made if the policy raises",
+        "aoffload._kernel.commits",
+        "            for request, known in appended:\n                request.sequence.drop_after(known)\n",
+        "",
+        _UNDONE,
+        test=f"{_PLUGINS}::test_a_step_is_committed_whole_or_not_at_all_if_the_policy_raises",
+    ),
+    Mutant(
+        "scope stays entered if the policy raises",
+        "aoffload._runtime.request",
+        "            self._leave(type(raised), raised, raised.__traceback__)\n",
+        "",
+        "whatever raises at the end of a block, the block is left",
+        test=f"{_PLUGINS}::test_a_policy_that_raises_at_the_end_leaves_the_scopes_of_the_task_whole",
+    ),
+    Mutant(
+        "policy that raises where nobody listens turns the cache off",
+        "aoffload._runtime.session",
+        "            if not record.is_over:  # the ledger itself has failed\n",
+        "            if True:\n",
+        "a plug-in of the program harms no other request",
+        test=f"{_PLUGINS}::test_a_policy_that_raises_where_nobody_listens_turns_nothing_off",
+    ),
+    Mutant(
+        "pin is released twice",
+        "aoffload._runtime.pins",
+        " and not self._was_left:",
+        ":",
+        "a pin that is left twice harms nobody",
+        test=f"{_PLUGINS}::test_a_pin_that_is_left_twice_in_a_thread_turns_nothing_off",
+    ),
+    Mutant(
+        "request stays admitted if the load choice raises",
+        "aoffload._runtime.session",
+        '            self.release(record, f"error: {type(error).__name__}")\n            raise\n',
+        "            raise\n",
+        "a request that was not entered holds nothing",
+        test=f"{_PLUGINS}::test_a_load_choice_that_raises_on_entering_leaves_no_request",
+    ),
+    Mutant(
         "commit stays half made if the policy raises",
         "aoffload._kernel.commits",
-        "                request.sequence.drop_after(known)\n                raise\n",
-        "                raise\n",
+        "            request.sequence.drop_after(known)\n            raise\n        finally:\n",
+        "            raise\n        finally:\n",
         _UNDONE,
         test=f"{_MISBEHAVE}::test_a_commit_is_undone_if_the_policy_raises[Own]",
     ),

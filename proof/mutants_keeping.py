@@ -207,8 +207,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "pin outlives its block",
         SHELL,
-        "        if pin is not None:\n            self._session.leave_in_loop(",
-        "        if pin is not None and error is None:\n            self._session.leave_in_loop(",
+        "        if pin is not None and not self._was_left:\n",
+        "        if pin is not None and not self._was_left and error is None:\n",
         "a pin is released by its scope, however it is left",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),

@@ -96,8 +96,8 @@ POLICY_MUTANTS = (
     Mutant(
         "not to be stored, and stored",
         "aoffload._kernel.commits",
-        "                wanted = min(request.published, request.store_limit, ",
-        "                wanted = min(request.published, ",
+        "            return min(request.published, request.store_limit, self.policy",
+        "            return min(request.published, self.policy",
         "what a request does not want stored is not stored on its account",
     ),
     Mutant(

@@ -19,17 +19,17 @@ _REQUEST = (
     Mutant(
         "cancelled request keeps its pins",
         BLOCK,
-        "        if self._record is not None:\n            self._session.release(self._record, self._why(error))\n",
-        "        if self._record is not None and (error is None or not is_cancellation(error)):\n"
-        "            self._session.release(self._record, self._why(error))\n",
+        "            if self._record is not None:\n                self._session.release(",
+        "            if self._record is not None and (error is None or not is_cancellation(error)):\n"
+        "                self._session.release(",
         "whatever happens to a request, its pins go",
     ),
     Mutant(
         "failed request keeps its pins",
         BLOCK,
-        "        if self._record is not None:\n            self._session.release(self._record, self._why(error))\n",
-        "        if self._record is not None and (error is None or is_cancellation(error)):\n"
-        "            self._session.release(self._record, self._why(error))\n",
+        "            if self._record is not None:\n                self._session.release(",
+        "            if self._record is not None and (error is None or is_cancellation(error)):\n"
+        "                self._session.release(",
         "whatever happens to a request, its pins go",
     ),
     Mutant(

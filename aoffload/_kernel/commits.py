@@ -38,7 +38,7 @@ read them any more. In place of blocks that others still read, it takes fresh on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .._arguments import check_int
@@ -94,21 +94,47 @@ class Commits:
         """Append `new_token_ids`, then publish the whole units of the first `num_computed_tokens` (a total, not an
         increment). Returns the stores to launch. If the policy raises, nothing has changed."""
         num_tokens, added = self.check(request, num_computed_tokens, new_token_ids)
+        return self._publish(request, num_tokens, self._append(request, num_tokens, added))
+
+    def commit_all(self, commits: Sequence[tuple[LedgerRequest, object, TokenIds]]) -> list[tuple[TransferPlan, ...]]:
+        """Commit several requests, or none if one commit is refused or the policy raises."""
+        appended: list[tuple[LedgerRequest, int]] = []
+        found: list[tuple[LedgerRequest, int, int]] = []
+        try:
+            for request, num_computed_tokens, new_token_ids in commits:
+                num_tokens, added = self.check(request, num_computed_tokens, new_token_ids)
+                known = request.sequence.num_tokens
+                found.append((request, num_tokens, self._append(request, num_tokens, added)))
+                appended.append((request, known))
+        except BaseException:
+            for request, known in appended:
+                request.sequence.drop_after(known)
+            raise
+        return [self._publish(request, num_tokens, wanted) for request, num_tokens, wanted in found]
+
+    def _append(self, request: LedgerRequest, num_tokens: int, added: bytes) -> int:
+        """Append the new tokens of a commit. Returns the unit up to which the policy wants its blocks in the host. If
+        the policy raises, nothing has changed."""
         known, computed, first = request.sequence.num_tokens, request.num_computed_tokens, request.published
-        num_units, is_current = num_tokens // self.cache.layout.unit_tokens, request.epoch == self.cache.epoch
+        num_units = num_tokens // self.cache.layout.unit_tokens
         if added:
             request.sequence.append(added)
-        wanted = 0
-        if num_units and request.store_limit and is_current:
-            request.num_computed_tokens, request.published = num_tokens, max(first, num_units)
-            try:
-                wanted = min(request.published, request.store_limit, self.policy.wanted_stop(request))
-            except BaseException:
-                # The commit has changed nothing, so it may be repeated: that must not append the new tokens twice.
-                request.sequence.drop_after(known)
-                raise
-            finally:
-                request.num_computed_tokens, request.published = computed, first
+        if not num_units or not request.store_limit or request.epoch != self.cache.epoch:
+            return 0
+        request.num_computed_tokens, request.published = num_tokens, max(first, num_units)
+        try:
+            return min(request.published, request.store_limit, self.policy.wanted_stop(request))
+        except BaseException:
+            # The commit has changed nothing, so it may be repeated: that must not append the new tokens twice.
+            request.sequence.drop_after(known)
+            raise
+        finally:
+            request.num_computed_tokens, request.published = computed, first
+
+    def _publish(self, request: LedgerRequest, num_tokens: int, wanted: int) -> tuple[TransferPlan, ...]:
+        """Publish what a commit has computed. Returns its stores, up to unit `wanted`."""
+        computed, first = request.num_computed_tokens, request.published
+        num_units, is_current = num_tokens // self.cache.layout.unit_tokens, request.epoch == self.cache.epoch
         if request.state is State.ALLOCATED:
             self.request_leases.end_host_lease(request)
             self.moves.request(request, State.RUNNING)

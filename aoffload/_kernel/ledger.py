@@ -672,6 +672,25 @@ class Ledger:
         self.admission.serve_queue()
         return plans
 
+    def commit_all(
+        self, commits: Iterable[tuple[LedgerRequest, int, TokenIds]]
+    ) -> tuple[tuple[TransferPlan, ...], ...]:
+        """Commit several requests of one forward, all or nothing. Each commit is a tuple of the arguments of `commit`.
+        Returns the stores to launch, one tuple for each commit."""
+        checked: list[tuple[LedgerRequest, object, TokenIds]] = []
+        for one in as_tuple("commits", commits, "tuple"):
+            if type(one) is not tuple or len(one) != 3:
+                raise InvalidArgument(
+                    "commits", f"must hold tuples (request, tokens computed, new ids), got {shown(one)}"
+                )
+            request = self._on_own_device(one[0], "commit")
+            if any(request is other for other, *_ in checked):
+                raise InvalidArgument("commits", f"names {request} twice")
+            checked.append((request, one[1], one[2]))
+        plans = self._commits.commit_all(checked)
+        self.admission.serve_queue()
+        return tuple(plans)
+
     def check_commit(self, request: LedgerRequest, num_computed_tokens: int, new_token_ids: TokenIds = ()) -> None:
         """Raise what `commit` would, and change nothing."""
         self._commits.check(self._on_own_device(request, "commit"), num_computed_tokens, new_token_ids)

@@ -98,7 +98,10 @@ class Shielded:
 
 
 class EvictionOrder(Protocol):
-    """The eviction order of one tier. It has every unpinned part with blocks; the oldest one loses its tail first."""
+    """The eviction order of one tier. It has every unpinned part with blocks; the oldest one loses its tail first.
+
+    The methods must not raise: they are called in the middle of changes. After an error the blocks of the tier may be
+    lost, and the runtime turns the cache off."""
 
     def add(self, part: Part) -> None:
         """`part` was just unpinned."""

@@ -149,7 +149,7 @@ class LoadCosts:
 
     @speed.default
     def _speed(self) -> PrefillSpeed:
-        return PrefillSpeed(self.ledger.config.prefill_tokens_per_s)
+        return PrefillSpeed(check_type("ledger", self.ledger, Ledger).config.prefill_tokens_per_s)
 
     def __attrs_post_init__(self) -> None:
         check_type("ledger", self.ledger, Ledger)

@@ -50,6 +50,7 @@ class PinScope:
         self._ttl_s = ttl_s
         self._pin: Pin | None = None
         self._was_entered = False
+        self._was_left = False
         self._runtime: object = None
         """The runtime that opened the session. A reference keeps it open as long as this pin exists."""
 
@@ -70,7 +71,8 @@ class PinScope:
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         pin = self._pin
-        if pin is not None:
+        if pin is not None and not self._was_left:
+            self._was_left = True
             self._session.leave_in_loop(lambda: self._session.ledger.unpin(pin))
 
     def __del__(self) -> None:

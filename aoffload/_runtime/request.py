@@ -173,7 +173,7 @@ class Request:
     def request_id(self) -> str:
         if self._record is not None:
             return self._record.request_id
-        return self._request_id or "(not entered)"
+        return "(not entered)" if self._request_id is None else self._request_id
 
     @property
     def state(self) -> RequestState:
@@ -469,7 +469,7 @@ class Request:
             if is_first:
                 self._cancel_scope(self._scope)
         elif record is not None:
-            self._session.release(record, self._cancel_reason)
+            self._session.end(record, self._cancel_reason)
             self._wake()
 
     def _cancel_scope(self, scope: anyio.CancelScope) -> None:
@@ -489,13 +489,23 @@ class Request:
             warnings.warn(f"{self!r} was left in another thread than it was entered in", ResourceWarning, stacklevel=2)
             return False
         # First and synchronously: nothing after this can keep blocks held, not even a second cancellation.
-        if self._record is not None:
-            self._session.release(self._record, self._why(error))
+        try:
+            if self._record is not None:
+                self._session.release(self._record, self._why(error))
+        except BaseException as raised:  # a store policy of the program's own raised; the request is over
+            self._leave(type(raised), raised, raised.__traceback__)
+            raise
+        return self._leave(exc_type, error, trace)
+
+    def _leave(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Leave the scope of the block, which ends with `error`. Returns whether the block swallows it."""
         if self._stop_timer is not None:
             self._stop_timer()
         scope, is_elsewhere = self._scope, id(self._session.running_task()) != self._task_id
         if is_elsewhere and (scope is not None or isinstance(error, GeneratorExit)):
-            warnings.warn(f"{self!r} was left in another task than it was entered in", ResourceWarning, stacklevel=2)
+            warnings.warn(f"{self!r} was left in another task than it was entered in", ResourceWarning, stacklevel=3)
         if scope is None:
             return error is not None and error is self._aborted
         if is_elsewhere:
@@ -506,7 +516,7 @@ class Request:
     def _left_elsewhere(self, reason: str) -> None:
         """End the block in the event loop's thread. The scope stays entered in the task that entered it."""
         if self._record is not None:
-            self._session.release(self._record, reason)
+            self._session.end(self._record, reason)
         if self._stop_timer is not None:
             self._stop_timer()
         if self._scope is not None:

@@ -33,6 +33,7 @@ import anyio
 
 from .._arguments import check_has
 from .._config.config import OffloadConfig
+from .._kernel.events import WorkerFailed
 from .._kernel.ledger import Ledger
 from .._kernel.plans import RequestOptions, TransferPlan
 from .._kernel.prefix import Identity, Prefix, TokenIds
@@ -268,9 +269,13 @@ class Session:
         """Match the prompt of `request`, and register the request."""
         self.check_usable()
         record = self.ledger.admit(prefix, request_id=request_id, **options)
-        self.limit_hit(record, deadline_s)
         self._entered[record.request_id] = reference = ref(request)
         record.when_idle = partial(_wake, reference)
+        try:
+            self.limit_hit(record, deadline_s)
+        except BaseException as error:  # a load choice of the program's own raised: the request is not entered
+            self.release(record, f"error: {type(error).__name__}")
+            raise
         return record
 
     def limit_hit(self, record: LedgerRequest, left_s: float | None) -> None:
@@ -303,13 +308,22 @@ class Session:
         if self.life is SessionLife.OPEN:  # no write-back into a cache that closes
             self._write_back()
 
+    def end(self, record: LedgerRequest, reason: str) -> None:
+        """As `release`, for callers that cannot handle an error of the store policy. The error is reported."""
+        try:
+            self.release(record, reason)
+        except Exception as error:
+            if not record.is_over:  # the ledger itself has failed
+                raise
+            self.telemetry.observe(WorkerFailed(error))
+
     def abandon(self, record: LedgerRequest, scope: anyio.CancelScope | None) -> None:
         """End a request that was never left. Called by its finaliser, see `call_later`."""
 
         def let_go() -> None:
             if scope is not None:
                 scope.deadline = math.inf  # it stays around a task that no longer serves this request
-            self.release(record, "abandoned")
+            self.end(record, "abandoned")
 
         self.call_later(let_go)
 
@@ -317,10 +331,10 @@ class Session:
         """End all requests, pins, prefetches and demotions."""
         for request in self.requests.values():
             if request._record is not None:
-                self.release(request._record, "runtime_closed")
+                self.end(request._record, "runtime_closed")
             request._wake()
         for record in tuple(self.ledger.live_requests.values()):  # abandoned, and not released yet
-            self.release(record, "abandoned")
+            self.end(record, "abandoned")
         self.ledger.drop_pins()
         self.ledger.cancel_cache_transfers()
 
@@ -357,6 +371,18 @@ class Session:
         without a fence."""
         before = record.num_computed_tokens
         plans = self.ledger.commit(record, num_computed_tokens, new_token_ids)
+        self._was_committed(record, before, plans, fence)
+
+    def commit_all(self, commits: Sequence[tuple[LedgerRequest, int, TokenIds]], fence: Fence | None) -> None:
+        """As `commit`, for several requests of one forward, all or nothing."""
+        before = [record.num_computed_tokens for record, *_ in commits]
+        plans = self.ledger.commit_all(commits)
+        for (record, *_), computed, stores in zip(commits, before, plans, strict=True):
+            self._was_committed(record, computed, stores, fence)
+
+    def _was_committed(
+        self, record: LedgerRequest, before: int, plans: Sequence[TransferPlan], fence: Fence | None
+    ) -> None:
         if self.speed is not None and fence is not None and _has_passed(fence):
             self.speed.computed(record.request_id, record.num_computed_tokens - before, self.now())
         if self.costs is not None:

@@ -184,8 +184,7 @@ def commit_step(session: Session, computed: Iterable[Computed], after: Fence | N
         except InvalidArgument as error:  # the error has to say which of the requests is meant
             raise type(error)(error.argument, f"{error.problem} ({record})") from error
     fence = session.fence_after(after)
-    for record, one in there:
-        session.commit(record, one.num_computed_tokens, one.new_token_ids, fence)
+    session.commit_all([(record, one.num_computed_tokens, one.new_token_ids) for record, one in there], fence)
     return gone
 
 

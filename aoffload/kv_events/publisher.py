@@ -12,7 +12,7 @@ from typing import Self
 import zmq
 
 from aoffload import ConfigError, Ledger, RuntimeClosed
-from aoffload._arguments import check_int
+from aoffload._arguments import check_int, check_type
 
 from .changes import Changes
 from .format import EventEncoder, EventFormat
@@ -61,6 +61,7 @@ class KVEventPublisher:
     ) -> None:
         if bind is not None and connect is not None:
             raise ConfigError("connect", "give either bind or connect")
+        check_type("ledger", ledger, Ledger)
         check_int("data_parallel_rank", data_parallel_rank, 0, MAX_COUNT)
         check_int("max_changes", max_changes, 1, MAX_COUNT)
         check_int("max_unsent", max_unsent, 1, MAX_COUNT)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aoffload import RequestState, Tier
+from aoffload._arguments import check_type
 from aoffload._kernel.states import TIERS
 from aoffload.env import Env
 from aoffload.ledger import (
@@ -46,7 +47,7 @@ class Metrics:
     one of its own."""
 
     def __init__(self, env: Env | None = None) -> None:
-        self.now = (Env() if env is None else env).now
+        self.now = Env().now if env is None else check_type("env", env, Env).now
         self.num_admitted = 0
         self.num_preempted = 0
         self.finished: Counter[tuple[str, str]] = Counter()

@@ -76,7 +76,7 @@ REMOTE_FAULTS = tuple(name for name in FAULTS if name.startswith("remote_"))
 
 
 def _known(_: object, attribute: object, value: str) -> None:
-    if value not in FAULTS:
+    if not isinstance(value, str) or value not in FAULTS:
         raise InvalidArgument("kind", f"must be one of {', '.join(FAULTS)}, got {value!r}")
 
 
