@@ -9,7 +9,7 @@ import attrs
 import pytest
 from clocks import leap, leaping_backend
 from engine_serving import own_engine
-from serving import Engine, assert_at_rest, on_the_host_only, prompt, scripted
+from serving import Engine, assert_at_rest, loading, on_the_host_only, prompt, scripted
 from structlog.testing import capture_logs
 
 from aoffload import InvalidArgument, RequestState
@@ -104,13 +104,14 @@ async def test_a_link_that_hangs_is_left_to_who_waits_for_it() -> None:
     async with scripted(load_choice="cost", prefill_tokens_per_s=100.0) as (engine, transport):
         await on_the_host_only(engine, A, B)
         await a_copy_takes(engine, transport, 0.01)
-        transport.auto = False
+        await engine.evict_device()  # B is to be loaded again
         async with engine.runtime.request(B) as request:
-            await request.allocate()
-            request.load_nowait()
+            pending = await loading(request, transport)
             leap(5.0)
             assert await engine.serve(A) == 0
+            assert engine.runtime.statistics().num_loads_declined == 1
             transport.land_all()
+            assert await pending.wait() == 16
         transport.auto = True
         await assert_at_rest(engine.runtime)
 

@@ -353,7 +353,7 @@ async def test_a_store_that_hangs_keeps_nobody() -> None:
     hanging = HangingStore(store, "put", "exist")
     try:
         with anyio.fail_after(GUARD_S + 100):
-            tier = {"ask_timeout_s": 0.05, "store_timeout_s": 2.5}
+            tier = {"ask_timeout_s": 0.05, "load_timeout_s": 0.05, "store_timeout_s": 2.5}
             async with with_remote(store, num_host_blocks=8, tier=tier, close_timeout_s=0.01) as engine:
                 hanging.let_go()
                 for _ in range(2):
