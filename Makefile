@@ -14,7 +14,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu gpu-dry attacks vllm vllm-installed s3-server bench bench-peers compiled test-compiled lockstep alike compiled-memory compiled-soak compiled-vllm wheels clean
+.PHONY: demo lint test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu gpu-dry attacks vllm vllm-installed s3-server bench bench-peers compiled test-compiled lockstep alike compiled-memory compiled-soak compiled-vllm wheels clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
@@ -67,11 +67,13 @@ dependencies: $(VENV)/.installed
 	$(BIN)/python docs/site/dependencies.py >$(VENV)/dependencies.md
 	mv $(VENV)/dependencies.md docs/dependencies.md
 
-check: $(VENV)/.installed
+check: lint
+	$(MAKE) test
+
+lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(MAKE) test
 
 # The pages of docs/ and the reference as a site, in build/site. A test builds it, too.
 docs: $(VENV)/.installed
