@@ -22,7 +22,9 @@ from aoffload.ledger import AttentionKind
 ASYNCIO = pytest.param(("asyncio", {}), id="asyncio")
 UVLOOP = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
 TRIO = pytest.param(("trio", {}), id="trio")
-BACKENDS = [ASYNCIO, UVLOOP, TRIO]
+BACKENDS = [ASYNCIO, TRIO]
+EVERY_BACKEND = [ASYNCIO, UVLOOP, TRIO]
+"""Where a loop has its own say: how tasks are cancelled, opened, woken and scoped."""
 
 Result = TypeVar("Result")
 

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from serving import (
     ASYNCIO,
-    BACKENDS,
+    EVERY_BACKEND,
     GUARD_S,
     UVLOOP,
     Checkpoints,
@@ -35,7 +35,7 @@ A, B, C = (prompt(seed, 9) for seed in range(1, 4))
 """Two whole blocks and the token that is always computed."""
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=EVERY_BACKEND)
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 

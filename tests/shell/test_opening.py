@@ -12,7 +12,7 @@ import pytest
 import structlog
 from serving import (
     ASYNCIO,
-    BACKENDS,
+    EVERY_BACKEND,
     GUARD_S,
     UVLOOP,
     Checkpoints,
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.anyio
 natively = pytest.mark.parametrize("anyio_backend", [ASYNCIO, UVLOOP], indirect=True)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=EVERY_BACKEND)
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 

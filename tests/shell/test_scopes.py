@@ -19,7 +19,7 @@ import structlog
 import trio
 from serving import (
     ASYNCIO,
-    BACKENDS,
+    EVERY_BACKEND,
     GUARD_S,
     UVLOOP,
     Engine,
@@ -53,7 +53,7 @@ A, B, C = (prompt(seed, 9) for seed in range(1, 4))
 natively = pytest.mark.parametrize("anyio_backend", [ASYNCIO, UVLOOP], indirect=True)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=EVERY_BACKEND)
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -301,7 +301,7 @@ async def test_a_step_holds_the_blocks_of_a_cancelled_request() -> None:
     """A forward in a thread goes on writing after its request was cancelled: until then nobody is given its blocks."""
     async with with_bytes(6) as engine:
         runtime = engine.runtime
-        entered, go_on = threading.Event(), threading.Event()
+        entered, go_on, written = threading.Event(), threading.Event(), threading.Event()
         tables: list[list[int]] = []
 
         def forward(block_ids: list[int]) -> None:
@@ -309,6 +309,7 @@ async def test_a_step_holds_the_blocks_of_a_cancelled_request() -> None:
             assert go_on.wait(GUARD_S)
             for block_id in block_ids:
                 engine.blocks.write(block_id, 666)
+            written.set()
 
         async def step(request: Request) -> None:
             tables.append(request.block_ids[0])
@@ -336,6 +337,7 @@ async def test_a_step_holds_the_blocks_of_a_cancelled_request() -> None:
                 await turns()
                 assert runtime.statistics().num_waiting == 1
                 go_on.set()
+                assert await anyio.to_thread.run_sync(written.wait, GUARD_S)  # or the turns take the thread's
                 with anyio.fail_after(GUARD_S):
                     while pinned(runtime)[0] > 3:
                         await turns(1)

@@ -14,7 +14,7 @@ import pytest
 import structlog
 from serving import (
     ASYNCIO,
-    BACKENDS,
+    EVERY_BACKEND,
     GUARD_S,
     UVLOOP,
     Engine,
@@ -49,7 +49,7 @@ LONG = prompt(9, 21)
 natively = pytest.mark.parametrize("anyio_backend", [ASYNCIO, UVLOOP], indirect=True)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=EVERY_BACKEND)
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -882,7 +882,7 @@ async def test_closing_tells_who_waits_to_preempt() -> None:
     assert pinned(runtime) == (0, 0)
 
 
-@pytest.mark.parametrize("backend", [param.values[0] for param in BACKENDS], ids=["asyncio", "uvloop", "trio"])
+@pytest.mark.parametrize("backend", [param.values[0] for param in EVERY_BACKEND], ids=["asyncio", "uvloop", "trio"])
 def test_a_copy_that_ends_when_the_loop_is_gone(
     backend: tuple[str, dict[str, Any]], hanging: list[BrokenCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
