@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from itertools import islice
+
 import pytest
 
 from aoffload._kernel.ledger import Ledger
 from aoffload._tiers.disk.loop import DiskWork
 from aoffload.testing.programs import GroupShape, Program, World, as_test, call, check_program, run_program
+from aoffload.testing.programs.outcome import Outcome
 from aoffload.testing.programs.program import Call, Face
-from aoffload.testing.programs.runtime_face import draw_and_run
+from aoffload.testing.programs.runtime_face import KINDS, draw_and_run
 from aoffload.testing.slots import Slots
 
 FACES: tuple[Face, ...] = ("asyncio", "trio", "engine-asyncio", "engine-trio")
@@ -17,16 +22,18 @@ MET = {"disk", "disk fault", "fetch", "reset disk", "restart", "restored"}
 FULL = (GroupShape("full", 0, 2),)
 
 
-def with_disks(face: Face, num_programs: int) -> list[tuple[Program, set[str]]]:
-    """Programs that have a disk, and what they met. None breaks a law."""
-    found: list[tuple[Program, set[str]]] = []
-    for seed in range(10_000, 10_000 + 4 * num_programs):
-        program, outcome = draw_and_run(face, seed, 48)
-        if program.world.num_disk_blocks:
-            assert outcome.violation is None, as_test(program, "found", outcome.violation)
-            found.append((program, set(outcome.features)))
-        if len(found) == num_programs:
-            break
+def with_disks(face: Face, num_seeds: int) -> Iterator[tuple[Program, Outcome]]:
+    """Programs that have a disk, of so many seeds: the world is the first that is drawn."""
+    for seed in range(10_000, 10_000 + num_seeds):
+        if KINDS[face].world(random.Random(f"program {face} {seed}")).num_disk_blocks:
+            yield draw_and_run(face, seed, 48)
+
+
+def no_law_broken(face: Face, num_programs: int) -> list[tuple[Program, Outcome]]:
+    found = list(islice(with_disks(face, 4 * num_programs), num_programs))
+    assert len(found) == num_programs
+    for program, outcome in found:
+        assert outcome.violation is None, as_test(program, "found", outcome.violation)
     return found
 
 
@@ -34,17 +41,17 @@ def with_disks(face: Face, num_programs: int) -> list[tuple[Program, set[str]]]:
 def test_programs_with_a_disk_break_no_law(face: Face) -> None:
     """What only the disk has, what a failed forward has left there, a disk that fails, and a process that is killed:
     the right bytes or a miss, and nothing leaks."""
-    met = set[str]().union(*(features for _, features in with_disks(face, 60)))
+    met = set[str]().union(*(outcome.features for _, outcome in no_law_broken(face, 40)))
     assert met >= MET
 
 
 @each_face
 def test_a_program_with_restarts_that_is_run_again_comes_to_the_same(face: Face) -> None:
     """Each process finds what the one before it left."""
-    programs = [program for program, met in with_disks(face, 12) if "restart" in met]
-    assert programs
-    for program in programs:
-        assert run_program(program) == run_program(program)
+    found = [(program, outcome) for program, outcome in no_law_broken(face, 8) if "restart" in outcome.features]
+    assert found
+    for program, outcome in found:
+        assert run_program(program) == outcome
 
 
 TAKEN_BACK: tuple[Call, ...] = (
@@ -86,7 +93,7 @@ def test_what_went_wrong_once_goes_right(name: str) -> None:
 
 
 def is_found(face: Face) -> bool:
-    return any(draw_and_run(face, seed, 48)[1].violation is not None for seed in range(10_000, 10_600))
+    return any(outcome.violation is not None for _, outcome in with_disks(face, 600))
 
 
 def test_a_slot_that_another_process_takes_for_another_prompt_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,4 +114,4 @@ def test_what_is_not_erased_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a failed forward left on the disk hits after a restart."""
     monkeypatch.setattr(DiskWork, "invalidate", lambda self: None)
     monkeypatch.setattr(Ledger, "take_forgotten_slots", lambda self: [])
-    assert is_found("trio")
+    assert is_found("engine-trio")

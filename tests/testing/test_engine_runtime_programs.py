@@ -3,9 +3,6 @@ enough for planted defects."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,14 +34,14 @@ MET = {
 }  # fmt: skip
 
 
-@each_face
-def test_programs_break_no_law(face: Face) -> None:
+@pytest.mark.parametrize(("face", "num_programs"), [("engine-asyncio", 200), ("engine-trio", 100)])
+def test_programs_break_no_law(face: Face, num_programs: int) -> None:
     """An engine that frees at once, reuses what it frees and caches prefixes itself gets the right bytes or a miss,
     whoever is cancelled where; and in the end no block is held."""
-    tally = explore_programs(face, 0, 200)
+    tally = explore_programs(face, 0, num_programs)
     assert not tally.broken, tally.broken[0]
     assert {name for pair in tally.pairs for name in pair} >= MET
-    assert tally.num_calls > 5_000
+    assert tally.num_calls > 25 * num_programs
 
 
 @each_face
@@ -53,21 +50,6 @@ def test_a_program_that_is_run_again_comes_to_the_same(face: Face) -> None:
     for seed in range(10):
         program, outcome = replay_program(f"{face} seed={seed} calls=60")
         assert run_program(program) == outcome
-
-
-def test_the_same_seed_is_the_same_in_every_process() -> None:
-    """No hash seed, no address and no clock has a say in it."""
-    code = (
-        "from aoffload.testing.programs import explore_programs\n"
-        f"print([explore_programs(face, 40, 6).digest for face in {FACES}])"
-    )
-    told = {
-        subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
-        ).stdout
-        for seed in ("0", "1")
-    }
-    assert len(told) == 1
 
 
 # -- planted defects --------------------------------------------------------------------------------------------------
@@ -79,7 +61,7 @@ def _nobody_told(self: Request, from_token: int) -> None:
 
 def _given_before_proof(self: EngineTier, block_ids: Any) -> None:
     quarantine(self, block_ids)
-    self.let_go(block_ids)
+    self.unhold(block_ids)
 
 
 def _asks_without_a_wake(self: Any, *, num_device_tokens: int) -> Any:
@@ -107,25 +89,24 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = {
 IN_THE_CORE = {name: pytest.mark.pure("plants a defect in the core") for name in list(PLANTED)[:2]}
 
 
-@each_face
 @pytest.mark.parametrize("name", [pytest.param(name, marks=IN_THE_CORE.get(name, ())) for name in PLANTED])
-def test_a_planted_defect_is_found(name: str, face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_defect_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As what it is."""
     where, method, defect, laws = PLANTED[name]
     monkeypatch.setattr(where, method, defect)
-    assert (broken := first_broken(face)).violation.startswith(laws), broken
+    assert (broken := first_broken()).violation.startswith(laws), broken
 
 
 @pytest.mark.pure("plants a defect in the core")
 def test_a_broken_program_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the calls that it takes."""
-    monkeypatch.setattr(EngineTier, "quarantine", _given_before_proof)
-    assert len(first_broken("engine-trio").shortest(150).calls) <= MOST_CALLS
+    monkeypatch.setattr(EngineTier, "hold", lambda self, block_ids: None)
+    assert len(first_broken().shortest(150).calls) <= MOST_CALLS
 
 
-def first_broken(face: Face, num_programs: int = 600) -> Broken:
+def first_broken(num_programs: int = 600) -> Broken:
     for first in range(0, num_programs, 10):
-        if broken := explore_programs(face, first, 10).broken:
+        if broken := explore_programs("engine-trio", first, 10).broken:
             return broken[0]
     raise AssertionError("the planted defect was not found")
 

@@ -3,6 +3,7 @@ program that tests nothing."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, get_args
 
 import attrs
@@ -124,11 +125,16 @@ def test_what_is_to_be_explored_is_checked(arguments: tuple[Any, ...], name: str
         explore_programs(*arguments)
 
 
+@cache
+def drawn(face: Any) -> tuple[Program, ...]:
+    return tuple(program_of(face, seed)[0] for seed in range(40))
+
+
 @pytest.mark.parametrize("face", get_args(Face))
 def test_drawn_programs_make_known_calls_only(face: Any) -> None:
     """What is drawn can be printed, pasted and run."""
-    for seed in range(40):
-        program_of(face, seed)[0].check()
+    for program in drawn(face):
+        program.check()
 
 
 @pytest.mark.parametrize("text", ['says """this"""', "ends in a \\", "a name like \\N{", 'ends in "'])
@@ -147,7 +153,7 @@ def test_a_name_that_no_test_can_have_is_refused() -> None:
 def test_every_call_says_what_it_takes(face: Face) -> None:
     """Who writes a program by hand finds each call, and can make it with what it says it needs."""
     calls = calls_of(face)
-    assert {one.name for seed in range(40) for one in program_of(face, seed)[0].calls} <= calls.keys()
+    assert {one.name for program in drawn(face) for one in program.calls} <= calls.keys()
     for name, words in calls.items():
         needed, optional = (part.partition(" ")[2].removeprefix("have ") for part in str(words).split("; "))
         assert {*needed.split(", "), *optional.split(", ")} - {"-"} == words.allowed, name
