@@ -35,7 +35,9 @@ else
 	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-serving test-rest
 endif
 
-SERVING := tests/demo tests/events tests/integrations tests/metrics tests/proof tests/server tests/shell tests/trace
+# Halves by measured time: what lies around the core, and the rest.
+SERVING := tests/demo tests/events tests/integrations tests/ledger tests/metrics tests/plan tests/proof tests/server \
+	tests/shell tests/trace
 
 test-serving: $(VENV)/.installed
 	$(BIN)/python -m pytest -p no:cacheprovider $(SERVING)

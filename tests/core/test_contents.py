@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import pytest
 from walk import UNIT, Walk
 
-NUM_WALKS = 130
-NUM_WALKS_WITH_WINDOWS = 150
+NUM_WALKS = 100
+NUM_WALKS_WITH_WINDOWS = 75
 ONCE_WRONG = (5268, 5327, 5337, 6384, 7165)
 """Walks that found chains of jobs broken by an early end, and invalidation that reached too far or not far enough."""
 ONCE_WRONG_WITH_WINDOWS = (418, 1914, 3129)

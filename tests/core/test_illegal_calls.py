@@ -691,4 +691,4 @@ class IllegalMachine(MatchMachine):
 class TestIllegal(IllegalMachine.TestCase):
     """Whatever was called before: an illegal call raises what names it, and the whole ledger is as it was."""
 
-    settings = settings(max_examples=150, stateful_step_count=50)
+    settings = settings(max_examples=80, stateful_step_count=50)

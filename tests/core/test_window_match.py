@@ -18,7 +18,7 @@ from aoffload._kernel.states import HIT_TIERS
 from aoffload._kernel.tokens import TokenSequence
 from aoffload.ledger import Prefix, Root
 
-NUM_CASES = 10_000
+NUM_CASES = 4_000
 MUST_HAPPEN = (
     "no hit", "whole", "shrunk", "on the device", "further in the host", "without a spine", "several windows",
 )  # fmt: skip

@@ -30,22 +30,30 @@ def small_model(kind: str, **changes: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama", "qwen3", "gemma3", "gpt-oss"])
-def test_a_seed_is_a_model(name: str) -> None:
+@pytest.fixture(scope="module")
+def seeded(request: pytest.FixtureRequest) -> tuple[str, PagedModel, torch.Tensor]:
+    """A model's name, the model of seed 1, and its logits."""
+    model = load_model(request.param, seed=1)
+    return request.param, model, logits_of(model)
+
+
+@pytest.mark.parametrize("seeded", ["tiny", "llama", "qwen3", "gemma3", "gpt-oss"], indirect=True)
+def test_a_seed_is_a_model(seeded: tuple[str, PagedModel, torch.Tensor]) -> None:
     """The same seed, the same weights; another seed, others; torch's global generator is left as it was."""
+    name, _, first = seeded
     before = torch.get_rng_state()
-    first, second, third = (logits_of(load_model(name, seed=seed)) for seed in (1, 1, 2))
+    second, third = (logits_of(load_model(name, seed=seed)) for seed in (1, 2))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(first, second)
     assert not torch.equal(first, third)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt-oss"])
-def test_a_directory_is_a_model(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seeded", ["llama", "qwen3", "gemma3", "gpt-oss"], indirect=True)
+def test_a_directory_is_a_model(seeded: tuple[str, PagedModel, torch.Tensor], tmp_path: Path) -> None:
     """What `save_pretrained` wrote comes back with bit-identical logits, without any network."""
-    model = load_model(name, seed=1)
+    _, model, logits = seeded
     model.model.save_pretrained(tmp_path)  # type: ignore[attr-defined]
-    assert torch.equal(logits_of(load_model(str(tmp_path))), logits_of(model))
+    assert torch.equal(logits_of(load_model(str(tmp_path))), logits)
 
 
 def test_a_checkpoint_in_half_precision_is_float32_on_a_cpu(tmp_path: Path) -> None:

@@ -32,10 +32,9 @@ def test_no_story_in_which_erasures_fail_breaks_a_law() -> None:
     assert min(counts[name] for name in ("taken back", "erasures failed", "not erased", "turned off", "power")) > 10
 
 
-@pytest.mark.parametrize("seed", [5, 7])
-def test_every_call_may_fail_in_every_way(seed: int) -> None:
-    """Whichever call of a story it is."""
-    num_stories, broken = every_call(seed)
+def test_every_call_may_fail_in_every_way() -> None:
+    """Whichever call of a story it is; `make tiers` does it for more of them."""
+    num_stories, broken = every_call(5)
     assert broken is None and num_stories > 8 * 20
 
 
