@@ -95,6 +95,7 @@ class Engine:
     def __init__(self, runtime: OffloadRuntime, kv: torch.Tensor, pool: Pool) -> None:
         self.runtime, self.kv, self.pool = runtime, kv, pool
         self.door, self.running, self.counts = asyncio.Lock(), list[Request](), Counter[str]()
+        self.num_short = 0
 
     async def serve(self, turn: Turn) -> None:
         max_hit = None
@@ -116,17 +117,22 @@ class Engine:
         """Blocks for `tokens` and one more, and how many of them hit. Whoever waits for them holds nothing."""
         num_blocks = len(tokens) // BLOCK + 1
         async with self.door:  # first come, first served
-            while len(self.pool.free) < num_blocks:
+            while self.num_short or len(self.pool.free) < num_blocks:  # what the preempted give up is not for them
                 await self.pool.wait()
             found = self.pool.hit(tokens)
             return found + self.pool.take(num_blocks - len(found)), len(found)
 
     async def more(self, num_blocks: int) -> list[int]:
         """Take blocks; if need be, preempt the youngest request, which may be the one that asks."""
-        while len(self.pool.free) < num_blocks:
-            self.runtime.cancel(self.running[-1].request_id, "preempted")
-            await self.pool.wait()
-        return self.pool.take(num_blocks)
+        self.num_short += 1
+        try:
+            while len(self.pool.free) < num_blocks:
+                self.runtime.cancel(self.running[-1].request_id, "preempted")
+                await self.pool.wait()
+            return self.pool.take(num_blocks)
+        finally:
+            self.num_short -= 1
+            self.pool.freed.set()  # whoever is at the door looks again
 
     async def compute(self, request: Request, turn: Turn, table: list[int]) -> None:
         while request.match.is_pending:  # another request loads the next block: soon it hits in the pool

@@ -2,13 +2,14 @@
 
 `python -P proof/walk.py FACE FIRST_SEED NUM_PROGRAMS`: imports nothing of the clone, so that it is the core of the
 environment that runs. `--each` prints every call instead. `--answers` compares answers, plans and statistics alone: two
-versions of the source may name their fields differently and word their errors differently.
+versions of the source may name fields and arguments differently, and word errors differently.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from typing import Any, get_args
 
@@ -51,13 +52,16 @@ def answers(ledger: Any, plans: Any = ()) -> str:
 
 
 def without_words(step: str) -> str:
-    """A step without the text of an error that it ended with, and without the digest of all that was said."""
+    """A step without the text of an error that it ended with, the names of arguments, and the digest of all that was
+    said."""
     call, arrow, said = step.partition(" -> ")
+    call = re.sub(r"\b\w+=", "", call)
     if not arrow:
-        return step.rpartition(",")[0]
+        return call.rpartition(",")[0]
     answer, mark, seen = said.partition(MARK)
     first = answer.split(" ")[0]
-    return f"{call}{arrow}{first if hasattr(errors, first) else answer}{mark}{seen}"
+    answer = first if hasattr(errors, first) else re.sub(r"(?<=\w): [^\"\]]*", "", answer)
+    return f"{call}{arrow}{answer}{mark}{seen}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from aoffload import InvalidArgument, Ledger, OffloadRuntime, WrongThread
+from aoffload import InvalidArgument, Ledger, WrongThread
 from aoffload._arguments import check_has, check_type
 
 from .families import FAMILIES, Family, Kind
@@ -61,7 +61,7 @@ class MetricsCollector(SnapshotCollector):
     """
 
     def __init__(self, runtime: OffloadRuntime, metrics: Metrics, timeout_s: float = 5.0) -> None:
-        check_type("runtime", runtime, OffloadRuntime)
+        check_has("runtime", runtime, "OffloadRuntime", "ledger env statistics")
         check_type("metrics", metrics, Metrics)
         _check_told(runtime.ledger, metrics)
         self._runtime = runtime
