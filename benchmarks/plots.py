@@ -43,7 +43,7 @@ class Curve:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """One picture, a panel for each curve: medians, with a band from the tenth to the ninetieth percentile."""
+    """One picture, a panel for each curve: medians, with a component from the tenth to the ninetieth percentile."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

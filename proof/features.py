@@ -36,7 +36,7 @@ OF_A_STORE = _of(
     "cell taken back", "late put", "failed put arrives revoked", "revoked cell met", "told too much", "reset remote",
 )  # fmt: skip
 NO_STORE = Forbidden(
-    _of("no host", "window", "chunk", "bands"), OF_A_STORE, "a store keeps full attention that is in the host"
+    _of("no host", "window", "chunk", "components"), OF_A_STORE, "a store keeps full attention that is in the host"
 )
 
 ANY_COPY = _of(
@@ -55,7 +55,7 @@ FORBIDDEN = {
             _of(
                 "load", "load landed", "load failed", "load corrupt", "load unproven", "load shared",
                 "host hit", "prefetch", "demote", "early start", "early start committed", "begin again", "store",
-                "store landed", "store failed", "store unproven", "store corrupt", "watermark", "bands", "discard",
+                "store landed", "store failed", "store unproven", "store corrupt", "watermark", "components", "discard",
                 "late proof",
             ),
             NO_COPIES,
@@ -81,8 +81,8 @@ FORBIDDEN = {
             _of("no host", "off"),
             _of(
                 "load", "load landed", "load failed", "load corrupt", "load unproven", "load lost", "host hit", "pin",
-                "pending", "declined", "store", "store landed", "store failed", "store unproven", "late proof", "bands",
-                "deferred",
+                "pending", "declined", "store", "store landed", "store failed", "store unproven", "late proof",
+                "components", "deferred",
             ),
             "what is never stored is neither copied nor hit",
         ),

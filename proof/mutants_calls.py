@@ -13,9 +13,9 @@ COMMITS, PUBLISH = "aoffload._kernel.commits", "aoffload._kernel.leases"
 
 OWN_RUNS_ONLY = """\
         own = published_by(self.cache, request, start)
-        for band, run in own:
+        for component, run in own:
             for tier in self.cache.tiers:
-                self.cache.withdraw_part(run.part(tier.tier, band.number))
+                self.cache.withdraw_part(run.part(tier.tier, component.number))
         heads = {run for _, run in own}
         runs = [run for run in self.cache.index.runs.values() if not heads.isdisjoint(run.path())]
         for run in runs:
@@ -25,7 +25,8 @@ OWN_RUNS_ONLY = """\
         for run in runs:
             self.cache.tidy(run)
 """
-"""Withdraws the runs behind those that `request` has published, and of the latter only the bands that it published."""
+"""Withdraws the runs behind those that `request` has published, and of the latter only the components that it
+published."""
 
 LOOKED_AT_FIRST = """\
         missing, gained = self.request_leases.without_islands(request, num_units)
@@ -78,7 +79,7 @@ CALL_MUTANTS = (
         "        self.cache.withdraw_all(wrong)\n",
         OWN_RUNS_ONLY,
         "what was computed on wrong bytes is a miss, in models of windows alone, too",
-        also=(Patch(PUBLISH, "\n        if band.width\n", "\n"),),
+        also=(Patch(PUBLISH, "\n        if component.width\n", "\n"),),
         programs=True,
     ),
     Mutant(

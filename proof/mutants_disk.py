@@ -139,8 +139,8 @@ DISK_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "disk: units behind a gap",
         RECOVERY,
-        "run.bands & (held[run.parent] | ~leading if run.parent >= 0 else run.bands)",
-        "run.bands",
+        "run.components & (held[run.parent] | ~leading if run.parent >= 0 else run.components)",
+        "run.components",
         "a unit counts only behind those before it",
     ),
     _mutant(

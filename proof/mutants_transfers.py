@@ -77,8 +77,8 @@ _OWNERSHIP = (
     Mutant(
         "adopted blocks leak",
         LOADS,
-        "            self.cache.give(Tier.DEVICE, request.tables[band.number].null(start, stop))\n",
-        "            request.tables[band.number].null(start, stop)\n",
+        "            self.cache.give(Tier.DEVICE, request.tables[component.number].null(start, stop))\n",
+        "            request.tables[component.number].null(start, stop)\n",
         "nothing leaks: blocks that others bring are given back",
     ),
 )
@@ -319,8 +319,8 @@ _STORES = (
     Mutant(
         "store waits for no host room",
         "aoffload._kernel.jobs",
-        "wanted, fit, allowed = stop - start, there.num_available // band.width",
-        "wanted, fit, allowed = stop - start, there.capacity // band.width",
+        "wanted, fit, allowed = stop - start, there.num_available // component.width",
+        "wanted, fit, allowed = stop - start, there.capacity // component.width",
         "a store that finds no room is skipped",
     ),
 )

@@ -1,4 +1,4 @@
-"""Planted defects of bands of limited reach, of preemption, and of resets of one tier."""
+"""Planted defects of components of limited reach, of preemption, and of resets of one tier."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _WINDOWS = (
     Mutant(
         "match ignores the windows",
         "aoffload._kernel.index",
-        "        for band in layout.windows:\n            lower",
-        "        for band in ():\n            lower",
+        "        for component in layout.windows:\n            lower",
+        "        for component in ():\n            lower",
         "a hit ends where every group has what it needs",
         scenarios=("mixed_windows",),
     ),
@@ -49,7 +49,7 @@ _WINDOWS = (
     Mutant(
         "slid window stays pinned",
         WINDOWS,
-        "            cache.unpin_before(lease, band, start)\n",
+        "            cache.unpin_before(lease, component, start)\n",
         "            pass\n",
         "what has left a window is room for others",
         scenarios=("stale_window",),
@@ -76,7 +76,7 @@ _WINDOWS = (
         "                    request.reserve = cache.lease(Tier.DEVICE, last)\n",
         "                    pass\n",
         "a hit that was matched stays until it is loaded",
-        test="tests/core/test_bands.py::test_what_a_load_would_adopt_stays",
+        test="tests/core/test_components.py::test_what_a_load_would_adopt_stays",
     ),
     Mutant(
         "own pins keep a request waiting",
@@ -110,7 +110,7 @@ _WINDOWS = (
         "        self.request_leases.match_again(request, islands=False)\n"
         "        if missing > self.num_available:\n            return False\n",
         "refusing changes nothing: the match is as it was",
-        test="tests/core/test_bands.py::test_a_refusal_keeps_what_the_load_would_adopt",
+        test="tests/core/test_components.py::test_a_refusal_keeps_what_the_load_would_adopt",
     ),
 )
 

@@ -51,13 +51,18 @@ def answers(ledger: Any, plans: Any = ()) -> str:
     return f"{MARK}{ledger.statistics()!r} {about}"
 
 
+ERROR = re.compile(rf"(?<=')({'|'.join(errors.__all__)})', .*")
+"""An error as the runtime's programs note it: its name and its text."""
+
+
 def without_words(step: str) -> str:
     """A step without the text of an error that it ended with, the names of arguments, and the digest of all that was
     said."""
     call, arrow, said = step.partition(" -> ")
     call = re.sub(r"\b\w+=", "", call)
     if not arrow:
-        return call.rpartition(",")[0]
+        noted, mark, seen = call.rpartition(",")[0].partition(MARK)
+        return ERROR.sub(r"\1", noted) + mark + seen
     answer, mark, seen = said.partition(MARK)
     first = answer.split(" ")[0]
     answer = first if hasattr(errors, first) else re.sub(r"(?<=\w): [^\"\]]*", "", answer)

@@ -5,9 +5,9 @@ read; all else follows from that. Every token writes its own KV, into the block 
 it. An attention kind must keep four rules, which are checked before a group of that kind is accepted:
 
 1. The blocks needed at a token are contiguous and end with the last whole block before it, because `commit` publishes
-   every block that was computed into, and a run holds one stretch of a band.
+   every block that was computed into, and a run holds one stretch of a component.
 2. A block is needed if and only if one of its tokens is read. With a block size of 1 a kind answers which tokens these
-   are. Bands round to units, the least common multiple of block sizes.
+   are. Components round to units, the least common multiple of block sizes.
 3. A later token never reads further back, because `slide` gives back the blocks before, and a match that lacks a block
    tries only earlier ends.
 4. `free_end` is the last token, up to the given one, at which nothing is read. A match that lacks a block may end
@@ -35,7 +35,7 @@ class AttentionKind(Protocol):
 
     Every token has its own KV, in the block at its position. A block is needed if one of its tokens is read, and a
     later token never reads further back. `KVCacheGroup` refuses other kinds, such as a recurrent state; all rules are
-    in the docstring of this module. Groups whose kinds are equal (`==`) form one band.
+    in the docstring of this module. Groups whose kinds are equal (`==`) form one component.
     """
 
     def required_blocks(self, hit_end: int, block_size: int) -> range:

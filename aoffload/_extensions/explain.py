@@ -129,9 +129,9 @@ class Situation:
         """The tokens that jobs under way bring for `fetch`, including jobs of other fetches."""
         found: dict[Tier, int] = {}
         layout = self.jobs.cache.layout
-        leading = next(band.number for band in layout.bands if band.width)
+        leading = next(component.number for component in layout.components if component.width)
         for job in self._jobs_of(fetch.request):
-            if job.band == leading and job.plan.source > Tier.HOST:
+            if job.component == leading and job.plan.source > Tier.HOST:
                 found[job.plan.source] = found.get(job.plan.source, 0) + job.stop - job.start
         return tuple(Fetching(tier, found[tier] * layout.unit_tokens) for tier in sorted(found))
 
@@ -179,7 +179,7 @@ class Situation:
             return status
         return attrs.evolve(
             status,
-            waits_for=WaitsFor.ROOM,
+            waits_for=WaitsFor.BLOCKS,
             place=place,
             waited_s=None if waiter.joined_s is None else self._age(waiter.joined_s),
             num_missing=self.admission.num_missing(request, waiter.num_units),

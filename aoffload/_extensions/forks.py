@@ -79,9 +79,9 @@ class Forks:
     def shared_stop(self, parent: LedgerRequest) -> int:
         """The unit up to which `parent` can share its blocks: published, and not found corrupt since."""
         stop = parent.published
-        for band, table in zip(self.cache.layout.bands, parent.tables, strict=True):
-            for run, first, last in stretches(parent.device_run, table.start, stop) if band.width else ():
-                part = run.part(Tier.DEVICE, band.number)
+        for component, table in zip(self.cache.layout.components, parent.tables, strict=True):
+            for run, first, last in stretches(parent.device_run, table.start, stop) if component.width else ():
+                part = run.part(Tier.DEVICE, component.number)
                 if part.stop < last or part.first > first:
                     stop = min(stop, part.stop if part.first <= first else first)
         return stop
@@ -89,11 +89,13 @@ class Forks:
     def fork(self, parent: LedgerRequest, name: str, ticket: int, num_tokens: int) -> Fork:
         """A request with the same tokens, and with blocks for `num_tokens`, or for all known tokens if those are more.
         `OutOfBlocks` changes nothing. The caller moves the state of the new request."""
-        layout, bands, shared = self.cache.layout, self.cache.layout.bands, self.shared_stop(parent)
+        layout, components, shared = self.cache.layout, self.cache.layout.components, self.shared_stop(parent)
         num_units = layout.num_units(max(num_tokens, parent.sequence.num_tokens, parent.num_computed_tokens))
 
         firsts = [max(shared, table.start) for table in parent.tables]
-        counts = [max(0, num_units - first) * band.width for band, first in zip(bands, firsts, strict=True)]
+        counts = [
+            max(0, num_units - first) * component.width for component, first in zip(components, firsts, strict=True)
+        ]
         available, capacity = self.admission.num_available, self.admission.capacity
         needed = sum(num_units * table.width - table.start * table.width for table in parent.tables)
         if needed > capacity:
@@ -113,12 +115,12 @@ class Forks:
             starts = [min(start, run.stop) for start in lease.starts]
             child.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
         tables: list[BlockTable] = []
-        for band, first, fresh in zip(bands, firsts, own, strict=True):
-            start = parent.tables[band.number].start
-            held = held_ids(child.device_run, Tier.DEVICE, band.number, start, shared)
+        for component, first, fresh in zip(components, firsts, own, strict=True):
+            start = parent.tables[component.number].start
+            held = held_ids(child.device_run, Tier.DEVICE, component.number, start, shared)
             before, between = min(start, shared), min(first, num_units) - shared
-            ids = nulls(before * band.width) + held + nulls(between * band.width) + fresh
-            tables.append(BlockTable(band.width, ids, start))
+            ids = nulls(before * component.width) + held + nulls(between * component.width) + fresh
+            tables.append(BlockTable(component.width, ids, start))
         child.tables, child.num_units = tuple(tables), num_units
         child.published = child.ready_stop = child.hit_stop = shared
         child.match = PrefixMatch(shared * layout.unit_tokens, 0)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from .._kernel.cache import Component, PrefixCache
+from .._kernel.cache import Manager, PrefixCache
 from .._kernel.index import covered, covered_stop
 from .._kernel.jobs import JobBook
 from .._kernel.records import BlockTable, Job, Lease, Run
@@ -34,8 +34,8 @@ def check_integrity(
         _check_cell(cache, job)
     for tier in cache.tiers:
         of_tier = [lease for lease in leases if lease.tier is tier.tier]
-        for component in cache.components:
-            _check_references(tier.tier, component, runs, of_tier)
+        for manager in cache.managers:
+            _check_references(tier.tier, manager, runs, of_tier)
         _check_order(cache, tier.tier, runs)
         _check_blocks(cache, tier.tier, runs, jobs, held)
     for request in held:
@@ -71,21 +71,21 @@ def _check_run(cache: PrefixCache, run: Run, num_after: int) -> None:
         is_inside = run.start <= part.first <= part.stop <= run.stop
         _demand(part.run is run and is_inside, "a part outside of its run", run, part.run)
         _demand(len(part.blocks) == (part.stop - part.first) * part.width, "a part of the wrong length", run)
-        begins_there = part.first == run.start or (part.band > 0 and bool(part.blocks))
+        begins_there = part.first == run.start or (part.component > 0 and bool(part.blocks))
         _demand(begins_there, "a part that does not begin where its run does", run, part.first)
         if part.incoming is not None:
             _demand(not part.incoming.is_settled, "a settled job is still `incoming`", run, part.incoming)
-            reaches_furthest = part.band > 0 or covered(part)[1] == covered_stop(part)
+            reaches_furthest = part.component > 0 or covered(part)[1] == covered_stop(part)
             _demand(reaches_furthest, "an earlier job brings more than the last one", run, part.incoming)
 
 
-def _check_references(tier: Tier, component: Component, runs: set[Run], leases: list[Lease]) -> None:
+def _check_references(tier: Tier, manager: Manager, runs: set[Run], leases: list[Lease]) -> None:
     try:
-        expected = component.expected_references(tier, runs, leases)
+        expected = manager.expected_references(tier, runs, leases)
     except ValueError as error:
         raise IntegrityError(str(error)) from None
     for run in runs:
-        if run.part(tier, component.band.number).num_references != expected[run]:
+        if run.part(tier, manager.component.number).num_references != expected[run]:
             raise IntegrityError(f"{tier.name} references are not its leases: {run}, {expected[run]} expected")
 
 
@@ -139,7 +139,7 @@ def _check_blocks(
 
 def _check_cell(cache: PrefixCache, job: Job) -> None:
     """A job from or to a remote store copies units of one cell, and the cell has the digest of their tokens."""
-    plan, cell, width = job.plan, job.plan.cell, cache.layout.bands[job.band].width
+    plan, cell, width = job.plan, job.plan.cell, cache.layout.components[job.component].width
     if cell is None:
         _demand(Tier.REMOTE not in plan.link, "a copy from or to a remote store without a cell", job)
         return
@@ -175,13 +175,13 @@ def _check_tables(request: LedgerRequest) -> None:
         _check_table(request, number, table)
 
 
-def _check_kept(request: LedgerRequest, band: int, table: BlockTable) -> None:
+def _check_kept(request: LedgerRequest, component: int, table: BlockTable) -> None:
     """After a device reset, the tables of a request name only blocks that it still owns or leases."""
     private = {unit for units in table.duplicates for unit in units}
     kept = {0}  # null: units that a load has not brought
     run = request.device_run
     for current in run.path() if run is not None else ():
-        part = current.part(Tier.DEVICE, band)
+        part = current.part(Tier.DEVICE, component)
         kept.update(part.blocks)
         kept.update(part.tombstone_ids())
     for unit in range(table.start, min(request.published, request.num_units)):
@@ -189,11 +189,11 @@ def _check_kept(request: LedgerRequest, band: int, table: BlockTable) -> None:
         _demand(is_kept, "a table names blocks that its request does not own", request, unit)
 
 
-def _check_table(request: LedgerRequest, band: int, table: BlockTable) -> None:
+def _check_table(request: LedgerRequest, component: int, table: BlockTable) -> None:
     private = {unit for units in table.duplicates for unit in units}
     run = request.device_run
     for current in run.path() if run is not None and table.width else ():
-        part = current.part(Tier.DEVICE, band)
+        part = current.part(Tier.DEVICE, component)
         for unit in range(max(current.start, table.start), min(current.stop, request.published)):
             if not part.first <= unit < part.stop:
                 continue  # found corrupt and forgotten

@@ -19,7 +19,7 @@ from functools import partial
 
 from .._kernel.cache import PrefixCache
 from .._kernel.index import jobs_into, stretches
-from .._kernel.layout import Band
+from .._kernel.layout import Component
 from .._kernel.moves import Moves
 from .._kernel.records import BlockTable, Job, Load
 from .._kernel.requests import LedgerRequest, LoadOverlap
@@ -43,8 +43,8 @@ def can_start(cache: PrefixCache, request: LedgerRequest) -> bool:
     if any(table.num_null(load.stop, request.num_units) for table in request.tables):
         return False
     return all(
-        0 not in _once_landed(cache, request, load, band)[band.first_unit(load.stop) * band.width :]
-        for band in cache.layout.bands
+        0 not in _once_landed(cache, request, load, component)[component.first_unit(load.stop) * component.width :]
+        for component in cache.layout.components
     )
 
 
@@ -53,7 +53,7 @@ def begin_step(cache: PrefixCache, moves: Moves, request: LedgerRequest) -> None
     if request.overlap is not None and request.overlap.state is OverlapState.ACKNOWLEDGED:
         request.overlap = None
     if request.overlap is None and request.load is not None:
-        tables = tuple(_once_landed(cache, request, request.load, band) for band in cache.layout.bands)
+        tables = tuple(_once_landed(cache, request, request.load, component) for component in cache.layout.components)
         stop = request.load.stop
         request.overlap = LoadOverlap(request, stop, stop * cache.layout.unit_tokens, tables)
         request.load.job_settled = partial(_compare_job, cache, moves, request)
@@ -61,7 +61,7 @@ def begin_step(cache: PrefixCache, moves: Moves, request: LedgerRequest) -> None
 
 
 def expected_ids(request: LedgerRequest) -> list[array[int]]:
-    """The block tables, one per band, that an overlapping step assumes: those once the load has landed."""
+    """The block tables, one per component, that an overlapping step assumes: those once the load has landed."""
     overlap = request.overlap
     if request.load is None or not request.load.jobs:
         return [table.ids for table in request.tables]
@@ -73,16 +73,16 @@ def expected_ids(request: LedgerRequest) -> list[array[int]]:
     ]
 
 
-def compare(moves: Moves, request: LedgerRequest, bands: Sequence[Band]) -> None:
+def compare(moves: Moves, request: LedgerRequest, components: Sequence[Component]) -> None:
     """The load is over, and units that it did not bring are null: CONFIRMED if the tables are as the step assumed, else
     INVALID. Another copy of the same tokens counts as different, because the block that the step assumed, and may still
     read, is free by then."""
     overlap = request.overlap
     if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
         return
-    for band in bands:
-        first, table = band.first_unit(overlap.stop), request.tables[band.number]
-        if table.at(first, overlap.stop) != overlap.tables[band.number][first * band.width :]:
+    for component in components:
+        first, table = component.first_unit(overlap.stop), request.tables[component.number]
+        if table.at(first, overlap.stop) != overlap.tables[component.number][first * component.width :]:
             moves.overlap(overlap, OverlapState.INVALID)
             return
     moves.overlap(overlap, OverlapState.CONFIRMED)
@@ -93,13 +93,13 @@ def _compare_job(cache: PrefixCache, moves: Moves, request: LedgerRequest, job: 
     """A job of the load is settled: INVALID unless its blocks that the step reads are published. They are compared
     while the load goes on, because a block that was not brought is free: it may return to the same position with other
     bytes before the load ends."""
-    overlap, band = request.overlap, cache.layout.bands[job.band]
+    overlap, component = request.overlap, cache.layout.components[job.component]
     if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
         return
-    first = band.first_unit(overlap.stop)
-    lacking = set(overlap.tables[band.number][first * band.width :]) & set(job.plan.destination_ids)
+    first = component.first_unit(overlap.stop)
+    lacking = set(overlap.tables[component.number][first * component.width :]) & set(job.plan.destination_ids)
     for run, _, _ in stretches(request.device_run, first, overlap.stop) if lacking else ():
-        lacking.difference_update(run.part(Tier.DEVICE, band.number).blocks)
+        lacking.difference_update(run.part(Tier.DEVICE, component.number).blocks)
     if lacking:
         moves.overlap(overlap, OverlapState.INVALID)
 
@@ -125,16 +125,16 @@ def acknowledge(moves: Moves, request: LedgerRequest) -> None:
         moves.overlap(request.overlap, OverlapState.ACKNOWLEDGED)
 
 
-def _once_landed(cache: PrefixCache, request: LedgerRequest, load: Load, band: Band) -> array[int]:
-    """The table of `band` up to the end of the load, as it will be once the load has landed: the blocks that the device
-    holds, and for the rest the destinations of the jobs of the load."""
-    expected, width = BlockTable(band.width, request.tables[band.number].at(0, load.stop)), band.width
+def _once_landed(cache: PrefixCache, request: LedgerRequest, load: Load, component: Component) -> array[int]:
+    """The table of `component` up to the end of the load, as it will be once the load has landed: the blocks that the
+    device holds, and for the rest the destinations of the jobs of the load."""
+    expected, width = BlockTable(component.width, request.tables[component.number].at(0, load.stop)), component.width
     if not width:
         return expected.ids
-    needed = band.first_unit(load.stop)
+    needed = component.first_unit(load.stop)
     expected.null(0, needed)
     for run, first, last in stretches(request.device_run, max(needed, request.published), load.stop):
-        part = run.part(Tier.DEVICE, band.number)
+        part = run.part(Tier.DEVICE, component.number)
         start, stop = max(part.first, first), min(part.stop, last)
         if start < stop:
             expected.put(start, part.ids(start, stop))

@@ -161,9 +161,9 @@ class Pins:
         """Blocks of one tier that `wishes` would pin and no other pin pins."""
         wanted: dict[Part, range] = {}
         for wish in wishes:
-            for band, start in zip(self.cache.layout.bands, (0, *wish.starts), strict=True):
+            for component, start in zip(self.cache.layout.components, (0, *wish.starts), strict=True):
                 for run, first, stop in stretches(hit.path[-1], start, wish.stop):
-                    part = run.part(wish.tier, band.number)
+                    part = run.part(wish.tier, component.number)
                     first, stop = max(first, part.first), min(stop, part.stop)
                     if part not in kept and first < stop:
                         before = wanted.get(part, range(first, stop))

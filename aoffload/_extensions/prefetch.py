@@ -73,14 +73,18 @@ class CacheTransfers:
             path = request.leases[self.stores.destination].run.whole_path()
             first = self.loads.on_its_way(path, start, stop)[1]  # before it, the device holds or gets all units
             wanted = (stop - first) * layout.full.width
-            wanted += sum((stop - max(start, band.first_unit(stop))) * band.width for band in layout.windows)
+            wanted += sum(
+                (stop - max(start, component.first_unit(stop))) * component.width for component in layout.windows
+            )
             taken = sum(transfer.num_blocks for transfer in self.under_way.values() if isinstance(transfer, Prefetch))
             share = int(self.admission.capacity * self.max_share) - taken
             excess = wanted - min(share, self.admission.num_available)
             if excess <= 0:
                 # Full attention gets blocks only for missing units, because no block should be evicted for one that
                 # the load gives back at once. The tables begin after the device hit: a prefetch does not read it.
-                tables = [BlockTable(band.width, nulls(stop * band.width), start) for band in layout.bands]
+                tables = [
+                    BlockTable(component.width, nulls(stop * component.width), start) for component in layout.components
+                ]
                 tables[0].fill(first, stop, self.cache.take(Tier.DEVICE, (stop - first) * layout.full.width))
                 request.tables, request.num_units = tuple(tables), stop
                 return True
@@ -139,8 +143,8 @@ class CacheTransfers:
         hit = find_hit(cache.index, sequence, cache.layout, transfer.request.hit_limit)
         if held_stop(cache.layout, hit.path, host, 0, hit.stop) < hit.stop:
             return
-        # The host must hold a block of the last unit, in any band. Windows may need none of them, but the index drops a
-        # run without any block.
+        # The host must hold a block of the last unit, in any component. Windows may need none of them, but the index
+        # drops a run without any block.
         if hit.stop and not any(part.first < hit.stop <= part.stop for part in hit.run_at(hit.stop).parts_in(host)):
             return
         device = cache.tiers[self.stores.source]

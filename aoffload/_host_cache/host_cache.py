@@ -24,7 +24,7 @@ from .._arguments import check_int
 from .._extensions.pins import Pins
 from .._kernel.cache import PrefixCache
 from .._kernel.jobs import JobBook
-from .._kernel.layout import Band
+from .._kernel.layout import Component
 from .._kernel.leases import RequestLeases
 from .._kernel.moves import Moves
 from .._kernel.prefix import TOKEN_BYTES, TokenIds, encode_tokens
@@ -53,8 +53,8 @@ class EngineOwned:
     pins: Pins
     num_rows: int
     _unwritten: dict[LedgerRequest, dict[int, range]] = field(default_factory=dict)
-    """Units that the request's load skipped, by band number: they lay before the window at the end of the load. Blocks
-    that the engine names there were never written."""
+    """Units that the request's load skipped, by component number: they lay before the window at the end of the load.
+    Blocks that the engine names there were never written."""
 
     def left(self, request: LedgerRequest) -> None:
         """Forget `request`, which is over, and wake the requests that wait for its load."""
@@ -92,11 +92,13 @@ class EngineOwned:
         self.moves.request(request, State.ALLOCATED)
         if self.cache.layout.windows:
             firsts = zip(self.cache.layout.windows, self.cache.layout.window_starts(stop), strict=True)
-            self._unwritten[request] = {band.number: range(start, first) for band, first in firsts if start < first}
+            self._unwritten[request] = {
+                component.number: range(start, first) for component, first in firsts if start < first
+            }
         jobs: list[Job] = []
-        for band, first, blocks in ids:
+        for component, first, blocks in ids:
             run = request.leases[BELOW].run
-            jobs += self.jobs.plan(request, BELOW, Tier.DEVICE, run, band, first, stop, blocks, units_per_job)
+            jobs += self.jobs.plan(request, BELOW, Tier.DEVICE, run, component, first, stop, blocks, units_per_job)
         if not jobs:  # no hit, or one at whose end no window needs anything
             self._run(request, stop)
             return []
@@ -120,15 +122,15 @@ class EngineOwned:
 
     def _destinations(
         self, into: Sequence[Sequence[int]] | None, start: int, stop: int
-    ) -> list[tuple[Band, int, array[int]]]:
-        """For each band that a load up to `stop` writes to: its first unit there, and the destination blocks."""
+    ) -> list[tuple[Component, int, array[int]]]:
+        """For each component that a load up to `stop` writes to: its first unit there, and the destination blocks."""
         layout = self.cache.layout
-        found: list[tuple[Band, int, array[int]]] = []
+        found: list[tuple[Component, int, array[int]]] = []
         ids = EngineIds.of(layout, self.num_rows, "into", into, stop)
-        for band in layout.bands:
-            first = max(start, band.first_unit(stop))
-            if band.width and first < stop:
-                found.append((band, first, ids.of_band(band, first, stop)))
+        for component in layout.components:
+            first = max(start, component.first_unit(stop))
+            if component.width and first < stop:
+                found.append((component, first, ids.of_component(component, first, stop)))
         blocks = [blocks for _, _, blocks in found]
         if any(map(has_null, blocks)):
             raise InvalidArgument("into", "names the null block where something has to be loaded")
@@ -173,11 +175,13 @@ class EngineOwned:
             done = job.completion
             if done is None or done.outcome is not Outcome.LANDED:
                 num_proven = 0 if done is None or done.outcome is Outcome.UNPROVEN else done.num_landed
-                stop = min(stop, job.start + num_proven // layout.bands[job.band].width)
-        for band in layout.windows:
+                stop = min(stop, job.start + num_proven // layout.components[job.component].width)
+        for component in layout.windows:
             # Only the window before the planned end was loaded; an earlier end may need units before that.
-            brought = min((job.start for job in arrival.jobs if job.band == band.number), default=arrival.stop)
-            if max(arrival.start, band.first_unit(stop)) < min(brought, stop):
+            brought = min(
+                (job.start for job in arrival.jobs if job.component == component.number), default=arrival.stop
+            )
+            if max(arrival.start, component.first_unit(stop)) < min(brought, stop):
                 return arrival.start
         return stop
 
@@ -236,8 +240,8 @@ class EngineOwned:
         from_token = check_int("from_token", first_wrong, 0, request.num_computed_tokens)
         for number, units in self._unwritten.get(request, {}).items():
             # Where a window reads units that the load skipped, they would have to be computed, too.
-            band, first = self.cache.layout.bands[number], units.start * self.cache.layout.unit_tokens
-            if first < from_token and band.first_needed(from_token) < units.stop:
+            component, first = self.cache.layout.components[number], units.start * self.cache.layout.unit_tokens
+            if first < from_token and component.first_needed(from_token) < units.stop:
                 problem = f"is {from_token}, where a window reads what the load has not brought: go back to {first}"
                 raise CommitError("from_token", problem)
         start = from_token // self.cache.layout.unit_tokens

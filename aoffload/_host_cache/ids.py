@@ -1,4 +1,4 @@
-"""The block ids in an engine's own tables, one table per group, as the bands of the layout read them."""
+"""The block ids in an engine's own tables, one table per group, as the components of the layout read them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .._arguments import shown
 from .._config.config import MAX_BLOCKS
-from .._kernel.layout import Band, Layout
+from .._kernel.layout import Component, Layout
 from .._kernel.pools import id_range
 from ..errors import InvalidArgument
 
@@ -49,32 +49,32 @@ class EngineIds:
             raise InvalidArgument(name, f"must hold {wanted} ids at least, group by group; got {lengths}")
         return cls(layout, num_rows, name, found)
 
-    def of_band(self, band: Band, start: int, stop: int) -> array[int]:
+    def of_component(self, component: Component, start: int, stop: int) -> array[int]:
         """The ids of units `[start, stop)`, 0 where the engine names the null block."""
-        return self._of_band(band, start, stop, self._named)
+        return self._of_component(component, start, stop, self._named)
 
     def _named(self, group: int, first: int, last: int) -> Sequence[int]:
         return self.tables[group][first:last]
 
-    def with_found(self, band: Band, start: int, stop: int, named: array[int], find: Find) -> array[int]:
+    def with_found(self, component: Component, start: int, stop: int, named: array[int], find: Find) -> array[int]:
         """The same ids, which are `named`, with what `find` returns in place of null blocks."""
-        found = self._of_band(band, start, stop, find)
+        found = self._of_component(component, start, stop, find)
         return array("i", [block_id or other for block_id, other in zip(named, found, strict=True)])
 
     def check(self, num_units: int) -> None:
         """Check all ids of the first `num_units`."""
-        for band in self.layout.bands:
-            if band.width:
-                self.of_band(band, 0, num_units)
+        for component in self.layout.components:
+            if component.width:
+                self.of_component(component, 0, num_units)
 
-    def _of_band(self, band: Band, start: int, stop: int, read: Find) -> array[int]:
+    def _of_component(self, component: Component, start: int, stop: int, read: Find) -> array[int]:
         if start == stop:
             return array("i")
         if len(self.tables) == 1:
-            return self._read(read, 0, start * band.width, stop * band.width)
+            return self._read(read, 0, start * component.width, stop * component.width)
         of_groups: list[array[int]] = []
-        for number, (its_band, _) in enumerate(self.layout.places):
-            if its_band == band.number:
+        for number, (its_component, _) in enumerate(self.layout.places):
+            if its_component == component.number:
                 per_unit = self.layout.unit_tokens // self.layout.groups[number].block_size
                 of_groups.append(self._read(read, number, start * per_unit, stop * per_unit))
         if len(of_groups) == 1:

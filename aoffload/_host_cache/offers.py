@@ -26,7 +26,7 @@ from .._kernel.cache import PrefixCache
 from .._kernel.events import StoreSkipped
 from .._kernel.index import covered, covered_stop, stretches
 from .._kernel.jobs import JobBook, Stores, first_stored
-from .._kernel.layout import Band, without
+from .._kernel.layout import Component, without
 from .._kernel.moves import Moves
 from .._kernel.records import NO_LIMIT, Job, Run
 from .._kernel.requests import LedgerRequest
@@ -47,9 +47,9 @@ Path: TypeAlias = Sequence[tuple[Run, int]]
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """Engine blocks for units `[start, stop)` of `band`."""
+    """Engine blocks for units `[start, stop)` of `component`."""
 
-    band: Band
+    component: Component
     start: int
     stop: int
     blocks: array[int]
@@ -150,8 +150,8 @@ class EngineOffers:
         self, request: LedgerRequest, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool
     ) -> Wanted:
         """Blocks that the policy wants, the host lacks and the engine has. Changes nothing, except that the last offer
-        tells the policy what was generated, once all `ids` are checked. `unwritten`: for each band, units whose blocks
-        were never written."""
+        tells the policy what was generated, once all `ids` are checked. `unwritten`: for each component, units whose
+        blocks were never written."""
         if request.epoch != self.cache.epoch or not request.store_limit:
             return Wanted([])
         if is_last:
@@ -196,11 +196,11 @@ class EngineOffers:
             return wanted
         if is_last or request.is_over or request.is_at_end or stop == request.store_limit:
             last = self.stores.last_end(request, stop)
-            for band in self.cache.layout.windows:
-                nobodys = unwritten.get(band.number, range(0))
-                lacking = _lacking_of(path, band, first_stored(band, last), stop)
+            for component in self.cache.layout.windows:
+                nobodys = unwritten.get(component.number, range(0))
+                lacking = _lacking_of(path, component, first_stored(component, last), stop)
                 units = [part for one in lacking for part in without([nobodys], one.start, one.stop)]
-                wanted.offers += self._of_window(request, band, units, ids)
+                wanted.offers += self._of_window(request, component, units, ids)
         return wanted
 
     def _stored_end(self, request: LedgerRequest, stop: int, end: End | None) -> End | None:
@@ -241,7 +241,7 @@ class EngineOffers:
         """Full attention, up to the first null block: a hit never finds the blocks after a gap."""
         full = self.cache.layout.full
         for units in lacking:
-            num_units, blocks = len(units), ids.of_band(full, units.start, units.stop)
+            num_units, blocks = len(units), ids.of_component(full, units.start, units.stop)
             if has_null(blocks):
                 blocks = self._with_found(request, full, units.start, units.stop, blocks, ids)
                 if has_null(blocks):
@@ -253,29 +253,29 @@ class EngineOffers:
                 return
 
     def _with_found(
-        self, request: LedgerRequest, band: Band, start: int, stop: int, named: array[int], ids: EngineIds
+        self, request: LedgerRequest, component: Component, start: int, stop: int, named: array[int], ids: EngineIds
     ) -> array[int]:
         """The blocks `named`, with those that the engine has in its prefix cache in place of null blocks."""
-        return ids.with_found(band, start, stop, named, partial(self.device.find, request.request_id))
+        return ids.with_found(component, start, stop, named, partial(self.device.find, request.request_id))
 
     def _of_window(
-        self, request: LedgerRequest, band: Band, lacking: Iterable[range], ids: EngineIds
+        self, request: LedgerRequest, component: Component, lacking: Iterable[range], ids: EngineIds
     ) -> Iterator[Offer]:
-        """A window band, without units that have a null block."""
+        """A window component, without units that have a null block."""
         for units in lacking:
-            blocks = ids.of_band(band, units.start, units.stop)
+            blocks = ids.of_component(component, units.start, units.stop)
             if has_null(blocks):
-                blocks = self._with_found(request, band, units.start, units.stop, blocks, ids)
-            nulls = [units.start + at // band.width for at, block_id in enumerate(blocks) if not block_id]
+                blocks = self._with_found(request, component, units.start, units.stop, blocks, ids)
+            nulls = [units.start + at // component.width for at, block_id in enumerate(blocks) if not block_id]
             for named in without([range(unit, unit + 1) for unit in nulls], units.start, units.stop):
-                first = (named.start - units.start) * band.width
-                yield Offer(band, named.start, named.stop, blocks[first : first + len(named) * band.width])
+                first = (named.start - units.start) * component.width
+                yield Offer(component, named.start, named.stop, blocks[first : first + len(named) * component.width])
 
     # -- stores ---------------------------------------------------------------------------------------------------
 
     def computed(self, num_units: int) -> None:
         """Count `num_units` that were computed since the offer before, and that are offered now for the first time."""
-        num_blocks = num_units * sum(band.width for band in self.cache.layout.bands)
+        num_blocks = num_units * sum(component.width for component in self.cache.layout.components)
         self._computed_blocks = num_blocks + (self._computed_blocks if self._knows_steps else 0)
         self._step_blocks = max(self._step_blocks, min(self._computed_blocks, self.max_step_blocks))
 
@@ -312,8 +312,8 @@ class EngineOffers:
             num_left += len(offer.blocks) - len(taken.blocks)
             if taken.blocks:
                 over = stretches(run if pin is None else pin.run, taken.start, taken.stop)
-                planned = self.stores.store(request, taken.band, over, taken.blocks)
-                if planned and not taken.band.number:
+                planned = self.stores.store(request, taken.component, over, taken.blocks)
+                if planned and not taken.component.number:
                     request.stored_stop = max(request.stored_stop, planned[-1].stop)
                 is_full |= sum(job.plan.num_blocks for job in planned) < len(taken.blocks)
                 jobs += planned
@@ -329,11 +329,13 @@ class EngineOffers:
     def _bounded(self, offer: Offer) -> Offer:
         """The front of `offer` that may be in flight; of a window all or nothing, since a part of it is of no use."""
         in_flight = self.jobs.num_stored_now(Tier.DEVICE)
-        num_units = max(0, self._num_free_blocks) // offer.band.width
-        if offer.start + num_units >= offer.stop or (offer.band.number and not in_flight):
+        num_units = max(0, self._num_free_blocks) // offer.component.width
+        if offer.start + num_units >= offer.stop or (offer.component.number and not in_flight):
             return offer
-        num_units = 0 if offer.band.number else max(num_units, 0 if in_flight else 1)
-        return Offer(offer.band, offer.start, offer.start + num_units, offer.blocks[: num_units * offer.band.width])
+        num_units = 0 if offer.component.number else max(num_units, 0 if in_flight else 1)
+        return Offer(
+            offer.component, offer.start, offer.start + num_units, offer.blocks[: num_units * offer.component.width]
+        )
 
     @property
     def _num_free_blocks(self) -> int:
@@ -419,11 +421,11 @@ def _first(lacking: list[range], most: int) -> tuple[list[range], int]:
     return found, sum(map(len, lacking)) - sum(map(len, found))
 
 
-def _lacking_of(path: Path, band: Band, start: int, stop: int) -> list[range]:
-    """Units `[start, stop)` of `band` that the host neither holds nor will get from jobs under way."""
+def _lacking_of(path: Path, component: Component, start: int, stop: int) -> list[range]:
+    """Units `[start, stop)` of `component` that the host neither holds nor will get from jobs under way."""
     position, held = 0, list[range]()
     for run, agreed in path:
-        first, last = covered(run.part(BELOW, band.number))
+        first, last = covered(run.part(BELOW, component.number))
         held.append(range(first, min(last, agreed)))
         position = agreed
     assert position <= stop, "a path beyond what was asked for"

@@ -1,7 +1,8 @@
 """The prefix cache: leases on runs, splits and merges of runs, and eviction.
 
-**Leases.** A lease keeps the path of a run in one tier from eviction. References are counted by run, tier and band. In
-full attention a lease counts on the run at which it ends, and a referenced run counts once on the run before it:
+**Leases.** A lease keeps the path of a run in one tier from eviction. References are counted by run, tier and
+component. In full attention a lease counts on the run at which it ends, and a referenced run counts once on the run
+before it:
 
     root <- [0,40) <- [40,48) <- [48,50)      leases: a ends at 48, b at 50
               1          1+1         1        [40,48): lease a, and the referenced child [48,50)
@@ -9,9 +10,9 @@ full attention a lease counts on the run at which it ends, and a referenced run 
 So a lease pins its whole path, taking it costs one step for each run that was not pinned yet, and an unpinned run never
 has a pinned run after it. That is why evicting the oldest unpinned run never leaves a suffix without its prefix.
 
-A window needs only the last blocks before a position. So in a window band a lease counts on every run from the unit
-where the window begins to the end of its path, and pins nothing before. Blocks that have left the window stay cached
-until their space is needed, and a prompt that ends there may still hit.
+A window needs only the last blocks before a position. So in a window component a lease counts on every run from the
+unit where the window begins to the end of its path, and pins nothing before. Blocks that have left the window stay
+cached until their space is needed, and a prompt that ends there may still hit.
 
     full attention   part    [present .............)(nothing      )     a gap would hide all blocks after it
     window           part    (nothing )[present ........)(nothing )     one stretch for each run
@@ -21,9 +22,9 @@ the next run again when no lease needs the boundary, because one run for each bl
 refers to a run object. A split puts a new head before that run, so a lease never releases the wrong blocks.
 
 **Eviction** (`take`) frees the tail of the oldest part in the eviction order of the tier, as many units as are needed.
-Only unpinned parts are in the order, so eviction never ends a lease. Each part is evicted for itself: the other bands
-and tiers of its run keep their blocks. A release adds the end of a path to the order first, so children go before their
-parents. A run without any block and without child runs leaves the index (`tidy`).
+Only unpinned parts are in the order, so eviction never ends a lease. Each part is evicted for itself: the other
+components and tiers of its run keep their blocks. A release adds the end of a path to the order first, so children go
+before their parents. A run without any block and without child runs leaves the index (`tidy`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import TypeAlias
 
 from ..errors import LeaseError
 from .index import RunIndex, Stretch, covered, covered_stop, stretches
-from .layout import Band, Layout, outside
+from .layout import Component, Layout, outside
 from .pools import LastUses, TierBlocks
 from .protocols import BlockWatcher, EvictionOrder, Shielded
 from .records import Job, Lease, Part, Run
@@ -45,10 +46,10 @@ from .tokens import TokenSequence, max_run_units
 
 
 @dataclass(slots=True, eq=False)
-class FullComponent:
-    """Full attention. Every layout has this component; where all groups have windows, its band has no blocks."""
+class FullAttentionManager:
+    """Full attention. Every layout has this manager; where all groups have windows, its component has no blocks."""
 
-    band: Band
+    component: Component
 
     def pin(self, blocks: TierBlocks, run: Run, is_use: bool) -> None:
         """Count a lease that ends at `run`: one more reference on each run back to the first that already had one.
@@ -92,8 +93,8 @@ class FullComponent:
         return front.stop == back.first
 
     def leaves_gap(self, front: Part, back: Part) -> bool:
-        """Whether `front` ends what the band holds on this path: it has blocks, and `back`, the part of the next run,
-        has none. Joining both with a third part that has blocks would then leave a gap."""
+        """Whether `front` ends what the component holds on this path: it has blocks, and `back`, the part of the next
+        run, has none. Joining both with a third part that has blocks would then leave a gap."""
         return False
 
     def first_brought(self, job: Job, part: Part) -> int:
@@ -144,12 +145,12 @@ class FullComponent:
 
 
 @dataclass(slots=True, eq=False)
-class WindowComponent:
-    """One window band: sliding window or chunked local attention."""
+class WindowManager:
+    """One window component: sliding window or chunked local attention."""
 
-    band: Band
+    component: Component
     places: tuple[int, ...]
-    """By tier: the index into `Run.parts` of the part of this band."""
+    """By tier: the index into `Run.parts` of the part of this component."""
 
     def pin(self, blocks: TierBlocks, run: Run, start: int, is_use: bool) -> None:
         """Count a lease on every run from unit `start` on, on the path of `run`."""
@@ -218,7 +219,7 @@ class WindowComponent:
         """The references that each run must have, given all `leases`. `ValueError` if a lease begins inside a run."""
         expected: Counter[Run] = Counter()
         for lease in leases:
-            start = lease.starts[self.band.number - 1]
+            start = lease.starts[self.component.number - 1]
             covered = [run for run in lease.run.path() if run.stop > start]
             if any(run.start < start for run in covered):
                 raise ValueError(f"a lease begins inside of a run: {lease}, {start}")
@@ -226,29 +227,32 @@ class WindowComponent:
         return expected
 
 
-Component: TypeAlias = FullComponent | WindowComponent
+Manager: TypeAlias = FullAttentionManager | WindowManager
 
 
-def brings(component: Component, job: Job, part: Part, run: Run) -> bool:
+def brings(manager: Manager, job: Job, part: Part, run: Run) -> bool:
     """Whether `job` is unsettled and adds units of `run` to `part`, which is the part of `run`, or is about to be split
     so that its front becomes that. False if `run` is not on the job's path, because a settled job clears `incoming` on
     its own path only."""
-    first = component.first_brought(job, part)
+    first = manager.first_brought(job, part)
     return not job.is_settled and any(each is run for each, _, _ in stretches(job.run, first, job.stop))
 
 
-def window_components(layout: Layout, num_tiers: int) -> tuple[WindowComponent, ...]:
-    places = ((band, range(band.number * num_tiers, (band.number + 1) * num_tiers)) for band in layout.windows)
-    return tuple(WindowComponent(band, tuple(of_band)) for band, of_band in places)
+def window_managers(layout: Layout, num_tiers: int) -> tuple[WindowManager, ...]:
+    places = (
+        (component, range(component.number * num_tiers, (component.number + 1) * num_tiers))
+        for component in layout.windows
+    )
+    return tuple(WindowManager(component, tuple(of_component)) for component, of_component in places)
 
 
-def _incoming_before(component: Component, part: Part, head: Run, at: int) -> Job | None:
+def _incoming_before(manager: Manager, part: Part, head: Run, at: int) -> Job | None:
     """The `incoming` of the part of `head`, when `part` is split at unit `at`: the last unsettled job that adds units
     before `at`."""
     job = part.incoming
     while job is not None and job.start >= at:
         job = job.predecessor
-    return job if job is not None and brings(component, job, part, head) else None
+    return job if job is not None and brings(manager, job, part, head) else None
 
 
 class PrefixCache:
@@ -264,10 +268,10 @@ class PrefixCache:
     ) -> None:
         self.layout = layout
         self.tiers = tiers
-        self.full = FullComponent(layout.full)
-        self.windows = window_components(layout, len(tiers))
-        self.components: tuple[Component, ...] = (self.full, *self.windows)
-        """One per band."""
+        self.full = FullAttentionManager(layout.full)
+        self.windows = window_managers(layout, len(tiers))
+        self.managers: tuple[Manager, ...] = (self.full, *self.windows)
+        """One per component."""
         self.index = RunIndex(layout, 0, [tier.tier for tier in tiers])
         self._max_run_units = max_run_units(layout.unit_tokens)
         self.last_uses = last_uses
@@ -290,9 +294,9 @@ class PrefixCache:
 
     def _divide(self, head: Run, start: int, part: Part, at: int) -> Part:
         """Split `part` at unit `at`. Returns the part of the head; `part` keeps the rest."""
-        component = self.components[part.band]
-        num_references = component.head_references(part.num_references)
-        incoming = _incoming_before(component, part, head, at)
+        manager = self.managers[part.component]
+        num_references = manager.head_references(part.num_references)
+        incoming = _incoming_before(manager, part, head, at)
         if part.incoming is not None and part.incoming.stop <= at:
             part.incoming = None
         front = part.cut_off(head, start, at, num_references, incoming)
@@ -316,33 +320,34 @@ class PrefixCache:
         self.index.shorten(run, at)  # no tier holds a block after `at`: a tail would be useless
         return run
 
-    def shift_boundary(self, run: Run, at: int, tier: Tier, band: Band) -> bool:
+    def shift_boundary(self, run: Run, at: int, tier: Tier, component: Component) -> bool:
         """Move the units before `at` to the run before `run`; False if that run cannot take them. Called when a lease
-        unpins these units in `tier` and `band`. A split instead would leave one run for each block that a sliding
+        unpins these units in `tier` and `component`. A split instead would leave one run for each block that a sliding
         window has left."""
         head = run.before
-        if head is None or self.is_cut(head.stop) or not self._may_take_over(head, run, tier, band):
+        if head is None or self.is_cut(head.stop) or not self._may_take_over(head, run, tier, component):
             return False
         for front, back in zip(head.parts, run.parts, strict=True):
             self._take_over(self.tiers[back.tier], front, back, at)
         self.index.shift_boundary(head, run, at)
         return True
 
-    def _may_take_over(self, head: Run, run: Run, tier: Tier, band: Band) -> bool:
-        """Whether `head` can take units of `run`, its only child: no job adds to either, and in every tier and band the
-        same leases pin both, except that in `tier` and `band` exactly one lease pins `run` and none pins `head`."""
+    def _may_take_over(self, head: Run, run: Run, tier: Tier, component: Component) -> bool:
+        """Whether `head` can take units of `run`, its only child: no job adds to either, and in every tier and
+        component the same leases pin both, except that in `tier` and `component` exactly one lease pins `run` and none
+        pins `head`."""
         if head.num_after != 1 or head.spans != run.spans or head.epoch != self.index.epoch:
             return False
         for front, back in zip(head.parts, run.parts, strict=True):
-            component = self.components[back.band]
+            manager = self.managers[back.component]
             if front.incoming is not None or back.incoming is not None or front.rank != back.rank:
                 return False
-            if back.blocks and not component.follows(front, back):
+            if back.blocks and not manager.follows(front, back):
                 return False
-            if back.band == band.number and back.tier is tier:  # the caller unpins these units
+            if back.component == component.number and back.tier is tier:  # the caller unpins these units
                 if (front.num_references, back.num_references) != (0, 1):
                     return False
-            elif front.num_references != component.head_references(back.num_references):
+            elif front.num_references != manager.head_references(back.num_references):
                 return False
         return True
 
@@ -391,16 +396,16 @@ class PrefixCache:
         if self.is_cut(head.stop):
             return False
         for front, following in zip(head.parts, back.parts, strict=True):
-            component = self.components[following.band]
+            manager = self.managers[following.component]
             if front.num_references or following.num_references or front.rank != following.rank:
                 return False
             if front.incoming is not None or following.incoming is not None:
                 return False
-            if following.blocks and not component.follows(front, following):
+            if following.blocks and not manager.follows(front, following):
                 return False
             if following.blocks and front.blocks and following.newer is not front:
                 return False
-            if back is not tail and component.leaves_gap(front, following):
+            if back is not tail and manager.leaves_gap(front, following):
                 return False
         return True
 
@@ -499,16 +504,16 @@ class PrefixCache:
         for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
             self.tidy(left)
 
-    def unpin_before(self, lease: Lease, band: Band, start: int) -> None:
-        """Unpin the units of `band` before `start`. They stay cached until their blocks are needed."""
-        at = band.number - 1
+    def unpin_before(self, lease: Lease, component: Component, start: int) -> None:
+        """Unpin the units of `component` before `start`. They stay cached until their blocks are needed."""
+        at = component.number - 1
         if lease.starts[at] >= start:
             return
         window, blocks = self.windows[at], self.tiers[lease.tier]
         for current in reversed(_between(lease.run, lease.starts[at], start)):
             if current.stop <= start:
                 window.unpin(blocks, current, current.start)
-            elif not self.shift_boundary(current, start, lease.tier, band):
+            elif not self.shift_boundary(current, start, lease.tier, component):
                 head = self.split(current, start)
                 window.unpin(blocks, head, head.start)
         lease.starts[at] = start
@@ -583,7 +588,7 @@ class PrefixCache:
         """
         run = part.run
         if position + 1 < run.stop and part.stop > position + 1:
-            part = self.split(run, position + 1).part(part.tier, part.band)
+            part = self.split(run, position + 1).part(part.tier, part.component)
         first, stop = part.first, part.stop
         part.entomb(position, part.truncate(position))
         self.tiers[part.tier].part_changed(part, first, stop)

@@ -238,7 +238,7 @@ class Commits:
         request.sequence.drop_after(from_token + 1)
         request.num_computed_tokens = from_token
         tables = zip(self.cache.layout.windows, request.tables[1:], strict=True)
-        if goes_on and all(table.start <= band.first_needed(from_token) for band, table in tables):
+        if goes_on and all(table.start <= component.first_needed(from_token) for component, table in tables):
             return tainted
         # Other requests read its blocks, or its windows no longer reach back to `from_token`.
         request.epoch = NoEpoch.INVALIDATED
@@ -252,8 +252,8 @@ class Commits:
         start, excess = divmod(from_token, self.cache.layout.unit_tokens)
         published = published_by(self.cache, request, start)
         shared = read_by(readers, published)
-        needed = sum((run.stop - run.start) * band.width for band, run in shared)
-        is_half_right = excess and any(run.start == start for _, run in shared)  # in any band
+        needed = sum((run.stop - run.start) * component.width for component, run in shared)
+        is_half_right = excess and any(run.start == start for _, run in shared)  # in any component
         if shared and (request.num_steps or needed > self.admission.num_available or is_half_right):
             return False
         take_private(self.cache, request, published, shared)

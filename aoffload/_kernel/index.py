@@ -7,7 +7,7 @@ looked up with one hash for each run, not for each block: the tokens of the rest
     prompt   [ a a a a | b b b | c c . . . ]
     runs     [0 ...... 4) <- [4 ... 7) <- [7 .. 9)        c agrees with the first two units of its run only
 
-For each tier and band, a run has one *part*: the blocks that the tier holds of the run.
+For each tier and component, a run has one *part*: the blocks that the tier holds of the run.
 
     run      [start ............................. stop)
     full     [blocks, from the start on )                  a hit reads all blocks before its end
@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .layout import Band, Layout
+from .layout import Component, Layout
 from .prefix import TOKEN_BYTES
 from .records import Job, Part, Run
 from .states import BELOW, CACHE_TIERS, HIT_TIERS, Tier
@@ -40,7 +40,7 @@ class RunIndex:
         self.epoch = epoch
         self.tiers = tiers
         self.runs: dict[bytes, Run] = {}
-        self._places = [(tier, band.number, band.width) for band in layout.bands for tier in tiers]
+        self._places = [(tier, component.number, component.width) for component in layout.components for tier in tiers]
         self._unit_bytes = layout.unit_tokens * TOKEN_BYTES
 
     def __repr__(self) -> str:
@@ -188,14 +188,14 @@ def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
     return found
 
 
-def held_ids(run: Run | None, tier: Tier, band: int, start: int, stop: int) -> array[int]:
-    """The block ids of units `[start, stop)` of the path of `run`, all of which `tier` holds in `band`."""
+def held_ids(run: Run | None, tier: Tier, component: int, start: int, stop: int) -> array[int]:
+    """The block ids of units `[start, stop)` of the path of `run`, all of which `tier` holds in `component`."""
     if run is not None and run.start <= start < stop <= run.stop:  # the common case
-        part = run.part(tier, band)
+        part = run.part(tier, component)
         return part.blocks[(start - part.first) * part.width : (stop - part.first) * part.width]
     ids = array("i")
     for each, first, last in stretches(run, start, stop):
-        part = each.parts[band * each.num_tiers + tier]
+        part = each.parts[component * each.num_tiers + tier]
         ids.extend(part.blocks[(first - part.first) * part.width : (last - part.first) * part.width])
     return ids
 
@@ -219,7 +219,7 @@ def held_stop(
     layout: Layout, path: Sequence[Run], tier: Tier, start: int, stop: int, alignment: int = 1, given: int = 0
 ) -> int:
     """The last unit, at most `stop`, at which a request could go on computing with the blocks of `tier` alone. Checks
-    every band, but full attention only from unit `start` on. `alignment` and `given`: see `accepted`."""
+    every component, but full attention only from unit `start` on. `alignment` and `given`: see `accepted`."""
     if layout.full.width:
         stop = present_stop(path, tier, start, stop)
     if layout.windows or alignment > 1:
@@ -247,8 +247,8 @@ def accepted(
     while True:
         stop -= stop % alignment
         lower = stop
-        for band in layout.windows:
-            lower = held.accepted(band, lower)
+        for component in layout.windows:
+            lower = held.accepted(component, lower)
         if lower == stop:
             return stop
         stop = lower
@@ -263,23 +263,23 @@ class _Held:
     device_limit: int
     given: int
 
-    def accepted(self, band: Band, stop: int) -> int:
-        """The last position, at most `stop`, for which everything that `band` needs is present.
+    def accepted(self, component: Component, stop: int) -> int:
+        """The last position, at most `stop`, for which everything that `component` needs is present.
 
         A later position never reads further back. So if a missing unit is needed at `stop`, it is needed at every
         position between the unit and `stop`. The next candidate lies before the missing unit: the last end of held
-        units, or the last position at which the band needs nothing (`Band.free_unit`), whichever is later."""
+        units, or the last position at which the component needs nothing (`Component.free_unit`), whichever is later."""
         while stop > self.given:
-            missing = self._last_missing(band, max(self.given, band.first_unit(stop)), stop)
+            missing = self._last_missing(component, max(self.given, component.first_unit(stop)), stop)
             if missing is None:
                 return stop
-            stop = max(self._present_before(band, missing), band.free_unit(missing))
+            stop = max(self._present_before(component, missing), component.free_unit(missing))
         return stop
 
-    def _last_missing(self, band: Band, start: int, stop: int) -> int | None:
+    def _last_missing(self, component: Component, start: int, stop: int) -> int | None:
         """The last unit of `[start, stop)` that none of `tiers` holds. `stop` moves back over the held units."""
         for run in reversed(self.path):
-            place = band.number * run.num_tiers
+            place = component.number * run.num_tiers
             while start < stop and run.start < stop:
                 first = stop
                 for tier in self.tiers:
@@ -292,20 +292,20 @@ class _Held:
                 stop = first
         return None if stop <= start else stop - 1
 
-    def _present_before(self, band: Band, position: int) -> int:
+    def _present_before(self, component: Component, position: int) -> int:
         """The last end of held units at or before `position`; 0 if there is none."""
         for run in reversed(self.path):
             if run.start < position:
-                ends = [min(units.stop, position) for units in self._units(band, run) if units.start < position]
+                ends = [min(units.stop, position) for units in self._units(component, run) if units.start < position]
                 if ends:
                     return max(ends)
         return 0
 
-    def _units(self, band: Band, run: Run) -> list[range]:
-        """The units of `run` that each of `tiers` holds of `band`; nothing for a tier that holds none."""
+    def _units(self, component: Component, run: Run) -> list[range]:
+        """The units of `run` that each of `tiers` holds of `component`; nothing for a tier that holds none."""
         found: list[range] = []
         for tier in self.tiers:
-            part = run.part(tier, band.number)
+            part = run.part(tier, component.number)
             stop = min(part.stop, self.device_limit) if tier is Tier.DEVICE else part.stop
             if part.first < stop:
                 found.append(range(part.first, stop))
@@ -394,8 +394,9 @@ def find_hit(
     """Match at most `limit` units of `sequence`; the hit ends at a multiple of `alignment`. Pins and splits nothing.
 
     In full attention, the hit takes device blocks up to the first that the device lacks, and host blocks after it. The
-    hit ends at the last position at which every window band has the blocks that it needs, in either tier. Device blocks
-    after the device hit are *islands*: a hit may need them in a window. Without `islands`, they count in no band.
+    hit ends at the last position at which every window component has the blocks that it needs, in either tier. Device
+    blocks after the device hit are *islands*: a hit may need them in a window. Without `islands`, they count in no
+    component.
     """
     path, device_stop, stop = _full_path(index, sequence, layout, limit)
     if not layout.windows:

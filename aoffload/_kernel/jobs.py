@@ -53,7 +53,7 @@ import attrs
 from .cache import PrefixCache, brings
 from .events import StoreSkipped
 from .index import Stretch, covered, held_ids, stretches
-from .layout import Band
+from .layout import Component
 from .moves import Moves
 from .plans import BlockLabel, CellLabel, Completion, TransferPlan
 from .pools import TierBlocks
@@ -63,24 +63,24 @@ from .states import Direction, JobState, NoEpoch, Outcome, Tier, require
 from .tokens import hash_run, unit_digests
 
 
-def labels_of(pieces: list[Stretch], band: Band) -> tuple[BlockLabel | None, ...]:
-    """A label for each block of `band` in `pieces`, in prefix order. A restart proves from the labels which KV the
+def labels_of(pieces: list[Stretch], component: Component) -> tuple[BlockLabel | None, ...]:
+    """A label for each block of `component` in `pieces`, in prefix order. A restart proves from the labels which KV the
     blocks on the disk hold.
 
     From the first unit on that a key span touches, the labels are None, because the tokens do not identify the content
     of the span, such as an image."""
     if any(run.spans for run in pieces[0][0].path()):
-        return (None,) * (sum(stop - start for _, start, stop in pieces) * band.width)
+        return (None,) * (sum(stop - start for _, start, stop in pieces) * component.width)
     found: list[BlockLabel | None] = []
     for stretch in pieces:
         if stretch[0].spans:
-            left = sum(stop - start for _, start, stop in pieces) * band.width - len(found)
+            left = sum(stop - start for _, start, stop in pieces) * component.width - len(found)
             return (*found, *(None,) * left)
-        found += _labels(stretch, band)
+        found += _labels(stretch, component)
     return tuple(found)
 
 
-def _labels(stretch: Stretch, band: Band) -> Iterator[BlockLabel]:
+def _labels(stretch: Stretch, component: Component) -> Iterator[BlockLabel]:
     run, start, stop = stretch
     unit_bytes = len(run.tokens) // (run.stop - run.start)
     first, last = (start - run.start) * unit_bytes, (stop - run.start) * unit_bytes
@@ -89,8 +89,8 @@ def _labels(stretch: Stretch, band: Band) -> Iterator[BlockLabel]:
     before = hasher.digest() if start else b""
     for number, digest in enumerate(unit_digests(hasher, tokens, unit_bytes)):
         of_unit = tokens[number * unit_bytes : (number + 1) * unit_bytes]
-        for place in range(band.width):
-            yield BlockLabel(band.number, place, start + number, root, digest, before, of_unit)
+        for place in range(component.width):
+            yield BlockLabel(component.number, place, start + number, root, digest, before, of_unit)
         before = digest
 
 
@@ -101,7 +101,7 @@ class JobBook:
     cache: PrefixCache
     moves: Moves
     units_per_job: Sequence[int]
-    """The most units of one job, for each band."""
+    """The most units of one job, for each component."""
     tiers: dict[Tier, TierBlocks] = field(init=False)
     """The tiers of the cache, and the remote store if there is one."""
     unsettled: dict[int, Job] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class JobBook:
         source: Tier,
         destination: Tier,
         run: Run,
-        band: Band,
+        component: Component,
         start: int,
         stop: int,
         blocks: array[int],
@@ -138,26 +138,30 @@ class JobBook:
         pin: Lease | None = None,
         cells: Sequence[CellLabel] = (),
     ) -> list[Job]:
-        """Plan jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of `destination`.
-        From now on the jobs own these blocks.
+        """Plan jobs that bring units `[start, stop)` of `component`, on the path of `run`, into `blocks` of
+        `destination`. From now on the jobs own these blocks.
 
         `units_per_job` replaces the limit of the book. `source_ids`: the blocks to copy from, if an engine owns the
         device or the source is a remote store. `pin`: a lease on `run` in `destination`, which the last job takes over.
         `cells`: the cells of a remote store that hold the units, one for each job."""
         jobs: list[Job] = []
         cache, windows, is_use = self.cache, self.cache.layout.windows, destination < source
-        from_tier, to_tier, place = self.tiers[source], self.tiers[destination], run.place(destination, band.number)
-        if band.number and not to_tier.is_outside:
-            self._make_adjoin(run, band, destination, start, stop)
-        most = cells[0].stop - cells[0].start if cells else (units_per_job or self.units_per_job)[band.number]
+        from_tier, to_tier, place = (
+            self.tiers[source],
+            self.tiers[destination],
+            run.place(destination, component.number),
+        )
+        if component.number and not to_tier.is_outside:
+            self._make_adjoin(run, component, destination, start, stop)
+        most = cells[0].stop - cells[0].start if cells else (units_per_job or self.units_per_job)[component.number]
         for begin in range(cells[0].start if cells else start, stop, most):
             first, last = max(begin, start), min(begin + most, stop)
-            at, end = (first - start) * band.width, (last - start) * band.width
+            at, end = (first - start) * component.width, (last - start) * component.width
             into = blocks if end - at == len(blocks) else blocks[at:end]
             pieces = stretches(run, first, last)
-            held = held_ids(run, source, band.number, first, last) if source_ids is None else source_ids[at:end]
+            held = held_ids(run, source, component.number, first, last) if source_ids is None else source_ids[at:end]
             if destination is Tier.DISK:
-                labels = labels_of(pieces, band)
+                labels = labels_of(pieces, component)
                 plan = TransferPlan(self._next_id, source, destination, held, into, labels, to_tier.num_resets)
             elif cells:
                 plan = TransferPlan(self._next_id, source, destination, held, into, cell=cells[len(jobs)])
@@ -165,10 +169,10 @@ class JobBook:
                 plan = TransferPlan(self._next_id, source, destination, held, into)
             self._next_id += 1
 
-            # Both leases pin full attention and, of the windows, only the job's own band, from the start of its first
-            # run on.
+            # Both leases pin full attention and, of the windows, only the job's own component, from the start of its
+            # first run on.
             head, tail = pieces[0][0], pieces[-1][0]
-            starts = [head.start if other is band else tail.stop for other in windows] if windows else ()
+            starts = [head.start if other is component else tail.stop for other in windows] if windows else ()
             read = written = None
             if from_tier.is_outside:
                 from_tier.hold(held)
@@ -182,13 +186,13 @@ class JobBook:
                 written = cache.lease(destination, tail, starts)
             request_id = "" if request is None else request.request_id
             now = 0.0 if self.moves.clock is None else self.moves.clock()
-            job = Job(plan, tail, first, last, cache.epoch, band.number, read, written, request_id, now)
+            job = Job(plan, tail, first, last, cache.epoch, component.number, read, written, request_id, now)
             if written is not None:
                 # The predecessor is the last job under way to the same part or, if `job` begins its run, to the part of
-                # the run before. In a window band, a job for the front of a run may be planned after another job to the
-                # same part, which then is its predecessor.
+                # the run before. In a window component, a job for the front of a run may be planned after another job
+                # to the same part, which then is its predecessor.
                 before: Run | None = head
-                if first == head.start and (not band.number or head.parts[place].incoming is None):
+                if first == head.start and (not component.number or head.parts[place].incoming is None):
                     before = head.before
                 job.predecessor = None if before is None else before.parts[place].incoming
                 if job.predecessor is not None:
@@ -201,10 +205,10 @@ class JobBook:
             jobs.append(job)
         return jobs
 
-    def _make_adjoin(self, run: Run, band: Band, tier: Tier, start: int, stop: int) -> None:
+    def _make_adjoin(self, run: Run, component: Component, tier: Tier, start: int, stop: int) -> None:
         """Split runs so that units `[start, stop)` adjoin the units that `tier` holds, or will get, of the same run,
-        because in each tier a run holds only one stretch of a window band."""
-        place = run.place(tier, band.number)
+        because in each tier a run holds only one stretch of a window component."""
+        place = run.place(tier, component.number)
         for each, begin, end in stretches(run, start, stop):
             first, last = covered(each.parts[place])
             if first == last:
@@ -304,7 +308,7 @@ class JobBook:
             self.moves.job(job, JobState.DISCARDED)
         else:
             job.completion = completion
-            width = self.cache.layout.bands[job.band].width
+            width = self.cache.layout.components[job.component].width
             num_proven = job.stop - job.start if outcome is Outcome.LANDED else completion.num_landed // width
             if job.epoch == self.cache.epoch and not is_unproven:
                 proven_stop += num_proven
@@ -339,14 +343,14 @@ class JobBook:
         """Publish the blocks before unit `proven_stop` on the job's own runs, in prefix order. Free the others unless
         `keep_ids`."""
         tier, ids = self.tiers[job.plan.destination], job.plan.destination_ids
-        component, place = self.cache.components[job.band], job.run.place(job.plan.destination, job.band)
-        width = component.band.width
+        manager, place = self.cache.managers[job.component], job.run.place(job.plan.destination, job.component)
+        width = manager.component.width
         for run, first, stop in stretches(job.run, job.start, job.stop):
             part, last = run.parts[place], min(stop, proven_stop)
             brought = ids[(first - job.start) * width : (stop - job.start) * width]
             if first < last:
                 held = (part.first, part.stop)
-                brought = component.enter(part, first, last, brought)
+                brought = manager.enter(part, first, last, brought)
                 tier.part_changed(part, *held)
             if brought and not keep_ids:
                 if job.epoch is NoEpoch.INVALIDATED:
@@ -355,17 +359,17 @@ class JobBook:
             if part.incoming is job:
                 # The nearest predecessor that still adds to the part, if there is one.
                 before = job.predecessor
-                while before is not None and not brings(component, before, part, run):
+                while before is not None and not brings(manager, before, part, run):
                     before = before.predecessor
                 part.incoming = before
 
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:
         """Make the corrupt source units misses; the units around them stay."""
-        width = self.cache.layout.bands[job.band].width
+        width = self.cache.layout.components[job.component].width
         bad = {job.start + index // width for index in completion.corrupt if 0 <= index < job.plan.num_blocks}
         for position in sorted(bad):
             for run, _, _ in stretches(job.run, position, position + 1):
-                part = run.part(job.plan.source, job.band)
+                part = run.part(job.plan.source, job.component)
                 if part.first <= position < part.stop:
                     self.cache.forget(part, position)
 
@@ -392,8 +396,8 @@ class Stores:
         most: int = NO_LIMIT,
     ) -> list[Job]:
         """Store the units of the path of `run`, up to unit `stop`, that `destination` lacks: those from unit `first`
-        on, and those before it as far as units are missing. `with_windows`: also the units of window bands that a hit
-        near `stop` needs. At most `most` blocks. `request` is None for a write-back."""
+        on, and those before it as far as units are missing. `with_windows`: also the units of window components that a
+        hit near `stop` needs. At most `most` blocks. `request` is None for a write-back."""
         source, destination = self.source, self.destination
         if not self.cache.tiers[destination].pool.num_blocks:
             return []
@@ -405,9 +409,9 @@ class Stores:
         if with_windows and self.cache.windows:
             end = self.last_end(request, stop)
             for window in self.cache.windows:
-                missing = window.lacking(run, source, destination, first_stored(window.band, end), stop)
+                missing = window.lacking(run, source, destination, first_stored(window.component, end), stop)
                 for pieces in _contiguous(missing) if missing else ():
-                    jobs += self.store(request, window.band, pieces, most=left_of(most, jobs))
+                    jobs += self.store(request, window.component, pieces, most=left_of(most, jobs))
         return jobs
 
     def last_end(self, request: LedgerRequest | None, stop: int) -> int:
@@ -420,7 +424,7 @@ class Stores:
     def store(
         self,
         request: LedgerRequest | None,
-        band: Band,
+        component: Component,
         pieces: list[Stretch],
         source_ids: array[int] | None = None,
         most: int = NO_LIMIT,
@@ -432,23 +436,25 @@ class Stores:
         # last job takes the pin over if it ends where the pin does.
         there, (_, start, _), (end, _, stop) = self.cache.tiers[self.destination], pieces[0], pieces[-1]
         pin = self.cache.lease(self.destination, end, [end.stop for _ in self.cache.layout.windows])
-        wanted, fit, allowed = stop - start, there.num_available // band.width, most // band.width
-        units = self.cache.components[band.number].fitting(start, stop, fit if fit < allowed else allowed)
+        wanted, fit, allowed = stop - start, there.num_available // component.width, most // component.width
+        units = self.cache.managers[component.number].fitting(start, stop, fit if fit < allowed else allowed)
         jobs: list[Job] = []
         is_pin_taken = False
         if units:
-            blocks = self.cache.take(self.destination, len(units) * band.width)
+            blocks = self.cache.take(self.destination, len(units) * component.width)
             run = self.cache.cut(pin.run, units.stop)
             if source_ids is not None:
-                source_ids = source_ids[(units.start - start) * band.width : (units.stop - start) * band.width]
+                source_ids = source_ids[
+                    (units.start - start) * component.width : (units.stop - start) * component.width
+                ]
             is_pin_taken = run is pin.run and not self.cache.windows
             jobs = self.jobs.plan(
-                request, self.source, self.destination, run, band, units.start, units.stop, blocks, (), source_ids,
+                request, self.source, self.destination, run, component, units.start, units.stop, blocks, (), source_ids,
                 pin if is_pin_taken else None, cells,
             )  # fmt: skip
         if fit < wanted:
             reason = f"{self.destination.name.lower()}_full"
-            self.moves.note(StoreSkipped(request, (wanted - fit) * band.width, reason))
+            self.moves.note(StoreSkipped(request, (wanted - fit) * component.width, reason))
         if not is_pin_taken:
             self.cache.release(pin)
         return jobs
@@ -459,11 +465,11 @@ def left_of(most: int, jobs: list[Job]) -> int:
     return most if most == NO_LIMIT else most - sum(job.plan.num_blocks for job in jobs)
 
 
-def first_stored(band: Band, end: int) -> int:
-    """The first unit of a window band that is stored for a hit that ends at unit `end`. There is a margin, because the
-    next turn of a conversation may match somewhat earlier."""
-    needed = band.first_unit(end)
-    return max(0, needed - band.margin(end - needed))
+def first_stored(component: Component, end: int) -> int:
+    """The first unit of a window component that is stored for a hit that ends at unit `end`. There is a margin, because
+    the next turn of a conversation may match somewhat earlier."""
+    needed = component.first_unit(end)
+    return max(0, needed - component.margin(end - needed))
 
 
 def _contiguous(found: list[Stretch]) -> Iterator[list[Stretch]]:

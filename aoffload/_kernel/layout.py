@@ -3,9 +3,10 @@
 A group is a set of layers that share a block table. The *unit* is the least common multiple of the groups' block sizes:
 one unit of tokens fills whole blocks of every group, so all positions in the kernel count units.
 
-Groups that read the same tokens form a *band*: one attention component. Band 0 is full attention, which reads every
-token before a position. Each further band has a window (a sliding one, or the chunk of chunked local attention) and
-reads only the last tokens before a position. A band has `width` blocks per unit, those of all its groups together.
+Groups that read the same tokens form a *component*: one attention component. Component 0 is full attention, which reads
+every token before a position. Each further component has a window (a sliding one, or the chunk of chunked local
+attention) and reads only the last tokens before a position. A component has `width` blocks per unit, those of all its
+groups together.
 
 The functions at the end compute with ranges of units: intersection and difference of several ranges and one.
 """
@@ -25,11 +26,11 @@ MAX_UNIT_TOKENS = 2**20
 
 
 MAX_ANSWERS = 1024
-"""Maximum positions for which `Band.first_unit` caches its result."""
+"""Maximum positions for which `Component.first_unit` caches its result."""
 
 
 @dataclass(slots=True, frozen=True)
-class Band:
+class Component:
     """An attention component: all groups of one attention kind, which need the same tokens at any position.
 
     In tables and parts, the ids of a unit are adjacent: `width` ids, group after group.
@@ -68,8 +69,8 @@ class Band:
         return -(-num_units // 4)
 
     def free_unit(self, stop: int) -> int:
-        """The last position, at most `stop`, at which a request can go on computing without any block of this band.
-        Chunked attention has such positions after 0, where a chunk begins."""
+        """The last position, at most `stop`, at which a request can go on computing without any block of this
+        component. Chunked attention has such positions after 0, where a chunk begins."""
         at = self.kind.free_end(stop * self.unit_tokens)
         while at % self.unit_tokens:
             at = self.kind.free_end(at - 1)
@@ -78,24 +79,24 @@ class Band:
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """The groups of a model as bands over one unit.
+    """The groups of a model as components over one unit.
 
     The index counts in units of `unit_tokens`, the least common multiple of the block sizes, so that a hit is valid for
-    every group. With one group a unit is a block. The first band is full attention; its width is 0 where every group
-    has a window.
+    every group. With one group a unit is a block. The first component is full attention; its width is 0 where every
+    group has a window.
     """
 
     groups: tuple[KVCacheGroup, ...]
     unit_tokens: int
-    bands: tuple[Band, ...]
+    components: tuple[Component, ...]
     places: tuple[tuple[int, int], ...]
-    """For each group: its band, and the offset of its ids among those of a unit there."""
-    windows: tuple[Band, ...]
-    """All bands but full attention."""
+    """For each group: its component, and the offset of its ids among those of a unit there."""
+    windows: tuple[Component, ...]
+    """All components but full attention."""
     width: int
     """Block ids of one unit in all groups together."""
-    full: Band
-    """The band of full attention, the first one."""
+    full: Component
+    """The component of full attention, the first one."""
 
     @classmethod
     def of(cls, groups: Sequence[KVCacheGroup]) -> Layout:
@@ -112,24 +113,32 @@ class Layout:
             number = kinds.index(group.attention)
             places.append((number, sum(unit // size for size in sizes[number])))
             sizes[number].append(group.block_size)
-        bands = tuple(
-            Band(number, kind, tuple(found), unit, sum(unit // size for size in found))
+        components = tuple(
+            Component(number, kind, tuple(found), unit, sum(unit // size for size in found))
             for number, (kind, found) in enumerate(zip(kinds, sizes, strict=True))
         )
-        return cls(tuple(groups), unit, bands, tuple(places), bands[1:], sum(band.width for band in bands), bands[0])
+        return cls(
+            tuple(groups),
+            unit,
+            components,
+            tuple(places),
+            components[1:],
+            sum(component.width for component in components),
+            components[0],
+        )
 
     def window_starts(self, stop: int) -> Sequence[int]:
         """For each window the first unit needed to continue computing at unit `stop`."""
         if not self.windows:
             return ()
-        return [band.first_unit(stop) for band in self.windows]
+        return [component.first_unit(stop) for component in self.windows]
 
     def num_blocks(self, full_start: int, start: int, stop: int) -> int:
         """Number of blocks that a load brings so that a request can go on at unit `stop`: in full attention the blocks
         from unit `full_start` on, in a window the needed blocks from unit `start` on."""
         found = (stop - full_start) * self.full.width
-        for band in self.windows:
-            found += (stop - max(start, band.first_unit(stop))) * band.width
+        for component in self.windows:
+            found += (stop - max(start, component.first_unit(stop))) * component.width
         return found
 
     def num_units(self, num_tokens: int) -> int:
@@ -137,33 +146,33 @@ class Layout:
         return -(-num_tokens // self.unit_tokens)
 
     def by_group(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Convert ids of whole units, one sequence per band, to one list per group."""
+        """Convert ids of whole units, one sequence per component, to one list per group."""
         if len(self.groups) == 1:
             return [list(tables[self.places[0][0]])]
         found: list[list[int]] = []
         for group, (number, offset) in zip(self.groups, self.places, strict=True):
-            ids, width = tables[number], self.bands[number].width
+            ids, width = tables[number], self.components[number].width
             per_unit = self.unit_tokens // group.block_size
             rows = (ids[at + offset : at + offset + per_unit] for at in range(0, len(ids), width))
             found.append(list(chain.from_iterable(rows)))
         return found
 
-    def positions(self, band: int, start: int, stop: int) -> Iterator[tuple[int, range]]:
-        """For each group of `band`: its number, and the block positions of units `[start, stop)`."""
-        for number, (group, (its_band, _)) in enumerate(zip(self.groups, self.places, strict=True)):
-            if its_band == band:
+    def positions(self, component: int, start: int, stop: int) -> Iterator[tuple[int, range]]:
+        """For each group of `component`: its number, and the block positions of units `[start, stop)`."""
+        for number, (group, (its_component, _)) in enumerate(zip(self.groups, self.places, strict=True)):
+            if its_component == component:
                 per_unit = self.unit_tokens // group.block_size
                 yield number, range(start * per_unit, stop * per_unit)
 
     def deal(self, blocks: array[int], num_units: int) -> list[array[int]]:
-        """Divide `blocks`, which are for `num_units` more units, among the bands."""
-        if len(self.bands) == 1:
+        """Divide `blocks`, which are for `num_units` more units, among the components."""
+        if len(self.components) == 1:
             return [blocks]
         found: list[array[int]] = []
         at = 0
-        for band in self.bands:
-            found.append(blocks[at : at + num_units * band.width])
-            at += num_units * band.width
+        for component in self.components:
+            found.append(blocks[at : at + num_units * component.width])
+            at += num_units * component.width
         return found
 
 

@@ -16,7 +16,7 @@ suffix moves forward with the window.
 **No request waits for its own pins.** A match pins nothing after the hit. If only `reserve` is in the way of the blocks
 that a request needs, the request is matched again without it (`islands=False`).
 
-**Tables.** A request with device blocks has one block table a band, and it is not matched again until it gives the
+**Tables.** A request with device blocks has one block table a component, and it is not matched again until it gives the
 blocks up. The tables name cached blocks for the first `published` units, and private blocks for the others. Null
 entries are units before a window, or units that a load brings in blocks of its jobs.
 
@@ -39,7 +39,7 @@ from dataclasses import dataclass
 
 from .cache import PrefixCache
 from .index import Hit, fetchable_path, find_hit, held_ids, stretches
-from .layout import Band, without
+from .layout import Component, without
 from .plans import PrefixMatch
 from .records import BlockTable, Part, Run, nulls
 from .requests import Fetched, LedgerRequest
@@ -188,8 +188,8 @@ class RequestLeases:
         """Number of new blocks that tables of `num_units` units take after the device hit. A window takes none for
         units that it will have left once the host hit is loaded."""
         found = max(0, num_units - device_stop) * self.cache.layout.full.width
-        for band in self.cache.layout.windows:
-            found += max(0, num_units - max(device_stop, band.first_unit(hit_stop))) * band.width
+        for component in self.cache.layout.windows:
+            found += max(0, num_units - max(device_stop, component.first_unit(hit_stop))) * component.width
         return found
 
     def without_islands(self, request: LedgerRequest, num_units: int) -> tuple[int, int]:
@@ -206,8 +206,8 @@ class RequestLeases:
 
     def _num_needed(self, part: Part, stop: int) -> int:
         """Blocks of `part` that are needed to continue computing at unit `stop`."""
-        band = self.cache.layout.bands[part.band]
-        first = band.first_unit(stop)
+        component = self.cache.layout.components[part.component]
+        first = component.first_unit(stop)
         return len(range(max(part.first, first), min(part.stop, stop))) * part.width
 
     def start_tables(self, request: LedgerRequest, num_units: int, blocks: array[int]) -> None:
@@ -216,16 +216,16 @@ class RequestLeases:
         stop, taken = request.published, 0
         num_units = max(num_units, stop)  # a later match may have hit more units than the request wanted tables for
         tables: list[BlockTable] = []
-        for band in self.cache.layout.bands:
-            start = band.first_unit(stop) if stop else 0
-            fresh = min(num_units, max(stop, band.first_unit(request.hit_stop))) if band.number else stop
-            count = (num_units - fresh) * band.width
+        for component in self.cache.layout.components:
+            start = component.first_unit(stop) if stop else 0
+            fresh = min(num_units, max(stop, component.first_unit(request.hit_stop))) if component.number else stop
+            count = (num_units - fresh) * component.width
             ids = blocks[taken : taken + count]
             taken += count
             if fresh:
-                held = held_ids(request.device_run, Tier.DEVICE, band.number, start, stop)
-                ids = nulls(start * band.width) + held + nulls((fresh - stop) * band.width) + ids
-            tables.append(BlockTable(band.width, ids, start))
+                held = held_ids(request.device_run, Tier.DEVICE, component.number, start, stop)
+                ids = nulls(start * component.width) + held + nulls((fresh - stop) * component.width) + ids
+            tables.append(BlockTable(component.width, ids, start))
         request.tables, request.num_units = tuple(tables), num_units
         request.num_computed_tokens = stop * self.cache.layout.unit_tokens
         if request.fetched is not None:
@@ -253,9 +253,9 @@ def slide_windows(cache: PrefixCache, request: LedgerRequest) -> None:
 def slide_windows_now(cache: PrefixCache, request: LedgerRequest) -> None:
     """As `slide_windows`, but also during a step. For the end of a load: a step that overlaps the load reads none of
     these blocks, because it computes at the end of the load."""
-    for band in cache.layout.windows:
-        table = request.tables[band.number]
-        start = min(band.first_needed(request.num_computed_tokens), request.num_units)
+    for component in cache.layout.windows:
+        table = request.tables[component.number]
+        start = min(component.first_needed(request.num_computed_tokens), request.num_units)
         if start <= table.start:
             continue
         cache.last_uses.gave_up(request, table.at(table.start, start))
@@ -263,8 +263,8 @@ def slide_windows_now(cache: PrefixCache, request: LedgerRequest) -> None:
         table.null(table.start, start)
         lease = request.leases.get(Tier.DEVICE)
         if lease is not None:
-            cache.unpin_before(lease, band, start)
-        request.nulled.append((band.number, table.start, start))
+            cache.unpin_before(lease, component, start)
+        request.nulled.append((component.number, table.start, start))
         table.start = start
 
 
@@ -340,20 +340,24 @@ def _may_grow(cache: PrefixCache, run: Run) -> bool:
         is_ours = part.tier is Tier.DEVICE
         if part.incoming is not None or part.num_references > is_ours:
             return False
-        if is_ours and part.band and (not part.num_references or (part.blocks and part.stop != run.stop)):
+        if is_ours and part.component and (not part.num_references or (part.blocks and part.stop != run.stop)):
             return False
     return True
 
 
-def published_by(cache: PrefixCache, request: LedgerRequest, start: int) -> list[tuple[Band, Run]]:
-    """The runs, by band, whose blocks from unit `start` on the request itself has published, without runs whose blocks
-    another request has published first. Splits runs where these units begin and end."""
+def published_by(cache: PrefixCache, request: LedgerRequest, start: int) -> list[tuple[Component, Run]]:
+    """The runs, by component, whose blocks from unit `start` on the request itself has published, without runs whose
+    blocks another request has published first. Splits runs where these units begin and end."""
     own = _own_units(cache, request, start)
     for at in {at for _, units in own for at in (units.start, units.stop)}:
         for run, _, _ in stretches(request.device_run, at, at + 1):
             if run.start < at:
                 cache.split(run, at)
-    return [(band, run) for band, units in own for run, _, _ in stretches(request.device_run, units.start, units.stop)]
+    return [
+        (component, run)
+        for component, units in own
+        for run, _, _ in stretches(request.device_run, units.start, units.stop)
+    ]
 
 
 def first_published(cache: PrefixCache, request: LedgerRequest, start: int) -> int:
@@ -361,13 +365,13 @@ def first_published(cache: PrefixCache, request: LedgerRequest, start: int) -> i
     return min((units.start for _, units in _own_units(cache, request, start)), default=request.published)
 
 
-def _own_units(cache: PrefixCache, request: LedgerRequest, start: int) -> list[tuple[Band, range]]:
+def _own_units(cache: PrefixCache, request: LedgerRequest, start: int) -> list[tuple[Component, range]]:
     ready = max(start, request.ready_stop)
     return [
-        (band, units)
-        for band, table in zip(cache.layout.bands, request.tables, strict=True)
+        (component, units)
+        for component, table in zip(cache.layout.components, request.tables, strict=True)
         for units in without(table.duplicates, ready, request.published)
-        if band.width
+        if component.width
     ]
 
 
@@ -384,31 +388,37 @@ def runs_from(cache: PrefixCache, request: LedgerRequest, start: int, cut: Conta
     return [run for run in runs if run.stop > start]
 
 
-def read_by(readers: Iterable[LedgerRequest], published: list[tuple[Band, Run]]) -> list[tuple[Band, Run]]:
+def read_by(readers: Iterable[LedgerRequest], published: list[tuple[Component, Run]]) -> list[tuple[Component, Run]]:
     """Those of `published` whose blocks are in the tables of `readers`."""
     leases = [reader.leases[Tier.DEVICE] for reader in readers if reader.tables and Tier.DEVICE in reader.leases]
     paths = [(lease, set(lease.run.path())) for lease in leases]
     return [
-        (band, run)
-        for band, run in published
-        if any(run in path and (not band.number or run.start >= lease.starts[band.number - 1]) for lease, path in paths)
+        (component, run)
+        for component, run in published
+        if any(
+            run in path and (not component.number or run.start >= lease.starts[component.number - 1])
+            for lease, path in paths
+        )
     ]
 
 
 def take_private(
-    cache: PrefixCache, request: LedgerRequest, published: list[tuple[Band, Run]], shared: list[tuple[Band, Run]]
+    cache: PrefixCache,
+    request: LedgerRequest,
+    published: list[tuple[Component, Run]],
+    shared: list[tuple[Component, Run]],
 ) -> None:
     """Make the withdrawn blocks of `published` private to the request again. The `shared` ones stay with the requests
     that read them; in their place the request gets fresh blocks, which must be available."""
-    for band, run in published:
-        table = request.tables[band.number]
+    for component, run in published:
+        table = request.tables[component.number]
         if run.start < table.start:
             continue  # it has left the window
-        if (band, run) in shared:
+        if (component, run) in shared:
             cache.last_uses.gave_up(request, table.at(run.start, run.stop))
-            table.put(run.start, cache.take(Tier.DEVICE, (run.stop - run.start) * band.width))
+            table.put(run.start, cache.take(Tier.DEVICE, (run.stop - run.start) * component.width))
         else:
-            run.part(Tier.DEVICE, band.number).disown(set(table.at(run.start, run.stop)))
+            run.part(Tier.DEVICE, component.number).disown(set(table.at(run.start, run.stop)))
 
 
 def step_back(leases: RequestLeases, request: LedgerRequest, start: int) -> None:

@@ -369,7 +369,7 @@ class Ledger:
         return any(request.holds_device_blocks for request in outside)
 
     def _units_per_job(self, num_blocks: int) -> Sequence[int]:
-        return [max(1, num_blocks // max(1, band.width)) for band in self.layout.bands]
+        return [max(1, num_blocks // max(1, component.width)) for component in self.layout.components]
 
     def _no_tables(self) -> list[list[int]]:
         return [[] for _ in self.layout.groups]

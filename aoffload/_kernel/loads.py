@@ -9,8 +9,8 @@ What a load does with the units of the hit, in full attention:
       request published them claims that job, too    own blocks
 
 The request has blocks for all these units already. Its blocks for adopted and shared units go back at once. Its blocks
-for planned units belong to the new jobs, and its table is null there until the load ends. A window band needs only the
-units of the window before `stop`, where the three kinds may lie in any order.
+for planned units belong to the new jobs, and its table is null there until the load ends. A window component needs only
+the units of the window before `stop`, where the three kinds may lie in any order.
 
 The device lease of the request moves to `stop` before anything is planned, so that everything a job publishes is pinned
 as it lands. The host lease stays until the load ends.
@@ -22,11 +22,11 @@ callback `conclude`, which says what follows:
     a prefetch, a fetch, a demotion       `CacheTransfers`: it releases everything; blocks that have landed stay cached
     a request on an engine's own blocks   `EngineOwned`
 
-A request goes on with the units that the device holds then, in every band. Neither the plan nor a completion decides
-that: a copy may have landed, and yet have published nothing, because its predecessor failed. If the load falls short,
-the request computes the rest and needs blocks for it. If there are too few free blocks, the request gives up all its
-blocks and waits in the wait queue, at its old place: REQUEUED. It does not wait while it holds blocks, because two such
-requests could wait for each other for ever. When it gets blocks again, it takes the device hit and loads nothing
+A request goes on with the units that the device holds then, in every component. Neither the plan nor a completion
+decides that: a copy may have landed, and yet have published nothing, because its predecessor failed. If the load falls
+short, the request computes the rest and needs blocks for it. If there are too few free blocks, the request gives up all
+its blocks and waits in the wait queue, at its old place: REQUEUED. It does not wait while it holds blocks, because two
+such requests could wait for each other for ever. When it gets blocks again, it takes the device hit and loads nothing
 (`RequestLeases`): otherwise two requests whose loads keep failing could take turns for ever.
 
 After a reset, no request begins to compute with KV from before the reset. Jobs planned before it publish nothing, so a
@@ -53,7 +53,7 @@ from ..errors import WrongState
 from .cache import PrefixCache
 from .index import accepted, covered, held_ids, held_stop, jobs_bringing, jobs_into, present_stop, stretches
 from .jobs import JobBook
-from .layout import Band, outside
+from .layout import Component, outside
 from .leases import RequestLeases, slide_windows_now, step_back
 from .moves import Moves
 from .plans import TransferPlan
@@ -185,9 +185,9 @@ class Loads:
         new = self._plan_units(request, load, layout.full, on_its_way, stop)
         if start < on_its_way:
             self._give_back(request, layout.full, start, on_its_way)
-        for band in layout.windows:
-            first = max(start, band.first_unit(stop))
-            shared += self._bring_window(request, load, band, first, new)
+        for component in layout.windows:
+            first = max(start, component.first_unit(stop))
+            shared += self._bring_window(request, load, component, first, new)
         for job in (*shared, *new):
             if job.start < stop:
                 job.claims[load] = None
@@ -199,8 +199,8 @@ class Loads:
         hit; a shorter load needs blocks at earlier positions. False: there are too few free blocks, and none is
         taken."""
         wanted: list[tuple[BlockTable, int, int]] = []
-        for band in self.cache.layout.windows:
-            table, first = request.tables[band.number], max(request.published, band.first_unit(stop))
+        for component in self.cache.layout.windows:
+            table, first = request.tables[component.number], max(request.published, component.first_unit(stop))
             if number := table.num_null(first, stop):
                 wanted.append((table, first, number))
         if sum([number for _, _, number in wanted]) > self.admission.num_available:
@@ -219,40 +219,42 @@ class Loads:
             return [], there
         return jobs_bringing(stretches(last, there, stop), Tier.DEVICE, there)
 
-    def _plan_units(self, request: LedgerRequest, load: Load, band: Band, start: int, stop: int) -> list[Job]:
+    def _plan_units(self, request: LedgerRequest, load: Load, component: Component, start: int, stop: int) -> list[Job]:
         """Plan jobs that load units `[start, stop)` into blocks of the request, which the jobs own from now on."""
-        if start >= stop or not band.width:
+        if start >= stop or not component.width:
             return []
-        run, table = request.leases[Tier.DEVICE].run, request.tables[band.number]
+        run, table = request.leases[Tier.DEVICE].run, request.tables[component.number]
         ids = table.take(start, stop)
-        return self.jobs.plan(request, BELOW, Tier.DEVICE, run, band, start, stop, ids, load.units_per_job)
+        return self.jobs.plan(request, BELOW, Tier.DEVICE, run, component, start, stop, ids, load.units_per_job)
 
-    def _give_back(self, request: LedgerRequest, band: Band, start: int, stop: int) -> None:
+    def _give_back(self, request: LedgerRequest, component: Component, start: int, stop: int) -> None:
         """Free the request's blocks for units `[start, stop)`, which other jobs bring or have brought."""
         if start < stop:
-            self.cache.give(Tier.DEVICE, request.tables[band.number].null(start, stop))
+            self.cache.give(Tier.DEVICE, request.tables[component.number].null(start, stop))
 
-    def _bring_window(self, request: LedgerRequest, load: Load, band: Band, start: int, new: list[Job]) -> list[Job]:
-        """Adopt, share and plan the units of a window band from `start` on. Adds the planned jobs to `new`. Returns the
-        shared jobs."""
+    def _bring_window(
+        self, request: LedgerRequest, load: Load, component: Component, start: int, new: list[Job]
+    ) -> list[Job]:
+        """Adopt, share and plan the units of a window component from `start` on. Adds the planned jobs to `new`.
+        Returns the shared jobs."""
         run = request.leases[Tier.DEVICE].run
         shared: dict[Job, None] = {}
         missing: list[range] = []
-        place = run.place(Tier.DEVICE, band.number)
+        place = run.place(Tier.DEVICE, component.number)
         for each, begin, end in stretches(run, start, load.stop):
             part = each.parts[place]
             first, stop = covered(part)
             if part.incoming is not None:
                 shared.update(dict.fromkeys(jobs_into(part)))
             if first < stop:
-                self._give_back(request, band, max(first, begin), min(stop, end))
+                self._give_back(request, component, max(first, begin), min(stop, end))
             for units in outside(first, stop, begin, end):
                 if missing and missing[-1].stop == units.start:
                     missing[-1] = range(missing[-1].start, units.stop)
                 else:
                     missing.append(units)
         for units in missing:
-            new += self._plan_units(request, load, band, units.start, units.stop)
+            new += self._plan_units(request, load, component, units.start, units.stop)
         return list(shared)
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -301,7 +303,7 @@ class Loads:
         run, is_current = request.device_run, request.epoch == self.cache.epoch
         if start and not is_current:
             if request.overlap is not None:
-                compare(self.moves, request, layout.bands)
+                compare(self.moves, request, layout.components)
             request.num_lost_tokens += (load.stop - start) * layout.unit_tokens
             self._requeue(request, start, load.wake)
             return []
@@ -309,13 +311,13 @@ class Loads:
         if is_current and run is not None:
             ready = max(start, held_stop(layout, run.whole_path(), Tier.DEVICE, start, load.stop))
         missing: list[int] = []
-        for table, band in zip(request.tables, layout.bands, strict=True):
-            first = max(start, band.first_unit(ready)) if band.number else start
+        for table, component in zip(request.tables, layout.components, strict=True):
+            first = max(start, component.first_unit(ready)) if component.number else start
             if table.width:
                 if start < first:
                     self.cache.give(Tier.DEVICE, table.null(start, first))
-                ids = held_ids(run, Tier.DEVICE, band.number, first, ready)
-                if band.number:
+                ids = held_ids(run, Tier.DEVICE, component.number, first, ready)
+                if component.number:
                     self.cache.give(Tier.DEVICE, table.exchange(first, ids))
                 else:
                     table.put(first, ids)  # null until now: `start` gave these blocks to jobs, or back to the pool
@@ -323,7 +325,7 @@ class Loads:
         request.published = request.ready_stop = ready
         request.num_computed_tokens = ready * layout.unit_tokens
         if request.overlap is not None:
-            compare(self.moves, request, layout.bands)
+            compare(self.moves, request, layout.components)
         if ready < load.stop:
             request.num_lost_tokens += (load.stop - ready) * layout.unit_tokens
             step_back(self.request_leases, request, ready)

@@ -51,9 +51,9 @@ class RequestOptions(TypedDict, total=False):
 class BlockLabel:
     """What a block on a disk holds, so that a restart can find it again."""
 
-    band: int
+    component: int
     place: int
-    """Number of the block among the `width` blocks that the unit has in the band."""
+    """Number of the block among the `width` blocks that the unit has in the component."""
     position: int
     """The unit, counted from the start of the prompt."""
     root: bytes
@@ -68,10 +68,10 @@ class BlockLabel:
 
 @attrs.frozen(slots=True)
 class CellLabel:
-    """Name of an object in a remote store: units `[start, stop)` of one band. `digest` is that of the prefix which ends
-    at unit `stop`. `stop - start` is a power of two, and `start` a multiple of it."""
+    """Name of an object in a remote store: units `[start, stop)` of one component. `digest` is that of the prefix which
+    ends at unit `stop`. `stop - start` is a power of two, and `start` a multiple of it."""
 
-    band: int
+    component: int
     digest: bytes
     start: int
     stop: int
@@ -199,7 +199,8 @@ class RestoredRun:
     stop: int
     tokens: bytes
     slots: tuple[array[int], ...]
-    """For each band, the slots of these units on the disk, in order; empty if the disk has none in that band."""
+    """For each component, the slots of these units on the disk, in order; empty if the disk has none in that
+    component."""
 
 
 @attrs.frozen

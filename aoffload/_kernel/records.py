@@ -1,11 +1,12 @@
 """Records: the nouns of the kernel, and who refers to whom.
 
-    Run <- Part -> Job       a run is a stretch of a prompt. A part holds its blocks in one band and one tier, and names
+    Run <- Part -> Job       a run is a stretch of a prompt. A part holds its blocks in one component and one tier, and
+    names
                              the job that adds to them
     Lease -> Run             protects the blocks of a path: they are neither evicted nor freed
     Job -> Lease, Run        one copy between two tiers, with leases of its own
     Load <-> Job             the jobs that one request waits for. A job may serve several loads
-    BlockTable               the blocks of one request in one band
+    BlockTable               the blocks of one request in one component
 
 These classes decide nothing. The verbs are elsewhere: `PrefixCache` changes runs and parts and takes leases, `JobBook`
 plans and settles jobs, `Loads` begins and ends loads.
@@ -48,20 +49,32 @@ from .tokens import hash_run
 
 
 class Part:
-    """The blocks of one run in one band and one tier: those of units `[first, stop)`. For full attention `first` is
-    the run's start. A part without blocks has first == stop == the run's start."""
+    """The blocks of one run in one component and one tier: those of units `[first, stop)`. For full attention `first`
+    is the run's start. A part without blocks has first == stop == the run's start."""
 
     __slots__ = (
-        "band", "blocks", "first", "incoming", "last_use", "newer", "num_references", "older", "rank", "run",
-        "stop", "tier", "tombstones", "width",
+        "blocks",
+        "component",
+        "first",
+        "incoming",
+        "last_use",
+        "newer",
+        "num_references",
+        "older",
+        "rank",
+        "run",
+        "stop",
+        "tier",
+        "tombstones",
+        "width",
     )  # fmt: skip
 
     def __init__(
-        self, tier: Tier, band: int, width: int, run: Run, first: int, stop: int,
+        self, tier: Tier, component: int, width: int, run: Run, first: int, stop: int,
         num_references: int = 0, incoming: Job | None = None,
     ) -> None:  # fmt: skip
         self.tier = tier
-        self.band = band
+        self.component = component
         self.width = width
         """Block ids per unit."""
         self.run = run
@@ -116,7 +129,7 @@ class Part:
     def cut_off(self, head: Run, start: int, at: int, num_references: int, incoming: Job | None) -> Part:
         """Split at unit `at`: this part keeps the units from `at` on. Returns the front as a new part of `head`, which
         begins at unit `start`; `num_references` and `incoming` are those of the front."""
-        front = Part(self.tier, self.band, self.width, head, start, start, num_references, incoming)
+        front = Part(self.tier, self.component, self.width, head, start, start, num_references, incoming)
         front.last_use, front.rank = self.last_use, self.rank
         if self.tombstones:
             front.tombstones, self.tombstones = divided(self.tombstones, self.width, at)
@@ -193,7 +206,7 @@ class Part:
 
 
 class Run:
-    """A node of the index: the tokens of units `[start, stop)`, and their blocks in every band and tier."""
+    """A node of the index: the tokens of units `[start, stop)`, and their blocks in every component and tier."""
 
     __slots__ = (
         "_hash_after", "before", "epoch", "hash_before", "key", "num_after", "num_tiers", "offered_stop",
@@ -220,7 +233,7 @@ class Run:
         self.root = root
         self.num_tiers = num_tiers
         self.parts: tuple[Part, ...] = ()
-        """By band, then by tier: `parts[tier]` is that of full attention."""
+        """By component, then by tier: `parts[tier]` is that of full attention."""
         self.offered_stop = 0
         """End of the units of the run that the eviction watermark has to store before they are evicted; 0: none. If
         the run has such units, all runs before it are offered up to their ends."""
@@ -239,15 +252,15 @@ class Run:
             self._hash_after = hash_run(self.hash_before, self.tokens, self.spans, unit_bytes)
         return self._hash_after
 
-    def place(self, tier: Tier, band: int) -> int:
-        """Index into `parts` of the part in this tier and band. It is the same in every run of an index."""
-        return band * self.num_tiers + tier
+    def place(self, tier: Tier, component: int) -> int:
+        """Index into `parts` of the part in this tier and component. It is the same in every run of an index."""
+        return component * self.num_tiers + tier
 
-    def part(self, tier: Tier, band: int) -> Part:
-        return self.parts[band * self.num_tiers + tier]
+    def part(self, tier: Tier, component: int) -> Part:
+        return self.parts[component * self.num_tiers + tier]
 
     def parts_in(self, tier: Tier) -> tuple[Part, ...]:
-        """The parts of one tier, by band."""
+        """The parts of one tier, by component."""
         return self.parts[tier :: self.num_tiers]
 
     def whole_path(self) -> list[Run]:
@@ -274,7 +287,7 @@ class Run:
 
 
 class Lease:
-    """Pins blocks of `run` and of every run before it, in one tier: all of full attention, and of each window band
+    """Pins blocks of `run` and of every run before it, in one tier: all of full attention, and of each window component
     those from its entry in `starts` on. `PrefixCache` takes and releases leases.
 
     A lease refers to a run object, never to block ids or keys. A split puts a new head before that run, so the head is
@@ -287,21 +300,35 @@ class Lease:
         self.tier = tier
         self.run = run
         self.starts: list[int] = []
-        """For each window band: the first unit that is pinned, always the start of a run. A start at or after the end
-        of `run` pins nothing of the band."""
+        """For each window component: the first unit that is pinned, always the start of a run. A start at or after the
+        end of `run` pins nothing of the component."""
         self.released = False
 
 
 class Job:
-    """One transfer: the blocks of units `[start, stop)` in one band, copied from one tier to the other."""
+    """One transfer: the blocks of units `[start, stop)` in one component, copied from one tier to the other."""
 
     __slots__ = (
-        "band", "claims", "completion", "destination_lease", "epoch", "followers", "parked", "plan",
-        "predecessor", "request_id", "run", "since_s", "source_lease", "start", "state", "stop",
+        "claims",
+        "completion",
+        "component",
+        "destination_lease",
+        "epoch",
+        "followers",
+        "parked",
+        "plan",
+        "predecessor",
+        "request_id",
+        "run",
+        "since_s",
+        "source_lease",
+        "start",
+        "state",
+        "stop",
     )  # fmt: skip
 
     def __init__(
-        self, plan: TransferPlan, run: Run, start: int, stop: int, epoch: int | NoEpoch, band: int,
+        self, plan: TransferPlan, run: Run, start: int, stop: int, epoch: int | NoEpoch, component: int,
         source_lease: Lease | None, destination_lease: Lease | None, request_id: str, since_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.plan = plan
@@ -310,8 +337,8 @@ class Job:
         self.start = start
         self.stop = stop
         self.epoch = epoch
-        self.band = band
-        """The band whose blocks it copies. A transfer of several bands is several jobs."""
+        self.component = component
+        """The component whose blocks it copies. A transfer of several components is several jobs."""
         self.source_lease = source_lease
         self.destination_lease = destination_lease
         """Keeps the run, and the blocks before the new ones, until the job is settled. Either lease is None if the
@@ -376,7 +403,7 @@ class Load:
         for job in self.jobs:
             job.claims[self] = None
         self.units_per_job = units_per_job
-        """Maximum units of one job, per band. Empty: the default of `JobBook`."""
+        """Maximum units of one job, per component. Empty: the default of `JobBook`."""
         self.job_settled: Callable[[Job], object] | None = None
         """Called with each job of the load that is settled. Set while a step overlaps the load."""
 
@@ -414,8 +441,8 @@ _NULL: Final = array("i", [0])
 
 
 class BlockTable:
-    """The block ids of one request in one band, `width` for each unit; 0 is the null block. The head of this module
-    shows who owns the blocks."""
+    """The block ids of one request in one component, `width` for each unit; 0 is the null block. The head of this
+    module shows who owns the blocks."""
 
     __slots__ = ("duplicates", "ids", "start", "width")
 

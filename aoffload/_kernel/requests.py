@@ -101,7 +101,7 @@ class LedgerRequest:
         self.load: Load | None = None
         """The load under way; None before `plan_load` and once the load is over."""
         self.tables: tuple[BlockTable, ...] = ()
-        """One per band, once the request has blocks."""
+        """One per component, once the request has blocks."""
         self.num_units = 0
         """Units that the tables cover."""
         self.leases: dict[Tier, Lease] = {}
@@ -113,7 +113,7 @@ class LedgerRequest:
         self.published = 0
         """Number of leading units that are in the index, or were when the request hit, loaded or committed them."""
         self.nulled: list[tuple[int, int, int]] = []
-        """(band, start, stop): units that have left the window of a band since the last `Extension`."""
+        """(component, start, stop): units that have left the window of a component since the last `Extension`."""
         self.ready_stop = 0
         """Number of leading units that the request did not compute: the device hit, and loaded units."""
         self.num_computed_tokens = 0
@@ -285,7 +285,7 @@ class LoadOverlap:
     num_tokens: int
     """The same in tokens."""
     tables: tuple[array[int], ...]
-    """The block tables up to there as the step assumes them, one per band."""
+    """The block tables up to there as the step assumes them, one per component."""
     state: OverlapState = OverlapState.NEW
 
     def __str__(self) -> str:

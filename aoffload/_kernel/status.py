@@ -24,8 +24,8 @@ class WaitsFor(enum.Enum):
 
     PROGRAM = "its program"
     """The next call of the program: the request waits for nothing here."""
-    ROOM = "room"
-    """Free device blocks."""
+    BLOCKS = "free blocks"
+    """A place in the wait queue for device blocks."""
     COPIES = "copies"
     """The jobs of its load, including jobs that other requests began."""
     STEP = "a step"
@@ -230,9 +230,9 @@ class RequestStatus:
             return f"fetching {' and '.join(map(str, self.fetching)) or 'what another fetch brings'}: {held}"
         if self.waits_for is WaitsFor.ANSWER:
             return f"asking the remote store{_for(self.waited_s)}"
-        if self.waits_for is WaitsFor.ROOM:
+        if self.waits_for is WaitsFor.BLOCKS:
             place = f"place {self.place} in the queue"
-            return f"room for {blocks(self.num_missing)}{_for(self.waited_s)}, {place}; held by {held}"
+            return f"{blocks(self.num_missing)}{_for(self.waited_s)}, {place}; held by {held}"
         return f"{self.waits_for.value}: {held}"
 
 

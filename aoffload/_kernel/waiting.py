@@ -206,8 +206,8 @@ class Admission:
         added = layout.by_group([table.at(before, request.num_units) for table in request.tables])
         nulled: list[list[int]] = [[] for _ in layout.groups]
         left, request.nulled = request.nulled, []
-        for band, start, stop in left:
-            for group, positions in layout.positions(band, start, stop):
+        for component, start, stop in left:
+            for group, positions in layout.positions(component, start, stop):
                 nulled[group].extend(positions)
         return Extension(added, nulled)
 
@@ -364,9 +364,9 @@ class Admission:
         if request.tables:
             gone = sum(table.start * table.width for table in request.tables)
             return num_units * self.cache.layout.width - gone
-        stop, bands = request.published, self.cache.layout.bands
+        stop, components = request.published, self.cache.layout.components
         fresh = self.request_leases.num_fresh(stop, request.hit_stop, num_units)
-        return fresh + sum((stop - band.first_unit(stop)) * band.width for band in bands)
+        return fresh + sum((stop - component.first_unit(stop)) * component.width for component in components)
 
     def check_could_fit(self, num_tokens: object) -> None:
         """Raise `OutOfBlocks` if no match could make `num_tokens` fit: their full attention alone is too much."""

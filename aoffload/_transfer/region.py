@@ -291,7 +291,7 @@ def unclaim(regions: Sequence[KVRegion]) -> None:
 
 def identity_of(layout: Layout, namespace: str, regions: Sequence[KVRegion]) -> str:
     """As text that is the same in every process. Sizes of units and blocks come on top."""
-    kinds = [_described(band.kind) for band in layout.bands]
+    kinds = [_described(component.kind) for component in layout.components]
     shapes = [(str(region.tensor.dtype), tuple(region.block_shape), region.block_bytes) for region in regions]
     places = [tuple(place) for place in layout.places]
     return repr((namespace, kinds, places, shapes, sys.byteorder))

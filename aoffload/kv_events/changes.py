@@ -29,11 +29,11 @@ class Kind(enum.Enum):
 
 @attrs.frozen(eq=False)
 class Change:
-    """Units `[start, stop)` of a run became cached in `tier`, or were dropped there, in every group of `band`."""
+    """Units `[start, stop)` of a run became cached in `tier`, or were dropped there, in every group of `component`."""
 
     kind: Kind
     tier: Tier
-    band: int
+    component: int
     start: int
     stop: int
     run_start: int
@@ -123,7 +123,8 @@ class Changes:
         run = part.run
         if not self._ledger.cache.tiers[part.tier].is_outside:
             told = Change(
-                kind, part.tier, part.band, start, stop, run.start, run.tokens, run.spans, run.hash_before, run.root
+                kind, part.tier, part.component, start, stop, run.start, run.tokens, run.spans, run.hash_before,
+                run.root
             )  # fmt: skip
             self._told.append(told)
 

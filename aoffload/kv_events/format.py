@@ -71,7 +71,11 @@ class EventEncoder:
             return [{"type": "AllBlocksCleared"}]
         groups = zip(self._layout.groups, self._layout.places, strict=True)
         make = self._stored if told.kind is Kind.STORED else self._removed
-        return [make(told, number, group) for number, (group, (band, _)) in enumerate(groups) if band == told.band]
+        return [
+            make(told, number, group)
+            for number, (group, (component, _)) in enumerate(groups)
+            if component == told.component
+        ]
 
     def _stored(self, change: Change, number: int, group: KVCacheGroup) -> Event:
         found, root, unit_tokens = self._digests.of(change), change.root, self._layout.unit_tokens

@@ -44,9 +44,9 @@ _LOWER, _LEARNED = ShownWith.LOWER_TIERS, ShownWith.LEARNED_EVICTION
 
 FAMILIES = (
     Family("aoffload_requests", _GAUGE, ("state",), "Live requests by state."),
-    Family("aoffload_requests_waiting", _GAUGE, (), "Requests in line for device blocks."),
+    Family("aoffload_requests_waiting", _GAUGE, (), "Requests in the wait queue for device blocks."),
     Family("aoffload_oldest_request_seconds", _GAUGE, ("state",), "Age of the oldest stay in each state of a request."),
-    Family("aoffload_oldest_wait_seconds", _GAUGE, (), "How long the oldest waiter for device blocks is in line."),
+    Family("aoffload_oldest_wait_seconds", _GAUGE, (), "How long the request that has waited longest for device blocks has waited."),
     Family("aoffload_oldest_step_seconds", _GAUGE, (), "How long the oldest step has been open: it holds its blocks."),
     Family("aoffload_requests_admitted_total", _COUNTER, (), "Requests that were matched and pinned."),
     Family("aoffload_requests_finished_total", _COUNTER, ("outcome", "reason"), "Requests that are over."),
@@ -74,7 +74,7 @@ FAMILIES = (
     Family("aoffload_verified_blocks_total", _COUNTER, ("result",), "Loaded blocks whose checksum was compared."),
     Family("aoffload_skipped_store_blocks_total", _COUNTER, ("reason",), "Blocks that were not stored."),
     Family("aoffload_request_seconds", _HISTOGRAM, ("state",), "Time in each state of a request, once left."),
-    Family("aoffload_room_wait_seconds", _HISTOGRAM, (), "Time in line for device blocks, however it ended."),
+    Family("aoffload_room_wait_seconds", _HISTOGRAM, (), "Time in the wait queue for device blocks, however it ended."),
     Family("aoffload_copy_seconds", _HISTOGRAM, _HOP, "Time of one copy that landed, without its fences."),
     Family(
         "aoffload_copy_throughput_bytes_per_second", _HISTOGRAM, _HOP, "Bytes by time of a copy that landed."

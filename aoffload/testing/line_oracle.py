@@ -1,4 +1,4 @@
-"""The oracle of the line for room: who waits, waits for room that is not there, and in order."""
+"""The oracle of the wait queue: requests wait only for blocks that are not free, and in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LineOracle"]
 
 @attrs.frozen
 class LineOracle:
-    """Watches who waits for room in one runtime."""
+    """Watches the wait queue of one runtime."""
 
     runtime: OffloadRuntime
 

@@ -136,7 +136,7 @@ class Oracles:
         return found
 
     def _check_refusal(self, name: str, error: OutOfBlocks) -> None:
-        """A call is refused room that is there only if others are in line before it."""
+        """A call is refused blocks that are free only if other requests wait before it."""
         admission = self.runtime.ledger.admission
         is_behind = admission.queue.extending or (name == "allocate_nowait" and admission.queue.allocating)
         if name.endswith("_nowait") and not is_behind and error.num_needed <= admission.num_available:
@@ -145,7 +145,8 @@ class Oracles:
             )
 
     def _check_match(self, record: LedgerRequest) -> None:
-        """What is matched is cached now: of every band, the units that computing reads next, in the matched tiers."""
+        """What is matched is cached now: of every component, the units that computing reads next, in the matched
+        tiers."""
         for tiers, tier, stop in (
             ((Tier.DEVICE,), Tier.DEVICE, record.published),
             (HIT_TIERS, Tier.HOST, record.hit_stop),
@@ -154,10 +155,12 @@ class Oracles:
                 self._check_held(record, record.leases[tier].run, tiers, stop)
 
     def _check_held(self, record: LedgerRequest, run: Run, tiers: tuple[Tier, ...], stop: int) -> None:
-        for band in self.runtime.ledger.layout.bands:
-            needed = max(band.first_needed(stop * band.unit_tokens), record.engine_tokens // band.unit_tokens)
-            for over, first, last in stretches(run, needed, stop) if band.width else ():
-                parts = [over.part(tier, band.number) for tier in tiers]
+        for component in self.runtime.ledger.layout.components:
+            needed = max(
+                component.first_needed(stop * component.unit_tokens), record.engine_tokens // component.unit_tokens
+            )
+            for over, first, last in stretches(run, needed, stop) if component.width else ():
+                parts = [over.part(tier, component.number) for tier in tiers]
                 if any(len(part.blocks) != (part.stop - part.first) * part.width for part in parts):
                     raise Violation("a match of nothing", f"{record} matched {stop} units, and {over} is there")
                 held = {unit for part in parts for unit in range(part.first, part.stop)}
@@ -265,7 +268,7 @@ class Oracles:
         is_lost = remote is not None and remote.num_failed > 0  # a store evicts without a fault
         has_failed = self.faults.fired or self.engine.num_invalidations or self.is_hasty or is_lost
         is_disturbed = has_failed or self.runtime.config.eviction != "lru" or job.plan.source is not Tier.DEVICE
-        if is_disturbed or job.epoch != self.runtime.ledger.cache.epoch or job.band:
+        if is_disturbed or job.epoch != self.runtime.ledger.cache.epoch or job.component:
             return False
         if job.predecessor is not None and not job.predecessor.is_settled:
             return False

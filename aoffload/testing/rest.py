@@ -108,12 +108,12 @@ class Rest:
         layout = self.runtime.ledger.layout
         needed = [
             (group, unit)
-            for group, (band, _) in enumerate(layout.places)
-            for unit in range(layout.bands[band].first_needed(stop * layout.unit_tokens), stop)
+            for group, (component, _) in enumerate(layout.places)
+            for unit in range(layout.components[component].first_needed(stop * layout.unit_tokens), stop)
         ]
         if not all(any(place in held[tier] for tier in tiers) for place in needed):
             return False
-        spine = [group for group, (band, _) in enumerate(layout.places) if not band]
+        spine = [group for group, (component, _) in enumerate(layout.places) if not component]
         on_device = [all((group, unit) in held[Tier.DEVICE] for group in spine) for unit in range(stop)]
         near = on_device.index(False) if False in on_device else stop
         behind = [(group, unit) for group in spine for unit in range(near, stop)]

@@ -11,7 +11,7 @@ import attrs
 
 from .._config.config import OffloadConfig
 from .._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
-from .._kernel.layout import Band
+from .._kernel.layout import Component
 from .._kernel.plans import BlockLabel, RestoredRun, TransferPlan
 from .memory import POISON, TORN, Memory
 
@@ -114,19 +114,20 @@ class Slots:
         if stop < plan.num_blocks and rng.random() < 0.5:
             self.tear(plan.destination_ids[stop])
 
-    def proven(self, bands: Sequence[Band]) -> list[RestoredRun]:
+    def proven(self, components: Sequence[Component]) -> list[RestoredRun]:
         """The units of the records, a prefix before what follows it. What has no front the ledger has to notice."""
         units: dict[bytes, tuple[BlockLabel, dict[tuple[int, int], int]]] = {}
         self.records = {slot: one for slot, one in self.records.items() if one.generation == self.generation}
         for slot, record in sorted(self.records.items(), key=lambda item: item[1].number):
             label = record.label
-            units.setdefault(label.digest, (label, {}))[1][label.band, label.place] = slot
+            units.setdefault(label.digest, (label, {}))[1][label.component, label.place] = slot
         found: list[RestoredRun] = []
         for label, slots in sorted(units.values(), key=lambda unit: unit[0].position):
-            of_bands = tuple(
-                array("i", [slots.get((band.number, place), -1) for place in range(band.width)]) for band in bands
+            of_components = tuple(
+                array("i", [slots.get((component.number, place), -1) for place in range(component.width)])
+                for component in components
             )
-            whole = tuple(ids if -1 not in ids else array("i") for ids in of_bands)
+            whole = tuple(ids if -1 not in ids else array("i") for ids in of_components)
             at = label.position
             found.append(RestoredRun(label.root, label.before, label.digest, at, at + 1, label.tokens, whole))
         return found

@@ -11,7 +11,7 @@ from functools import partial
 import attrs
 
 from .._config.tiers import DiskTier
-from .._kernel.layout import Band, Layout
+from .._kernel.layout import Component, Layout
 from .._kernel.plans import Completion, RestoredRun, TransferPlan
 from .._kernel.states import Direction, Outcome, Tier
 from .._tiers.disk.forgetting import DiskTrouble, forgotten
@@ -57,7 +57,7 @@ class TagDisk:
     """Whether a reset has not reached the disk, or never will."""
     _sums: dict[int, int] = attrs.field(factory=dict, init=False)
     """What each slot is to hold, as this process knows it."""
-    _bands: tuple[Band, ...] = attrs.field(default=(), init=False)
+    _components: tuple[Component, ...] = attrs.field(default=(), init=False)
     _first_generation: int = attrs.field(default=0, init=False)
     _num_resets: int = attrs.field(default=0, init=False)
     _breakers: dict[Direction, Breaker] = attrs.field(init=False)
@@ -87,7 +87,7 @@ class TagDisk:
 
     def identify(self, layout: Layout, namespace: str) -> None:
         self.slots.identify((namespace, repr(layout.groups)))
-        self._bands, self._first_generation = layout.bands, self.slots.generation
+        self._components, self._first_generation = layout.components, self.slots.generation
 
     def read_back(
         self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None],
@@ -95,7 +95,7 @@ class TagDisk:
     ) -> None:  # fmt: skip
         self._check_open()
         self._hear_trouble = hear_trouble
-        left = self.slots.proven(self._bands)
+        left = self.slots.proven(self._components)
         self._sums = {slot: record.content for slot, record in self.slots.records.items()}
 
         def read() -> None:

@@ -66,7 +66,7 @@ def _requests(look: Look) -> Iterator[str]:
     yield "requests   " + (", ".join(_of_state(look, state) for state in STATES if _number(look, state)) or "none")
     waiting = look.get("aoffload_requests_waiting")
     if waiting:
-        yield f"in line    {waiting:,.0f}, the first for {look.get('aoffload_oldest_wait_seconds'):,.1f} s"
+        yield f"waiting    {waiting:,.0f}, the first for {look.get('aoffload_oldest_wait_seconds'):,.1f} s"
     step_s = look.get("aoffload_oldest_step_seconds")
     if step_s:
         yield f"steps      the oldest is open for {step_s:,.1f} s"

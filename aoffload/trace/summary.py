@@ -23,19 +23,19 @@ MAX_NAMED = 4
 _PLURALS = {Kind.PREFETCH: "prefetches", Kind.FETCH: "fetches"}
 STATES = {
     RequestState.MATCHED.value: "told to ask again",
-    RequestState.PINNED.value: "waits for room",
+    RequestState.PINNED.value: "waits for blocks",
     FETCHING: "waits for what comes from below host memory",
     RequestState.ALLOCATED.value: "has blocks, does not load yet",
     RequestState.LOADING.value: "waits for copies",
     RequestState.DRAINING.value: "lost its load, waits for its step",
-    RequestState.REQUEUED.value: "lost its load, waits for room",
+    RequestState.REQUEUED.value: "lost its load, waits for blocks",
     RequestState.STRANDED.value: "lost its blocks for good",
     RequestState.RUNNING.value: "computes",
     RequestState.PREEMPTED.value: "gave its blocks away",
 }
 """What a request does in a state. MATCHED lasts for part of a step only, unless it is told to ask again."""
 ENGINE_OWNED = {RequestState.PINNED.value: "waits for its program"}
-"""Where an engine hands its blocks out itself, nobody waits for room here: the same, where it differs."""
+"""Where an engine hands its blocks out itself, no request waits for blocks here: the same, where it differs."""
 
 
 def summary(scan: Scan, figures: Figures) -> Iterator[str]:

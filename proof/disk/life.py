@@ -127,18 +127,18 @@ class Life:
         for number in range(found.stop - found.start):
             path = (*path, tuple(tokens[number * size : (number + 1) * size]))
             digests[world.digest(root, path)] = (root, path)
-            for band, slots in enumerate(found.slots):
-                width = world.layout.widths[band]
+            for component, slots in enumerate(found.slots):
+                width = world.layout.widths[component]
                 hold("survivors", len(slots) in (0, width * (found.stop - found.start)), "slots")
                 if slots:
-                    self._take_unit(root, path, band, slots[number * width : (number + 1) * width].tolist())
+                    self._take_unit(root, path, component, slots[number * width : (number + 1) * width].tolist())
         hold("survivors", world.digest(root, path) == found.digest, "a digest that is not that of its tokens")
 
-    def _take_unit(self, root: int, path: Path, band: int, slots: list[int]) -> None:
-        before = self.world.keys(root, path[:-1], band)
-        is_behind = not self.world.layout.leading[band] or len(path) == 1 or before[0] in self.held
+    def _take_unit(self, root: int, path: Path, component: int, slots: list[int]) -> None:
+        before = self.world.keys(root, path[:-1], component)
+        is_behind = not self.world.layout.leading[component] or len(path) == 1 or before[0] in self.held
         hold("survivors", is_behind, "a unit without those before it")
-        for key, slot in zip(self.world.keys(root, path, band), slots, strict=True):
+        for key, slot in zip(self.world.keys(root, path, component), slots, strict=True):
             hold("survivors", key not in self.held, "a block twice")
             self.held[key] = slot
 
@@ -149,13 +149,13 @@ class Life:
         return {key for key in labelled if self._is_whole(key, labelled, units)}
 
     def _is_whole(self, key: Key, labelled: Iterable[Key], units: set[tuple[int, Path]]) -> bool:
-        leads = self.world.layout.leading[key.band]
+        leads = self.world.layout.leading[key.component]
         for length in range(1, len(key.path) + 1):
             path = key.path[:length]
             if (key.root, path) not in units:
                 return False
             needed = leads or length == len(key.path)
-            if needed and not all(other in labelled for other in self.world.keys(key.root, path, key.band)):
+            if needed and not all(other in labelled for other in self.world.keys(key.root, path, key.component)):
                 return False
         return True
 
@@ -178,9 +178,9 @@ class Life:
 
     def _store(self) -> None:
         root, prompt = self.rng.choice(self.world.prompts)
-        bands = [band for band, width in enumerate(self.world.layout.widths) if width]
-        band = self.rng.choice(bands)
-        keys = self._wanted(root, prompt, band)
+        components = [component for component, width in enumerate(self.world.layout.widths) if width]
+        component = self.rng.choice(components)
+        keys = self._wanted(root, prompt, component)
         slots = self._slots_for(len(keys))
         keys = keys[: len(slots)]
         if not keys or len(self.rows) < len(keys):
@@ -199,14 +199,14 @@ class Life:
             lambda outcome: self._stored(job, without, outcome),
         )
 
-    def _wanted(self, root: int, prompt: Path, band: int) -> list[Key]:
+    def _wanted(self, root: int, prompt: Path, component: int) -> list[Key]:
         """The blocks of some units that are not held: behind what is held, or in a window anywhere."""
         lengths = range(1, len(prompt) + 1)
-        missing = [n for n in lengths if self.world.keys(root, prompt[:n], band)[0] not in self.held]
-        if not self.world.layout.leading[band]:
+        missing = [n for n in lengths if self.world.keys(root, prompt[:n], component)[0] not in self.held]
+        if not self.world.layout.leading[component]:
             missing = missing[self.rng.randrange(len(missing) + 1) :]
         missing = missing[: self.rng.randrange(1, 6)]
-        return [key for length in missing for key in self.world.keys(root, prompt[:length], band)]
+        return [key for length in missing for key in self.world.keys(root, prompt[:length], component)]
 
     def _slots_for(self, num_blocks: int) -> list[int]:
         """Free slots, or those of units that nothing follows."""
@@ -218,7 +218,7 @@ class Life:
                 if not any(root == key.root and len(p) == len(key.path) + 1 and p[:-1] == key.path for root, p in units)
             ]
             key = self.rng.choice(sorted(leaves, key=repr))
-            for each in self.world.keys(key.root, key.path, key.band):
+            for each in self.world.keys(key.root, key.path, key.component):
                 if each in self.held:
                     self.free.append(self.held.pop(each))
                 self.unlabelled.discard(each)

@@ -28,11 +28,11 @@ Path = tuple[tuple[int, ...], ...]
 
 @attrs.frozen
 class Key:
-    """One block: its prompt up to and including its unit, its band, and its place in there."""
+    """One block: its prompt up to and including its unit, its component, and its place in there."""
 
     root: int
     path: Path
-    band: int
+    component: int
     place: int
 
 
@@ -105,10 +105,10 @@ class World:
         root, prompt = rng.choice(self.prompts)
         first = rng.randrange(1, len(prompt) + 1)
         paths = {p[:n] for r, p in self.prompts if r == root for n in range(first, len(p) + 1)}
-        bands = range(len(self.layout.widths))
+        components = range(len(self.layout.widths))
         wrong = set[tuple[Key, int]]()
         for path in sorted(path for path in paths if path[:first] == prompt[:first]):
-            for key in [key for band in bands for key in self.keys(root, path, band)]:
+            for key in [key for component in components for key in self.keys(root, path, component)]:
                 wrong |= {(key, version) for version in range(self.version[key] + 1)}
                 self.version[key] += 1
         return wrong
@@ -116,9 +116,9 @@ class World:
     def label(self, key: Key) -> BlockLabel:
         path = key.path
         digest, before = self.digest(key.root, path), self.digest(key.root, path[:-1])
-        place = (key.band, key.place, len(path) - 1)
+        place = (key.component, key.place, len(path) - 1)
         return BlockLabel(*place, self.root_digest(key.root), digest, before, self.tokens(path[-1:]))
 
-    def keys(self, root: int, path: Path, band: int) -> list[Key]:
-        """The blocks of one unit in one band."""
-        return [Key(root, path, band, place) for place in range(self.layout.widths[band])]
+    def keys(self, root: int, path: Path, component: int) -> list[Key]:
+        """The blocks of one unit in one component."""
+        return [Key(root, path, component, place) for place in range(self.layout.widths[component])]

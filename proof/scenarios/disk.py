@@ -249,7 +249,7 @@ async def reset_with_a_disk(sim: Simulation) -> None:
             await after(sim, engine)
             return  # nobody may rely on it
         left = left_by(engine)
-        if tier is Tier.DISK and left.proven(engine.runtime.ledger.layout.bands):
+        if tier is Tier.DISK and left.proven(engine.runtime.ledger.layout.components):
             expect(sim, not left.records or _is_new(engine, left), "a reset leaves what was there")
         await after(sim, engine)
     await _found_by_the_next(sim, engine, left)

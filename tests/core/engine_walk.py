@@ -505,12 +505,12 @@ class EngineWalk:
             for part in run.parts:
                 if part.tier is not Tier.HOST or not part.blocks:
                     continue
-                band = part.band
+                component = part.component
                 for unit in range(part.first, part.stop):
                     ids = list(part.ids(unit, unit + 1))
                     right = [
                         self.tag(tokens, group, index)
-                        for group, positions in layout.positions(band, unit, unit + 1)
+                        for group, positions in layout.positions(component, unit, unit + 1)
                         for index in positions
                     ]
                     assert [self.memory[Tier.HOST].get(block_id) for block_id in ids] == right, "wrong bytes published"

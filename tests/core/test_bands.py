@@ -1,4 +1,4 @@
-"""Bands of limited reach: what is allocated, given back, matched, loaded and stored of them."""
+"""Components of limited reach: what is allocated, given back, matched, loaded and stored of them."""
 
 from __future__ import annotations
 

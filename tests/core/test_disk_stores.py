@@ -64,7 +64,7 @@ def test_a_label_says_what_a_restart_can_prove() -> None:
         digests.append(hashlib.sha256(ROOT.digest + encode_tokens(tokens[: stop * BLOCK])).digest())
     for position, label in enumerate(plan.labels):
         assert label is not None
-        assert (label.band, label.place, label.position, label.root) == (0, 0, position, ROOT.digest)
+        assert (label.component, label.place, label.position, label.root) == (0, 0, position, ROOT.digest)
         assert (label.before, label.digest) == (digests[position], digests[position + 1])
         assert label.tokens == encode_tokens(tokens[position * BLOCK : (position + 1) * BLOCK])
 
@@ -347,7 +347,9 @@ def test_an_idle_ledger_comes_to_rest(eviction: str, groups: str, num_slots: int
         disk.on_host_only(prompt(number, 4 * BLOCK))
     seen = list[bytes]()
     while plans := disk.write_behind(most, is_idle=True):
-        seen += [label.digest + bytes([label.band]) for plan in plans for label in plan.labels if label is not None]
+        seen += [
+            label.digest + bytes([label.component]) for plan in plans for label in plan.labels if label is not None
+        ]
         disk.land(plans)
         assert len(set(seen)) == len(seen)
     assert num_slots < 4 or seen

@@ -149,7 +149,7 @@ def settled_job_awaited(busy: Busy) -> None:
 def earlier_job_reaches_further(busy: Busy) -> None:
     job = busy.ledger.jobs.unsettled[busy.store.job_id]
     leases = job.source_lease, job.destination_lease
-    shorter = Job(job.plan, job.run, job.start, job.stop - 1, job.epoch, job.band, *leases, job.request_id)
+    shorter = Job(job.plan, job.run, job.start, job.stop - 1, job.epoch, job.component, *leases, job.request_id)
     shorter.predecessor = job
     job.run.parts[Tier.HOST].incoming = shorter
 

@@ -59,8 +59,10 @@ class Case(test_window_match.Case):
     def may_end(self, stop: int, tiers: tuple[Tier, ...]) -> bool:
         unit = self.layout.unit_tokens
         needed = range(self.kind.required_blocks(stop * unit, 1).start // unit, stop)
-        bands = [band.number for band in self.layout.windows]
-        held = all(any(at in self.present[tier, band] for tier in tiers) for band in bands for at in needed)
+        components = [component.number for component in self.layout.windows]
+        held = all(
+            any(at in self.present[tier, component] for tier in tiers) for component in components for at in needed
+        )
         return held and super().may_end(stop, tiers)
 
 

@@ -155,7 +155,7 @@ def test_a_prefix_loses_its_tail_before_its_head(seed: int, device: bool, groups
             places = {part: at for at, part in enumerate(order)}
             for part, at in places.items():
                 head = part.run.before
-                if not part.band and head is not None and head.parts[part.tier] in places:
+                if not part.component and head is not None and head.parts[part.tier] in places:
                     assert places[head.parts[part.tier]] > at
             for run in driven.ledger.cache.index.runs.values():
                 for part, head in zip(run.parts, run.before.parts if run.before is not None else (), strict=False):

@@ -45,15 +45,15 @@ class Records:
         units: dict[bytes, dict[tuple[int, int], int]] = {}
         labels: dict[bytes, BlockLabel] = {}
         for slot, label in self.labels.items():
-            units.setdefault(label.digest, {})[label.band, label.place] = slot
+            units.setdefault(label.digest, {})[label.component, label.place] = slot
             labels[label.digest] = label
-        bands = disk.ledger.layout.bands
+        components = disk.ledger.layout.components
         found: list[RestoredRun] = []
         for digest, label in sorted(labels.items(), key=lambda item: item[1].position):
             slots = tuple(
-                array("i", [units[digest][band.number, place] for place in range(band.width)])
-                if (band.number, 0) in units[digest] else array("i")
-                for band in bands
+                array("i", [units[digest][component.number, place] for place in range(component.width)])
+                if (component.number, 0) in units[digest] else array("i")
+                for component in components
             )  # fmt: skip
             at = label.position
             found.append(RestoredRun(label.root, label.before, digest, at, at + 1, label.tokens, slots))

@@ -86,7 +86,7 @@ def test_numbers_are_written_in_one_way() -> None:
     driven.ledger.queue_allocation(driven.admit(prompt(2, 4 * 6_000), request_id="two"))
     text = driven.ledger.explain()
     assert text.startswith("20,000 device blocks: 5,000 free, 0 cached, 15,000 pinned, 0 quarantined; 2 requests")
-    assert "3,000 host blocks" in text and "room for 6,000 blocks" in text
+    assert "3,000 host blocks" in text and "waits for 6,000 blocks" in text
     assert "request one, allocated for 0.0 s: 15,000 blocks" in text
     assert str(Declined(1_234, 1_234.5, 0.0123)) == (
         "computes 1,234 tokens that the host has: first token in 0.0123 s, with the load in 1,234 s"
@@ -131,7 +131,7 @@ def test_a_ledger_without_a_clock_has_no_ages() -> None:
     one, two = driven.ledger.requests()
     assert one.age_s is one.waited_s is two.waited_s is None
     assert str(two) == (
-        "request two, pinned, 0 blocks; waits for room for 2 blocks, place 1 in the queue; "
+        "request two, pinned, 0 blocks; waits for 2 blocks, place 1 in the queue; "
         "held by request one, allocated: 8 blocks"
     )
 
@@ -147,7 +147,7 @@ def test_who_extends_stands_before_who_begins() -> None:
     places = {one.request_id: (one.place, one.num_missing) for one in driven.ledger.requests()}
     assert places == {"first": (1, 2), "second": (None, 0), "third": (2, 2), "fourth": (3, 2)}
     extending = driven.status("first")
-    assert (extending.state, extending.waits_for) == (RequestState.RUNNING, WaitsFor.ROOM)
+    assert (extending.state, extending.waits_for) == (RequestState.RUNNING, WaitsFor.BLOCKS)
     assert [holder.name for holder in extending.held_by] == ["second"]
     assert {holder.name for holder in driven.status("third").held_by} == {"first", "second"}
 

@@ -58,7 +58,7 @@ class Parts:
         self.cache = PrefixCache(self.layout, blocks, lambda _: LeastRecentlyUsed(), LastUses(0))
         self.moves = Moves(None)
         self.leases = RequestLeases(self.cache)
-        self.jobs = JobBook(self.cache, self.moves, [3 for _ in self.layout.bands])
+        self.jobs = JobBook(self.cache, self.moves, [3 for _ in self.layout.components])
         self.pins = Pins(self.cache, self.moves, 0.5)
         self.admission = Admission(self.cache, self.leases, self.moves, lambda: True, self.pins.yield_one)
         self.loads = Loads(self.cache, self.leases, self.moves, self.jobs, self.admission)
@@ -97,13 +97,13 @@ class Parts:
         if record.state is not RequestState.RUNNING:
             return
         stop = record.sequence.num_tokens // self.layout.unit_tokens
-        for band in self.layout.bands:
-            table = record.tables[band.number]
-            for unit in range(record.published, stop) if band.width else ():
+        for component in self.layout.components:
+            table = record.tables[component.number]
+            for unit in range(record.published, stop) if component.width else ():
                 for at, block_id in enumerate(table.at(unit, unit + 1)):
                     if block_id:
                         prefix = record.sequence.first_bytes(0, (unit + 1) * self.layout.unit_tokens)
-                        self.content[Tier.DEVICE, block_id] = (prefix, band.number, at)
+                        self.content[Tier.DEVICE, block_id] = (prefix, component.number, at)
         if record.epoch == self.cache.epoch:
             publish(self.leases, record, stop)
         record.num_computed_tokens = record.sequence.num_tokens
@@ -177,7 +177,7 @@ class Parts:
             for at, block_id in enumerate(ids):
                 unit = part.first + at // part.width
                 found = self.content[part.tier, block_id]
-                assert found in (ROT, (_prefix(part.run, unit), part.band, at % part.width)), (part.run, part.tier)
+                assert found in (ROT, (_prefix(part.run, unit), part.component, at % part.width)), (part.run, part.tier)
 
     def parts(self) -> Iterator[Part]:
         for run in self.cache.index.runs.values():

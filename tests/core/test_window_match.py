@@ -48,7 +48,7 @@ class Case:
         self.sequence = TokenSequence(Prefix.of(Root("m"), range(num_tokens)), self.layout.unit_tokens)
         self.index = RunIndex(self.layout, 0, HIT_TIERS)
         self.present: dict[tuple[int, int], set[int]] = {
-            (tier, band.number): set() for tier in HIT_TIERS for band in self.layout.bands
+            (tier, component.number): set() for tier in HIT_TIERS for component in self.layout.components
         }
         self._fill()
 
@@ -59,11 +59,11 @@ class Case:
             stop = self.random.randint(start + 1, self.num_units)
             run = self.index.insert(self.sequence, run, start, stop)
             for part in run.parts:
-                first, last = self._stretch(start, stop, is_spine=not part.band)
+                first, last = self._stretch(start, stop, is_spine=not part.component)
                 part.blocks = array("i", [1] * ((last - first) * part.width))
                 if part.blocks:
                     part.first, part.stop = first, last
-                    self.present[part.tier, part.band].update(range(first, last))
+                    self.present[part.tier, part.component].update(range(first, last))
             start = stop
 
     def _stretch(self, start: int, stop: int, *, is_spine: bool) -> tuple[int, int]:
@@ -81,9 +81,9 @@ class Case:
         """Whether every group has what computing the token behind `stop` units reads."""
         unit = self.layout.unit_tokens
         for number, kind in enumerate(self.attention):
-            band = self.layout.places[number][0]
+            component = self.layout.places[number][0]
             needed = {token // unit for token in attended(kind, stop * unit)}
-            if band and not all(any(at in self.present[tier, band] for tier in tiers) for at in needed):
+            if component and not all(any(at in self.present[tier, component] for tier in tiers) for at in needed):
                 return False
         if not self.layout.full.width:
             return True

@@ -124,10 +124,10 @@ def really_cached(ledger: Ledger) -> dict[Block, tuple[int, ...]]:
     layout, found = ledger.layout, dict[Block, tuple[int, ...]]()
     for run in ledger.cache.index.runs.values():
         for part in run.parts:
-            tier, band = part.tier, part.band
+            tier, component = part.tier, part.component
             if ledger.cache.tiers[tier].is_outside:
                 continue
-            groups = [group for group, (its_band, _) in enumerate(layout.places) if its_band == band]
+            groups = [group for group, (its_component, _) in enumerate(layout.places) if its_component == component]
             for unit in range(part.first, part.stop) if part.blocks else ():
                 digest, tokens = naive_digest(run, unit, layout.unit_tokens)
                 medium = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}[tier]

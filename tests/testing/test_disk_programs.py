@@ -100,11 +100,11 @@ def test_a_slot_that_another_process_takes_for_another_prompt_is_found(monkeypat
     """A restart that mixes up slots gives a request the bytes of another."""
     proven = Slots.proven
 
-    def mixed_up(self: Slots, bands: object) -> object:
+    def mixed_up(self: Slots, components: object) -> object:
         self.content[:] = self.content[1:] + self.content[:1]
         for slot, record in self.records.items():
             object.__setattr__(record, "content", self.content[slot])
-        return proven(self, bands)  # type: ignore[arg-type]
+        return proven(self, components)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Slots, "proven", mixed_up)
     assert is_found("asyncio")

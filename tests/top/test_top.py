@@ -59,11 +59,11 @@ def listening(registry: CollectorRegistry) -> Iterator[str]:
 
 
 def test_what_holds_everybody_up_is_seen_in_one_look() -> None:
-    """Who runs, how long the first in line waits and the oldest step lasts, whose blocks are where, what is off."""
+    """Who runs, how long the first of the wait queue waits and the oldest step lasts, whose blocks are where, what is off."""
     text = "\n".join(lines(Look.of(BUSY, 0.0), None))
     for expected in (
         "requests   1 running (one for 61.0 s), 1 pinned (one for 41.5 s)",
-        "in line    1, the first for 41.5 s", "the oldest is open for 60.0 s",
+        "waiting    1, the first for 41.5 s", "the oldest is open for 60.0 s",
         "device     0 free, 0 cached, 24 pinned, 0 quarantined; 24 blocks", "2 quarantined", "the cache is off",
         "loads are paused", "12 s old",
     ):  # fmt: skip

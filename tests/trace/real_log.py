@@ -47,7 +47,7 @@ async def _serve(request: Request, num_tokens: int) -> None:
 
 
 async def _wait_and_leave(runtime: OffloadRuntime) -> None:
-    """One holds the whole device, one waits for room, gets none, and is cancelled."""
+    """One holds the whole device, one waits for blocks, gets none, and is cancelled."""
 
     async def wait(prompt: range, *, task_status: anyio.abc.TaskStatus[Request]) -> None:
         async with runtime.request(prompt, "waiter") as request:

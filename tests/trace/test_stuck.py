@@ -75,7 +75,7 @@ async def test_requests_name_the_task_that_holds_all() -> None:
         assert (hog.request_id, hog.state, hog.age_s) == ("hog", RequestState.RUNNING, pytest.approx(61))
         assert (hog.num_blocks, hog.waits_for, hog.held_by) == (NUM_BLOCKS, WaitsFor.PROGRAM, ())
         assert (waiter.request_id, waiter.state, waiter.num_blocks) == ("waiter", RequestState.PINNED, 0)
-        assert (waiter.waits_for, waiter.num_missing, waiter.place) == (WaitsFor.ROOM, 4, 1)
+        assert (waiter.waits_for, waiter.num_missing, waiter.place) == (WaitsFor.BLOCKS, 4, 1)
         assert waiter.waited_s == pytest.approx(60)
         (holder,) = waiter.held_by
         assert (holder.kind, holder.name, holder.num_blocks) == ("request", "hog", NUM_BLOCKS)
@@ -95,7 +95,7 @@ async def test_the_log_alone_names_the_task_that_holds_all(
         assert trace([str(written(found)), "--until", str(START_S + 61)]) == 0
     open_now = capsys.readouterr().out.partition("not over at 08:01:01.000, the longest first\n")[2].splitlines()
     assert same(open_now[0], "61.0 s hog running for 61.0 s, in no step from 08:00:00.000")
-    assert same(open_now[1], "60.0 s waiter pinned for 60.0 s, waits for room from 08:00:01.000")
+    assert same(open_now[1], "60.0 s waiter pinned for 60.0 s, waits for blocks from 08:00:01.000")
 
 
 async def test_metrics_alone_tell_that_a_task_holds_all() -> None:
@@ -125,7 +125,7 @@ async def does_not_load(runtime: OffloadRuntime, tasks: TaskGroup) -> None:
     await anyio.sleep(1)
 
 
-@pytest.mark.parametrize(("blocks", "waits"), [(Blocks(), "waits for its program"), (None, "waits for room")])
+@pytest.mark.parametrize(("blocks", "waits"), [(Blocks(), "waits for its program"), (None, "waits for blocks")])
 async def test_with_an_engines_blocks_nobody_waits_for_room(
     blocks: Blocks | None, waits: str, written: Written, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,13 +28,13 @@ ROOT = Root("model", cache_salt="tenant")
 FORM = RecordFormat(UNIT)
 
 
-def labels(token_ids: Sequence[int], band: int = 0, width: int = 1) -> list[BlockLabel]:
+def labels(token_ids: Sequence[int], component: int = 0, width: int = 1) -> list[BlockLabel]:
     """The labels of every block of a prompt, as the index names its prefixes."""
     sequence, found, hasher, before = TokenSequence(Prefix.of(ROOT, token_ids), UNIT), [], ROOT.hasher.copy(), b""
     for position in range(sequence.num_prompt_units):
         digest = sequence.key_at(hasher, position)
         tokens = sequence.stretch(position, position + 1)
-        found += [BlockLabel(band, place, position, ROOT.digest, digest, before, tokens) for place in range(width)]
+        found += [BlockLabel(component, place, position, ROOT.digest, digest, before, tokens) for place in range(width)]
         hasher.update(tokens)
         before = digest
     return found
@@ -57,8 +57,8 @@ def recovered(
     return [each for part in chains.proven(8) for each in part]
 
 
-def slots_of(found: Sequence[Survivors], band: int = 0) -> list[list[int]]:
-    return [each.slots[band].tolist() for each in found]
+def slots_of(found: Sequence[Survivors], component: int = 0) -> list[list[int]]:
+    return [each.slots[component].tolist() for each in found]
 
 
 def test_the_digests_are_those_of_the_index() -> None:
@@ -101,7 +101,7 @@ def test_branches_share_what_they_have_in_common() -> None:
 def test_a_window_needs_only_the_tokens_before_it() -> None:
     """Full attention counts behind all units before it, a window anywhere; both places of a unit have to be there."""
     layout = SlotLayout(UNIT, 64, (1, 2), (True, False))
-    full, window = labels(prompt(1, 2, 3)), labels(prompt(1, 2, 3), band=1, width=2)
+    full, window = labels(prompt(1, 2, 3)), labels(prompt(1, 2, 3), component=1, width=2)
     found = recovered([(1, full[0]), (2, full[2]), (20, window[2]), (30, window[4]), (31, window[5])], layout)
     assert [each.stop - each.start for each in found] == [1, 1, 1]
     assert slots_of(found, 0) == [[1], [], []]

@@ -921,7 +921,7 @@ def test_more_removals_than_can_be_remembered_end_the_use_of_the_store(
     ("ids", "label"),
     [
         pytest.param(range(CELL), None, id="no label"),
-        pytest.param(range(CELL), CellLabel(1, bytes(32), 0, 4), id="another band"),
+        pytest.param(range(CELL), CellLabel(1, bytes(32), 0, 4), id="another component"),
         pytest.param(range(CELL), CellLabel(0, bytes(32), 2, 6), id="not aligned"),
         pytest.param(range(CELL), CellLabel(0, bytes(32), 0, 8), id="another size"),
         pytest.param([0, 2], cell(0), id="a gap"),

@@ -45,8 +45,8 @@ class LocalDisk:
     def identify(self, layout: Layout, namespace: str) -> None:
         """Called before `open`: how the groups share blocks, and what else identifies their KV."""
         block_bytes = sum(region.block_bytes for region in self.regions)
-        widths = tuple(band.width for band in layout.bands)
-        leading = tuple(not band.number for band in layout.bands)
+        widths = tuple(component.width for component in layout.components)
+        leading = tuple(not component.number for component in layout.components)
         self._layout = SlotLayout(layout.unit_tokens, block_bytes, widths, leading)
         self._fingerprint = hashlib.sha256(identity_of(layout, namespace, self.regions).encode()).digest()
 

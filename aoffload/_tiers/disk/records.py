@@ -1,7 +1,7 @@
 """The slot table as bytes: a superblock, then one record of a fixed size for each slot.
 
     superblock   magic, version, fingerprint, generation, number of slots, sum          4096 bytes
-    record       sum | generation, write number, band, place, position,
+    record       sum | generation, write number, component, place, position,
                  root digest, prefix digest through this unit, prefix digest before it,
                  xxh3-128 of the data, tokens of the unit
 
@@ -37,8 +37,9 @@ MAX_BANDS = 62
 
 @attrs.frozen
 class SlotLayout:
-    """What the slots hold. A unit of `unit_tokens` tokens has `widths[band]` blocks in each band, a slot for each of
-    them. Where `leading[band]`, a unit counts only behind all units before it (full attention), not in a window."""
+    """What the slots hold. A unit of `unit_tokens` tokens has `widths[component]` blocks in each component, a slot for
+    each of them. Where `leading[component]`, a unit counts only behind all units before it (full attention), not in a
+    window."""
 
     unit_tokens: int
     block_bytes: int
@@ -51,12 +52,12 @@ class SlotLayout:
         for width in as_tuple("widths", self.widths, "integers", ConfigError):
             check_int("widths", width, 0, MAX_WIDTH, ConfigError)
         if not 0 < len(self.widths) <= MAX_BANDS or len(self.leading) != len(self.widths):
-            raise ConfigError("leading", f"must have an item for each of the bands, {len(self.widths)}")
+            raise ConfigError("leading", f"must have an item for each of the components, {len(self.widths)}")
 
     def encoded(self) -> bytes:
         """Everything here as bytes, for a fingerprint."""
-        bands = zip(self.widths, self.leading, strict=True)
-        text = ",".join(f"{width}{'l' if leading else 'w'}" for width, leading in bands)
+        components = zip(self.widths, self.leading, strict=True)
+        text = ",".join(f"{width}{'l' if leading else 'w'}" for width, leading in components)
         return f"{FORMAT_VERSION} {self.unit_tokens} {self.block_bytes} {text}".encode()
 
 
@@ -69,7 +70,7 @@ class RecordFormat:
         self._padding = bytes(self.num_bytes - _SUM.size - _HEAD.size - self.token_bytes)
         self.dtype = np.dtype(
             [
-                ("sum", "<u8"), ("generation", "<u8"), ("number", "<u8"), ("band", "<u2"), ("place", "<u2"),
+                ("sum", "<u8"), ("generation", "<u8"), ("number", "<u8"), ("component", "<u2"), ("place", "<u2"),
                 ("position", "<u4"), ("root", "<u8", DIGEST_BYTES // 8), ("digest", "<u8", DIGEST_BYTES // 8),
                 ("before", "<u8", DIGEST_BYTES // 8), ("data_sum", "u1", DATA_SUM_BYTES),
                 ("tokens", "u1", self.token_bytes), ("padding", "u1", len(self._padding)),
@@ -78,7 +79,7 @@ class RecordFormat:
 
     def encoded(self, label: BlockLabel, slot: int, generation: int, number: int, data_sum: bytes) -> bytes:
         """The record of `slot`. The label fits (`check`)."""
-        place = (generation, number, label.band, label.place, label.position)
+        place = (generation, number, label.component, label.place, label.position)
         head = _HEAD.pack(*place, label.root, label.digest, label.before or bytes(DIGEST_BYTES), data_sum)
         body = head + label.tokens + self._padding
         return _SUM.pack(record_sum(body, slot)) + body

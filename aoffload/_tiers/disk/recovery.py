@@ -34,8 +34,8 @@ Numbers: TypeAlias = NDArray[np.int64]
 class Survivors:
     """Units `[start, stop)` of one prefix. What they follow was given before them.
 
-    `slots` has for each band the slots of these units, in order, or none. A stretch without any slot is there for the
-    tokens that a window behind it needs.
+    `slots` has for each component the slots of these units, in order, or none. A stretch without any slot is there for
+    the tokens that a window behind it needs.
     """
 
     root: bytes
@@ -57,8 +57,8 @@ class Run:
     num_units: int
     parent: int
     position: int
-    bands: int
-    """The bands that it has slots in, as bits."""
+    components: int
+    """The components that it has slots in, as bits."""
 
 
 class Chains:
@@ -69,33 +69,34 @@ class Chains:
 
     def __init__(self, layout: SlotLayout, slots: Numbers, records: NDArray[Any]) -> None:
         self._layout = layout
-        self._num_bands = len(layout.widths)
+        self._num_components = len(layout.widths)
         self._token_bytes = layout.unit_tokens * TOKEN_BYTES
         widths = np.array(layout.widths)
-        fits = np.flatnonzero(records["band"] < self._num_bands)
-        fits = fits[records["place"][fits] < widths[records["band"][fits]]]
+        fits = np.flatnonzero(records["component"] < self._num_components)
+        fits = fits[records["place"][fits] < widths[records["component"][fits]]]
         chosen, units, firsts = _newest(fits, records)
         same = _equal(records["digest"][chosen], records["digest"][firsts[units]])
         chosen, units = chosen[same], units[same]
-        bands = records["band"][chosen].astype(np.int64)
-        whole = _whole_bands(units, bands, len(firsts), widths)
-        masks = whole @ (1 << np.arange(self._num_bands)) if len(firsts) else np.zeros(0, np.int64)
+        components = records["component"][chosen].astype(np.int64)
+        whole = _whole_components(units, components, len(firsts), widths)
+        masks = whole @ (1 << np.arange(self._num_components)) if len(firsts) else np.zeros(0, np.int64)
         parents = _parents(records, firsts)
         positions = records["position"][firsts].astype(np.int64)
         order, starts = _runs(parents, positions, masks)
-        self._deal(slots, records, chosen, units, bands, whole, order)
+        self._deal(slots, records, chosen, units, components, whole, order)
         self._note(records, firsts[order], parents, order, starts, masks[order])
 
     def _deal(
-        self, slots: Numbers, records: NDArray[Any], chosen: Numbers, units: Numbers, bands: Numbers,
+        self, slots: Numbers, records: NDArray[Any], chosen: Numbers, units: Numbers, components: Numbers,
         whole: NDArray[np.bool_], order: Numbers,
     ) -> None:  # fmt: skip
-        """Put the slots in the order of the units, band by band; of a unit only those bands that are complete."""
+        """Put the slots in the order of the units, component by component; of a unit only those components that are
+        complete."""
         place_of = np.empty(len(order), np.int64)
         place_of[order] = np.arange(len(order))
-        kept = whole[units, bands]
+        kept = whole[units, components]
         chosen, units = chosen[kept], place_of[units[kept]]
-        in_order = np.argsort(units, kind="stable")  # bands and places of a unit are in order already
+        in_order = np.argsort(units, kind="stable")  # components and places of a unit are in order already
         chosen = chosen[in_order]
         self.slots, self.data_sums = slots[chosen], records["data_sum"][chosen]
         self._bounds = np.concatenate(([0], np.cumsum(np.bincount(units, minlength=len(order)))))
@@ -132,14 +133,14 @@ class Chains:
 
     def proven(self, most_units: int) -> Iterator[list[Survivors]]:
         """What has survived, a prefix before what follows it: some `most_units` units at a time."""
-        leading = sum(1 << band for band, leads in enumerate(self._layout.leading) if leads)
+        leading = sum(1 << component for component, leads in enumerate(self._layout.leading) if leads)
         found, num_units = list[Survivors](), 0
         held = dict[int, int]()
         for number, is_right in self._walk():
             run = self._runs[number]
             num_units += run.num_units
             if is_right:
-                held[number] = run.bands & (held[run.parent] | ~leading if run.parent >= 0 else run.bands)
+                held[number] = run.components & (held[run.parent] | ~leading if run.parent >= 0 else run.components)
                 found.append(self._survivors(number, held[number]))
             if num_units >= most_units:
                 yield found
@@ -175,12 +176,12 @@ class Chains:
         return Survivors(self._root_of(number), before, digest, position, position + run.num_units, tokens, slots)
 
     def _slots_of(self, run: Run, held: int) -> Iterator[array[int]]:
-        """The slots in each band: those of a unit lie together, band after band."""
+        """The slots in each component: those of a unit lie together, component after component."""
         rows = self.slots[self._bounds[run.first] : self._bounds[run.first + run.num_units]].astype(np.int32)
         rows, at = rows.reshape(run.num_units, -1), 0
-        for band, width in enumerate(self._layout.widths):
-            is_there = run.bands >> band & 1
-            yield array("i", rows[:, at : at + width].tobytes() if is_there and held >> band & 1 else b"")
+        for component, width in enumerate(self._layout.widths):
+            is_there = run.components >> component & 1
+            yield array("i", rows[:, at : at + width].tobytes() if is_there and held >> component & 1 else b"")
             at += width if is_there else 0
 
 
@@ -199,11 +200,11 @@ def _equal(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> NDArray[np.boo
 
 
 def _newest(candidates: Numbers, records: NDArray[Any]) -> tuple[Numbers, Numbers, Numbers]:
-    """Of several records for one place the one that was written last, sorted by unit, band and place; the unit of
+    """Of several records for one place the one that was written last, sorted by unit, component and place; the unit of
     each; and a record of each unit. Units are in the order of the first eight bytes of their digests, by which they are
     told apart here: what is found by them is compared in full."""
     key = records["digest"][:, 0][candidates]
-    place = records["band"][candidates].astype(np.int64) << 16 | records["place"][candidates]
+    place = records["component"][candidates].astype(np.int64) << 16 | records["place"][candidates]
     order = np.lexsort((~records["number"][candidates], place, key))
     place, key = place[order], key[order]
     new_unit = np.ones(len(order), dtype=bool)
@@ -215,10 +216,12 @@ def _newest(candidates: Numbers, records: NDArray[Any]) -> tuple[Numbers, Number
     return chosen[new_place], units[new_place], chosen[new_unit]
 
 
-def _whole_bands(units: Numbers, bands: Numbers, num_units: int, widths: Numbers) -> NDArray[np.bool_]:
-    """`[num_units, num_bands]`: where all places of a unit in a band are there."""
-    num_bands = len(widths)
-    counts = np.bincount(units * num_bands + bands, minlength=num_units * num_bands).reshape(num_units, num_bands)
+def _whole_components(units: Numbers, components: Numbers, num_units: int, widths: Numbers) -> NDArray[np.bool_]:
+    """`[num_units, num_components]`: where all places of a unit in a component are there."""
+    num_components = len(widths)
+    counts = np.bincount(units * num_components + components, minlength=num_units * num_components).reshape(
+        num_units, num_components
+    )
     found: NDArray[np.bool_] = (counts == widths) & (counts > 0)
     return found
 

@@ -54,11 +54,13 @@ class DiskStores:
     _host: TierBlocks = field(init=False)
     _disk: TierBlocks = field(init=False)
     _least_blocks: int = field(init=False)
-    """The blocks of the smallest unit of any band."""
+    """The blocks of the smallest unit of any component."""
 
     def __post_init__(self) -> None:
         self._host, self._disk = self.watermark.source, self.watermark.there
-        self._least_blocks = min(band.width for band in self.watermark.cache.layout.bands if band.width)
+        self._least_blocks = min(
+            component.width for component in self.watermark.cache.layout.components if component.width
+        )
 
     def plan(self, most: int, *, is_idle: bool, only_requested_twice: bool) -> list[Job]:
         """Store at most `most` blocks of what the host is about to evict; with `is_idle`, also of what was asked for
@@ -250,8 +252,8 @@ class Restores:
         return taken
 
     def _fill(self, run: Run, number: int, found: RestoredRun) -> int:
-        """Give `run` its slots in a band; none if the disk holds something there."""
-        part, width = run.part(Tier.DISK, number), self.cache.layout.bands[number].width
+        """Give `run` its slots in a component; none if the disk holds something there."""
+        part, width = run.part(Tier.DISK, number), self.cache.layout.components[number].width
         if part.blocks or part.incoming is not None:
             return 0
         ids = found.slots[number][(run.start - found.start) * width : (run.stop - found.start) * width]
@@ -271,18 +273,20 @@ def check_restored(found: object, cache: PrefixCache) -> RestoredRun:
     run = check_type("run", found, RestoredRun)
     check_int("run.start", run.start, 0)
     check_int("run.stop", run.stop, run.start + 1)
-    num_units, bands = run.stop - run.start, cache.layout.bands
+    num_units, components = run.stop - run.start, cache.layout.components
     for name in ("root", "before", "digest", "tokens"):
         if not isinstance(getattr(run, name), bytes):
             raise InvalidArgument(f"run.{name}", f"must be bytes, got {shown(getattr(run, name))}")
     if len(run.tokens) != num_units * cache.layout.unit_tokens * TOKEN_BYTES:
         raise InvalidArgument("run.tokens", f"must be those of {num_units} units, has {len(run.tokens)} bytes")
     slots = as_tuple("run.slots", run.slots, "arrays")
-    if len(slots) != len(bands):
-        raise InvalidArgument("run.slots", f"must have an array for each band, {len(bands)}, has {len(slots)}")
+    if len(slots) != len(components):
+        raise InvalidArgument(
+            "run.slots", f"must have an array for each component, {len(components)}, has {len(slots)}"
+        )
     seen: set[int] = set()
-    for ids, band in zip(slots, bands, strict=True):
-        if not isinstance(ids, array) or ids.typecode != "i" or len(ids) not in (0, num_units * band.width):
+    for ids, component in zip(slots, components, strict=True):
+        if not isinstance(ids, array) or ids.typecode != "i" or len(ids) not in (0, num_units * component.width):
             raise InvalidArgument("run.slots", f"must be int arrays for {num_units} units, got {shown(ids)}")
         if len(seen | set(ids)) != len(seen) + len(ids):
             raise InvalidArgument("run.slots", "names a slot twice")

@@ -152,8 +152,8 @@ class DiskSlots:
         for label in labels:
             if label is not None:
                 self._table.form.check(label)
-                check_int("labels", label.band, 0, len(self.layout.widths) - 1)
-                check_int("labels", label.place, 0, self.layout.widths[label.band] - 1)
+                check_int("labels", label.component, 0, len(self.layout.widths) - 1)
+                check_int("labels", label.place, 0, self.layout.widths[label.component] - 1)
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 

@@ -122,10 +122,10 @@ class Fetches:
     def _num_lacking(self, run: Run, stop: int) -> int:
         """Blocks of a hit that ends at unit `stop` that the host lacks and that no job under way brings."""
         found = 0
-        for component in self.cache.components:
-            band = component.band
-            lacking = component.lacking(run, Tier.DISK, Tier.HOST, band.first_unit(stop), stop)
-            found += sum(last - first for _, first, last in lacking) * band.width
+        for manager in self.cache.managers:
+            component = manager.component
+            lacking = manager.lacking(run, Tier.DISK, Tier.HOST, component.first_unit(stop), stop)
+            found += sum(last - first for _, first, last in lacking) * component.width
         return found
 
     def _in_host(self, sequence: TokenSequence, limit: int) -> int:

@@ -1,6 +1,6 @@
 """Cells: the objects that blocks become in a store, and the proof that an object is the cell that was asked for.
 
-name     HMAC-SHA256(secret or layout, layout, digest, band, rank)
+name     HMAC-SHA256(secret or layout, layout, digest, component, rank)
 object   header, blocks in prefix order, seal
 
 nonce    the writer (7 random bytes for each runtime) and the number of its put (5 bytes)
@@ -28,7 +28,7 @@ from ..._kernel.plans import CellLabel
 
 FORMAT = 1
 HEADER = struct.Struct("<8sHHIIIQ32s32s12s")
-"""Magic, format, sealing, band, rank, number of blocks, their bytes, layout, name, nonce. Little-endian."""
+"""Magic, format, sealing, component, rank, number of blocks, their bytes, layout, name, nonce. Little-endian."""
 MAGIC = b"aoffcell"
 WRITER_BYTES, NUMBER_BYTES = 7, 5
 NONCE_BYTES = WRITER_BYTES + NUMBER_BYTES
@@ -131,7 +131,7 @@ class Encrypted:
 
     def _of(self, label: CellLabel) -> Any:
         """HKDF-Expand to one block of SHA-256: a key for each cell, so that no key is used often."""
-        info = b"seal" + self._layout + label.digest + struct.pack("<I", label.band)
+        info = b"seal" + self._layout + label.digest + struct.pack("<I", label.component)
         return self._cipher(hmac.digest(self._root_key, info + b"\x01", "sha256"))
 
 
@@ -152,11 +152,11 @@ class Cells:
     def is_cell(self, label: CellLabel) -> bool:
         """Whether the label is of a cell of this shape."""
         num_units = label.stop - label.start
-        return label.band == 0 and num_units == self.shape.units and not label.start % num_units
+        return label.component == 0 and num_units == self.shape.units and not label.start % num_units
 
     def name(self, label: CellLabel) -> bytes:
         """The key of its object: 32 bytes."""
-        said = self.shape.layout + label.digest + struct.pack("<II", label.band, self.shape.rank)
+        said = self.shape.layout + label.digest + struct.pack("<II", label.component, self.shape.rank)
         return hmac.digest(self._name_key, said, "sha256")
 
     def blocks_in(self, made: memoryview) -> NDArray[np.uint8]:
@@ -193,7 +193,7 @@ class Cells:
 
     def _header(self, label: CellLabel, name: bytes, nonce: bytes) -> bytes:
         shape = self.shape
-        numbers = FORMAT, self.sealing.number, label.band, shape.rank, shape.num_blocks, shape.num_bytes
+        numbers = FORMAT, self.sealing.number, label.component, shape.rank, shape.num_blocks, shape.num_bytes
         return HEADER.pack(MAGIC, *numbers, shape.layout, name, nonce)
 
 

@@ -133,9 +133,9 @@ class RemoteLanes:
 
     def forget(self, labels: Sequence[CellLabel]) -> None:
         self.removals.add(labels)
-        wrong = {(label.band, label.digest) for label in labels}
+        wrong = {(label.component, label.digest) for label in labels}
         with self._lock:
-            jobs = [job for job in self._jobs.values() if (job.label.band, job.label.digest) in wrong]
+            jobs = [job for job in self._jobs.values() if (job.label.component, job.label.digest) in wrong]
         for job in jobs:
             job.give_up()  # a load brings nothing any more; those that are launched later see the removal
         self._stores.look_again()

@@ -38,7 +38,7 @@ class CellMemory:
         """In the order in which they were noted."""
 
     def note(self, label: CellLabel, known: Known, now: float) -> None:
-        key = label.band, label.digest
+        key = label.component, label.digest
         with self._lock:
             self._memories.pop(key, None)
             self._memories[key] = Memory(known, now + known.value)
@@ -52,12 +52,12 @@ class CellMemory:
 
     def of(self, label: CellLabel, now: float) -> Known | None:
         with self._lock:
-            found = self._memories.get((label.band, label.digest))
+            found = self._memories.get((label.component, label.digest))
             if found is None:
                 return None
             if found.until_s > now:
                 return found.known
-            del self._memories[label.band, label.digest]
+            del self._memories[label.component, label.digest]
         return None
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ Key = tuple[int, bytes]
 
 
 def key_of(label: CellLabel) -> Key:
-    return label.band, label.digest
+    return label.component, label.digest
 
 
 class Removals:

@@ -46,7 +46,7 @@ class DiskCalls(JobCalls):
             num_blocks += sum(plan.num_blocks for plan in plans)
             self._stored("idle", most, plans)
             labels = [label for plan in plans for label in plan.labels if label is not None]
-            places = [(label.digest, label.band, label.place) for label in labels]
+            places = [(label.digest, label.component, label.place) for label in labels]
             again = seen.intersection(places)
             self._require(not again, "an idle ledger writes no block to the disk twice", sorted(again)[:3])
             most_ever = self.ledger.statistics().host.num_blocks ** 2
@@ -155,14 +155,14 @@ class DiskCalls(JobCalls):
         units: dict[bytes, tuple[BlockLabel, dict[tuple[int, int], int]]] = {}
         for slot, record in sorted(self.records.items(), key=lambda item: item[1].number):
             label = record.label
-            units.setdefault(label.digest, (label, {}))[1][label.band, label.place] = slot
+            units.setdefault(label.digest, (label, {}))[1][label.component, label.place] = slot
         found: list[RestoredRun] = []
         for label, slots in sorted(units.values(), key=lambda unit: unit[0].position):
-            of_bands = tuple(
-                array("i", [slots.get((band.number, place), -1) for place in range(band.width)])
-                for band in self.ledger.layout.bands
+            of_components = tuple(
+                array("i", [slots.get((component.number, place), -1) for place in range(component.width)])
+                for component in self.ledger.layout.components
             )
-            whole = tuple(ids if -1 not in ids else array("i") for ids in of_bands)
+            whole = tuple(ids if -1 not in ids else array("i") for ids in of_components)
             at = label.position
             found.append(RestoredRun(label.root, label.before, label.digest, at, at + 1, label.tokens, whole))
         return found

@@ -21,7 +21,7 @@ class JobCalls(LedgerState):
             stem = f"{job.request_id or 'watermark'}:{plan.direction.value}"
             self.plans[f"{stem}:{self.num_planned[stem]}"] = plan
             self.num_planned[stem] += 1
-            self._note("bands", job.band)
+            self._note("components", job.component)
 
     def job(self, name: str) -> Job | None:
         return self.ledger.jobs.unsettled.get(self.plans[name].job_id) if name in self.plans else None

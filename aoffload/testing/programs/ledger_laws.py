@@ -176,5 +176,5 @@ def _units(part: Part, first: int, stop: int) -> list[object]:
     tokens = b"".join(one.tokens for one in path)
     unit_bytes = len(run.tokens) // (run.stop - run.start)
     spans = tuple(sorted({span for one in path for span in one.spans}))  # however the path is cut
-    place = (part.tier, part.band, run.root, spans)
+    place = (part.tier, part.component, run.root, spans)
     return [(*place, tokens[: (unit + 1) * unit_bytes]) for unit in range(first, stop)]

@@ -61,7 +61,7 @@ class Told:
         """The last reported state of everything that is not over."""
         self.counts: Counter[str] = Counter()
         self.num_cached: Counter[tuple[Tier, int]] = Counter()
-        """Cached units as reported, by tier and band."""
+        """Cached units as reported, by tier and component."""
         self._epoch = 0
         self.problem = ""
         self.answered: Callable[[LedgerRequest], None] = lambda record: None
@@ -98,7 +98,7 @@ class Told:
 
     def part_changed(self, part: Part, first: int, stop: int) -> None:
         if part.run.epoch == self._epoch:
-            self.num_cached[part.tier, part.band] += (part.stop - part.first) - (stop - first)
+            self.num_cached[part.tier, part.component] += (part.stop - part.first) - (stop - first)
 
     def all_cleared(self, epoch: int) -> None:
         self._epoch = epoch
@@ -122,5 +122,5 @@ def _cached(cache: PrefixCache) -> Counter[tuple[Tier, int]]:
     found: Counter[tuple[Tier, int]] = Counter()
     for run in cache.index.runs.values():
         for part in run.parts:
-            found[part.tier, part.band] += (part.stop - part.first) if part.width else 0
+            found[part.tier, part.component] += (part.stop - part.first) if part.width else 0
     return found
