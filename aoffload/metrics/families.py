@@ -46,7 +46,7 @@ FAMILIES = (
     Family("aoffload_requests", _GAUGE, ("state",), "Live requests by state."),
     Family("aoffload_requests_waiting", _GAUGE, (), "Requests in the wait queue for device blocks."),
     Family("aoffload_oldest_request_seconds", _GAUGE, ("state",), "Age of the oldest stay in each state of a request."),
-    Family("aoffload_oldest_wait_seconds", _GAUGE, (), "How long the request that has waited longest for device blocks has waited."),
+    Family("aoffload_oldest_wait_seconds", _GAUGE, (), "Longest current wait for device blocks."),
     Family("aoffload_oldest_step_seconds", _GAUGE, (), "How long the oldest step has been open: it holds its blocks."),
     Family("aoffload_requests_admitted_total", _COUNTER, (), "Requests that were matched and pinned."),
     Family("aoffload_requests_finished_total", _COUNTER, ("outcome", "reason"), "Requests that are over."),

@@ -86,7 +86,7 @@ def test_numbers_are_written_in_one_way() -> None:
     driven.ledger.queue_allocation(driven.admit(prompt(2, 4 * 6_000), request_id="two"))
     text = driven.ledger.explain()
     assert text.startswith("20,000 device blocks: 5,000 free, 0 cached, 15,000 pinned, 0 quarantined; 2 requests")
-    assert "3,000 host blocks" in text and "waits for 6,000 blocks" in text
+    assert "3,000 host blocks" in text and "6,000 blocks for 0.0 s" in text
     assert "request one, allocated for 0.0 s: 15,000 blocks" in text
     assert str(Declined(1_234, 1_234.5, 0.0123)) == (
         "computes 1,234 tokens that the host has: first token in 0.0123 s, with the load in 1,234 s"

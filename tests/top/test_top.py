@@ -59,7 +59,7 @@ def listening(registry: CollectorRegistry) -> Iterator[str]:
 
 
 def test_what_holds_everybody_up_is_seen_in_one_look() -> None:
-    """Who runs, how long the first of the wait queue waits and the oldest step lasts, whose blocks are where, what is off."""
+    """Who runs, how long requests wait and the oldest step lasts, whose blocks are where, what is off."""
     text = "\n".join(lines(Look.of(BUSY, 0.0), None))
     for expected in (
         "requests   1 running (one for 61.0 s), 1 pinned (one for 41.5 s)",
