@@ -105,7 +105,7 @@ def test_a_later_source_may_size_the_host_pool_in_the_other_way(tmp_path: Path) 
     found = OffloadConfig.from_env({"AOFFLOAD_CONFIG_FILE": str(path), "AOFFLOAD_HOST_BYTES": "1GiB"})
     assert (found.num_host_blocks, found.host_bytes) == (None, "1GiB")
     assert OffloadConfig.from_file(path, host_bytes=2**20).host_bytes == 2**20
-    with pytest.raises(ConfigError, match=r"either num_host_blocks or host_bytes \(.*aoffload.toml"):
+    with pytest.raises(ConfigError, match=r"either num_host_blocks or host_bytes: both are given \(.*aoffload.toml"):
         OffloadConfig.from_file(file_of(tmp_path, 'host_bytes = "1GiB"\n' + LEAST))
 
 

@@ -265,10 +265,10 @@ def test_every_event_has_a_row() -> None:
     assert written == set(event_rows())
 
 
-async def _write_log(file: io.StringIO, make_logger: Any) -> None:
+async def _write_log(file: io.StringIO, make_logger: Any, *observers: Any) -> None:
     """Store, evict, load back and give up, on a device of four blocks."""
     config = OffloadConfig(groups=[KVCacheGroup("full")], num_host_blocks=16)
-    async with OffloadRuntime(config, torch.zeros(5, 16), logger=make_logger(file)) as runtime:
+    async with OffloadRuntime(config, torch.zeros(5, 16), logger=make_logger(file), observers=observers) as runtime:
         for prompt in (range(60), range(100, 160), range(60)):
             async with runtime.request(prompt) as request:
                 await request.allocate()
@@ -281,11 +281,12 @@ async def _write_log(file: io.StringIO, make_logger: Any) -> None:
 
 def test_the_json_logger_of_the_page_writes_the_fields_of_the_table() -> None:
     """Every field of every event of a real run stands in the row of that event, or of the one it refers to."""
-    (code,) = code_blocks(TRACING, "python")
     namespace: dict[str, Any] = {}
-    exec(compile(code, "docs/tracing.md", "exec"), namespace)
-    file = io.StringIO()
-    anyio.run(_write_log, file, namespace["json_logger"])
+    for code in code_blocks(TRACING, "python"):
+        exec(compile(code, "docs/tracing.md", "exec"), namespace)
+    file, observer = io.StringIO(), namespace["Finished"]()
+    anyio.run(_write_log, file, namespace["json_logger"], observer)
+    assert observer.num_done == 3
     events = [json.loads(line) for line in file.getvalue().splitlines()]
     wanted = {"request_loading", "request_done", "request_aborted", "job_completed"}
     assert wanted <= {event["event"] for event in events}

@@ -83,6 +83,13 @@ def _name_or_object(*names: str) -> Any:
     return check
 
 
+def _store_policy(_: object, attribute: Any, value: object) -> None:
+    _name_or_object("eager", "lazy", "selective", "off")(_, attribute, value)
+    if not isinstance(value, str):
+        kind, methods = "name, or a policy such as LazyStore()", "for_ledger seen wanted_stop num_watermark_blocks"
+        check_has("store_policy", value, kind, methods, ConfigError)
+
+
 def _eviction(_: object, __: Any, value: object) -> None:
     check_eviction(value)
 
@@ -120,7 +127,7 @@ class OffloadConfig:
     host_bytes: int | str | None = None
     namespace: str = attrs.field(default="", validator=_text)
     """Identifies model, revision and dtype: a prompt never hits blocks of another namespace."""
-    store_policy: Any = attrs.field(default="eager", validator=_name_or_object("eager", "lazy", "selective", "off"))
+    store_policy: Any = attrs.field(default="eager", validator=_store_policy)
     eviction: Any = attrs.field(default="lru", validator=_eviction)
     load_choice: Any = attrs.field(default="always", validator=_load_choice)
     """The part of a host hit that is loaded: "always" all of it, "cost" the part that costs less than computing it; or
@@ -179,7 +186,8 @@ class OffloadConfig:
         if len(set(names)) != len(names):
             raise ConfigError("groups", f"has two groups of one name: {names}")
         if (self.num_host_blocks is None) == (self.host_bytes is None):
-            raise ConfigError("num_host_blocks", "give either num_host_blocks or host_bytes")
+            given = "neither is" if self.host_bytes is None else "both are"
+            raise ConfigError("num_host_blocks", f"give either num_host_blocks or host_bytes: {given} given")
         if self.disk is not None and not self.namespace:
             raise ConfigError("namespace", "is empty: with a disk, it has to name weights, revision and dtype")
         if self.remote is not None and not self.namespace:

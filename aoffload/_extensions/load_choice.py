@@ -118,7 +118,7 @@ def chosen_stop(choice: LoadChoice, offer: LoadOffer, most: int) -> int:
     """The answer of `choice`, checked, because it may be a program's own: `InvalidArgument` unless it is an integer in
     `[0, most]`."""
     stop = choice.stop(offer)
-    return stop if type(stop) is int and 0 <= stop <= most else check_int("load_choice", stop, 0, most)
+    return stop if type(stop) is int and 0 <= stop <= most else check_int("load_choice.stop", stop, 0, most)
 
 
 def load_choice_of(value: Any) -> LoadChoice | None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 import attrs
 
-from .._arguments import check_has, check_int, shown
+from .._arguments import check_int, shown
 from .._config.config import MAX_BLOCKS
 from .._eviction.counts import HitCounts, RecentPrompts
 from .._kernel.layout import Layout
@@ -209,8 +209,6 @@ def store_policy_of(value: Any) -> StorePolicy:
         named: dict[str, Any] = {"eager": EagerStore, "lazy": LazyStore, "selective": SelectiveStore, "off": NoStore}
         policy: StorePolicy = named[value]()
         return policy
-    kind = "name, or a policy such as LazyStore()"
-    check_has("store_policy", value, kind, "for_ledger seen wanted_stop num_watermark_blocks", ConfigError)
     return value  # type: ignore[no-any-return]
 
 

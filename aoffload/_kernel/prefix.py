@@ -234,7 +234,8 @@ def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
     if not isinstance(token_ids, np.ndarray):
         token_ids = _as_array(token_ids, argument)
     if token_ids.ndim != 1:
-        raise InvalidArgument(argument, f"must have one dimension, got shape {tuple(token_ids.shape)}")
+        got = f"shape {token_ids.shape}" if token_ids.ndim else "a single value"
+        raise InvalidArgument(argument, f"must be a sequence of integers, in one dimension, got {got}")
     if token_ids.size == 0:
         return b""
     if token_ids.dtype == INT32:  # viewed as unsigned, a negative id is above the maximum

@@ -271,7 +271,7 @@ def mermaid(moves: Mapping[State, frozenset[State]]) -> str:
 
 def check_tier(name: str, tier: object) -> Tier:
     if not isinstance(tier, Tier):
-        raise InvalidArgument(name, f"must be a Tier, got {shown(tier)}")
+        raise InvalidArgument(name, f"must be a Tier such as Tier.HOST, got {shown(tier)}")
     return tier
 
 

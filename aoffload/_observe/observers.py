@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import iscoroutinefunction
 
-from .._arguments import check_has
+from .._arguments import check_has, shown
 from .._kernel.events import CompletionDelivered, Event, Observer
 from .._kernel.plans import Completion
+from ..errors import InvalidArgument
 from .log import LedgerLog
 
 
@@ -14,12 +16,14 @@ class Observers:
     """Several observers as one, for `Ledger(observer=...)`: a log, metrics, observers of your own.
 
     An exception of one observer is counted and dropped, and the others receive the event all the same.
-    `InvalidArgument` for an object without `observe`.
+    `InvalidArgument` for an object without `observe`, or if that is async.
     """
 
     def __init__(self, *observers: Observer) -> None:
         for observer in observers:
             check_has("observers", observer, "Observer", "observe")
+            if iscoroutinefunction(observer.observe):
+                raise InvalidArgument("observers", f"{shown(observer)} has an async observe: it is called, not awaited")
         self.observers = observers
         self.num_failures = 0
         """Calls that raised."""

@@ -32,6 +32,7 @@ OWN_DEVICE: dict[str, tuple[str, Callable[[Ledger, LedgerRequest], object]]] = {
     "num_shared_tokens": ("fork", lambda ledger, request: ledger.num_shared_tokens(request)),
     "fork": ("fork", lambda ledger, request: ledger.fork(request)),
     "commit": ("commit", lambda ledger, request: ledger.commit(request, 8)),
+    "commit_all": ("commit", lambda ledger, request: ledger.commit_all([(request, 8, ())])),
     "check_commit": ("commit", lambda ledger, request: ledger.check_commit(request, 8)),
     "step": ("step", lambda ledger, request: enter(ledger.step([request]))),
     "can_start_early": ("can_start_early", lambda ledger, request: ledger.can_start_early(request)),

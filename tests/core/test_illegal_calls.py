@@ -35,6 +35,7 @@ CALLS: dict[str, tuple[str, Call]] = {
     "plan_load": ("load", lambda ledger, request: ledger.plan_load(request)),
     "abandon_load": ("abandon_load", lambda ledger, request: ledger.abandon_load(request)),
     "commit": ("commit", lambda ledger, request: ledger.commit(request, request.num_computed_tokens)),
+    "commit_all": ("commit", lambda ledger, request: ledger.commit_all([(request, request.num_computed_tokens, ())])),
     "check_commit": ("commit", lambda ledger, request: ledger.check_commit(request, request.num_computed_tokens)),
     "invalidate": ("invalidate", lambda ledger, request: ledger.invalidate(request, request.num_computed_tokens)),
     "step": ("step", lambda ledger, request: enter(ledger.step([request]))),
@@ -65,15 +66,19 @@ OTHER_CALLS = {
 
 LOOKING = "block_ids can_start_early num_expected_tokens first_invalid_token loadable expected_block_ids lost_to_reset"
 ALWAYS = f"release {LOOKING}"
-COMPUTED = f"{ALWAYS} plan_load commit check_commit invalidate step num_shared_tokens begin_again"
+COMMITS = "commit commit_all check_commit"
+COMPUTED = f"{ALWAYS} plan_load {COMMITS} invalidate step num_shared_tokens begin_again"
 LEGAL: dict[tuple[str, str], str] = {
     ("QUEUED", ""): ALWAYS,
     ("MATCHED", ""): ALWAYS,
     ("PINNED", ""): f"{ALWAYS} allocate_nowait queue_allocation match_fetched",
     ("PINNED", "waiting"): ALWAYS,
-    ("ALLOCATED", ""): f"{ALWAYS} extend_nowait queue_extension plan_load commit check_commit step preempt_nowait",
-    ("ALLOCATED", "waiting"): f"{ALWAYS} commit check_commit step",
-    ("ALLOCATED", "stepping"): f"{ALWAYS} extend_nowait queue_extension commit check_commit step",
+    (
+        "ALLOCATED",
+        "",
+    ): f"{ALWAYS} extend_nowait queue_extension plan_load {COMMITS} step preempt_nowait",
+    ("ALLOCATED", "waiting"): f"{ALWAYS} {COMMITS} step",
+    ("ALLOCATED", "stepping"): f"{ALWAYS} extend_nowait queue_extension {COMMITS} step",
     ("LOADING", ""): f"{ALWAYS} plan_load abandon_load preempt_nowait".replace(" expected_block_ids", ""),
     ("DRAINING", "stepping"): f"{ALWAYS} plan_load abandon_load",
     ("REQUEUED", "waiting"): f"{ALWAYS} plan_load abandon_load preempt_nowait",
@@ -288,7 +293,7 @@ def test_the_table_is_whole() -> None:
     public = {name: value for name, value in calls.items() if callable(value)}
     assert set(public) == set(CALLS) | OTHER_CALLS | ENGINE_CALLS
     about = {name for name, call in public.items() if list(inspect.signature(call).parameters)[1:2] == ["request"]}
-    assert about | {"step"} == set(CALLS) | ENGINE_CALLS
+    assert about | {"step", "commit_all"} == set(CALLS) | ENGINE_CALLS
     assert {state for state, _ in LEGAL} == {state.name for state in RequestState}
     assert {row for row, _ in SITUATIONS.values()} == set(LEGAL)
     assert set(" ".join(LEGAL.values()).split()) == set(CALLS)

@@ -165,7 +165,7 @@ async def test_a_choice_that_says_nonsense_is_refused(said: Any) -> None:
         await on_the_host_only(engine, A)
         async with engine.runtime.request(A) as request:
             await request.allocate()
-            with pytest.raises(InvalidArgument, match=r"^load_choice: "):
+            with pytest.raises(InvalidArgument, match=r"^load_choice\.stop: "):
                 await request.load()
             assert request.state is RequestState.ALLOCATED
             choice.num_units = 2

@@ -351,7 +351,7 @@ def test_two_processes_share_what_one_has_stored(server: RedisServer, secret: by
         assert second.ask([cell(number) for number in range(9)]) == 3
         assert second.load(cell(2)).outcome is Outcome.LANDED
         assert (second.host[8:12] == first.host[2:6]).all()
-        server.say("SETRANGE", key_of(first.name(cell(1))), 70_000, "x")  # type: ignore[arg-type]
+        server.say("SETRANGE", key_of(first.name(cell(1))), 70_000, "poisoned")  # type: ignore[arg-type]
         assert second.load(cell(1)).outcome is Outcome.FAILED
         assert second.remote.statistics().cells_corrupt == 1
     finally:

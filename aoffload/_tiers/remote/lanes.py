@@ -220,9 +220,9 @@ class RemoteLanes:
             nodes.end(node)
             if is_removed:
                 self.memory.note(label, Known.ABSENT, self._env.now())
-                with self._lock:
-                    self.num_removed += 1
             self.removals.done(label, is_removed, self._env.now())
+        with self._lock:
+            self.num_removed += 1
 
     def _stored(self, job: CellJob) -> Steps[Ended]:
         number = self.removals.begin_store(job.label)
