@@ -88,7 +88,7 @@ def test_a_choice_says_a_number_of_units(said: Any) -> None:
         def stop(self, _: LoadOffer) -> int:
             return said  # type: ignore[no-any-return]
 
-    with pytest.raises(InvalidArgument, match=r"^load_choice: "):
+    with pytest.raises(InvalidArgument, match=r"^load_choice.stop: "):
         chosen_stop(Says(), offer(1.0), 10)
 
 
