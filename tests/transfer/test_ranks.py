@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
 from array import array
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TypeAlias
 
 import attrs
@@ -18,7 +20,9 @@ from aoffload._kernel.states import Outcome, Tier
 from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
 from aoffload._transfer.fences import PASSED, Fence
 from aoffload._transfer.ranks import transport as rank_transport
+from aoffload._transfer.ranks.frames import Completed
 from aoffload._transfer.ranks.rank import LocalRank, Rank
+from aoffload._transfer.ranks.serving import _Server
 from aoffload._transfer.ranks.tally import JobTally
 from aoffload._transfer.ranks.transport import RankTransport
 from aoffload._transfer.transport import TransferStatistics, Transport
@@ -433,3 +437,28 @@ def test_statistics_say_what_all_ranks_have_done() -> None:
     ranks: list[Rank] = [LocalRank(CountingTransport(counts)) for counts in (one, other)]
     expected = TransferStatistics(2, 2, 20, 20, 20, 2, 400, 410, 1.5, 2.5)
     assert RankTransport(ranks).statistics() == expected
+
+
+def test_the_last_counts_that_a_rank_reports_are_its_newest() -> None:
+    """A load and a store end at once, in two threads: what is sent last counts both."""
+    sent: list[Completed] = []
+    ended = [Completion(job_id, Outcome.LANDED) for job_id in (1, 2)]
+
+    class Counting:
+        """The first to ask is kept until the other thread has asked and sent, or waits."""
+
+        num_asked = 0
+
+        def statistics(self) -> TransferStatistics:
+            self.num_asked += 1
+            found = TransferStatistics(num_loads=self.num_asked)
+            if self.num_asked == 1:
+                other.start()
+                other.join(0.05)
+            return found
+
+    server = _Server(SimpleNamespace(send=sent.append), Counting(), rank=0)  # type: ignore[arg-type]
+    other = threading.Thread(target=server._deliver, args=(ended[1],))
+    server._deliver(ended[0])
+    other.join()
+    assert [one.statistics.num_loads for one in sent] == [1, 2]

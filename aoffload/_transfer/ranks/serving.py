@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pkgutil
 import signal
+import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -63,6 +64,7 @@ class _Server:
         self._local = local
         self._rank = rank
         self._is_lost = False
+        self._reporting = threading.Lock()
         self._handlers: dict[type, Callable[[Any], None]] = {
             Open: self._open,
             RecordFence: self._record_fence,
@@ -118,4 +120,5 @@ class _Server:
 
     def _deliver(self, completion: Completion) -> None:
         """Called in any thread of the transport; blocks only while the deciding process does not read."""
-        self._channel.send(Completed(completion, self._local.statistics()))
+        with self._reporting:  # the last counts that are sent have to be the newest
+            self._channel.send(Completed(completion, self._local.statistics()))
