@@ -16,7 +16,7 @@ PACKAGE = Path(aoffload.__file__).parent
 NOT_SERVING = ("testing", "demo", "integrations/openai_server")
 """Subpackages that are programs around the runtime, not part of serving; the server waits for real sockets."""
 CANCELLED_ELSEWHERE = {
-    ("_runtime/request.py", "match_again"): "simulated engines have blocks of ours; test_engine_runtime.py cancels there"
+    ("_runtime/request.py", "match_again"): "engines of scenarios own no blocks; test_engine_runtime.py cancels there"
 }
 """Functions that no simulated run enters, by file, and the test that cancels at each of their checkpoints."""
 NEVER_THERE = {
