@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from textwrap import indent
-
 from .planting import Mutant, Patch
 
 __all__ = ["CALL_MUTANTS"]
@@ -66,12 +64,12 @@ CALL_MUTANTS = (
     Mutant(
         "matched again under its block tables",
         ADMISSION,
-        "        if request.reserve is None or not request.may_match_again:\n            return False\n",
-        "        if request.reserve is None:\n            return False\n"
-        "        if request.tables:\n" + indent(MATCHED_TO_LOOK, "    "),
+        "            error = self._never_fits(request, num_units)\n            if error is None:\n",
+        "            self.request_leases.match_again(request)\n"
+        "            error = self._never_fits(request, num_units)\n            if error is None:\n",
         "an extension that is refused changes nothing",
         also=(Patch(PINS, '        assert request.may_match_again, "matched again under its block tables"\n', ""),),
-        programs=True,
+        test="tests/core/test_components.py::test_a_refused_extension_keeps_what_the_load_would_adopt",
     ),
     Mutant(
         "another's part of a wrong run left findable",

@@ -391,7 +391,7 @@ class Admission:
         nothing has changed."""
         if self.num_missing(request, num_units) <= self.num_available:
             return True
-        if request.reserve is None or not request.may_match_again:
+        if request.reserve is None:
             return False
         missing, gained = self.request_leases.without_islands(request, num_units)
         if missing > self.num_available + gained:

@@ -114,6 +114,22 @@ def test_a_refusal_keeps_what_the_load_would_adopt() -> None:
     assert request.reserve is not None and request.match == match and driven.ledger.statistics() == before
 
 
+def test_a_refused_extension_keeps_what_the_load_would_adopt() -> None:
+    """A request that has blocks and has not loaded yet is refused more: its leases and its blocks stay."""
+    driven = Driven(20, 24, groups=BOTH)
+    driven.on_host_only(A)
+    driven.release(driven.running(A))
+    driven.release(driven.allocated(prompt(7, 28)), "filler")
+    request = driven.allocated(A)
+    leases, blocks = request.all_leases(), driven.ledger.block_ids(request)
+    assert request.reserve is not None
+    driven.allocated(prompt(8, 8))
+    with pytest.raises(OutOfBlocks):
+        driven.ledger.extend_nowait(request, 36)
+    assert request.all_leases() == leases and request.reserve in leases
+    assert driven.ledger.block_ids(request) == blocks
+
+
 def test_what_a_load_would_adopt_stays() -> None:
     """A hit may need what only the device holds and what only the host holds: neither goes before the load."""
     driven = Driven(20, 24, groups=BOTH)
