@@ -162,7 +162,7 @@ _PREEMPTING = (
         "        return has_blocks and not waits and not self.is_over\n",
         "        return has_blocks and not self.is_over\n",
         _PREEMPT,
-        test="tests/shell/test_preempting.py::test_preempting_what_has_nothing_to_give_is_no_error",
+        test="tests/shell/test_preempting.py::test_a_request_that_waits_for_more_blocks_keeps_those_that_it_has",
     ),
 )
 

@@ -102,6 +102,23 @@ async def test_preempting_what_has_nothing_to_give_is_no_error() -> None:
         await assert_at_rest(runtime)
 
 
+async def test_a_request_that_waits_for_more_blocks_keeps_those_that_it_has() -> None:
+    """`preempt` frees nothing, and the request goes on once others have given blocks back."""
+    async with scripted(8, num_host_blocks=32) as (engine, _):
+        runtime = engine.runtime
+        async with runtime.request(A, "waiter") as waiter, anyio.create_task_group() as group:
+            await engine.prefill(waiter, A)
+            async with runtime.request(B, "holder") as holder:
+                await engine.prefill(holder, B)
+                group.start_soon(waiter.extend, 32)
+                await turns()
+                assert runtime.statistics().num_waiting == 1
+                assert await waiter.preempt() == Preemption(0, 0, ())
+        assert waiter.state is RequestState.DONE
+        await runtime.flush()
+        await assert_at_rest(runtime)
+
+
 async def test_a_victim_that_ends_during_its_last_step_frees_nothing_more() -> None:
     """`preempt` that waits for a step returns when the step is over and the request, too; whoever waited goes on."""
     async with scripted(8, num_host_blocks=32) as (engine, _):
