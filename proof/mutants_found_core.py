@@ -110,7 +110,7 @@ _OBSERVERS = (
         "            self.unreported.append(moved)\n",
         "            self.unreported.append(moved)\n            self.report()\n",
         _FOREIGN,
-        test=f"{_MISBEHAVE}::test_an_observer_may_call_the_ledger_that_reports_to_it",
+        test=f"{_MISBEHAVE}::test_an_event_is_reported_once_its_change_is_complete",
     ),
     Mutant(
         "events of a fork are reported by the next call",

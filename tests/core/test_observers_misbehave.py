@@ -172,6 +172,21 @@ def test_an_observer_may_call_the_ledger_that_reports_to_it(name: str) -> None:
     ends_at_rest(driven)
 
 
+def test_an_event_is_reported_once_its_change_is_complete() -> None:
+    """An observer that hears that a request runs finds what the same commit has published."""
+    seen: list[tuple[int, int]] = []
+
+    class Looks:
+        def observe(self, event: Event) -> None:
+            if isinstance(event, RequestMoved) and event.new is RequestState.RUNNING:
+                seen.append((event.request.num_computed_tokens, driven.ledger.statistics().host.num_pinned))
+
+    driven = Driven(12, 16, observer=Looks())
+    request = driven.allocated(A)
+    driven.ledger.commit(request, len(A))
+    assert seen == [(len(A), len(A) // 4)]
+
+
 def test_events_of_an_observers_own_calls_come_after_those_before() -> None:
     """An observer that calls the ledger receives the events in the order in which things happened, one after the
     other: `observe` is not entered again before it has returned."""
