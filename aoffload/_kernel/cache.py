@@ -93,8 +93,8 @@ class FullAttentionManager:
         return front.stop == back.first
 
     def leaves_gap(self, front: Part, back: Part) -> bool:
-        """Whether `front` ends what the component holds on this path: it has blocks, and `back`, the part of the next
-        run, has none. Joining both with a third part that has blocks would then leave a gap."""
+        """Whether `front` is the last part with blocks on this path: `back`, the part of the next run, has none.
+        Joining both with a third part that has blocks would then leave a gap."""
         return False
 
     def first_brought(self, job: Job, part: Part) -> int:

@@ -132,7 +132,7 @@ class Commits:
             request.num_computed_tokens, request.published = computed, first
 
     def _publish(self, request: LedgerRequest, num_tokens: int, wanted: int) -> tuple[TransferPlan, ...]:
-        """Publish what a commit has computed. Returns its stores, up to unit `wanted`."""
+        """Publish the units that a commit has computed. Returns its stores, up to unit `wanted`."""
         computed, first = request.num_computed_tokens, request.published
         num_units, is_current = num_tokens // self.cache.layout.unit_tokens, request.epoch == self.cache.epoch
         if request.state is State.ALLOCATED:

@@ -145,8 +145,7 @@ class Oracles:
             )
 
     def _check_match(self, record: LedgerRequest) -> None:
-        """What is matched is cached now: of every component, the units that computing reads next, in the matched
-        tiers."""
+        """The match is cached now: in every component, the matched tiers have the units that computing reads next."""
         for tiers, tier, stop in (
             ((Tier.DEVICE,), Tier.DEVICE, record.published),
             (HIT_TIERS, Tier.HOST, record.hit_stop),

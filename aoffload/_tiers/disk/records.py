@@ -37,9 +37,9 @@ MAX_BANDS = 62
 
 @attrs.frozen
 class SlotLayout:
-    """What the slots hold. A unit of `unit_tokens` tokens has `widths[component]` blocks in each component, a slot for
-    each of them. Where `leading[component]`, a unit counts only behind all units before it (full attention), not in a
-    window."""
+    """The contents of the slots. A unit of `unit_tokens` tokens has `widths[component]` blocks in each component, and
+    each block has a slot. Where `leading[component]` is true (full attention), a unit counts only if all units before
+    it are there; in a window it always counts."""
 
     unit_tokens: int
     block_bytes: int

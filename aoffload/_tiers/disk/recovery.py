@@ -32,10 +32,10 @@ Numbers: TypeAlias = NDArray[np.int64]
 
 @attrs.frozen
 class Survivors:
-    """Units `[start, stop)` of one prefix. What they follow was given before them.
+    """Units `[start, stop)` of one prefix. The units before them were given before them.
 
-    `slots` has for each component the slots of these units, in order, or none. A stretch without any slot is there for
-    the tokens that a window behind it needs.
+    `slots` has for each component the slots of these units, in order, or none. Units without any slot are included for
+    their tokens, because a later window needs them.
     """
 
     root: bytes
