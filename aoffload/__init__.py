@@ -12,12 +12,12 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
+from ._assembly import Ledger
 from ._config.config import OffloadConfig
 from ._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from ._config.models import fingerprint
 from ._config.tiers import DiskTier, RemoteTier
 from ._extensions.store_policies import EagerStore, LazyStore, NoStore, SelectiveStore
-from ._kernel.ledger import Ledger
 from ._kernel.plans import Extension, Preemption, PrefixMatch
 from ._kernel.prefix import KeySpan
 from ._kernel.states import RequestState, Tier

@@ -8,6 +8,7 @@ __all__ = [
     "ConfigError",
     "DeviceGone",
     "DuplicateRequest",
+    "ExtensionError",
     "IllegalTransition",
     "IntegrityError",
     "InvalidArgument",
@@ -104,6 +105,16 @@ class IllegalTransition(WrongState):
 
 class LeaseError(WrongState):
     """A lease released twice."""
+
+
+class ExtensionError(AoffloadError):
+    """A hook of an extension has raised an error or called a verb of the ledger. The call that raises this is complete,
+    but all queued copies are discarded, and a request that it was to admit is over. `__cause__` is the error."""
+
+    def __init__(self, extension: str, hook: str, problem: str) -> None:
+        super().__init__(f"{extension}.{hook} {problem}")
+        self.extension = extension
+        self.hook = hook
 
 
 class RequestAborted(AoffloadError):  # noqa: N818

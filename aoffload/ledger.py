@@ -4,13 +4,18 @@ What it takes and hands out, the states of that, the protocols of observers, pol
 bookkeeping. Nothing here needs torch.
 """
 
+from ._assembly import LedgerStatistics
 from ._config.groups import AttentionKind
 from ._config.tiers import LearnedEviction
 from ._extensions.forks import Fork
 from ._extensions.load_choice import CostChoice, Loadable, LoadChoice, LoadOffer
+from ._extensions.overlap import LoadOverlap, OverlapMoved, OverlapState
+from ._extensions.pins import Pin, PinMoved, PinState
+from ._extensions.prefetch import Demotion, Prefetch
 from ._extensions.store_policies import StorePolicy
+from ._extensions.transfers import CacheTransfer, CacheTransferMoved, CacheTransferState, Fetch
+from ._host_cache.matches import LoadsPaused, LoadsResumed
 from ._kernel.events import (
-    CacheTransferMoved,
     CacheTurnedOff,
     CompletionDelivered,
     Event,
@@ -19,11 +24,7 @@ from ._kernel.events import (
     HintEnded,
     HintGiven,
     JobMoved,
-    LoadsPaused,
-    LoadsResumed,
     Observer,
-    OverlapMoved,
-    PinMoved,
     RequestCancelled,
     RequestMoved,
     SlowStep,
@@ -36,7 +37,6 @@ from ._kernel.events import (
     WaitedForBlocks,
     WorkerFailed,
 )
-from ._kernel.ledger import LedgerStatistics, RemoteCounts
 from ._kernel.plans import (
     Answer,
     BlockLabel,
@@ -50,8 +50,8 @@ from ._kernel.plans import (
 )
 from ._kernel.prefix import Prefix, Root
 from ._kernel.protocols import BlockWatcher, DevicePool, EngineBlocks, EvictionOrder
-from ._kernel.requests import CacheTransfer, Demotion, Fetch, LedgerRequest, LoadOverlap, Pin, Prefetch, Step, Waiter
-from ._kernel.states import CacheTransferState, Direction, JobState, Outcome, OverlapState, PinState, is_compiled
+from ._kernel.requests import LedgerRequest, Step, Waiter
+from ._kernel.states import Direction, JobState, Outcome, is_compiled
 from ._kernel.status import (
     EvictionRule,
     EvictionStatistics,
@@ -64,6 +64,7 @@ from ._kernel.status import (
 from ._observe.log import LedgerLog
 from ._observe.observers import Observers
 from ._runtime.costs import LoadCosts
+from ._tiers.remote.extension import RemoteCounts
 from ._tiers.remote.rules import cells_of
 from ._transfer.copy_queue import CopyQueue, Launches
 from .errors import IllegalTransition, LeaseError

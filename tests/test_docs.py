@@ -22,7 +22,10 @@ from public import MODULES
 import aoffload
 import aoffload.testing
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime, Request
-from aoffload._kernel.states import CACHE_TRANSFER_MOVES, JOB_MOVES, OVERLAP_MOVES, PIN_MOVES, REQUEST_MOVES
+from aoffload._extensions.overlap import OVERLAP_MOVES
+from aoffload._extensions.pins import PIN_MOVES
+from aoffload._extensions.transfers import CACHE_TRANSFER_MOVES
+from aoffload._kernel.states import JOB_MOVES, REQUEST_MOVES
 from aoffload._observe import log as ledger_log
 from aoffload._observe import log as telemetry
 

@@ -6,59 +6,83 @@ for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import attrs
 
-from .._host_cache.matches import Arrivals
-from .._kernel.jobs import JobBook
-from .._kernel.moves import Moves
+from .._kernel.base import CacheBase
+from .._kernel.extension import LedgerExtension
+from .._kernel.ledger import CoreLedger
 from .._kernel.records import Job, Lease
-from .._kernel.requests import Fetch, LedgerRequest, Step, Waiter
+from .._kernel.requests import LedgerRequest, Step, Waiter
 from .._kernel.states import RequestState as State
 from .._kernel.states import Tier
 from .._kernel.status import Declined, Fetching, Holder, RequestStatus, WaitsFor
-from .._kernel.waiting import Admission
 from .pins import Pins, pinned_parts
-from .prefetch import CacheTransfers
+from .transfers import CacheTransfer, CacheTransfers, Fetch
 
 NUM_BIGGEST = 3
 """Holders named in the report of a wait for free blocks."""
 
 
-@attrs.frozen
-class Situation:
-    """Computes the status reports of a ledger from its present state."""
+class Reports(LedgerExtension):
+    """`Ledger.reports` and `HostCache.reports`."""
 
-    live_requests: Mapping[str, LedgerRequest]
-    steps: Mapping[int, Step]
-    pins: Pins
-    jobs: JobBook
-    transfers: CacheTransfers
-    admission: Admission
-    arrivals: Arrivals | None
-    moves: Moves
-    asking: dict[LedgerRequest, float] = attrs.field(factory=dict)
-    """Requests that wait for an answer of the remote store, and since when. The remote tier's loop side sets it."""
-    declined: dict[str, Declined] = attrs.field(factory=dict)
-    """By request id: the part of the hit that is computed instead of loaded. `LoadCosts` sets it."""
+    def __init__(self) -> None:
+        self.asking: dict[LedgerRequest, float] = {}
+        """Requests that wait for an answer of the remote store, and since when. The remote tier's loop side sets it."""
+        self.declined: dict[str, Declined] = {}
+        """By request id: the part of the hit that is computed instead of loaded. `LoadCosts` sets it."""
+
+    def on_attach(self, ledger: CacheBase) -> None:
+        self._ledger, self._jobs, self._layout = ledger, ledger.jobs, ledger.layout
+        self._core = ledger if isinstance(ledger, CoreLedger) else None
+        """The ledger, if it has steps and a wait queue."""
+
+    @property
+    def _steps(self) -> Iterable[Step]:
+        return () if self._core is None else self._core.steps.values()
+
+    @property
+    def _transfers(self) -> Iterable[CacheTransfer]:
+        transfers = self._ledger.find(CacheTransfers)
+        return () if transfers is None else transfers.under_way.values()
+
+    # -- the verbs ------------------------------------------------------------------------------------------------
+
+    def requests(self) -> tuple[RequestStatus, ...]:
+        """The live requests, those that have been in their state for the longest first: the blocks that each holds and
+        waits for, and the holders of these. Ages are None in a ledger without a `clock`."""
+        biggest = self.holders()
+        places = {waiter: place for place, waiter in enumerate(self._waiters(), 1)}
+        steps: dict[LedgerRequest, list[Step]] = {}
+        for step in self._steps:
+            for request in dict.fromkeys(step.requests):
+                steps.setdefault(request, []).append(step)
+        found = sorted(self._ledger.live_requests.values(), key=lambda request: request.since_s)
+        fetches = {fetch.for_request: fetch for fetch in self._fetches()}
+        return tuple(
+            [self._status(request, places, biggest, steps.get(request, []), fetches.get(request)) for request in found]
+        )
+
+    def holders(self) -> tuple[Holder, ...]:
+        """All holders of device blocks, the largest first, equals by age: requests, steps (also for requests that are
+        over), pins, jobs, prefetches, demotions."""
+        found = [holder for holder in self._all() if holder.num_blocks]
+        return tuple(sorted(found, key=lambda holder: (-holder.num_blocks, -(holder.age_s or 0.0))))
 
     # -- who holds ------------------------------------------------------------------------------------------------
 
-    def biggest(self) -> list[Holder]:
-        """All owners that hold device blocks, the largest first; equals by age, the oldest first."""
-        found = [holder for holder in self._all() if holder.num_blocks]
-        return sorted(found, key=lambda holder: (-holder.num_blocks, -(holder.age_s or 0.0)))
-
     def _all(self) -> Iterator[Holder]:
-        yield from map(self._request, self.live_requests.values())
-        yield from map(self.step, self.steps.values())
-        for pin in self.pins.pins:
+        yield from map(self._request, self._ledger.live_requests.values())
+        yield from map(self.step, self._steps)
+        pins = self._ledger.find(Pins)
+        for pin in () if pins is None else pins.held:
             yield Holder("pin", str(pin.pin_id), pin.state.value, self._age(pin.since_s), len(_pinned(pin.leases)))
-        for job in (*self.jobs.unsettled.values(), *self.jobs.quarantined.values()):
+        for job in (*self._jobs.unsettled.values(), *self._jobs.quarantined.values()):
             yield self._job(job)
-        for transfer in self.transfers.under_way.values():
+        for transfer in self._transfers:
             request = transfer.request
             kind = type(transfer).__name__.lower()
             yield Holder(kind, request.request_id, transfer.state.value, None, num_held(request))
@@ -75,7 +99,7 @@ class Situation:
         return Holder("step", str(step.step_id), "open", self._age(step.begun_s), num_blocks, names, over)
 
     def _job(self, job: Job) -> Holder:
-        is_in_doubt = job.job_id in self.jobs.quarantined
+        is_in_doubt = job.job_id in self._jobs.quarantined
         state = "quarantined" if is_in_doubt else job.state.value
         if job.parked is not None:
             state = "parked"  # it has ended, and waits for the job that brings the blocks before its own
@@ -88,27 +112,11 @@ class Situation:
         began = (job.request_id,) if job.request_id else ()
         return Holder(job.plan.direction.value, str(job.job_id), state, self._age(job.since_s), num_blocks, began)
 
-    # -- who waits ------------------------------------------------------------------------------------------------
-
-    def requests(self) -> list[RequestStatus]:
-        """The live requests, those that have been in their state for the longest first."""
-        biggest = self.biggest()
-        places = {waiter: place for place, waiter in enumerate(self._waiters(), 1)}
-        steps: dict[LedgerRequest, list[Step]] = {}
-        for step in self.steps.values():
-            for request in dict.fromkeys(step.requests):
-                steps.setdefault(request, []).append(step)
-        found = sorted(self.live_requests.values(), key=lambda request: request.since_s)
-        fetches = {fetch.for_request: fetch for fetch in self._fetches()}
-        return [
-            self._status(request, places, biggest, steps.get(request, []), fetches.get(request)) for request in found
-        ]
-
     # -- fetches --------------------------------------------------------------------------------------------------
 
     def _fetches(self) -> Iterator[Fetch]:
         """The fetches that a request waits for."""
-        for transfer in self.transfers.under_way.values():
+        for transfer in self._transfers:
             if isinstance(transfer, Fetch) and transfer.for_request is not None:
                 yield transfer
 
@@ -128,7 +136,7 @@ class Situation:
     def _brought(self, fetch: Fetch) -> tuple[Fetching, ...]:
         """The tokens that jobs under way bring for `fetch`, including jobs of other fetches."""
         found: dict[Tier, int] = {}
-        layout = self.jobs.cache.layout
+        layout = self._layout
         leading = next(component.number for component in layout.components if component.width)
         for job in self._jobs_of(fetch.request):
             if job.component == leading and job.plan.source > Tier.HOST:
@@ -140,14 +148,15 @@ class Situation:
         return [] if request.load is None else sorted(request.load.jobs, key=lambda job: job.job_id)
 
     def _waiters(self) -> Iterator[Waiter]:
-        yield from self.admission.queue.extending
-        yield from self.admission.queue.allocating
+        if self._core is not None:
+            yield from self._core.admission.queue.extending
+            yield from self._core.admission.queue.allocating
 
     def _status(
         self,
         request: LedgerRequest,
         places: Mapping[Waiter, int],
-        biggest: list[Holder],
+        biggest: Sequence[Holder],
         steps: list[Step],
         fetch: Fetch | None = None,
     ) -> RequestStatus:
@@ -175,34 +184,34 @@ class Situation:
                 status, waits_for=WaitsFor.FETCH, waited_s=None, held_by=tuple(jobs), fetching=self._brought(fetch),
                 declined=None,
             )  # fmt: skip
-        if waiter is None or place is None:
+        if waiter is None or place is None or self._core is None:
             return status
         return attrs.evolve(
             status,
             waits_for=WaitsFor.BLOCKS,
             place=place,
             waited_s=None if waiter.joined_s is None else self._age(waiter.joined_s),
-            num_missing=self.admission.num_missing(request, waiter.num_units),
+            num_missing=self._core.admission.num_missing(request, waiter.num_units),
             held_by=tuple(islice(_others(biggest, request.request_id), NUM_BIGGEST)),
         )
 
     def _reason(self, request: LedgerRequest, steps: list[Step]) -> tuple[WaitsFor, tuple[Holder, ...]]:
         if request.state is State.LOADING and request.load is not None:
             return WaitsFor.COPIES, tuple(map(self._job, self._jobs_of(request)))
-        bringer = None if self.arrivals is None else self.arrivals.waits_for(request)
+        bringer = self._ledger.waits_for(request)
         if bringer is not None and request.state is State.MATCHED:
             return WaitsFor.REQUEST, (self._request(bringer),)
         if steps:
             return WaitsFor.STEP, tuple(map(self.step, steps))
         return WaitsFor.ANSWER if request in self.asking else WaitsFor.PROGRAM, ()
 
-    def wait_for_room(self, waiter: Waiter, biggest: list[Holder]) -> RequestStatus:
+    def wait_for_room(self, waiter: Waiter, biggest: Sequence[Holder]) -> RequestStatus:
         """The status of one waiter. The caller passes `biggest`, because it may report many waiters at once."""
         places = {other: place for place, other in enumerate(self._waiters(), 1) if other is waiter}
         return self._status(waiter.request, places, biggest, [])
 
     def _age(self, since_s: float) -> float | None:
-        clock = self.moves.clock
+        clock = self._ledger.moves.clock
         return None if clock is None else float(max(0.0, clock() - since_s))
 
     # -- the oldest -----------------------------------------------------------------------------------------------
@@ -210,7 +219,7 @@ class Situation:
     def oldest_by_state(self) -> dict[str, float]:
         """For each state, the longest time in seconds that a live request has been in it."""
         first: dict[str, float] = {}
-        for request in self.live_requests.values():
+        for request in self._ledger.live_requests.values():
             state = request.state.value
             first[state] = min(first.get(state, request.since_s), request.since_s)
         return {state: self._longest([since_s]) for state, since_s in first.items()}
@@ -220,7 +229,7 @@ class Situation:
         return self._longest(waiter.joined_s for waiter in self._waiters() if waiter.joined_s is not None)
 
     def oldest_step_s(self) -> float:
-        return self._longest(step.begun_s for step in self.steps.values())
+        return self._longest(step.begun_s for step in self._steps)
 
     def _longest(self, times: Iterable[float]) -> float:
         return max((self._age(at) or 0.0 for at in times), default=0.0)

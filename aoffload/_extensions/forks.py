@@ -8,26 +8,30 @@ The child begins RUNNING, with the tokens and the limits of its parent. It never
 fork goes ahead of allocations, but not of waiting extensions.
 
 Copied blocks carry KV from parent to child without a lease. So a request remembers its origins, each with the number of
-tokens that it had computed at the fork, and an invalidation of an origin reaches its forks (`taken_from`).
+tokens that it had computed at the fork, and an invalidation of an origin reaches its forks (`ask_first_wrong`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import attrs
 
-from .._kernel.cache import PrefixCache
+from .._arguments import check_int
+from .._kernel.extension import LedgerExtension
 from .._kernel.index import held_ids, stretches
-from .._kernel.leases import RequestLeases
-from .._kernel.moves import Moves
 from .._kernel.plans import PrefixMatch
 from .._kernel.records import BlockTable, nulls
 from .._kernel.requests import LedgerRequest
-from .._kernel.states import NoEpoch, Tier
-from .._kernel.waiting import Admission, waiting_error
+from .._kernel.states import NoEpoch, Tier, require
+from .._kernel.states import RequestState as State
+from .._kernel.waiting import waiting_error
 from ..errors import OutOfBlocks, WrongState
+from .invalidation import Invalidation
+
+if TYPE_CHECKING:
+    from .._kernel.ledger import CoreLedger
 
 
 @attrs.frozen
@@ -39,35 +43,81 @@ class Fork:
     """(source, destination) device blocks: blocks that are not full, and others that could not be shared."""
 
 
-@dataclass(slots=True, eq=False)
-class Forks:
-    cache: PrefixCache
-    request_leases: RequestLeases
-    admission: Admission
-    moves: Moves
-    over: dict[LedgerRequest, None] = field(default_factory=dict)
-    """Forks that are over while a request from which they were forked is live. Their published units depend on a block
-    that was copied from that request, and the index does not show this."""
-    _over_of: dict[LedgerRequest, list[LedgerRequest]] = field(default_factory=dict)
-    """The same by origin, so that the end of a request scans its own forks only."""
+class Forks(LedgerExtension):
+    """`Ledger.forks`."""
 
-    def leaving(self, request: LedgerRequest) -> None:
-        """`request` is about to release everything: remember it if it is a fork with published units, which an
-        invalidation of an origin must reach."""
-        origins = [origin for origin in request.origins if not origin.is_over]
-        if origins and (request.read_before or request.published > request.ready_stop):
-            request.read_before = max(request.read_before, request.published)
-            self.over[request] = None
+    def __init__(self) -> None:
+        self._origins: dict[LedgerRequest, dict[LedgerRequest, int]] = {}
+        """By fork: the requests that it descends from, each with its number of computed tokens at that fork."""
+        self._over: dict[LedgerRequest, None] = {}
+        """Forks that are over while a request from which they were forked is live. Their published units depend on a
+        block that was copied from that request, and the index does not show this."""
+        self._over_of: dict[LedgerRequest, list[LedgerRequest]] = {}
+        """The same by origin, so that the end of a request scans its own forks only."""
+
+    def on_attach(self, ledger: CoreLedger) -> None:
+        self._ledger, self._cache, self._admission = ledger, ledger.cache, ledger.admission
+        self._invalidation = ledger.add_once(Invalidation, Invalidation)
+
+    # -- the verbs ------------------------------------------------------------------------------------------------
+
+    def num_shared_tokens(self, request: LedgerRequest) -> int:
+        """Leading tokens whose blocks a fork of `request` would share. It needs its own blocks for the tokens after."""
+        require(self._ledger.own(request), "fork", State.RUNNING)
+        return self._shared_stop(request) * self._cache.layout.unit_tokens
+
+    def fork(self, request: LedgerRequest, request_id: str | None = None, *, num_tokens: int = 0) -> Fork:
+        """Start another request with the tokens that `request` has so far, RUNNING at once. It shares the full blocks;
+        the engine copies the others (`Fork.copies`). It has blocks for `num_tokens`, or for all known tokens if those
+        are more. `OutOfBlocks` changes nothing.
+        """
+        ledger = self._ledger
+        require(ledger.own(request), "fork", State.RUNNING)
+        self._check(request)
+        name, wanted = ledger.new_name(request_id), check_int("num_tokens", num_tokens, 0)
+        fork = self._fork(request, name, ledger.num_admitted, wanted)
+        ledger.enrol(fork.request, request)
+        for state in (State.MATCHED, State.PINNED, State.ALLOCATED, State.RUNNING):
+            ledger.moves.request(fork.request, state)
+        ledger.end_admission(fork.request)
+        return fork
+
+    # -- hooks ----------------------------------------------------------------------------------------------------
+
+    def on_leaving(self, request: LedgerRequest, is_last: bool) -> None:
+        """A fork with published units is remembered, because an invalidation of an origin must reach them."""
+        if not is_last or request not in self._origins:
+            return
+        origins = [origin for origin in self._origins[request] if not origin.is_over]
+        if origins and (self._invalidation.has_read(request) or request.published > request.ready_stop):
+            self._invalidation.keep(request)
+            self._over[request] = None
             for origin in origins:
                 self._over_of.setdefault(origin, []).append(request)
 
-    def left(self, request: LedgerRequest) -> None:
-        """`request` is over: forget its forks whose origins are all over, because no invalidation can reach them."""
+    def on_released(self, request: LedgerRequest) -> None:
+        """Forget the forks whose origins are all over, because no invalidation can reach them."""
         for fork in self._over_of.pop(request, ()):
-            if all(origin.is_over for origin in fork.origins):
-                del self.over[fork]
+            if all(origin.is_over for origin in self._origins.get(fork, ())):
+                self._over.pop(fork, None)
+                self._origins.pop(fork, None)
+                self._invalidation.forget(fork)
+        if request not in self._over:
+            self._origins.pop(request, None)
 
-    def check(self, parent: LedgerRequest) -> None:
+    def ask_former_readers(self) -> Iterable[LedgerRequest]:
+        return self._over
+
+    def ask_first_wrong(self, request: LedgerRequest, sources: Mapping[LedgerRequest, int]) -> int | None:
+        """The first wrong unit that `request`, a fork, has copied from one of `sources`."""
+        copied, unit = self._origins.get(request, {}).items(), self._cache.layout.unit_tokens
+        return min(
+            [sources[one] // unit for one, stop in copied if one in sources and stop > sources[one]], default=None
+        )
+
+    # -- the fork itself ------------------------------------------------------------------------------------------
+
+    def _check(self, parent: LedgerRequest) -> None:
         """Refuse to fork a request that waits for blocks, is in a step, or was invalidated."""
         if parent.waiter is not None:
             raise waiting_error(parent, "fork")
@@ -76,34 +126,34 @@ class Forks:
         if parent.epoch is NoEpoch.INVALIDATED:
             raise WrongState(f"fork: {parent} has read KV that was invalidated: it must be aborted")
 
-    def shared_stop(self, parent: LedgerRequest) -> int:
+    def _shared_stop(self, parent: LedgerRequest) -> int:
         """The unit up to which `parent` can share its blocks: published, and not found corrupt since."""
         stop = parent.published
-        for component, table in zip(self.cache.layout.components, parent.tables, strict=True):
+        for component, table in zip(self._cache.layout.components, parent.tables, strict=True):
             for run, first, last in stretches(parent.device_run, table.start, stop) if component.width else ():
                 part = run.part(Tier.DEVICE, component.number)
                 if part.stop < last or part.first > first:
                     stop = min(stop, part.stop if part.first <= first else first)
         return stop
 
-    def fork(self, parent: LedgerRequest, name: str, ticket: int, num_tokens: int) -> Fork:
+    def _fork(self, parent: LedgerRequest, name: str, ticket: int, num_tokens: int) -> Fork:
         """A request with the same tokens, and with blocks for `num_tokens`, or for all known tokens if those are more.
         `OutOfBlocks` changes nothing. The caller moves the state of the new request."""
-        layout, components, shared = self.cache.layout, self.cache.layout.components, self.shared_stop(parent)
+        layout, components, shared = self._cache.layout, self._cache.layout.components, self._shared_stop(parent)
         num_units = layout.num_units(max(num_tokens, parent.sequence.num_tokens, parent.num_computed_tokens))
 
         firsts = [max(shared, table.start) for table in parent.tables]
         counts = [
             max(0, num_units - first) * component.width for component, first in zip(components, firsts, strict=True)
         ]
-        available, capacity = self.admission.num_available, self.admission.capacity
+        available, capacity = self._admission.num_available, self._admission.capacity
         needed = sum(num_units * table.width - table.start * table.width for table in parent.tables)
         if needed > capacity:
             raise OutOfBlocks(needed, capacity, retryable=False)
-        would_overtake = bool(self.admission.queue.extending)
+        would_overtake = bool(self._admission.queue.extending)
         if would_overtake or sum(counts) > available:
             raise OutOfBlocks(sum(counts), 0 if would_overtake else available, retryable=True)
-        own = [self.cache.take(Tier.DEVICE, count) for count in counts]
+        own = [self._cache.take(Tier.DEVICE, count) for count in counts]
 
         child = LedgerRequest(
             name, parent.sequence.copy(), parent.epoch, ticket, parent.hit_limit, parent.hit_alignment,
@@ -111,9 +161,9 @@ class Forks:
         )  # fmt: skip
         if shared:
             lease = parent.leases[Tier.DEVICE]
-            run = self.cache.cut(lease.run, shared)
+            run = self._cache.cut(lease.run, shared)
             starts = [min(start, run.stop) for start in lease.starts]
-            child.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
+            child.leases[Tier.DEVICE] = self._cache.lease(Tier.DEVICE, run, starts)
         tables: list[BlockTable] = []
         for component, first, fresh in zip(components, firsts, own, strict=True):
             start = parent.tables[component.number].start
@@ -125,8 +175,8 @@ class Forks:
         child.published = child.ready_stop = child.hit_stop = shared
         child.match = PrefixMatch(shared * layout.unit_tokens, 0)
         child.num_computed_tokens = parent.num_computed_tokens
-        child.origins = {origin: stop for origin, stop in parent.origins.items() if not origin.is_over}
-        child.origins[parent] = parent.num_computed_tokens
+        origins = {origin: stop for origin, stop in self._origins.get(parent, {}).items() if not origin.is_over}
+        self._origins[child] = {**origins, parent: parent.num_computed_tokens}
 
         copies: list[tuple[int, int]] = []
         old_ids, new_ids = ([table.ids for table in request.tables] for request in (parent, child))
@@ -136,10 +186,3 @@ class Forks:
             copies += [pair for pair in zip(old[start:stop], new[start:stop], strict=True) if all(pair)]
         parent.last_step = 0  # the engine copies from its blocks, outside of steps
         return Fork(child, tuple(copies))
-
-
-def taken_from(request: LedgerRequest, sources: Mapping[LedgerRequest, int], unit_tokens: int) -> list[int]:
-    """For each of `sources` (with its first wrong token) of which `request` is a fork that copied wrong KV: the first
-    wrong unit."""
-    copied = request.origins.items()
-    return [sources[source] // unit_tokens for source, stop in copied if source in sources and stop > sources[source]]

@@ -3,47 +3,49 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 
+from .._kernel.base import CacheBase
 from .._kernel.cache import Manager, PrefixCache
 from .._kernel.index import covered, covered_stop
-from .._kernel.jobs import JobBook
-from .._kernel.records import BlockTable, Job, Lease, Run
-from .._kernel.requests import LedgerRequest, Pin
+from .._kernel.records import BlockTable, Lease, Run
+from .._kernel.requests import LedgerRequest
 from .._kernel.states import NoEpoch, Tier
-from .._kernel.tokens import TokenSequence
 from .._kernel.waiting import WaitQueue
-from .._tiers.remote.rules import cells_before, places_in_cells
 from ..errors import IntegrityError
 
 
-def check_integrity(
-    cache: PrefixCache, jobs: JobBook, queue: WaitQueue, requests: Iterable[LedgerRequest], pins: Sequence[Pin] = ()
-) -> None:
+def check_integrity(ledger: CacheBase, queue: WaitQueue | None = None) -> None:
     """Raise `IntegrityError` naming the first invariant that does not hold. Scans every block."""
-    held = tuple(requests)
-    owners: tuple[LedgerRequest | Pin, ...] = (*held, *pins)
-    leases = [lease for owner in owners for lease in owner.all_leases()]
+    cache, jobs, hooks = ledger.cache, ledger.jobs, ledger.hooks
+    held = (
+        *ledger.live_requests.values(),
+        *ledger.closing,
+        *chain.from_iterable(ask() for ask in hooks.report_requests),
+    )
+    leases = [lease for request in held for lease in request.all_leases()]
     leases += [lease for job in jobs.unsettled.values() for lease in job.leases()]
+    leases += chain.from_iterable(ask() for ask in hooks.report_leases)
     runs = _runs(cache, leases)
     num_after = Counter(run.before for run in runs if run.before is not None and run.epoch == run.before.epoch)
     for run in runs:
         _check_run(cache, run, num_after[run])
     for job in jobs.unsettled.values():
-        _check_cell(cache, job)
+        for check in hooks.report_job:
+            check(job)
     for tier in cache.tiers:
         of_tier = [lease for lease in leases if lease.tier is tier.tier]
         for manager in cache.managers:
             _check_references(tier.tier, manager, runs, of_tier)
         _check_order(cache, tier.tier, runs)
-        _check_blocks(cache, tier.tier, runs, jobs, held)
+        _check_blocks(ledger, tier.tier, runs, held)
     for request in held:
         _check_tables(request)
-    _check_queue(queue)
+    if queue is not None:
+        _check_queue(queue)
 
 
-def _demand(law: bool, message: str, *about: object) -> None:
+def demand(law: bool, message: str, *about: object) -> None:
     if not law:
         raise IntegrityError(f"{message}: {', '.join(map(repr, about))}")
 
@@ -52,31 +54,31 @@ def _runs(cache: PrefixCache, leases: list[Lease]) -> set[Run]:
     """All runs: those in the index, and leased runs that a reset has made unfindable."""
     runs = set(cache.index.runs.values())
     for lease in leases:
-        _demand(not lease.released, "a released lease is still held", lease)
+        demand(not lease.released, "a released lease is still held", lease)
         runs.update(lease.run.path())
     return runs
 
 
 def _check_run(cache: PrefixCache, run: Run, num_after: int) -> None:
-    _demand(run.start < run.stop, "an empty run", run)
+    demand(run.start < run.stop, "an empty run", run)
     if run.epoch == cache.epoch:
-        _demand(cache.index.runs.get(run.key) is run, "a run of this epoch that is not findable", run)
-        _demand(not run.holds_nothing(), "a run without blocks, references or children is in the index", run)
-        _demand(run.num_after == num_after, "child runs are miscounted", run, run.num_after, num_after)
+        demand(cache.index.runs.get(run.key) is run, "a run of this epoch that is not findable", run)
+        demand(not run.holds_nothing(), "a run without blocks, references or children is in the index", run)
+        demand(run.num_after == num_after, "child runs are miscounted", run, run.num_after, num_after)
     is_short = not any(cache.is_cut(position) for position in range(run.start + 1, run.stop))
-    _demand(is_short, "a run crosses a maximum boundary", run)
+    demand(is_short, "a run crosses a maximum boundary", run)
     if run.before is not None:
-        _demand(run.before.stop == run.start, "a gap in a path", run.before, run)
+        demand(run.before.stop == run.start, "a gap in a path", run.before, run)
     for part in run.parts:
         is_inside = run.start <= part.first <= part.stop <= run.stop
-        _demand(part.run is run and is_inside, "a part outside of its run", run, part.run)
-        _demand(len(part.blocks) == (part.stop - part.first) * part.width, "a part of the wrong length", run)
+        demand(part.run is run and is_inside, "a part outside of its run", run, part.run)
+        demand(len(part.blocks) == (part.stop - part.first) * part.width, "a part of the wrong length", run)
         begins_there = part.first == run.start or (part.component > 0 and bool(part.blocks))
-        _demand(begins_there, "a part that does not begin where its run does", run, part.first)
+        demand(begins_there, "a part that does not begin where its run does", run, part.first)
         if part.incoming is not None:
-            _demand(not part.incoming.is_settled, "a settled job is still `incoming`", run, part.incoming)
+            demand(not part.incoming.is_settled, "a settled job is still `incoming`", run, part.incoming)
             reaches_furthest = part.component > 0 or covered(part)[1] == covered_stop(part)
-            _demand(reaches_furthest, "an earlier job brings more than the last one", run, part.incoming)
+            demand(reaches_furthest, "an earlier job brings more than the last one", run, part.incoming)
 
 
 def _check_references(tier: Tier, manager: Manager, runs: set[Run], leases: list[Lease]) -> None:
@@ -95,14 +97,13 @@ def _check_order(cache: PrefixCache, tier: Tier, runs: set[Run]) -> None:
     ordered = list(islice(blocks.order, len(parts) + 1))  # a broken list may never end
     unpinned = {part for part in parts if part.blocks and not part.num_references}
     is_whole = len(set(ordered)) == len(ordered) and set(ordered) == unpinned
-    _demand(is_whole, f"{tier.name} eviction order differs from the set of unpinned parts")
+    demand(is_whole, f"{tier.name} eviction order differs from the set of unpinned parts")
     total = sum(len(part.blocks) for part in ordered)
-    _demand(blocks.num_cached == total, f"{tier.name} evictable blocks are miscounted", blocks.num_cached, total)
+    demand(blocks.num_cached == total, f"{tier.name} evictable blocks are miscounted", blocks.num_cached, total)
 
 
-def _check_blocks(
-    cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook, requests: tuple[LedgerRequest, ...]
-) -> None:
+def _check_blocks(ledger: CacheBase, tier: Tier, runs: set[Run], requests: tuple[LedgerRequest, ...]) -> None:
+    cache, jobs = ledger.cache, ledger.jobs
     hands: list[int] = list(cache.tiers[tier].pool.free_ids())
     for run in runs:
         for part in run.parts_in(tier):
@@ -113,52 +114,33 @@ def _check_blocks(
         if job.plan.destination is tier:
             hands += job.plan.destination_ids
     number = sum(len(job.plan.destination_ids) for job in quarantined)
-    _demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
+    demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
     plans = [job.plan for job in jobs.unsettled.values() if job.plan.source is tier]
     stored = sum(plan.num_blocks for plan in plans if tier < plan.destination < Tier.REMOTE)
-    _demand(jobs.num_stored_now(tier) == stored, f"{tier.name} blocks being stored are miscounted", stored)
+    demand(jobs.num_stored_now(tier) == stored, f"{tier.name} blocks being stored are miscounted", stored)
     if cache.tiers[tier].is_outside:
         # Only jobs hold engine-owned blocks, and no two jobs write to the same block.
-        _demand(len(set(hands)) == len(hands), "two copies write to a block of the engine's", hands)
+        demand(len(set(hands)) == len(hands), "two copies write to a block of the engine's", hands)
         number, total = len(hands) + sum(map(len, jobs.ids_being_read(tier))), cache.tiers[tier].pool.num_blocks
-        _demand(total == number, "an engine's blocks are held by no job", total, number)
+        demand(total == number, "an engine's blocks are held by no job", total, number)
         return
     if tier is Tier.DEVICE:
         for request in requests:
             hands += request.private_blocks()
             if request.waiter is not None and request.waiter.granted is not None:
                 hands += request.waiter.granted
+    for ask in ledger.hooks.report_blocks:
+        hands += chain.from_iterable(ask(tier))
     held = set(hands)
     if len(held) != len(hands):
         twice = [block_id for block_id, number in Counter(hands).items() if number > 1][:8]
         raise IntegrityError(f"{tier.name} blocks have two owners: {twice}")
     total = cache.tiers[tier].pool.num_blocks
-    _demand(len(held) == total, f"{tier.name} blocks without an owner", total - len(held))
-    _demand(tier is not Tier.DEVICE or 0 not in held, "the null block is in use")
-
-
-def _check_cell(cache: PrefixCache, job: Job) -> None:
-    """A job from or to a remote store copies units of one cell, and the cell has the digest of their tokens."""
-    plan, cell, width = job.plan, job.plan.cell, cache.layout.components[job.component].width
-    if cell is None:
-        _demand(Tier.REMOTE not in plan.link, "a copy from or to a remote store without a cell", job)
-        return
-    num_units = cell.stop - cell.start
-    if job.run.stop < cell.stop:  # too few free host blocks for the whole cell, so the index lacks its tokens
-        _demand(plan.source is Tier.REMOTE, "a part of a cell is stored", job, cell)
-    else:
-        digest = cells_before(TokenSequence.of_path(job.run), cell.stop, num_units)[-1].digest
-        _demand(digest == cell.digest, "a cell of other tokens", job, cell)
-    _demand(not cell.start % num_units, "a cell that begins elsewhere", job, cell)
-    ids = plan.source_ids if plan.source is Tier.REMOTE else plan.destination_ids
-    is_inside = cell.start <= job.start < job.stop <= cell.stop
-    places = places_in_cells(job.start, job.stop, num_units, width)
-    _demand(is_inside and ids == places, "blocks at other places of their cell", job, cell, ids)
-    _demand(all(lease.tier is not Tier.REMOTE for lease in job.leases()), "a lease in a remote store", job)
+    demand(len(held) == total, f"{tier.name} blocks without an owner", total - len(held))
+    demand(tier is not Tier.DEVICE or 0 not in held, "the null block is in use")
 
 
 def _check_tables(request: LedgerRequest) -> None:
-    _demand(request.fetched is None or request.may_match_again, "a fetched lease is kept beside block tables", request)
     if request.epoch is NoEpoch.INVALIDATED:
         return  # its tables may name withdrawn blocks, which a running forward only reads
     if request.epoch is NoEpoch.ORPHANED:
@@ -166,12 +148,12 @@ def _check_tables(request: LedgerRequest) -> None:
             _check_kept(request, number, table)
         return
     for number, table in enumerate(request.tables):
-        _demand(len(table.ids) == request.num_units * table.width, "a table of the wrong length", request, number)
-        _demand(not any(table.at(0, table.start)), "a table names blocks before its window", request, number)
+        demand(len(table.ids) == request.num_units * table.width, "a table of the wrong length", request, number)
+        demand(not any(table.at(0, table.start)), "a table names blocks before its window", request, number)
         if number and request.load is None and table.start <= request.published:
             lease = request.leases.get(Tier.DEVICE)
             is_let_go = lease is None or lease.starts[number - 1] >= table.start
-            _demand(is_let_go, "blocks before a window are pinned", request, number)
+            demand(is_let_go, "blocks before a window are pinned", request, number)
         _check_table(request, number, table)
 
 
@@ -186,7 +168,7 @@ def _check_kept(request: LedgerRequest, component: int, table: BlockTable) -> No
         kept.update(part.tombstone_ids())
     for unit in range(table.start, min(request.published, request.num_units)):
         is_kept = unit in private or kept.issuperset(table.at(unit, unit + 1))
-        _demand(is_kept, "a table names blocks that its request does not own", request, unit)
+        demand(is_kept, "a table names blocks that its request does not own", request, unit)
 
 
 def _check_table(request: LedgerRequest, component: int, table: BlockTable) -> None:
@@ -198,11 +180,11 @@ def _check_table(request: LedgerRequest, component: int, table: BlockTable) -> N
             if not part.first <= unit < part.stop:
                 continue  # found corrupt and forgotten
             same = table.at(unit, unit + 1) == part.ids(unit, unit + 1)
-            _demand(same != (unit in private), "a table does not name its leased blocks", request, unit)
+            demand(same != (unit in private), "a table does not name its leased blocks", request, unit)
 
 
 def _check_queue(queue: WaitQueue) -> None:
     for waiter in queue.allocating[1:]:
-        _demand(not waiter.request.match_leases, "a waiter after the head keeps pins", waiter)
+        demand(not waiter.request.match_leases, "a waiter after the head keeps pins", waiter)
     for waiter in (*queue.extending, *queue.allocating):
-        _demand(waiter.request.waiter is waiter and not waiter.is_over, "a waiter out of place", waiter)
+        demand(waiter.request.waiter is waiter and not waiter.is_over, "a waiter out of place", waiter)

@@ -1,120 +1,38 @@
-"""The eviction watermark: stores blocks in the tier below before the next allocations evict them.
-
-    eviction order, oldest first:   [being stored | stored | not stored yet | ............]
-                                     <-- free blocks + these: the watermark -->
-
-Blocks that stores under way read count within the watermark, so such stores pin about one watermark of blocks at most.
-An allocation of more blocks than the watermark may evict blocks before they are stored. These are lost.
-"""
+"""Lazy stores: blocks are stored in the host just before the next allocations would evict them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from .._kernel.cache import PrefixCache
-from .._kernel.index import covered_stop
-from .._kernel.jobs import JobBook, Stores, left_of
-from .._kernel.pools import TierBlocks
-from .._kernel.records import NO_LIMIT, Job, Part, Run
+from .._kernel.extension import LedgerExtension
+from .._kernel.plans import TransferPlan
+from .._kernel.records import Run
+from .watermark import EvictionWatermark
 
-
-@dataclass(slots=True, eq=False)
-class EvictionWatermark:
-    cache: PrefixCache
-    jobs: JobBook
-    stores: Stores
-    num_blocks: int
-    """The watermark; 0: nothing is stored."""
-    step: int = 1
-    """`nothing_changed` divides its counts by this, so that small changes cause no scan."""
-    source: TierBlocks = field(init=False)
-    there: TierBlocks = field(init=False)
-    """The destination of the stores."""
-    _num_offers: int = 0
-    seen: tuple[object, ...] = ()
-    """The state at the last scan. Empty forces a rescan."""
-
-    def __post_init__(self) -> None:
-        tiers = self.cache.tiers
-        self.source, self.there = tiers[self.stores.source], tiers[self.stores.destination]
-
-    def offer(self, run: Run, stop: int) -> None:
-        """Mark the path of `run` up to unit `stop`, to be stored once it is about to be evicted."""
-        for current in run.path():
-            reached = min(stop, current.stop)
-            if current.start < stop:
-                if current.offered_stop >= reached:
-                    break  # and so is all before it
-                current.offered_stop = reached
-                self._num_offers += 1
-
-    def plan(self) -> list[Job]:
-        """Store what was offered of the runs that are about to lose blocks, with all that is missing before it: the
-        host holds nothing whose front it lacks."""
-        if self.nothing_changed():
-            return []
-        return self.store(self.about_to_lose(self.offered), self.offered)
-
-    def store(self, runs: list[Run], wanted: Callable[[Run], int], most: int = NO_LIMIT) -> list[Job]:
-        """Store the units of each of `runs` up to `wanted(run)`, at most `most` blocks. `runs` is a list that was made
-        before, because a store changes the eviction order."""
-        jobs: list[Job] = []
-        for run in runs:
-            if (left := left_of(most, jobs)) <= 0:
-                break
-            if run.parts:  # else it was merged with another one meanwhile: next time
-                stop, starts = wanted(run), [run.stop for _ in self.cache.layout.windows]
-                pin = self.cache.lease(self.stores.source, run, starts, is_use=False)
-                jobs += self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run, stop), most=left)
-                self.cache.release(pin)
-        return jobs
-
-    @staticmethod
-    def offered(run: Run) -> int:
-        """The unit up to which `run` was offered."""
-        return min(run.offered_stop, run.stop)
-
-    def nothing_changed(self) -> bool:
-        """True for most commits: free counts and offers unchanged."""
-        before, self.seen = self.seen, self.state()
-        return self.seen == before
-
-    def state(self) -> tuple[object, ...]:
-        """What `nothing_changed` compares."""
-        source, there, step = self.source, self.there, self.step
-        return (
-            source.pool.num_free // step, source.num_cached // step, source.num_evicted // step,
-            (there.pool.num_free + there.num_cached) // step, there.num_resets, self._num_offers,
-        )  # fmt: skip
-
-    def about_to_lose(self, wanted: Callable[[Run], int]) -> list[Run]:
-        """The runs with blocks within the watermark that the tier below may lack, in eviction order."""
-        source = self.source
-        left = self.num_blocks - source.pool.num_free - self.jobs.num_stored_now(source.tier)
-        return self.lacking(source.order, left, wanted)
-
-    def lacking(self, parts: Iterable[Part], num_blocks: int, wanted: Callable[[Run], int]) -> list[Run]:
-        """The runs of the first of `parts`, up to `num_blocks` blocks, of which the tier below may lack units."""
-        found: dict[Run, None] = {}
-        for part in parts:
-            if num_blocks <= 0:
-                break
-            num_blocks -= len(part.blocks)
-            if self._may_lack(part, wanted):
-                found[part.run] = None
-        return list(found)
-
-    def _may_lack(self, part: Part, wanted: Callable[[Run], int]) -> bool:
-        run = part.run
-        if part is run.parts[self.stores.source]:
-            there = covered_stop(run.parts[self.stores.destination])
-            return there < part.stop and there < wanted(run)
-        stop = wanted(run)
-        return stop > run.start and _is_end(run, stop)
+if TYPE_CHECKING:
+    from .._kernel.ledger import CoreLedger
 
 
-def _is_end(run: Run, stop: int) -> bool:
-    """Whether a later hit may end in `run`: it has no child run, or only its front, up to unit `stop`, is wanted. Only
-    a hit that ends there needs the window blocks."""
-    return not run.num_after or stop < run.stop
+class WriteBack(LedgerExtension):
+    """`Ledger.write_back`."""
+
+    def __init__(self, num_watermark_blocks: int) -> None:
+        self._num_watermark_blocks = num_watermark_blocks
+
+    def on_attach(self, ledger: CoreLedger) -> None:
+        self._ledger = ledger
+        self._watermark = EvictionWatermark(ledger.cache, ledger.jobs, ledger.stores, self._num_watermark_blocks)
+
+    def ask_deferred(self, run: Run, stop: int) -> bool:
+        """Mark the path of `run`: it is stored once it is about to be evicted."""
+        self._watermark.offer(run, stop)
+        return True
+
+    def plan(self) -> tuple[TransferPlan, ...]:
+        """Stores of the blocks that the next allocations would evict.
+
+        Call it after `commit` and `release`; it is cheap if nothing has changed. The blocks may have been computed at
+        any time, so the copies have to wait for all compute submitted to the device so far.
+        """
+        self._ledger.hooks.refuse_verb()
+        return self._ledger.plans_of(self._watermark.plan())

@@ -13,9 +13,16 @@ busy(t) = t / (t + 0.2 s) is near 0 if little is queued, because then few reques
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .._arguments import check_int
+from .._kernel.records import NO_LIMIT
+from .._kernel.requests import LedgerRequest
+from .._kernel.states import BELOW, Tier
+from .._kernel.states import RequestState as State
+
+if TYPE_CHECKING:
+    from .._kernel.ledger import CoreLedger
 
 IDLE_S = 0.2
 """Queue length in seconds at which `busy` is 0.5."""
@@ -32,6 +39,24 @@ class Loadable:
     start: int
     stop: int
     num_blocks: int
+
+
+def loadable(ledger: CoreLedger, request: LedgerRequest, max_tokens: int | None = None) -> Loadable | None:
+    """The load that `plan_load` would plan now. None: there is nothing to load, or the load was planned before."""
+    layout, start, stop = ledger.layout, ledger.own(request).published, request.hit_stop
+    if max_tokens is not None or stop > request.num_units:
+        limit = NO_LIMIT if max_tokens is None else check_int("max_tokens", max_tokens, 0) // layout.unit_tokens
+        stop = min(stop, request.num_units, limit)
+    lease = request.leases.get(BELOW)
+    if stop <= start or lease is None or request.state is not State.ALLOCATED or request.epoch != ledger.cache.epoch:
+        return None
+    if request.num_steps or request.waiter is not None:
+        return None  # `plan` refuses it
+    run, there = lease.run, start
+    part = run.parts[Tier.DEVICE]
+    if part.incoming is not None or part.stop > start or run.start > start:  # else the device gets no unit of it
+        there = min(ledger.loads.on_its_way(run.whole_path(), start, stop)[1], stop)
+    return Loadable(start, stop, layout.num_blocks(there, start, stop))
 
 
 @dataclass(slots=True, eq=False)

@@ -14,115 +14,253 @@ and with the tables of the request once the load is over.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
+import attrs
+
+from .._arguments import as_tuple
 from .._kernel.cache import PrefixCache
+from .._kernel.events import Event
+from .._kernel.extension import LedgerExtension
 from .._kernel.index import jobs_into, stretches
 from .._kernel.layout import Component
-from .._kernel.moves import Moves
+from .._kernel.loads import require_no_holes
 from .._kernel.records import BlockTable, Job, Load
-from .._kernel.requests import LedgerRequest, LoadOverlap
-from .._kernel.states import OverlapState, Tier
-from .._kernel.states import RequestState as State
+from .._kernel.requests import LedgerRequest
+from .._kernel.states import Plain, RequestState, State, Tier, require
 from ..errors import CommitError, WrongState
 
-
-def can_start(cache: PrefixCache, request: LedgerRequest) -> bool:
-    """Whether a step may overlap the load: the device holds, or jobs of the load bring, all units that the step would
-    read, and the units after them have blocks. False after a reset, because then jobs publish nothing."""
-    load, overlap = request.load, request.overlap
-    if load is None or not load.jobs:
-        return False  # DRAINING: the results of its steps cannot be committed
-    if request.num_steps:
-        return True  # another step of it is under way, on the same assumption
-    if request.epoch != cache.epoch:
-        return False
-    if overlap is not None and overlap.state is OverlapState.INVALID:
-        return False  # an overlap of an earlier load is invalid, and the engine does not know that yet
-    if any(table.num_null(load.stop, request.num_units) for table in request.tables):
-        return False
-    return all(
-        0 not in _once_landed(cache, request, load, component)[component.first_unit(load.stop) * component.width :]
-        for component in cache.layout.components
-    )
+if TYPE_CHECKING:
+    from .._kernel.ledger import CoreLedger
 
 
-def begin_step(cache: PrefixCache, moves: Moves, request: LedgerRequest) -> None:
-    """Record the block tables that the first step that overlaps a load assumes. Later steps build on that step."""
-    if request.overlap is not None and request.overlap.state is OverlapState.ACKNOWLEDGED:
-        request.overlap = None
-    if request.overlap is None and request.load is not None:
-        tables = tuple(_once_landed(cache, request, request.load, component) for component in cache.layout.components)
-        stop = request.load.stop
-        request.overlap = LoadOverlap(request, stop, stop * cache.layout.unit_tokens, tables)
-        request.load.job_settled = partial(_compare_job, cache, moves, request)
-        moves.overlap(request.overlap, OverlapState.SPECULATIVE)
+class OverlapState(Plain):
+    NEW = "new"
+    SPECULATIVE = "speculative"
+    CONFIRMED = "confirmed"
+    INVALID = "invalid"
+    ACKNOWLEDGED = "acknowledged"
 
 
-def expected_ids(request: LedgerRequest) -> list[array[int]]:
-    """The block tables, one per component, that an overlapping step assumes: those once the load has landed."""
-    overlap = request.overlap
-    if request.load is None or not request.load.jobs:
-        return [table.ids for table in request.tables]
-    # Without a step under way, the overlap may be that of an earlier load.
-    if overlap is None or (overlap.state is not OverlapState.SPECULATIVE and not request.num_steps):
-        raise WrongState(f"block_ids: no step of {request} has begun: a load may end otherwise until one has")
-    return [
-        ids + table.ids[table.width * overlap.stop :] for ids, table in zip(overlap.tables, request.tables, strict=True)
-    ]
+OVERLAP_MOVES: Mapping[State, frozenset[State]] = {
+    OverlapState.NEW: frozenset({OverlapState.SPECULATIVE}),
+    OverlapState.SPECULATIVE: frozenset({OverlapState.CONFIRMED, OverlapState.INVALID}),
+    OverlapState.CONFIRMED: frozenset(),
+    OverlapState.INVALID: frozenset({OverlapState.ACKNOWLEDGED}),
+    OverlapState.ACKNOWLEDGED: frozenset(),
+}
 
 
-def compare(moves: Moves, request: LedgerRequest, components: Sequence[Component]) -> None:
-    """The load is over, and units that it did not bring are null: CONFIRMED if the tables are as the step assumed, else
-    INVALID. Another copy of the same tokens counts as different, because the block that the step assumed, and may still
-    read, is free by then."""
-    overlap = request.overlap
-    if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
-        return
-    for component in components:
-        first, table = component.first_unit(overlap.stop), request.tables[component.number]
-        if table.at(first, overlap.stop) != overlap.tables[component.number][first * component.width :]:
-            moves.overlap(overlap, OverlapState.INVALID)
+@dataclass(slots=True, eq=False, repr=False)
+class LoadOverlap:
+    """A step that began before the load of its request was over, and the block tables that it assumes."""
+
+    request: LedgerRequest
+    stop: int
+    """The step assumes that the load succeeds up to this unit."""
+    num_tokens: int
+    """The same in tokens."""
+    tables: tuple[array[int], ...]
+    """The block tables up to there as the step assumes them, one per component."""
+    state: OverlapState = OverlapState.NEW
+
+    def __str__(self) -> str:
+        return f"load overlap of {self.request}"
+
+
+@attrs.frozen
+class OverlapMoved(Event):
+    """A step overlaps a load, or it has turned out whether the load brought what the step assumed."""
+
+    overlap: LoadOverlap
+    old: OverlapState
+    new: OverlapState
+
+
+class Overlap(LedgerExtension):
+    """`Ledger.overlap`: steps that begin before the loads of their requests are over."""
+
+    def __init__(self) -> None:
+        self._overlaps: dict[LedgerRequest, LoadOverlap] = {}
+
+    def on_attach(self, ledger: CoreLedger) -> None:
+        self._ledger, self._cache, self._moves = ledger, ledger.cache, ledger.moves
+
+    # -- the verbs ------------------------------------------------------------------------------------------------
+
+    def can_start(self, request: LedgerRequest) -> bool:
+        """Whether `step` accepts the request as `arriving` while its load is under way."""
+        return self._can_start(self._ledger.own(request))
+
+    @contextmanager
+    def step(self, requests: Iterable[LedgerRequest], arriving: Iterable[LedgerRequest]) -> Iterator[None]:
+        """As `Ledger.step` for `requests`. For those in `arriving`, the forward overlaps a load: see `block_ids`. If
+        the load falls short, the tokens that the forward computed cannot be committed. A request whose load is over is
+        held like the others."""
+        held, arrived = as_tuple("requests", requests, "LedgerRequest"), as_tuple("arriving", arriving, "LedgerRequest")
+        for request in held:
+            require(self._ledger.own(request), "step", RequestState.ALLOCATED, RequestState.RUNNING)
+            require_no_holes(request, "step")
+        for request in arrived:
+            require(self._ledger.own(request), "step", RequestState.LOADING, RequestState.RUNNING)
+            if request.state is not RequestState.RUNNING and not self._can_start(request):
+                raise WrongState(f"step: the load of {request} is not under way: wait until it is over")
+        with self._ledger.hold(held + arrived):
+            yield
+
+    def num_expected_tokens(self, request: LedgerRequest) -> int:
+        """Tokens whose KV is on the device once the load has landed: where an overlapping step starts to compute."""
+        load = self._ledger.own(request).load
+        return request.num_computed_tokens if load is None else load.stop * self._cache.layout.unit_tokens
+
+    def block_ids(self, request: LedgerRequest) -> list[list[int]]:
+        """The block table as it will be once the load has landed, one list per group, for a step with the request in
+        `arriving`. A loaded block is valid once the fence of its job has passed. `WrongState` before such a step."""
+        ids, layout = self._expected_ids(self._ledger.own(request)), self._cache.layout
+        return layout.by_group(ids) if ids else [[] for _ in layout.groups]
+
+    def begin_again(self, request: LedgerRequest) -> int | None:
+        """The first token to compute again, in a new step, because the load fell short of the blocks that an
+        overlapping step assumed; None: nothing to compute again. After an invalid overlap, commits need this call and a
+        new step."""
+        require(self._ledger.own(request), "begin_again", RequestState.RUNNING)
+        self._acknowledge(request)
+        self._ledger.moves.report()
+        return self._first_invalid_token(request)
+
+    def first_invalid_token(self, request: LedgerRequest) -> int | None:
+        """The same as `begin_again`, but commits stay refused."""
+        return self._first_invalid_token(self._ledger.own(request))
+
+    # -- hooks ----------------------------------------------------------------------------------------------------
+
+    def on_step(self, request: LedgerRequest) -> None:
+        if request.load is not None or request in self._overlaps:
+            self._begin_step(request)
+
+    def on_load_over(self, request: LedgerRequest) -> None:
+        if request in self._overlaps:
+            self._compare(request)
+
+    def ask_commit(self, request: LedgerRequest, num_computed_tokens: int) -> None:
+        if request in self._overlaps:
+            self._check_valid(request, num_computed_tokens)
+
+    def on_leaving(self, request: LedgerRequest, is_last: bool) -> None:
+        if not is_last:
+            self._acknowledge(request)
+
+    def on_released(self, request: LedgerRequest) -> None:
+        self._overlaps.pop(request, None)
+
+    # -- the rules ------------------------------------------------------------------------------------------------
+
+    def _can_start(self, request: LedgerRequest) -> bool:
+        """Whether a step may overlap the load: the device holds, or jobs of the load bring, all units that the step would
+        read, and the units after them have blocks. False after a reset, because then jobs publish nothing."""
+        cache, load, overlap = self._cache, request.load, self._overlaps.get(request)
+        if load is None or not load.jobs:
+            return False  # DRAINING: the results of its steps cannot be committed
+        if request.num_steps:
+            return True  # another step of it is under way, on the same assumption
+        if request.epoch != cache.epoch:
+            return False
+        if overlap is not None and overlap.state is OverlapState.INVALID:
+            return False  # an overlap of an earlier load is invalid, and the engine does not know that yet
+        if any(table.num_null(load.stop, request.num_units) for table in request.tables):
+            return False
+        return all(
+            0 not in _once_landed(cache, request, load, component)[component.first_unit(load.stop) * component.width :]
+            for component in cache.layout.components
+        )
+
+    def _begin_step(self, request: LedgerRequest) -> None:
+        """Record the block tables that the first step that overlaps a load assumes. Later steps build on that step."""
+        cache, overlap = self._cache, self._overlaps.get(request)
+        if overlap is not None and overlap.state is OverlapState.ACKNOWLEDGED:
+            del self._overlaps[request]
+            overlap = None
+        if overlap is None and request.load is not None:
+            tables = tuple(
+                _once_landed(cache, request, request.load, component) for component in cache.layout.components
+            )
+            stop = request.load.stop
+            self._overlaps[request] = overlap = LoadOverlap(request, stop, stop * cache.layout.unit_tokens, tables)
+            request.load.job_settled = partial(self._compare_job, request)
+            self._move(overlap, OverlapState.SPECULATIVE)
+
+    def _expected_ids(self, request: LedgerRequest) -> list[array[int]]:
+        """The block tables, one per component, that an overlapping step assumes: those once the load has landed."""
+        overlap = self._overlaps.get(request)
+        if request.load is None or not request.load.jobs:
+            return [table.ids for table in request.tables]
+        # Without a step under way, the overlap may be that of an earlier load.
+        if overlap is None or (overlap.state is not OverlapState.SPECULATIVE and not request.num_steps):
+            raise WrongState(f"block_ids: no step of {request} has begun: a load may end otherwise until one has")
+        return [
+            ids + table.ids[table.width * overlap.stop :]
+            for ids, table in zip(overlap.tables, request.tables, strict=True)
+        ]
+
+    def _compare(self, request: LedgerRequest) -> None:
+        """The load is over, and units that it did not bring are null: CONFIRMED if the tables are as the step assumed, else
+        INVALID. Another copy of the same tokens counts as different, because the block that the step assumed, and may still
+        read, is free by then."""
+        overlap = self._overlaps.get(request)
+        if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
             return
-    moves.overlap(overlap, OverlapState.CONFIRMED)
-    request.overlap = None
+        for component in self._cache.layout.components:
+            first, table = component.first_unit(overlap.stop), request.tables[component.number]
+            if table.at(first, overlap.stop) != overlap.tables[component.number][first * component.width :]:
+                self._move(overlap, OverlapState.INVALID)
+                return
+        self._move(overlap, OverlapState.CONFIRMED)
+        del self._overlaps[request]
 
+    def _compare_job(self, request: LedgerRequest, job: Job) -> None:
+        """A job of the load is settled: INVALID unless its blocks that the step reads are published. They are compared
+        while the load goes on, because a block that was not brought is free: it may return to the same position with other
+        bytes before the load ends."""
+        overlap, component = self._overlaps.get(request), self._cache.layout.components[job.component]
+        if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
+            return
+        first = component.first_unit(overlap.stop)
+        lacking = set(overlap.tables[component.number][first * component.width :]) & set(job.plan.destination_ids)
+        for run, _, _ in stretches(request.device_run, first, overlap.stop) if lacking else ():
+            lacking.difference_update(run.part(Tier.DEVICE, component.number).blocks)
+        if lacking:
+            self._move(overlap, OverlapState.INVALID)
 
-def _compare_job(cache: PrefixCache, moves: Moves, request: LedgerRequest, job: Job) -> None:
-    """A job of the load is settled: INVALID unless its blocks that the step reads are published. They are compared
-    while the load goes on, because a block that was not brought is free: it may return to the same position with other
-    bytes before the load ends."""
-    overlap, component = request.overlap, cache.layout.components[job.component]
-    if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
-        return
-    first = component.first_unit(overlap.stop)
-    lacking = set(overlap.tables[component.number][first * component.width :]) & set(job.plan.destination_ids)
-    for run, _, _ in stretches(request.device_run, first, overlap.stop) if lacking else ():
-        lacking.difference_update(run.part(Tier.DEVICE, component.number).blocks)
-    if lacking:
-        moves.overlap(overlap, OverlapState.INVALID)
+    def _check_valid(self, request: LedgerRequest, num_computed_tokens: int) -> None:
+        """Refuse to commit what was computed on a load that fell short."""
+        ready = request.num_computed_tokens
+        if num_computed_tokens > ready:
+            problem = f"is {num_computed_tokens}, but the load of {request} brought fewer tokens than its step assumed"
+            raise CommitError("num_computed_tokens", f"{problem}: compute again from token {ready} on, in a new step")
 
+    def _first_invalid_token(self, request: LedgerRequest) -> int | None:
+        """The first token to compute again, now that the load is over; None: nothing to compute again."""
+        overlap = self._overlaps.get(request)
+        is_wrong = (
+            overlap is not None
+            and overlap.state is not OverlapState.SPECULATIVE
+            and request.state is RequestState.RUNNING
+        )
+        return request.num_computed_tokens if is_wrong else None
 
-def check_valid(request: LedgerRequest, num_computed_tokens: int) -> None:
-    """Refuse to commit what was computed on a load that fell short."""
-    ready = request.num_computed_tokens
-    if request.overlap is not None and num_computed_tokens > ready:
-        problem = f"is {num_computed_tokens}, but the load of {request} brought fewer tokens than its step assumed"
-        raise CommitError("num_computed_tokens", f"{problem}: compute again from token {ready} on, in a new step")
+    def _acknowledge(self, request: LedgerRequest) -> None:
+        """Mark an invalid overlap as ACKNOWLEDGED: the engine knows of it, or has preempted the request."""
+        overlap = self._overlaps.get(request)
+        if overlap is not None and overlap.state is OverlapState.INVALID:
+            self._move(overlap, OverlapState.ACKNOWLEDGED)
 
-
-def first_invalid_token(request: LedgerRequest) -> int | None:
-    """The first token to compute again, now that the load is over; None: nothing to compute again."""
-    overlap = request.overlap
-    is_wrong = overlap is not None and overlap.state is not OverlapState.SPECULATIVE and request.state is State.RUNNING
-    return request.num_computed_tokens if is_wrong else None
-
-
-def acknowledge(moves: Moves, request: LedgerRequest) -> None:
-    """Mark an invalid overlap as ACKNOWLEDGED: the engine knows of it, or has preempted the request."""
-    if request.overlap is not None and request.overlap.state is OverlapState.INVALID:
-        moves.overlap(request.overlap, OverlapState.ACKNOWLEDGED)
+    def _move(self, overlap: LoadOverlap, state: OverlapState) -> None:
+        old = self._moves.other(overlap, state, OVERLAP_MOVES)
+        self._moves.note(OverlapMoved(overlap, old, state))
 
 
 def _once_landed(cache: PrefixCache, request: LedgerRequest, load: Load, component: Component) -> array[int]:

@@ -11,26 +11,87 @@ A pin takes a lease in each tier that holds a part of the prompt: on the device 
 the end of the hit. In a window, a lease pins the units that the next request for the same prompt needs. That request
 computes the last token again, so its hit may be a unit shorter, and its windows begin earlier.
 
-Pins also end by their deadlines. The kernel reads no clock: the caller compares `next_lapse` and calls `lapse`.
+Pins also end by their deadlines. The ledger reads no clock: the caller compares `next_lapse` and calls `lapse`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from .._arguments import number_of, shown
-from .._kernel.cache import PrefixCache
+import attrs
+
+from .._arguments import shown
+from .._kernel.base import CacheBase, check_time
+from .._kernel.events import Event
+from .._kernel.extension import LedgerExtension
 from .._kernel.index import Hit, find_hit, held_stop, stretches
-from .._kernel.moves import Moves
-from .._kernel.plans import PrefixMatch
+from .._kernel.plans import NO_MATCH, PrefixMatch
+from .._kernel.prefix import Prefix
 from .._kernel.records import Lease, Part
-from .._kernel.requests import Pin
-from .._kernel.states import BELOW, PinState, Tier
+from .._kernel.states import BELOW, HIT_TIERS, Plain, State, Tier
 from .._kernel.tokens import TokenSequence
 from ..errors import InvalidArgument, OutOfBlocks
+
+
+class PinState(Plain):
+    NEW = "new"
+    HELD = "held"
+    RELEASED = "released"
+    LAPSED = "lapsed"
+    YIELDED = "yielded"
+    DROPPED = "dropped"
+
+
+PIN_MOVES: Mapping[State, frozenset[State]] = {
+    PinState.NEW: frozenset({PinState.HELD}),
+    PinState.HELD: frozenset({PinState.RELEASED, PinState.LAPSED, PinState.YIELDED, PinState.DROPPED}),
+    PinState.RELEASED: frozenset(),
+    PinState.LAPSED: frozenset(),
+    PinState.YIELDED: frozenset(),
+    PinState.DROPPED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Pin:
+    """A pin of `Pins.hold`. It ends once: by `release`, its deadline, `drop`, a reset, or because it yields."""
+
+    pin_id: int
+    sequence: TokenSequence
+    expires_at: float
+    """Its deadline, on the clock of the times that the caller passes to `Ledger.lapse`."""
+    ledger: Any
+    state: PinState = PinState.NEW
+    match: PrefixMatch = NO_MATCH
+    """The cached prefix that it pins, or has pinned."""
+    leases: list[Lease] = field(default_factory=list)
+    since_s: float = 0.0
+    """When it entered its state, where the ledger has a clock."""
+
+    def __repr__(self) -> str:
+        return f"<Pin {self.pin_id} {self.state.name} {self.match.num_tokens} tokens>"
+
+    def __str__(self) -> str:
+        return f"pin {self.pin_id}"
+
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether its time was over before it was released."""
+        return self.state is PinState.LAPSED
+
+
+@attrs.frozen
+class PinMoved(Event):
+    """A pin is held, or has ended."""
+
+    pin: Pin
+    old: PinState
+    new: PinState
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,69 +103,110 @@ class _Wish:
     starts: list[int]
 
 
-@dataclass(slots=True, eq=False)
-class Pins:
-    cache: PrefixCache
-    moves: Moves
-    max_share: float
-    pins: list[Pin] = field(default_factory=list)
-    """The held pins, by deadline, the earliest first."""
-    num_pins: int = 0
-    """Pins begun so far."""
+class Pins(LedgerExtension):
+    """`Ledger.pins`."""
+
+    def __init__(self) -> None:
+        self.held: list[Pin] = []
+        """The held pins, by deadline, the earliest first."""
+        self.num_pins = 0
+        """Pins begun so far."""
+
+    def on_attach(self, ledger: CacheBase) -> None:
+        self._ledger, self.cache, self.moves = ledger, ledger.cache, ledger.moves
+        self.max_share = ledger.config.max_pinned_share
+
+    # -- the verbs ------------------------------------------------------------------------------------------------
+
+    def hold(self, prefix: Prefix, *, expires_at: float = math.inf) -> Pin:
+        """Pin the cached part of `prefix` until `release`, or until `lapse` of the ledger is called with `expires_at`
+        or a later time. `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
+        pin = self._pin(self._ledger.sequence_of(prefix), expires_at)
+        self._ledger.end_call()
+        return pin
+
+    def release(self, pin: Pin) -> None:
+        """End a pin. Does nothing if the pin has ended by itself; a second `release` raises."""
+        if not isinstance(pin, Pin) or pin.ledger is not self._ledger:
+            raise InvalidArgument("pin", f"was not made by this ledger: {shown(pin)}")
+        self._ledger.hooks.refuse_verb()
+        if pin.state in (PinState.HELD, PinState.RELEASED):
+            self._end(pin, PinState.RELEASED)
+            self._ledger.end_call()
+
+    def drop(self) -> None:
+        """End every pin: DROPPED."""
+        self._ledger.hooks.refuse_verb()
+        self._end_all(PinState.DROPPED)
+        self._ledger.end_call()
+
+    # -- when they end by themselves ------------------------------------------------------------------------------
+
+    def ask_next_lapse(self) -> float:
+        return self.held[0].expires_at if self.held else math.inf
+
+    def on_lapse(self, now: float) -> None:
+        while self.held and self.held[0].expires_at <= now:
+            self._end(self.held[0], PinState.LAPSED)
+
+    def on_resetting(self, tier: Tier | None) -> None:
+        if tier is None or tier in HIT_TIERS:  # a pin has no leases in other tiers
+            self._end_all(PinState.DROPPED)
+
+    def ask_blocks(self) -> bool:
+        """End the pin with the earliest deadline among those on device blocks that only pins protect. Returns whether
+        there was one."""
+        leases = {pin: [lease for lease in pin.leases if lease.tier is Tier.DEVICE] for pin in self.held}
+        alone = self.cache.pinned_by_none_but(itertools.chain.from_iterable(leases.values()))
+        kept = {part for part in alone if part.blocks or part.tombstones}
+        for pin in self.held:
+            if any(part in kept for lease in leases[pin] for part in pinned_parts(lease)):
+                self._end(pin, PinState.YIELDED)
+                return True
+        return False
+
+    def on_withdrawn(self) -> None:
+        """Each pin on tombstones takes new leases on the blocks that are left, so that the tombstones are freed."""
+        for pin in self.held:
+            if any(part.tombstones for lease in pin.leases for part in pinned_parts(lease)):
+                limit = pin.match.num_tokens // self.cache.layout.unit_tokens
+                self._let_go(pin)
+                self._take(pin, *self._wishes(pin.sequence, limit))
+
+    def report_leases(self) -> Iterator[Lease]:
+        for pin in self.held:
+            yield from pin.leases
 
     # -- beginning and end ----------------------------------------------------------------------------------------
 
-    def pin(self, sequence: TokenSequence, expires_at: object, ledger: object) -> Pin:
+    def _pin(self, sequence: TokenSequence, expires_at: object) -> Pin:
         """Pin the cached part of `sequence`, whole units only. `OutOfBlocks` beyond the share changes nothing."""
         expiry = check_time("expires_at", expires_at)
         limit = sequence.num_tokens // self.cache.layout.unit_tokens
         hit, wishes = self._wishes(sequence, limit)
         self._check_share(hit, wishes)
         self.num_pins += 1
-        pin = Pin(self.num_pins, sequence, expiry, ledger)
+        pin = Pin(self.num_pins, sequence, expiry, self._ledger)
         self._take(pin, hit, wishes)
-        insort(self.pins, pin, key=lambda held: held.expires_at)
-        self.moves.pin(pin, PinState.HELD)
+        insort(self.held, pin, key=lambda held: held.expires_at)
+        self._move(pin, PinState.HELD)
         return pin
 
-    def end(self, pin: Pin, state: PinState) -> None:
+    def _end(self, pin: Pin, state: PinState) -> None:
         """End `pin` and release its leases."""
-        self.moves.pin(pin, state)  # first: raises, with nothing changed, if it is over
-        self.pins.remove(pin)
+        self._move(pin, state)  # first: raises, with nothing changed, if it is over
+        self.held.remove(pin)
         self._let_go(pin)
 
-    def end_all(self, state: PinState) -> None:
-        for pin in tuple(self.pins):
-            self.end(pin, state)
+    def _end_all(self, state: PinState) -> None:
+        for pin in tuple(self.held):
+            self._end(pin, state)
 
-    def lapse(self, now: object) -> bool:
-        """End every pin whose deadline has come. Returns whether there was one."""
-        seconds = check_time("now", now)
-        before = len(self.pins)
-        while self.pins and self.pins[0].expires_at <= seconds:
-            self.end(self.pins[0], PinState.LAPSED)
-        return len(self.pins) < before
-
-    def yield_one(self) -> bool:
-        """End the pin with the earliest deadline among those on device blocks that only pins protect. Returns whether
-        there was one."""
-        leases = {pin: [lease for lease in pin.leases if lease.tier is Tier.DEVICE] for pin in self.pins}
-        alone = self.cache.pinned_by_none_but(itertools.chain.from_iterable(leases.values()))
-        kept = {part for part in alone if part.blocks or part.tombstones}
-        for pin in self.pins:
-            if any(part in kept for lease in leases[pin] for part in pinned_parts(lease)):
-                self.end(pin, PinState.YIELDED)
-                return True
-        return False
-
-    def renew(self) -> None:
-        """Called after cached blocks were withdrawn: each pin on tombstones takes new leases on the blocks that are
-        left, so that the tombstones are freed."""
-        for pin in self.pins:
-            if any(part.tombstones for lease in pin.leases for part in pinned_parts(lease)):
-                limit = pin.match.num_tokens // self.cache.layout.unit_tokens
-                self._let_go(pin)
-                self._take(pin, *self._wishes(pin.sequence, limit))
+    def _move(self, pin: Pin, state: PinState) -> None:
+        old = self.moves.other(pin, state, PIN_MOVES)
+        if self.moves.clock is not None:
+            pin.since_s = self.moves.clock()
+        self.moves.note(PinMoved(pin, old, state))
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
@@ -148,7 +250,7 @@ class Pins:
 
     def _check_share(self, hit: Hit, wishes: list[_Wish]) -> None:
         for tier in self.cache.tiers:
-            leases = [lease for pin in self.pins for lease in pin.leases if lease.tier is tier.tier]
+            leases = [lease for pin in self.held for lease in pin.leases if lease.tier is tier.tier]
             kept = {part for lease in leases for part in pinned_parts(lease)}
             bound = int(tier.pool.num_blocks * self.max_share)
             num_kept = sum(len(part.blocks) for part in kept)
@@ -177,10 +279,3 @@ def pinned_parts(lease: Lease) -> Iterator[Part]:
         for part, start in zip(run.parts_in(lease.tier), (0, *lease.starts), strict=True):
             if run.start >= start:
                 yield part
-
-
-def check_time(name: str, value: object) -> float:
-    seconds = number_of(value)
-    if seconds is None:
-        raise InvalidArgument(name, f"must be a number of seconds, got {shown(value)}")
-    return seconds

@@ -7,35 +7,73 @@ again. Results of the last step that are not committed are lost with their block
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from .._kernel.cache import PrefixCache
-from .._kernel.jobs import JobBook, Stores
-from .._kernel.leases import RequestLeases
-from .._kernel.moves import Moves
+from .._kernel.extension import LedgerExtension
 from .._kernel.plans import Preemption
 from .._kernel.records import Job
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import Computing, Tier, require
 from .._kernel.states import RequestState as State
-from .._kernel.waiting import Admission, waiting_error
+from .._kernel.waiting import waiting_error
 from ..errors import WrongState
-from .overlap import acknowledge
+from .invalidation import Invalidation
+
+if TYPE_CHECKING:
+    from .._kernel.ledger import CoreLedger
 
 
-@dataclass(slots=True, eq=False)
-class Preemptions:
-    cache: PrefixCache
-    request_leases: RequestLeases
-    moves: Moves
-    jobs: JobBook
-    stores: Stores
-    admission: Admission
-    stores_nothing: bool
-    """Whether the store policy is `NoStore`."""
+class Preemptions(LedgerExtension):
+    """`Ledger.preemption`."""
+
+    def __init__(self, *, stores_nothing: bool) -> None:
+        """`stores_nothing`: whether the store policy is `NoStore`."""
+        self._stores_nothing = stores_nothing
+
+    def on_attach(self, ledger: CoreLedger) -> None:
+        self._ledger, self._cache, self._moves, self._jobs = ledger, ledger.cache, ledger.moves, ledger.jobs
+        self._request_leases, self._stores, self._admission = ledger.request_leases, ledger.stores, ledger.admission
+        ledger.add_once(Invalidation, Invalidation)  # it remembers what a preempted request has read
+
+    # -- the verbs ------------------------------------------------------------------------------------------------
+
+    def preempt(self, request: LedgerRequest) -> Preemption:
+        """Give up every device block of `request`. Its computed blocks are stored in host memory as far as the host has
+        free blocks, and pinned there until the request is resumed or over. Refused in a step, and in the wait queue
+        unless REQUEUED."""
+        self._check(self._ledger.own(request))
+        wakes: list[Callable[[], object]] = []
+        load = request.load
+        if load is not None:
+            wakes += self._jobs.end_claims(self._jobs.abandon(load))
+            wakes += load.conclude()
+        if request.waiter is not None:  # REQUEUED: its wait ends here, too
+            wakes.append(request.waiter.wake)
+        found = self._preempt(request)
+        self._ledger.end_call(wakes)
+        return found
+
+    def resume(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
+        """Match a preempted request again, with the tokens that it had computed: PINNED afterwards, as after `admit`.
+        It computes again from the first token that no load brings back.
+
+        `num_tokens`: the tokens that it will allocate; `OutOfBlocks`, with nothing changed, if they can never fit.
+        """
+        require(
+            self._ledger.own(request), "resume", State.PREEMPTED, instead="only a request that was preempted is resumed"
+        )
+        if num_tokens is not None:
+            self._admission.check_could_fit(num_tokens)
+        self._moves.request(request, State.MATCHED)
+        self._request_leases.match_again(request)
+        self._moves.request(request, State.PINNED)
+        self._ledger.end_call()
+
+    # -- the preemption itself ------------------------------------------------------------------------------------
 
     @staticmethod
-    def check(request: LedgerRequest) -> None:
+    def _check(request: LedgerRequest) -> None:
         """Refuse to preempt a request that has no blocks to give up, is in a step, or waits for blocks (unless
         REQUEUED)."""
         require(
@@ -48,49 +86,40 @@ class Preemptions:
         if request.num_steps:
             raise WrongState(f"preempt: a step touches the blocks of {request}")
 
-    def preempt(self, request: LedgerRequest) -> Preemption:
+    def _preempt(self, request: LedgerRequest) -> Preemption:
         """Store the published units in the host, pin its copy, and release every device block. The caller has abandoned
         the load, if there was one."""
-        cache, before, published = self.cache, self.admission.num_available, request.published
+        for hook in self._ledger.hooks.on_leaving:
+            hook(request, False)
+        cache, before, published = self._cache, self._admission.num_available, request.published
         unit_tokens, run = cache.layout.unit_tokens, request.device_run
         if request.waiter is not None:
-            self.admission.leave(request.waiter)
+            self._admission.leave(request.waiter)
         if request.state is not State.RUNNING:
-            self.request_leases.end_host_lease(request)
+            self._request_leases.end_host_lease(request)
             request.num_computed_tokens = published * unit_tokens
 
         # Stored at once, whatever the timing of the policy, but nothing with `NoStore`, nor beyond the store limit.
         jobs: list[Job] = []
         stop = min(published, request.store_limit)
-        if run is not None and stop and request.epoch == cache.epoch and not self.stores_nothing:
-            jobs = self.stores.offer(request, run, published, stop, with_windows=True)
+        if run is not None and stop and request.epoch == cache.epoch and not self._stores_nothing:
+            jobs = self._stores.offer(request, run, published, stop, with_windows=True)
         held = {block_id for table in request.tables for block_id in table.ids if block_id}
-        self.request_leases.give_up_tables(request)
+        self._request_leases.give_up_tables(request)
         if run is not None:
-            request.leases[self.stores.destination] = cache.lease(self.stores.destination, run)
-            self.request_leases.lease_device_to(request, None)
+            request.leases[self._stores.destination] = cache.lease(self._stores.destination, run)
+            self._request_leases.lease_device_to(request, None)
 
         # The limit of `admit` is about the prompt. What the request itself has computed may always be matched.
         request.hit_limit = max(request.hit_limit, request.num_computed_tokens // unit_tokens)
-        request.read_before = max(request.read_before, published)
         request.published = request.ready_stop = 0
         if request.computing is Computing.ITS_BLOCKS:
             request.computing = Computing.LOST_BLOCKS
-        self.moves.request(request, State.PREEMPTED)
-        acknowledge(self.moves, request)
+        self._moves.request(request, State.PREEMPTED)
 
-        stores = [job for job in self.jobs.unsettled.values() if job.plan.source is Tier.DEVICE]
+        stores = [job for job in self._jobs.unsettled.values() if job.plan.source is Tier.DEVICE]
         read = {job.job_id: held.intersection(job.plan.source_ids) for job in stores}
         job_ids = tuple(job_id for job_id, blocks in read.items() if blocks)
         # The difference is negative if the stores pin blocks that were evictable, such as the margin before a window.
-        num_freed = max(0, self.admission.num_available - before)
+        num_freed = max(0, self._admission.num_available - before)
         return Preemption(num_freed, len(set().union(*read.values())), job_ids, tuple(job.plan for job in jobs))
-
-    def resume(self, request: LedgerRequest, num_tokens: object) -> None:
-        """Match it again, with the tokens that it has computed: PINNED. Blocks and a load follow as after `admit`."""
-        require(request, "resume", State.PREEMPTED, instead="only a request that was preempted is resumed")
-        if num_tokens is not None:
-            self.admission.check_could_fit(num_tokens)
-        self.moves.request(request, State.MATCHED)
-        self.request_leases.match_again(request)
-        self.moves.request(request, State.PINNED)

@@ -1,66 +1,76 @@
-"""Cache transfers: prefetches and demotions. `_tiers.fetch` has fetches, which are cache transfers, too.
+"""Prefetches and demotions: cache transfers between the device and the host.
 
-    prefetch    host -> device    load what a request for a prompt would load, before the request comes
-    demotion    device -> host    store the units of a prompt that the host lacks, and free its device blocks
-    fetch       below  -> host    copy the units of a prompt that only lower tiers hold, so that a request hits them
-
-No request waits for a cache transfer. It has a `LedgerRequest` of its own, which is matched and has a load like that of
-any request, so that jobs, leases and the index need not tell it apart. But that record is not live: it never joins the
-wait queue and computes nothing, and when its load is over, or cancelled, it releases everything. The blocks that have
-landed stay cached, unpinned. `Ledger` hands its transfers out as `CacheTransfer` objects.
-
-A cache transfer must not harm requests. A prefetch takes free blocks only while no request waits for some, and all
-prefetches under way take at most `max_share` of the device. A demotion frees a block only if no lease pins it, and only
-if the host serves at least the same hit without it.
+They must not harm requests. A prefetch takes free blocks only while no request waits for some, and all prefetches under
+way take at most `max_prefetch_share` of the device. A demotion frees a block only if no lease pins it, and only if the
+host serves at least the same hit without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from .._kernel.cache import PrefixCache
-from .._kernel.index import find_hit, held_stop, jobs_into
-from .._kernel.jobs import Stores
-from .._kernel.leases import RequestLeases
-from .._kernel.loads import Loads
-from .._kernel.moves import Moves
-from .._kernel.records import NO_LIMIT, BlockTable, Job, Lease, Load, Run, nulls
-from .._kernel.requests import CacheTransfer, Demotion, Fetch, LedgerRequest, Prefetch
-from .._kernel.states import CacheTransferState, Tier
+from .._arguments import check_callable
+from .._kernel.index import find_hit, held_stop
+from .._kernel.prefix import Prefix
+from .._kernel.records import BlockTable, Lease, Run, nulls
+from .._kernel.requests import LedgerRequest, do_nothing
+from .._kernel.states import Tier
 from .._kernel.tokens import TokenSequence
-from .._kernel.waiting import Admission
+from .transfers import CacheTransfer, CacheTransfers, CacheTransferState
+
+if TYPE_CHECKING:
+    from .._kernel.ledger import CoreLedger
 
 
-@dataclass(slots=True, eq=False)
-class CacheTransfers:
-    cache: PrefixCache
-    request_leases: RequestLeases
-    moves: Moves
-    loads: Loads
-    stores: Stores
-    admission: Admission
-    max_share: float
-    under_way: dict[LedgerRequest, CacheTransfer] = field(default_factory=dict)
-    num_cache_transfers: int = 0
-    """Cache transfers begun so far."""
+@dataclass(slots=True, eq=False, repr=False)
+class Prefetch(CacheTransfer):
+    num_blocks: int = 0
+    """Device blocks that it has taken: they count in the share of all prefetches while it is under way."""
+    num_tokens: int = 0
+    """Tokens of the prompt on the device when it was over."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Demotion(CacheTransfer):
+    num_blocks: int = 0
+    """Device blocks that it has freed."""
+
+
+class DeviceTransfers(CacheTransfers):
+    """`Ledger.transfers`: prefetches and demotions, too."""
+
+    def on_attach(self, ledger: CoreLedger) -> None:  # type: ignore[override]
+        super().on_attach(ledger)
+        self.loads, self.stores, self.admission = ledger.loads, ledger.stores, ledger.admission
+        self.max_share = ledger.config.max_prefetch_share
 
     # -- prefetch -------------------------------------------------------------------------------------------------
 
-    def prefetch(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Prefetch:
-        """Load the units that a request for `sequence` would load, or as many of the leading ones as there are free
-        blocks for. Load nothing while requests wait for blocks."""
+    def prefetch(self, prefix: Prefix, wake: Callable[[], object] = do_nothing) -> Prefetch:
+        """Start to load the host hit of `prefix`, as a request for it would, or as many of its leading units as there
+        are free blocks for: launch the `plans` of the prefetch. Loads nothing while requests wait for blocks. `wake` is
+        called once it is over."""
+        check_callable("wake", wake)
+        sequence = self._ledger.sequence_of(prefix)
         limit = (sequence.num_tokens - 1) // self.cache.layout.unit_tokens
-        transfer = Prefetch(self.new_request("prefetch", sequence, limit, ledger), wake)
+        transfer = Prefetch(self.new_request("prefetch", sequence, limit), wake)
+        transfer.when_over = partial(self._prefetched, transfer)
         request = transfer.request
         self.request_leases.pin(request)
         if self._take_blocks(request):
-            jobs = self.loads.start(request, request.hit_stop, wake, partial(self._over, transfer))
+            jobs = self.loads.start(request, request.hit_stop, wake, partial(self.over, transfer))
             transfer.num_blocks = sum(job.plan.num_blocks for job in jobs)
             transfer.plans = tuple(job.plan for job in jobs)
         self.begin(transfer)
+        self._ledger.end_call()
         return transfer
+
+    def _prefetched(self, transfer: Prefetch, _: CacheTransferState) -> None:
+        hit = self.hit_of(transfer.request.sequence)
+        transfer.num_tokens = hit.device_stop * self.cache.layout.unit_tokens
 
     def _take_blocks(self, request: LedgerRequest) -> bool:
         """Give `request` block tables with free blocks for its hit, or for as much of the front of its hit as fits.
@@ -96,11 +106,15 @@ class CacheTransfers:
 
     # -- demotion -------------------------------------------------------------------------------------------------
 
-    def demote(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Demotion:
-        """Store the units of `sequence` that the host lacks, and free its device blocks once the host could serve it
-        alone."""
+    def demote(self, prefix: Prefix, wake: Callable[[], object] = do_nothing) -> Demotion:
+        """Start to move `prefix` from the device to the host: store the units that the host lacks, and free the device
+        blocks once the host could serve them alone. Launch the `plans` of the demotion. `wake` is called once it is
+        over."""
+        check_callable("wake", wake)
+        sequence = self._ledger.sequence_of(prefix)
         cache, limit = self.cache, sequence.num_tokens // self.cache.layout.unit_tokens
-        transfer = Demotion(self.new_request("demotion", sequence, limit, ledger), wake)
+        transfer = Demotion(self.new_request("demotion", sequence, limit), wake)
+        transfer.when_over = partial(self._demoted, transfer)
         kept: Lease | None = None
         if cache.layout.windows:
             # The stores must not evict the windows of the hit in the host. `Stores` pins full attention itself.
@@ -118,7 +132,12 @@ class CacheTransfers:
         if kept is not None:
             cache.release(kept)
         self.begin(transfer)
+        self._ledger.end_call()
         return transfer
+
+    def _demoted(self, transfer: Demotion, state: CacheTransferState) -> None:
+        if state is CacheTransferState.DONE:
+            self._free(transfer)
 
     def _leaving(self, sequence: TokenSequence) -> list[Run]:
         """The runs at the end of the path of `sequence` that only this prompt needs on the device, last first: no lease
@@ -154,57 +173,3 @@ class CacheTransfers:
                     transfer.num_blocks += len(part.blocks)
                     device.trim(part, part.stop - part.first)
             cache.tidy(run)
-
-    # -- all cache transfers --------------------------------------------------------------------------------------
-
-    def new_request(self, kind: str, sequence: TokenSequence, limit: int, ledger: object) -> LedgerRequest:
-        self.num_cache_transfers += 1
-        name = f"{kind}-{self.num_cache_transfers}"
-        # A ticket before those of all requests: if one call ends several loads, transfers release blocks before
-        # requests take some.
-        ticket = self.num_cache_transfers - NO_LIMIT
-        return LedgerRequest(name, sequence, self.cache.epoch, ticket, limit, 1, ledger=ledger)
-
-    def wait_for_jobs(self, transfer: CacheTransfer) -> None:
-        """Begin a load that waits for all jobs under way into the host on the path of `transfer`, also for those of
-        other requests."""
-        request, jobs = transfer.request, dict[Job, None]()
-        for run, _ in self.cache.index.walk(request.sequence, request.hit_limit):
-            for part in run.parts_in(self.stores.destination):
-                jobs.update(dict.fromkeys(jobs_into(part)))
-        if jobs:
-            over = partial(self._over, transfer)
-            request.load = Load(request.hit_limit, transfer.wake, over, request.ticket, jobs)
-
-    def begin(self, transfer: CacheTransfer) -> None:
-        """Begin `transfer`; end it at once if it has nothing to wait for."""
-        request = transfer.request
-        if request.load is None or not request.load.jobs:
-            self._end(transfer, CacheTransferState.DONE)
-            return
-        self.under_way[request] = transfer
-        self.moves.cache_transfer(transfer, CacheTransferState.MOVING)
-
-    def _over(self, transfer: CacheTransfer) -> list[Callable[[], object]]:
-        """The load of `transfer` is over: see `Load.conclude`."""
-        self._end(transfer, CacheTransferState.DONE)
-        return [transfer.wake]
-
-    def cancel(self, transfer: CacheTransfer) -> list[Job]:
-        """Stop waiting. Launched jobs and all stores go on. Returns the jobs that this settles."""
-        load = transfer.request.load
-        settled = [] if load is None else self.loads.abandon(load)
-        self._end(transfer, CacheTransferState.CANCELLED)
-        return settled
-
-    def _end(self, transfer: CacheTransfer, state: CacheTransferState) -> None:
-        self.under_way.pop(transfer.request, None)
-        self.request_leases.release_all(transfer.request)
-        if isinstance(transfer, Demotion) and state is CacheTransferState.DONE:
-            self._free(transfer)
-        if isinstance(transfer, Prefetch | Fetch):
-            sequence, layout = transfer.request.sequence, self.cache.layout
-            hit = find_hit(self.cache.index, sequence, layout, (sequence.num_tokens - 1) // layout.unit_tokens)
-            stop = hit.device_stop if isinstance(transfer, Prefetch) else hit.stop
-            transfer.num_tokens = stop * layout.unit_tokens
-        self.moves.cache_transfer(transfer, state)

@@ -7,21 +7,19 @@ request narrow that further.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 import attrs
 
-from .._arguments import check_int, shown
+from .._arguments import check_int
 from .._config.config import MAX_BLOCKS
 from .._eviction.counts import HitCounts, RecentPrompts
+from .._kernel.base import CacheBase
+from .._kernel.extension import LedgerExtension
 from .._kernel.layout import Layout
-from .._kernel.plans import StoreScope
-from .._kernel.prefix import Prefix
-from .._kernel.records import NO_LIMIT
 from .._kernel.requests import LedgerRequest
 from .._kernel.tokens import TokenSequence
-from ..errors import ConfigError, InvalidArgument
+from ..errors import ConfigError
 
 MAX_SEEN = 1_000_000
 MAX_COUNTED_TOKENS = 2**34
@@ -138,68 +136,53 @@ class SelectiveStore(EagerStore):
         return self.counts.stop_of(request.sequence, request.published, self.min_seen)
 
 
-@attrs.frozen
-class PolicyWrapper(EagerStore):
-    """A base for policies that wrap another one and pass its answers on."""
+class StorePolicies(LedgerExtension):
+    """Asks a store policy what to store. `EagerStore` needs none of this, because the kernel stores all blocks."""
 
-    policy: StorePolicy
+    def __init__(self, policy: StorePolicy) -> None:
+        self._policy = policy
+        self._is_known = type(policy) in (NoStore, LazyStore, SelectiveStore)
 
-    @property
-    def num_watermark_blocks(self) -> int:
-        return self.policy.num_watermark_blocks
+    def ask_admit(self, request: LedgerRequest) -> None:
+        """Before the request is admitted, because a policy of the program's own may raise."""
+        if request.store_limit:
+            self._policy.seen(request, 0, request.sequence.num_prompt_units)
 
-    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
-        self.policy.seen(request, first, stop)
+    def on_finishing(self, request: LedgerRequest) -> None:
+        self._policy.seen(request, request.sequence.num_prompt_units, request.published)
 
-    def wanted_stop(self, request: LedgerRequest) -> int:
-        return self.policy.wanted_stop(request)
-
-
-@attrs.frozen
-class CheckedPolicy(PolicyWrapper):
-    """A policy of the program's own, whose answers are checked. Those of this file need no check."""
-
-    def wanted_stop(self, request: LedgerRequest) -> int:
-        return check_int("store_policy.wanted_stop", self.policy.wanted_stop(request), 0)
+    def ask_store_stop(self, request: LedgerRequest) -> int:
+        stop = self._policy.wanted_stop(request)
+        return stop if self._is_known else check_int("store_policy.wanted_stop", stop, 0)
 
 
-def checked(policy: StorePolicy) -> StorePolicy:
-    return policy if type(policy) in (EagerStore, NoStore, LazyStore, SelectiveStore) else CheckedPolicy(policy)
-
-
-@attrs.frozen
-class LearningPolicy(PolicyWrapper):
-    """The policy of a ledger whose eviction learns."""
-
-    learn: Callable[[LedgerRequest, int, int], object]
-    """`Hints.seen`."""
-
-    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
-        self.policy.seen(request, first, stop)
-        self.learn(request, first, stop)
-
-
-@attrs.frozen
-class CountingPolicy(PolicyWrapper):
-    """The policy of a ledger with a disk or a remote store, which also counts how often prefixes are requested."""
+class RequestCounts(LedgerExtension):
+    """Counts how often prefixes are requested, for the tiers below the host."""
 
     counts: HitCounts
-    recent: RecentPrompts = attrs.field(factory=RecentPrompts)
-    has_remote: bool = False
-    """Whether `recent` is kept."""
 
-    @classmethod
-    def of(cls, policy: StorePolicy, layout: Layout, *, has_remote: bool) -> Self:
-        return cls(policy, HitCounts(layout, COUNTED_TOKENS), has_remote=has_remote)
+    def __init__(self, *, has_remote: bool) -> None:
+        self.recent = RecentPrompts()
+        self._has_remote = has_remote
+        """Whether `recent` is kept."""
 
-    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
-        self.policy.seen(request, first, stop)
+    def on_attach(self, ledger: CacheBase) -> None:
+        self.counts = HitCounts(ledger.layout, COUNTED_TOKENS)
+
+    def on_admitted(self, request: LedgerRequest, parent: LedgerRequest | None) -> None:
+        if request.store_limit and parent is None:
+            self._see(request, 0, request.sequence.num_prompt_units)
+
+    def on_finishing(self, request: LedgerRequest) -> None:
+        self._see(request, request.sequence.num_prompt_units, request.published)
+
+    def _see(self, request: LedgerRequest, first: int, stop: int) -> None:
         self.counts.see(request.sequence, first, stop)
-        if self.has_remote:
+        if self._has_remote:
             self.recent.add(request.sequence)
 
     def requested_stop(self, sequence: TokenSequence, limit: int) -> int:
-        """The unit, at most `limit`, up to which `sequence` was asked for twice."""
+        """The unit, at most `limit`, up to which `sequence` was requested twice."""
         return self.counts.stop_of(sequence, limit, 2)
 
 
@@ -210,16 +193,3 @@ def store_policy_of(value: Any) -> StorePolicy:
         policy: StorePolicy = named[value]()
         return policy
     return value  # type: ignore[no-any-return]
-
-
-def store_limit(prefix: Prefix, unit_tokens: int, store: StoreScope | str, max_store_tokens: int | None) -> int:
-    """The unit up to which a request for `prefix` may be stored."""
-    try:
-        scope = StoreScope(store)
-    except Exception:  # noqa: BLE001 - it is compared and hashed
-        names = ", ".join(repr(scope.value) for scope in StoreScope)
-        raise InvalidArgument("store", f"must be a StoreScope or one of {names}, got {shown(store)}") from None
-    by_scope = {StoreScope.ALL: NO_LIMIT, StoreScope.PROMPT: prefix.num_tokens // unit_tokens, StoreScope.NONE: 0}
-    if max_store_tokens is None:
-        return by_scope[scope]
-    return min(by_scope[scope], check_int("max_store_tokens", max_store_tokens, 0) // unit_tokens)

@@ -1,73 +1,246 @@
-"""Engine-owned device blocks: the engine keeps its blocks and its prefix cache, the ledger keeps host memory.
+"""`HostCache`: host memory, and the tiers below, for an engine that has device blocks and a prefix cache itself.
 
 A request's way through it:
 
-    match(k)         pins what the host holds behind the k tokens that the engine has; or PENDING: another request is
-                     loading the next block, and the engine asks again
+    admit(k)         pins what the host holds after the k tokens that the engine has; or PENDING: another request is
+                     loading the next block, and the engine asks again (`match_again`)
     plan_load(into)  copies into the engine's blocks, held by the jobs
     offer(n, ids)    stores of what the host lacks of the first n tokens, from the engine's blocks
     offer_deferred() at the beginning of a step: stores of the blocks that offers have deferred
     invalidate(n)    what was offered from token n on was wrong
+    release()        the request is over
 
-The ledger has no index of the device: the engine says what it has there. A request has no block table here, and the
-engine may free and reuse its blocks at any time, except those that a job holds.
+There is no index of the device: the engine says what it has there. A request has no block table here, and the engine
+may free and reuse its blocks at any time, except those that a job holds.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Unpack
 
-from .._arguments import check_int
-from .._extensions.pins import Pins
-from .._kernel.cache import PrefixCache
-from .._kernel.jobs import JobBook
-from .._kernel.layout import Component
-from .._kernel.leases import RequestLeases
+from .._arguments import check_bool, check_callable, check_int, check_text, check_type, shown
+from .._assembly import Handles, LedgerStatistics, built_in
+from .._config.config import OffloadConfig
+from .._eviction.extension import Eviction
+from .._extensions.load_choice import Loadable
+from .._kernel.base import groups_of
+from .._kernel.events import Observer
+from .._kernel.extension import LedgerExtension
+from .._kernel.index import fetchable_path
+from .._kernel.layout import Component, Layout
 from .._kernel.moves import Moves
-from .._kernel.prefix import TOKEN_BYTES, TokenIds, encode_tokens
+from .._kernel.plans import PrefixMatch, RequestOptions, TransferPlan
+from .._kernel.pools import TierBlocks
+from .._kernel.prefix import TOKEN_BYTES, Prefix, TokenIds, encode_tokens
+from .._kernel.protocols import EngineBlocks, EvictionOrder
 from .._kernel.records import Job, Load, Run
-from .._kernel.requests import LedgerRequest, call_all
+from .._kernel.requests import LedgerRequest, call_all, do_nothing
 from .._kernel.states import BELOW, Computing, Direction, JobState, NoEpoch, Outcome, Tier, require
 from .._kernel.states import RequestState as State
-from ..errors import CommitError, InvalidArgument, WrongState
+from ..errors import CommitError, ConfigError, InvalidArgument, WrongState
 from .ids import EngineIds, has_null, named_rows
-from .matches import Arrival, Arrivals, EngineMatches
-from .offers import EngineOffers
+from .matches import Arrival, Arrivals, EngineMatches, EngineTier
+from .offers import MOST_OF_POOL, EngineOffers
+from .requests import HostCacheRequest
 
 _NEW = "new_token_ids"
 _NOTHING: Mapping[int, range] = {}
+_WITH_A_LOAD = (State.LOADING,)
 
 
-@dataclass(slots=True, eq=False)
-class EngineOwned:
-    cache: PrefixCache
-    request_leases: RequestLeases
-    moves: Moves
-    jobs: JobBook
-    offers: EngineOffers
-    matches: EngineMatches
-    arrivals: Arrivals
-    pins: Pins
-    num_rows: int
-    _unwritten: dict[LedgerRequest, dict[int, range]] = field(default_factory=dict)
-    """Units that the request's load skipped, by component number: they lay before the window at the end of the load.
-    Blocks that the engine names there were never written."""
+class HostCache(Handles):
+    """Host memory for an engine that has a block pool and a prefix cache of its own.
 
-    def left(self, request: LedgerRequest) -> None:
-        """Forget `request`, which is over, and wake the requests that wait for its load."""
-        self.arrivals.answered(request)
-        self.offers.forget(request)
-        self._unwritten.pop(request, None)
-        call_all(iter(self.arrivals.over(request)))
+    `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `engine_blocks`: the
+    engine's pool. `clock` counts seconds, such as `time.monotonic`. `block_bytes` is the size of one block over all
+    regions; it only bounds bytes in flight and per job, and converts `host_bytes` to blocks. `extensions`: features of
+    the program's own. docs/engines.md is the guide.
+    """
+
+    live_requests: dict[str, HostCacheRequest]  # type: ignore[assignment]
+    _request_class = HostCacheRequest
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        num_device_blocks: int,
+        engine_blocks: EngineBlocks,
+        *,
+        clock: Callable[[], float],
+        block_bytes: int = 1,
+        observer: Observer | None = None,
+        extensions: Iterable[LedgerExtension] = (),
+    ) -> None:
+        check_type("config", config, OffloadConfig)
+        if not callable(clock):
+            raise InvalidArgument("clock", f"must be a function that returns seconds, got {shown(clock)}")
+        policy, found = built_in(config, Layout.of(groups_of(config)), num_device_blocks)
+        if policy.num_watermark_blocks:
+            raise ConfigError("store_policy", "must not be lazy: only the engine knows what it evicts next")
+        most_quarantined = int(config.max_quarantined_share * (num_device_blocks - 1))
+        tiers: list[EngineTier] = []
+
+        def make_device(order: EvictionOrder, moves: Moves) -> TierBlocks:
+            tiers.append(EngineTier.of(engine_blocks, order, moves, most_quarantined))
+            return tiers[0]
+
+        super().__init__(
+            config, num_device_blocks, make_device, num_tracked_blocks=0, block_bytes=block_bytes, clock=clock,
+            observer=observer, built_in=found, extensions=extensions,
+        )  # fmt: skip
+        self._num_rows = num_device_blocks
+        most = max(1, config.bytes_in_flight // block_bytes)
+        most_of_step = num_device_blocks // MOST_OF_POOL if config.max_bytes_in_flight is None else 0
+        self._attach()
+        eviction = self.find(Eviction)
+        self.offers = EngineOffers(
+            self.cache, self.jobs, self.stores, self.moves, self.hooks, tiers[0], most, most_of_step, num_device_blocks,
+            None if eviction is None else eviction.learning,
+        )  # fmt: skip
+        self.arrivals = Arrivals(clock, config.pending_timeout_s)
+        self.matches = EngineMatches(self.cache, self.request_leases, self.moves, self.arrivals, tiers[0])
+        self._unwritten: dict[LedgerRequest, dict[int, range]] = {}
+        """Units that the request's load skipped, by component number: they lay before the window at the end of the
+        load. Blocks that the engine names there were never written."""
+
+    # -- how a call begins ----------------------------------------------------------------------------------------
+
+    def own(self, request: object) -> HostCacheRequest:
+        """Refuse a request of another cache, and a call from inside a hook."""
+        found = super().own(request)
+        assert isinstance(found, HostCacheRequest)
+        return found
+
+    def rematch(self, request: LedgerRequest) -> None:
+        self.matches.match_again(self.own(request))
+
+    def _match_again(self, requests: Iterable[LedgerRequest]) -> None:
+        self.matches.forget([request for request in requests if isinstance(request, HostCacheRequest)])
+
+    def waits_for(self, request: LedgerRequest) -> LedgerRequest | None:
+        return self.arrivals.waits_for(request) if isinstance(request, HostCacheRequest) else None
+
+    @property
+    def loads_paused(self) -> bool:
+        return not self.matches.device.may_load
+
+    def _about(self, found: LedgerStatistics, live: str) -> str:
+        # Only the engine knows its free and cached blocks, and the requests that wait for them.
+        device = found.device
+        held = f"{device.num_blocks:,} ({device.num_quarantined:,} quarantined)"
+        return f"{self._num_rows - 1:,} device blocks, which the engine hands out: copies hold {held}; {live}"
+
+    # -- matches --------------------------------------------------------------------------------------------------
+
+    def lookup(self, prefix: Prefix) -> PrefixMatch:
+        """What host memory holds of `prefix`. Changes nothing, not even the eviction order."""
+        unit, sequence = self.layout.unit_tokens, self.sequence_of(prefix)
+        limit = (sequence.num_tokens - 1) // unit
+        hit = self.matches.hit_after(sequence, limit, 0)
+        on_disk = 0
+        if self.cache.has_disk:
+            on_disk = max(0, fetchable_path(self.cache.index, sequence, self.layout, limit)[1] - hit.stop) * unit
+        return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_disk_tokens=on_disk)
+
+    def admit(
+        self,
+        prefix: Prefix,
+        *,
+        request_id: str | None = None,
+        num_device_tokens: int = 0,
+        wake: Callable[[], object] = do_nothing,
+        **options: Unpack[RequestOptions],
+    ) -> HostCacheRequest:
+        """Match what host memory holds of `prefix` after the first `num_device_tokens`, which the engine has on its
+        device, and pin it, in one step. `RequestOptions` documents the options. The answer, `request.match`, may be
+        `PENDING`: see `match_again`."""
+        if wake is not do_nothing:
+            check_callable("wake", wake)
+        request = self._checked(prefix, request_id, options)
+        assert isinstance(request, HostCacheRequest)
+        self._check_device_tokens(num_device_tokens, request.sequence.num_tokens)
+        for ask in self.hooks.ask_admit:
+            ask(request)
+        self.enrol(request)
+        self.offers.deferred.pop(request.request_id, None)  # left by an earlier request with this id
+        self.matches.match(request, num_device_tokens, wake)
+        self.end_admission(request)
+        return request
+
+    @staticmethod
+    def _check_device_tokens(num_device_tokens: object, num_tokens: int) -> None:
+        check_int("num_device_tokens", num_device_tokens, 0, max(0, num_tokens - 1))
+
+    def match_again(
+        self, request: HostCacheRequest, *, num_device_tokens: int, wake: Callable[[], object] = do_nothing
+    ) -> PrefixMatch:
+        """Match again, before the load. The pins move if `num_device_tokens` has changed.
+
+        `PENDING`: another request is loading the next block into the engine's blocks; this one has no pins meanwhile.
+        `wake` is called when that load falls short, or when its request has offered or is over. After
+        `pending_timeout_s` the answer is no longer `PENDING`.
+        """
+        require(self.own(request), "match_again", State.MATCHED, State.PINNED)
+        self._check_device_tokens(num_device_tokens, request.sequence.num_tokens)
+        if wake is not do_nothing:
+            check_callable("wake", wake)
+        self.matches.match(request, num_device_tokens, wake)
+        self.end_call()
+        return request.match
+
+    def pending_until(self, request: HostCacheRequest) -> float:
+        """The time, by the clock, from which `match_again` does not answer `PENDING` any more. Infinity if the last
+        answer for the request was not `PENDING`."""
+        return float(self.arrivals.pending_until(self.own(request)))
+
+    def loadable(self, request: HostCacheRequest, max_tokens: int | None = None) -> Loadable | None:
+        """A load of the whole hit. None: there is nothing to load, or the load was planned before. `max_tokens` has to
+        be None: `decline` the rest."""
+        if max_tokens is not None:
+            raise InvalidArgument("max_tokens", "must be None: decline the rest")
+        return self.matches.loadable(self.own(request))
+
+    def decline(self, request: HostCacheRequest, from_token: int) -> PrefixMatch:
+        """Match again, before the load, up to `from_token`, rounded down to a block. The tokens after it are computed,
+        and no later match of this request includes them."""
+        require(self.own(request), "decline", State.PINNED)
+        request.hit_limit = check_int("from_token", from_token, 0) // self.layout.unit_tokens
+        self.matches.match_again(request)
+        self.end_call()
+        return request.match
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
     def plan_load(
         self,
-        request: LedgerRequest,
+        request: HostCacheRequest,
+        max_tokens: int | None = None,
+        wake: Callable[[], object] = do_nothing,
+        *,
+        max_job_bytes: int | None = None,
+        into: Sequence[Sequence[int]] | None = None,
+    ) -> tuple[TransferPlan, ...]:
+        """Start loading the host hit into the blocks that `into` names; returns the plans to launch.
+
+        `into` holds the request's block tables: one per group, from the first token at least to the end of the hit. The
+        copies write only to the blocks named there for the units that are loaded. RUNNING afterwards: there is nothing
+        to wait for. LOADING: `wake` is called when the load is over. Nothing is planned for a RUNNING request, except
+        that a load that is lost to a reset (`lost_to_reset`) counts for nothing from then on. `max_job_bytes` replaces
+        the configured limit.
+        """
+        if wake is not do_nothing:
+            check_callable("wake", wake)
+        units_per_job: Sequence[int] = ()
+        if max_job_bytes is not None:
+            units_per_job = self._units_per_job(check_int("max_job_bytes", max_job_bytes, 1) // self.block_bytes)
+        return self.plans_of(self._load(self.own(request), into, max_tokens, wake, units_per_job))
+
+    def _load(
+        self,
+        request: HostCacheRequest,
         into: Sequence[Sequence[int]] | None,
         max_tokens: object,
         wake: Callable[[], object],
@@ -107,12 +280,26 @@ class EngineOwned:
         self.moves.request(request, State.LOADING)
         return jobs
 
-    def lost_to_reset(self, request: LedgerRequest) -> bool:
-        """See `Ledger.lost_to_reset`."""
-        is_running = request.state is State.RUNNING and request in self.arrivals.under_way
+    def lost_to_reset(self, request: HostCacheRequest) -> bool:
+        """Whether a reset came after the load was over and before the request has offered: the loaded KV is from before
+        the reset. `plan_load` gives it up: call it, unless your caller has learned before the reset that the load was
+        over."""
+        is_running = self.own(request).state is State.RUNNING and request in self.arrivals.under_way
         return is_running and request.epoch != self.cache.epoch
 
-    def _falls_short(self, request: LedgerRequest, ready: int) -> list[Callable[[], object]]:
+    def abandon_load(self, request: HostCacheRequest) -> None:
+        """Stop waiting for a load: landed blocks count, the rest is computed.
+
+        Launched copies go on writing to the blocks that `into` named, and their jobs hold them until they are over:
+        compute the tokens after `request.num_computed_tokens` into other blocks.
+        """
+        require(self.own(request), "abandon_load", *_WITH_A_LOAD)
+        load = request.load
+        if load is not None:
+            wakes = self.jobs.end_claims(self.jobs.abandon(load))
+            self.end_call(wakes + load.conclude())
+
+    def _falls_short(self, request: HostCacheRequest, ready: int) -> list[Callable[[], object]]:
         """The load of `request`, which is over, counts only up to unit `ready`. Returns the callbacks to call."""
         unit, arrival = self.cache.layout.unit_tokens, self.arrivals.under_way[request]
         request.num_lost_tokens += (arrival.stop - ready) * unit
@@ -126,7 +313,7 @@ class EngineOwned:
         """For each component that a load up to `stop` writes to: its first unit there, and the destination blocks."""
         layout = self.cache.layout
         found: list[tuple[Component, int, array[int]]] = []
-        ids = EngineIds.of(layout, self.num_rows, "into", into, stop)
+        ids = EngineIds.of(layout, self._num_rows, "into", into, stop)
         for component in layout.components:
             first = max(start, component.first_unit(stop))
             if component.width and first < stop:
@@ -134,7 +321,7 @@ class EngineOwned:
         blocks = [blocks for _, _, blocks in found]
         if any(map(has_null, blocks)):
             raise InvalidArgument("into", "names the null block where something has to be loaded")
-        named = named_rows(self.num_rows, blocks)
+        named = named_rows(self._num_rows, blocks)
         if not named.are_distinct:
             raise InvalidArgument("into", "names a block twice")
         if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
@@ -143,7 +330,7 @@ class EngineOwned:
             raise InvalidArgument("into", f"names block {wrong}, which a store still reads")
         return found
 
-    def _conclude(self, request: LedgerRequest) -> list[Callable[[], object]]:
+    def _conclude(self, request: HostCacheRequest) -> list[Callable[[], object]]:
         """End the load of `request`, whose jobs are all settled or were given up; returns the callbacks to call."""
         arrival, load = self.arrivals.under_way[request], request.load
         assert load is not None
@@ -156,7 +343,7 @@ class EngineOwned:
         self._run(request, ready)
         return wakes
 
-    def _run(self, request: LedgerRequest, ready: int) -> None:
+    def _run(self, request: HostCacheRequest, ready: int) -> None:
         """Let `request` compute on from unit `ready`."""
         if (lease := request.leases.get(BELOW)) is not None:
             self.offers.reached(request, lease.run)
@@ -164,7 +351,7 @@ class EngineOwned:
         self._ready(request, ready)
         self.moves.request(request, State.RUNNING)
 
-    def _ready(self, request: LedgerRequest, ready: int) -> None:
+    def _ready(self, request: HostCacheRequest, ready: int) -> None:
         request.hit_stop = request.published = request.ready_stop = ready
         request.num_computed_tokens = max(request.engine_tokens, ready * self.cache.layout.unit_tokens)
 
@@ -189,7 +376,34 @@ class EngineOwned:
 
     def offer(
         self,
-        request: LedgerRequest,
+        request: HostCacheRequest,
+        num_computed_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        new_token_ids: TokenIds = (),
+        *,
+        is_last: bool = False,
+    ) -> tuple[TransferPlan, ...]:
+        """Append `new_token_ids`, then store those of the first `num_computed_tokens` (absolute) that the host lacks
+        and the policy wants. Returns the stores to launch.
+
+        `block_ids` holds the request's block tables, one per group, from the first token on: lists, ranges or arrays.
+        Only the ids of stored blocks are read; with `is_last`, all are checked. Null blocks are skipped. Jobs hold the
+        blocks that they copy until the copies are over, even if the request ends meanwhile. If host memory has no free
+        blocks, blocks are skipped, and the next offer tries them again. Blocks above the bound of stores in flight are
+        deferred: call `offer_deferred` once a step. `is_last`: the last offer of the request, which also stores the
+        window blocks that a later prompt needs.
+        """
+        self.own(request)
+        check_bool("is_last", is_last)
+        try:
+            jobs = self._offer(request, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        finally:
+            self.end_call()
+        return tuple([job.plan for job in jobs])
+
+    def _offer(
+        self,
+        request: HostCacheRequest,
         num_computed_tokens: object,
         block_ids: Sequence[Sequence[int]],
         new_token_ids: TokenIds,
@@ -202,7 +416,7 @@ class EngineOwned:
         before = request.num_computed_tokens if request.state is State.RUNNING else request.engine_tokens
         num_tokens = request.checked_count(num_computed_tokens, before, len(added) // TOKEN_BYTES)
         num_units = num_tokens // self.cache.layout.unit_tokens
-        ids = EngineIds.of(self.cache.layout, self.num_rows, "block_ids", block_ids, num_units)
+        ids = EngineIds.of(self.cache.layout, self._num_rows, "block_ids", block_ids, num_units)
         known, computed, published = request.sequence.num_tokens, request.num_computed_tokens, request.published
         if added:
             request.sequence.append(added)
@@ -228,12 +442,77 @@ class EngineOwned:
             call_all(iter(self.arrivals.over(request)))
         return jobs
 
-    # -- taking back ----------------------------------------------------------------------------------------------
+    def offer_deferred(self) -> tuple[TransferPlan, ...]:
+        """At the beginning of each step: store blocks that offers have deferred, up to the bound of stores in flight,
+        those of the oldest request first. This includes blocks of requests that are over. The call is cheap if no
+        blocks are deferred.
 
-    def invalidate(
-        self, request: LedgerRequest, first_wrong: object, others: Iterable[LedgerRequest]
-    ) -> tuple[list[LedgerRequest], list[Job]]:
-        """Take back what was offered from token `first_wrong` on, and all cached behind it. Returns those of `others`
+        `FindsBlocks.find` says which block of the engine holds the KV now. If the engine no longer has it, the block is
+        given up, and that is reported to the observer (`store_skipped`, `in_flight`). Without `find`, no block is
+        deferred: the next offer of the request tries the skipped blocks again. The copies have to wait for all compute
+        submitted to the device so far.
+        """
+        self.hooks.refuse_verb()
+        try:
+            jobs = self.offers.offer_deferred()
+        finally:
+            self.end_call()
+        return tuple([job.plan for job in jobs])
+
+    @property
+    def deferred_requests(self) -> tuple[str, ...]:
+        """Ids of the requests with deferred blocks, the oldest first. They may be over. `find` is called for them."""
+        return tuple(self.offers.deferred)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def release(self, request: LedgerRequest, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
+        """End the request: DONE if it has offered and no other `reason` is given, else ABORTED. Releases all its pins.
+        Plans nothing: the last `offer` has."""
+        reason = check_text("reason", reason)
+        self.own(request)
+        if self.live_requests.get(request.request_id) is not request:
+            raise WrongState(f"release: {request} is {request.state.name} already")
+        done = request.state is State.RUNNING and request.has_committed and reason == "closed_early"
+        settled = self.jobs.abandon(request.load) if request.load is not None else []
+        for hook in self.hooks.on_leaving:
+            hook(request, True)
+        self.request_leases.release_all(request)
+        del self.live_requests[request.request_id]
+        if not done:
+            request.reason = reason
+        self.moves.request(request, State.DONE if done else State.ABORTED)
+        self.arrivals.answered(request)
+        self.offers.forget(request)
+        self._unwritten.pop(request, None)
+        call_all(iter(self.arrivals.over(request)))
+        for released in self.hooks.on_released:
+            released(request)
+        self.end_call(self.jobs.end_claims(settled))
+        return ()
+
+    # -- invalidation ---------------------------------------------------------------------------------------------
+
+    def invalidate(self, request: HostCacheRequest, from_token: int) -> tuple[HostCacheRequest, ...]:
+        """Invalidate what a failed forward has offered: all KV from `from_token` on is wrong.
+
+        The units that were offered from `from_token` on, and all units cached after them, are no longer found. Drops
+        the generated tokens after `from_token`. The requests returned may have read the wrong KV in the engine's cache
+        or from the host: abort them. The engine has to invalidate its own cache itself.
+        """
+        sequence, published = self.own(request).sequence, request.published
+        if self.hooks.on_invalidated:
+            sequence = sequence.copy()
+        readers, settled = self._invalidate(request, from_token, tuple(self.live_requests.values()))
+        wakes = self.jobs.end_claims(settled)
+        wakes += self.invalidated(sequence, from_token // self.layout.unit_tokens, published)
+        self.end_call(wakes)
+        return tuple(reader for reader in readers if not reader.is_over)
+
+    def _invalidate(
+        self, request: HostCacheRequest, first_wrong: object, others: Iterable[HostCacheRequest]
+    ) -> tuple[list[HostCacheRequest], list[Job]]:
+        """Withdraw what was offered from token `first_wrong` on, and all cached after it. Returns those of `others`
         that may have read it, in the engine's cache or from the host, and the jobs settled by discarding queued
         stores."""
         require(request, "invalidate", State.RUNNING, instead="call `load` or `offer` first")
@@ -251,7 +530,8 @@ class EngineOwned:
         queued = self._queued_behind(wrong)
         self.cache.withdraw_all(wrong)  # first: releasing leases may merge runs
         settled = [job for one in queued if not one.is_settled for job in self.jobs.discard(one)]
-        self.pins.renew()
+        for hook in self.hooks.on_withdrawn:
+            hook()
         for other in tainted:
             other.epoch = NoEpoch.INVALIDATED
         self.matches.forget([other for other in others if other not in tainted])
@@ -265,7 +545,7 @@ class EngineOwned:
         call_all(iter(self.arrivals.invalidated(request, start)))
         return tainted, settled
 
-    def _runs_from(self, request: LedgerRequest, from_token: int) -> list[Run]:
+    def _runs_from(self, request: HostCacheRequest, from_token: int) -> list[Run]:
         """The cached runs of its tokens from the unit of `from_token` on, whichever request has offered them: they may
         have been computed with the same blocks. An engine's blocks may be shorter than a unit, and ignore key spans:
         so every run with the same tokens up to `from_token` counts."""
@@ -278,7 +558,7 @@ class EngineOwned:
                 self.cache.split(run, start)
         return runs
 
-    def _may_have_read(self, other: LedgerRequest, request: LedgerRequest, from_token: int) -> bool:
+    def _may_have_read(self, other: HostCacheRequest, request: HostCacheRequest, from_token: int) -> bool:
         loaded = 0 if other.state in (State.MATCHED, State.PINNED) else other.hit_stop * self.cache.layout.unit_tokens
         has_more = max(other.engine_tokens, loaded) > from_token
         return has_more and other.sequence.begins_alike(request.sequence, from_token + 1)
@@ -292,7 +572,7 @@ class EngineOwned:
         return [job for job in stores if not heads.isdisjoint(job.run.path())]
 
 
-def _is_alike(run: Run, request: LedgerRequest, start: int, from_token: int) -> bool:
+def _is_alike(run: Run, request: HostCacheRequest, start: int, from_token: int) -> bool:
     """Whether `run` has unit `start`, and its tokens up to `from_token` are those of `request`."""
     sequence = request.sequence
     if not run.start <= start < run.stop or run.root != sequence.root:

@@ -22,10 +22,12 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import attrs
+
 from .._arguments import check_has
 from .._extensions.load_choice import Loadable
 from .._kernel.cache import PrefixCache
-from .._kernel.events import LoadsPaused, LoadsResumed
+from .._kernel.events import Event
 from .._kernel.index import Hit, find_hit_after, held_stop
 from .._kernel.leases import RequestLeases
 from .._kernel.moves import Moves
@@ -33,11 +35,25 @@ from .._kernel.plans import PrefixMatch
 from .._kernel.pools import TierBlocks
 from .._kernel.protocols import EngineBlocks, EvictionOrder
 from .._kernel.records import NO_LIMIT, Job
-from .._kernel.requests import LedgerRequest
 from .._kernel.states import BELOW, Tier
 from .._kernel.states import RequestState as State
 from .._kernel.tokens import TokenSequence
 from ..errors import ConfigError
+from .requests import HostCacheRequest
+
+
+@attrs.frozen
+class LoadsPaused(Event):
+    """Of a `HostCache`: more than `max_quarantined_share` of the blocks are in quarantine, so nothing is loaded."""
+
+    num_quarantined: int
+
+
+@attrs.frozen
+class LoadsResumed(Event):
+    """Enough of these copies have ended for certain, and loading goes on."""
+
+    num_quarantined: int
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -137,7 +153,7 @@ class _Question:
 
     since: float
     wake: Callable[[], object]
-    bringer: LedgerRequest
+    bringer: HostCacheRequest
     """The request whose load it waits for."""
 
 
@@ -145,11 +161,11 @@ class _Question:
 class Arrivals:
     clock: Callable[[], float]
     pending_timeout_s: float
-    under_way: dict[LedgerRequest, Arrival] = field(default_factory=dict)
+    under_way: dict[HostCacheRequest, Arrival] = field(default_factory=dict)
     """Until the request's first offer, or its end."""
-    _questions: dict[LedgerRequest, _Question] = field(default_factory=dict)
+    _questions: dict[HostCacheRequest, _Question] = field(default_factory=dict)
 
-    def bringer(self, request: LedgerRequest, unit: int, num_tokens: int) -> LedgerRequest | None:
+    def bringer(self, request: HostCacheRequest, unit: int, num_tokens: int) -> HostCacheRequest | None:
         """The request whose load brings `unit` of `request`, with which its first `num_tokens` end; None if there is
         none, or once `request` has waited for `pending_timeout_s`."""
         if self.clock() >= self.pending_until(request):
@@ -164,25 +180,25 @@ class Arrivals:
                 return other
         return None
 
-    def pending_until(self, request: LedgerRequest) -> float:
+    def pending_until(self, request: HostCacheRequest) -> float:
         """When `request` is told to wait no longer; infinity if it is not waiting."""
         question = self._questions.get(request)
         return math.inf if question is None else question.since + self.pending_timeout_s
 
-    def waits_for(self, request: LedgerRequest) -> LedgerRequest | None:
+    def waits_for(self, request: HostCacheRequest) -> HostCacheRequest | None:
         """The request whose load `request` was told to wait for; None if it was told otherwise."""
         question = self._questions.get(request)
         return None if question is None else question.bringer
 
-    def ask_again(self, request: LedgerRequest, bringer: LedgerRequest, wake: Callable[[], object]) -> None:
+    def ask_again(self, request: HostCacheRequest, bringer: HostCacheRequest, wake: Callable[[], object]) -> None:
         """`request` is told PENDING because of `bringer`. The timeout counts from the first time."""
         before = self._questions.get(request)
         self._questions[request] = _Question(self.clock() if before is None else before.since, wake, bringer)
 
-    def answered(self, request: LedgerRequest) -> None:
+    def answered(self, request: HostCacheRequest) -> None:
         self._questions.pop(request, None)
 
-    def fell_short(self, request: LedgerRequest, stop: int) -> list[Callable[[], object]]:
+    def fell_short(self, request: HostCacheRequest, stop: int) -> list[Callable[[], object]]:
         """The load of `request` has only reached unit `stop`. Returns the callbacks to call."""
         arrival = self.under_way[request]
         if stop == arrival.start:
@@ -191,16 +207,16 @@ class Arrivals:
             self.under_way[request] = Arrival(arrival.start, stop, arrival.jobs)
         return self._waiting_for(request)
 
-    def invalidated(self, request: LedgerRequest, stop: int) -> list[Callable[[], object]]:
+    def invalidated(self, request: HostCacheRequest, stop: int) -> list[Callable[[], object]]:
         """`request` has taken back what it has from unit `stop` on. Returns the callbacks to call."""
         arrival = self.under_way.get(request)
         return [] if arrival is None or arrival.stop <= stop else self.fell_short(request, max(stop, arrival.start))
 
-    def over(self, request: LedgerRequest) -> list[Callable[[], object]]:
+    def over(self, request: HostCacheRequest) -> list[Callable[[], object]]:
         """`request` has offered what it loaded, or is over. Returns the callbacks to call."""
         return [] if self.under_way.pop(request, None) is None else self._waiting_for(request)
 
-    def _waiting_for(self, request: LedgerRequest) -> list[Callable[[], object]]:
+    def _waiting_for(self, request: HostCacheRequest) -> list[Callable[[], object]]:
         return [question.wake for question in self._questions.values() if question.bringer is request]
 
 
@@ -212,7 +228,7 @@ class EngineMatches:
     arrivals: Arrivals
     device: EngineTier
 
-    def match(self, request: LedgerRequest, num_device_tokens: int, wake: Callable[[], object]) -> None:
+    def match(self, request: HostCacheRequest, num_device_tokens: int, wake: Callable[[], object]) -> None:
         """Match and pin what the host holds behind `num_device_tokens`: PINNED. While another request is loading the
         next block: MATCHED, without pins; `wake` is called when asking again may give another answer."""
         is_same = request.state is State.PINNED and num_device_tokens == request.engine_tokens
@@ -236,12 +252,12 @@ class EngineMatches:
         if bringer is None:
             self.moves.request(request, State.PINNED)
 
-    def _is_held(self, request: LedgerRequest) -> bool:
+    def _is_held(self, request: HostCacheRequest) -> bool:
         """Whether the whole hit can still be loaded."""
         start = request.engine_tokens // self.cache.layout.unit_tokens
         return self.held_stop(request, start, request.hit_stop) == request.hit_stop
 
-    def _hit(self, request: LedgerRequest, at_most: int = NO_LIMIT) -> Hit:
+    def _hit(self, request: HostCacheRequest, at_most: int = NO_LIMIT) -> Hit:
         start = request.engine_tokens // self.cache.layout.unit_tokens
         if request.epoch != self.cache.epoch:
             return Hit(start, start, ())
@@ -256,7 +272,7 @@ class EngineMatches:
         limit = min((sequence.num_tokens - 1) // layout.unit_tokens, limit)
         return find_hit_after(self.cache.index, sequence, layout, limit, start, alignment)
 
-    def _pin(self, request: LedgerRequest, hit: Hit) -> None:
+    def _pin(self, request: HostCacheRequest, hit: Hit) -> None:
         unit = self.cache.layout.unit_tokens
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
@@ -266,25 +282,25 @@ class EngineMatches:
         num_host_tokens = (hit.stop - hit.device_stop) * unit
         request.match = PrefixMatch(hit.device_stop * unit, num_host_tokens, num_disk_tokens=on_disk)
 
-    def match_again(self, request: LedgerRequest, at_most: int = NO_LIMIT) -> None:
+    def match_again(self, request: HostCacheRequest, at_most: int = NO_LIMIT) -> None:
         """Match a PINNED request again, after the same tokens of the engine's, up to unit `at_most`."""
         self.request_leases.end_host_lease(request)
         self._pin(request, self._hit(request, at_most))
 
-    def loadable(self, request: LedgerRequest) -> Loadable | None:
+    def loadable(self, request: HostCacheRequest) -> Loadable | None:
         """What a load of the whole hit would bring. None: nothing, or it was planned before."""
         start = request.engine_tokens // self.cache.layout.unit_tokens
         if request.state is not State.PINNED or request.hit_stop <= start:
             return None
         return Loadable(start, request.hit_stop, self.cache.layout.num_blocks(start, start, request.hit_stop))
 
-    def forget(self, requests: Iterable[LedgerRequest]) -> None:
+    def forget(self, requests: Iterable[HostCacheRequest]) -> None:
         """Match PINNED `requests` again, up to their old hit, if the host no longer holds all of it."""
         for request in requests:
             if request.state is State.PINNED and not self._is_held(request):
                 self.match_again(request, request.hit_stop)
 
-    def held_stop(self, request: LedgerRequest, start: int, stop: int) -> int:
+    def held_stop(self, request: HostCacheRequest, start: int, stop: int) -> int:
         """The unit up to which the hit can still be loaded: a corrupt block may have cut it off, and nothing can be
         while too many blocks are in quarantine."""
         if request.epoch != self.cache.epoch or BELOW not in request.leases or not self.device.may_load:

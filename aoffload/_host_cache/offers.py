@@ -21,20 +21,20 @@ from typing import Any, TypeAlias
 
 from .._config.config import MAX_BLOCKS
 from .._eviction.learned import Learning
-from .._extensions.store_policies import StorePolicy
 from .._kernel.cache import PrefixCache
 from .._kernel.events import StoreSkipped
+from .._kernel.hooks import Hooks
 from .._kernel.index import covered, covered_stop, stretches
 from .._kernel.jobs import JobBook, Stores, first_stored
 from .._kernel.layout import Component, without
 from .._kernel.moves import Moves
 from .._kernel.records import NO_LIMIT, Job, Run
-from .._kernel.requests import LedgerRequest
 from .._kernel.states import BELOW, Tier
 from .._kernel.tokens import TokenSequence
 from ..errors import InvalidArgument
 from .ids import EngineIds, has_null, named_rows
 from .matches import EngineTier
+from .requests import HostCacheRequest
 
 MOST_DEFERRED = 128
 """Maximum requests with deferred blocks, because each keeps its tokens. One more gives up the blocks of the oldest."""
@@ -87,7 +87,7 @@ class Wanted:
 class Deferred:
     """The blocks of a request that offers have deferred, because too many blocks were in flight."""
 
-    request: LedgerRequest
+    request: HostCacheRequest
     stop: int
     """The unit up to which the host is to hold the blocks. It is kept here, because a request that is over forgets
     it."""
@@ -112,7 +112,7 @@ class EngineOffers:
     jobs: JobBook
     stores: Stores
     moves: Moves
-    policy: StorePolicy
+    hooks: Hooks
     device: EngineTier
     max_blocks_in_flight: int
     max_step_blocks: int
@@ -131,38 +131,41 @@ class EngineOffers:
     step."""
     _planned: list[Job] = field(default_factory=list)
     """What `offer_deferred` has planned and not returned, because `find` raised for a later request."""
-    _ends: dict[LedgerRequest, End] = field(default_factory=dict)
+    _ends: dict[HostCacheRequest, End] = field(default_factory=dict)
     """Where the path of a request was left: what it offers next usually begins there."""
 
-    def reached(self, request: LedgerRequest, run: Run) -> None:
+    def reached(self, request: HostCacheRequest, run: Run) -> None:
         """The index has the tokens of `request` up to the end of `run`."""
         self._ends[request] = End(run, run.stop)
         if self.learning is not None:
             self.learning.mark(self.cache, request, run, 0)
 
-    def forget(self, request: LedgerRequest) -> None:
+    def forget(self, request: HostCacheRequest) -> None:
         """The request is over, or its tokens were taken back."""
         self._ends.pop(request, None)
 
     # -- what an offer stores -------------------------------------------------------------------------------------
 
     def wanted(
-        self, request: LedgerRequest, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool
+        self, request: HostCacheRequest, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool
     ) -> Wanted:
         """Blocks that the policy wants, the host lacks and the engine has. Changes nothing, except that the last offer
-        reports the generated tokens to the policy, once all `ids` are checked. `unwritten`: for each component, units
+        reports the generated tokens to the extensions, once all `ids` are checked. `unwritten`: for each component, units
         whose blocks were never written."""
         if request.epoch != self.cache.epoch or not request.store_limit:
             return Wanted([])
         if is_last:
             ids.check(request.published)
-            self.policy.seen(request, request.sequence.num_prompt_units, request.published)
-        wanted = min(request.published, request.store_limit, self.policy.wanted_stop(request))
+            for hook in self.hooks.on_finishing:
+                hook(request)
+        wanted = min(request.published, request.store_limit)
+        for ask in self.hooks.ask_store_stop:
+            wanted = min(wanted, ask(request))
         return self._lacking(request, wanted, ids, unwritten, is_last=is_last)
 
     def _lacking(
         self,
-        request: LedgerRequest,
+        request: HostCacheRequest,
         stop: int,
         ids: EngineIds,
         unwritten: Mapping[int, range],
@@ -203,7 +206,7 @@ class EngineOffers:
                 wanted.offers += self._of_window(request, component, units, ids)
         return wanted
 
-    def _stored_end(self, request: LedgerRequest, stop: int, end: End | None) -> End | None:
+    def _stored_end(self, request: HostCacheRequest, stop: int, end: End | None) -> End | None:
         """`end`, with its key, if the host has everything before it or will get it, and the index nothing behind it up
         to unit `stop`. None: the path has to be walked to tell, as it always has for windows."""
         if end is None or self.cache.windows or not self._is_there(end):
@@ -216,7 +219,7 @@ class EngineOffers:
         key = request.sequence.key_at(hasher, end.position)
         return None if key in self.cache.index.runs else End(end.run, end.position, key)
 
-    def _evicts(self, request: LedgerRequest) -> bool:
+    def _evicts(self, request: HostCacheRequest) -> bool:
         """Whether the host has evicted blocks since `request` was admitted. What it lacks of what `request` stored is
         then stored again by its last offer only: where the host cannot keep what live requests hold, each of them would
         evict all others at every offer."""
@@ -237,7 +240,7 @@ class EngineOffers:
         if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
             raise InvalidArgument("block_ids", f"names block {wrong}, which a copy may still write to")
 
-    def _of_full(self, request: LedgerRequest, lacking: Iterable[range], ids: EngineIds) -> Iterator[Offer]:
+    def _of_full(self, request: HostCacheRequest, lacking: Iterable[range], ids: EngineIds) -> Iterator[Offer]:
         """Full attention, up to the first null block: a hit never finds the blocks after a gap."""
         full = self.cache.layout.full
         for units in lacking:
@@ -253,13 +256,13 @@ class EngineOffers:
                 return
 
     def _with_found(
-        self, request: LedgerRequest, component: Component, start: int, stop: int, named: array[int], ids: EngineIds
+        self, request: HostCacheRequest, component: Component, start: int, stop: int, named: array[int], ids: EngineIds
     ) -> array[int]:
         """The blocks `named`, with those that the engine has in its prefix cache in place of null blocks."""
         return ids.with_found(component, start, stop, named, partial(self.device.find, request.request_id))
 
     def _of_window(
-        self, request: LedgerRequest, component: Component, lacking: Iterable[range], ids: EngineIds
+        self, request: HostCacheRequest, component: Component, lacking: Iterable[range], ids: EngineIds
     ) -> Iterator[Offer]:
         """A window component, without units that have a null block."""
         for units in lacking:
@@ -279,7 +282,7 @@ class EngineOffers:
         self._computed_blocks = num_blocks + (self._computed_blocks if self._knows_steps else 0)
         self._step_blocks = max(self._step_blocks, min(self._computed_blocks, self.max_step_blocks))
 
-    def store(self, request: LedgerRequest, wanted: Wanted, unwritten: Mapping[int, range]) -> list[Job]:
+    def store(self, request: HostCacheRequest, wanted: Wanted, unwritten: Mapping[int, range]) -> list[Job]:
         """Plan stores for the blocks of `wanted` that may be in flight, and defer the others."""
         self.deferred.pop(request.request_id, None)  # `wanted` includes these blocks
         jobs, num_left = self._store(request, wanted)
@@ -292,7 +295,7 @@ class EngineOffers:
             self.moves.note(StoreSkipped(request, num_left, "in_flight"))
         return jobs
 
-    def _store(self, request: LedgerRequest, wanted: Wanted) -> tuple[list[Job], int]:
+    def _store(self, request: HostCacheRequest, wanted: Wanted) -> tuple[list[Job], int]:
         """The jobs, and the number of blocks above the bound."""
         jobs, found, num_left = list[Job](), wanted.offers, wanted.num_left
         if wanted.num_evicted:
@@ -388,7 +391,7 @@ class EngineOffers:
             if old.request.sequence.begins_alike(wrong, num_tokens):
                 del self.deferred[request_id]
 
-    def _path(self, request: LedgerRequest, end: End | None, stop: int) -> Run:
+    def _path(self, request: HostCacheRequest, end: End | None, stop: int) -> Run:
         """The run of the index that ends at unit `stop` of the request's tokens; inserts what is missing, behind `end`
         if that is known."""
         if end is not None and self._is_there(end):

@@ -39,7 +39,7 @@ from ..errors import LeaseError
 from .index import RunIndex, Stretch, covered, covered_stop, stretches
 from .layout import Component, Layout, outside
 from .pools import LastUses, TierBlocks
-from .protocols import BlockWatcher, EvictionOrder, Shielded
+from .protocols import BlockWatcher, EvictionOrder, Watchers
 from .records import Job, Lease, Part, Run
 from .states import NoEpoch, Tier
 from .tokens import TokenSequence, max_run_units
@@ -276,6 +276,7 @@ class PrefixCache:
         self._max_run_units = max_run_units(layout.unit_tokens)
         self.last_uses = last_uses
         self._new_order = new_order
+        self._watchers: tuple[BlockWatcher, ...] = ()
         self.epoch = self.index.epoch
         """Counts resets. Runs of another epoch are not findable."""
         self.has_disk = len(tiers) > Tier.DISK
@@ -442,10 +443,17 @@ class PrefixCache:
         else:
             self.index.shorten(run, held)
 
-    def watch(self, watcher: BlockWatcher | None) -> None:
-        """Report to `watcher` every change of what is cached, in all tiers but engine-owned ones."""
+    def watch(self, watcher: BlockWatcher) -> None:
+        """Report to `watcher`, too, every change of what is cached, in all tiers but those that are outside."""
+        self._watch((*self._watchers, watcher))
+
+    def unwatch(self, watcher: BlockWatcher) -> None:
+        self._watch(tuple([other for other in self._watchers if other is not watcher]))
+
+    def _watch(self, watchers: tuple[BlockWatcher, ...]) -> None:
+        self._watchers = watchers
         for tier in self.tiers:
-            tier.watcher = None if tier.is_outside or watcher is None else Shielded(watcher)
+            tier.watcher = None if tier.is_outside or not watchers else Watchers(watchers)
 
     # -- leases ---------------------------------------------------------------------------------------------------
 

@@ -27,8 +27,8 @@ import attrs
 
 from .plans import Completion, PrefixMatch
 from .records import Job
-from .requests import CacheTransfer, LedgerRequest, LoadOverlap, Pin, Step
-from .states import CacheTransferState, JobState, OverlapState, PinState, RequestState, Tier
+from .requests import LedgerRequest, Step
+from .states import JobState, RequestState, Tier
 from .status import HintEnd, Holder, RequestStatus, TierEviction
 
 
@@ -83,47 +83,6 @@ class StoreSkipped(Event):
     num_blocks: int
     reason: str
     """`host_full`, `disk_full`, `evicted` or `in_flight`."""
-
-
-@attrs.frozen
-class PinMoved(Event):
-    """A pin of `Ledger.pin` is held, or has ended."""
-
-    pin: Pin
-    old: PinState
-    new: PinState
-
-
-@attrs.frozen
-class CacheTransferMoved(Event):
-    """A prefetch, demotion or fetch has begun or ended."""
-
-    transfer: CacheTransfer
-    old: CacheTransferState
-    new: CacheTransferState
-
-
-@attrs.frozen
-class OverlapMoved(Event):
-    """A step overlaps a load, or it has turned out whether the load brought what the step assumed."""
-
-    overlap: LoadOverlap
-    old: OverlapState
-    new: OverlapState
-
-
-@attrs.frozen
-class LoadsPaused(Event):
-    """With `engine_blocks`: more than `max_quarantined_share` of the blocks are in quarantine, so nothing is loaded."""
-
-    num_quarantined: int
-
-
-@attrs.frozen
-class LoadsResumed(Event):
-    """Enough of these copies have ended for certain, and loading goes on."""
-
-    num_quarantined: int
 
 
 @attrs.frozen

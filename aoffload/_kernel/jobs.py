@@ -45,19 +45,20 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import attrs
 
 from .cache import PrefixCache, brings
 from .events import StoreSkipped
+from .hooks import Hooks
 from .index import Stretch, covered, held_ids, stretches
 from .layout import Component
 from .moves import Moves
 from .plans import BlockLabel, CellLabel, Completion, TransferPlan
 from .pools import TierBlocks
-from .records import NO_LIMIT, Job, Lease, Run
+from .records import NO_LIMIT, Job, Lease, Load, Run
 from .requests import LedgerRequest
 from .states import Direction, JobState, NoEpoch, Outcome, Tier, require
 from .tokens import hash_run, unit_digests
@@ -100,6 +101,7 @@ class JobBook:
 
     cache: PrefixCache
     moves: Moves
+    hooks: Hooks
     units_per_job: Sequence[int]
     """The most units of one job, for each component."""
     tiers: dict[Tier, TierBlocks] = field(init=False)
@@ -275,6 +277,42 @@ class JobBook:
         self._close(job, None)
         return [job, *self._close_followers(job)]
 
+    def end_claims(self, jobs: Iterable[Job]) -> list[Callable[[], object]]:
+        """End the claims on `jobs`, which are settled, and the loads that have no job left. Returns the callbacks to
+        call once the wait queue is served."""
+        over: list[Load] = []
+        is_corrupt = False
+        for job in jobs:
+            for load in job.claims:
+                if load.job_settled is not None:
+                    load.job_settled(job)
+                load.jobs.discard(job)
+                if not load.jobs:
+                    over.append(load)
+            job.claims.clear()
+            if job.completion is not None and job.completion.outcome is Outcome.CORRUPT:
+                is_corrupt = True
+        if is_corrupt:  # cached blocks were withdrawn
+            for hook in self.hooks.on_withdrawn:
+                hook()
+        if len(over) > 1:
+            over.sort(key=_ticket)
+        wakes: list[Callable[[], object]] = []
+        for load in over:
+            wakes += load.conclude()
+        return wakes
+
+    def abandon(self, load: Load) -> list[Job]:
+        """End the claims of `load`, and discard its queued jobs that no other load claims. Returns the jobs settled by
+        that. The caller ends the load."""
+        settled: list[Job] = []
+        for job in sorted(load.jobs, key=lambda job: -job.job_id):
+            job.claims.pop(load, None)
+            if not job.claims and job.state is JobState.QUEUED and job.plan.direction is Direction.LOAD:
+                settled += self.discard(job)
+        load.jobs.clear()
+        return settled
+
     def _close_followers(self, job: Job) -> list[Job]:
         """Close the parked followers of `job`, and theirs; returns them in order. The other followers get the
         predecessor of `job` as theirs, so that no chain breaks.
@@ -338,6 +376,8 @@ class JobBook:
             self.cache.release(job.destination_lease)
         if job.source_lease is None:
             source.unhold(plan.source_ids)
+        for hook in self.hooks.on_job_settled:
+            hook(job)
 
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
         """Publish the blocks before unit `proven_stop` on the job's own runs, in prefix order. Free the others unless
@@ -458,6 +498,10 @@ class Stores:
         if not is_pin_taken:
             self.cache.release(pin)
         return jobs
+
+
+def _ticket(load: Load) -> int:
+    return load.ticket
 
 
 def left_of(most: int, jobs: list[Job]) -> int:

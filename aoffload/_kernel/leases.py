@@ -34,15 +34,14 @@ there.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from .cache import PrefixCache
+from .hooks import Hooks
 from .index import Hit, fetchable_path, find_hit, held_ids, stretches
-from .layout import Component, without
 from .plans import PrefixMatch
 from .records import BlockTable, Part, Run, nulls
-from .requests import Fetched, LedgerRequest
+from .requests import LedgerRequest
 from .states import BELOW, RequestState, Tier
 
 
@@ -51,8 +50,7 @@ class RequestLeases:
     """Takes and ends the leases of requests, and makes their block tables."""
 
     cache: PrefixCache
-    num_fetched: int = 0
-    """Host blocks under the leases of `keep_fetched`."""
+    hooks: Hooks
 
     def pin(self, request: LedgerRequest, *, islands: bool = True) -> None:
         """Match the known tokens of `request` and lease the hit, in one step. `islands`: see `find_hit`."""
@@ -73,6 +71,8 @@ class RequestLeases:
         request.published = request.ready_stop = hit.device_stop
         request.hit_stop, num_host_tokens = hit.stop, (hit.stop - hit.device_stop) * unit
         request.match = PrefixMatch(hit.device_stop * unit, num_host_tokens, num_disk_tokens=on_disk)
+        for hook in self.hooks.on_matched:
+            hook(request)
 
     def num_fetchable(self, request: LedgerRequest, hit_stop: int) -> int:
         """Units that a fetch would add to the hit of `request`, which ends at `hit_stop`."""
@@ -112,31 +112,11 @@ class RequestLeases:
 
     def forget_match(self, request: LedgerRequest) -> None:
         """Release the leases and clear the match. Private blocks stay."""
-        leases = request.match_leases
+        leases = request.all_leases
         request.leases, request.reserve = {}, None
         request.published = request.ready_stop = request.hit_stop = 0
         for lease in leases:
             self.cache.release(lease)
-
-    def keep_fetched(self, request: LedgerRequest, most: int) -> None:
-        """Pin the host hit, which was just fetched for the request, until the request has block tables. The pin
-        outlasts the leases of the match, which a request gives up in the wait queue. All such pins keep at most `most`
-        blocks; a hit beyond that may be evicted."""
-        self.end_fetched(request)
-        lease = request.leases.get(BELOW)
-        if lease is None:
-            return
-        num_blocks = self.num_fresh(request.published, request.hit_stop, request.hit_stop)
-        if self.num_fetched + num_blocks <= most:
-            self.num_fetched += num_blocks
-            request.fetched = Fetched(self.cache.lease(BELOW, lease.run), num_blocks)
-
-    def end_fetched(self, request: LedgerRequest) -> None:
-        """End the pin of `keep_fetched`."""
-        fetched, request.fetched = request.fetched, None
-        if fetched is not None:
-            self.num_fetched -= fetched.num_host_blocks
-            self.cache.release(fetched.lease)
 
     def match_again(self, request: LedgerRequest, *, islands: bool = True) -> None:
         """Release the match, then match and pin what is cached by now."""
@@ -171,8 +151,6 @@ class RequestLeases:
         """Give back all blocks and leases of the request, in any state. The request owns nothing afterwards."""
         self.give_up_tables(request)
         self.forget_match(request)
-        if request.fetched is not None:
-            self.end_fetched(request)
 
     def give_up_tables(self, request: LedgerRequest) -> None:
         """Free the private blocks and drop the tables. Leases stay."""
@@ -197,7 +175,7 @@ class RequestLeases:
         units would take with it, and the number of blocks that would become available if it replaced the present match.
         Changes nothing."""
         hit = self._find(request, islands=False)
-        leases = [lease for lease in request.all_leases() if lease.tier is Tier.DEVICE]
+        leases = [lease for lease in request.all_leases if lease.tier is Tier.DEVICE]
         unpinned = self.cache.pinned_by_none_but(leases)
         taken = [part for run in hit.path for part in run.parts_in(Tier.DEVICE) if not part.num_references]
         gained = sum(len(part.blocks) + len(part.tombstone_ids()) for part in unpinned)
@@ -228,8 +206,8 @@ class RequestLeases:
             tables.append(BlockTable(component.width, ids, start))
         request.tables, request.num_units = tuple(tables), num_units
         request.num_computed_tokens = stop * self.cache.layout.unit_tokens
-        if request.fetched is not None:
-            self.end_fetched(request)  # the leases of the match pin the same blocks from here on
+        for hook in self.hooks.on_allocated:
+            hook(request)
 
     def lengthen_tables(self, request: LedgerRequest, num_units: int, blocks: array[int]) -> None:
         """Append `blocks`, taken for the units up to `num_units`."""
@@ -343,82 +321,6 @@ def _may_grow(cache: PrefixCache, run: Run) -> bool:
         if is_ours and part.component and (not part.num_references or (part.blocks and part.stop != run.stop)):
             return False
     return True
-
-
-def published_by(cache: PrefixCache, request: LedgerRequest, start: int) -> list[tuple[Component, Run]]:
-    """The runs, by component, whose blocks from unit `start` on the request itself has published, without runs whose
-    blocks another request has published first. Splits runs where these units begin and end."""
-    own = _own_units(cache, request, start)
-    for at in {at for _, units in own for at in (units.start, units.stop)}:
-        for run, _, _ in stretches(request.device_run, at, at + 1):
-            if run.start < at:
-                cache.split(run, at)
-    return [
-        (component, run)
-        for component, units in own
-        for run, _, _ in stretches(request.device_run, units.start, units.stop)
-    ]
-
-
-def first_published(cache: PrefixCache, request: LedgerRequest, start: int) -> int:
-    """The first unit from `start` on that the request itself has published; `request.published` if there is none."""
-    return min((units.start for _, units in _own_units(cache, request, start)), default=request.published)
-
-
-def _own_units(cache: PrefixCache, request: LedgerRequest, start: int) -> list[tuple[Component, range]]:
-    ready = max(start, request.ready_stop)
-    return [
-        (component, units)
-        for component, table in zip(cache.layout.components, request.tables, strict=True)
-        for units in without(table.duplicates, ready, request.published)
-        if component.width
-    ]
-
-
-def runs_from(cache: PrefixCache, request: LedgerRequest, start: int, cut: Container[Run]) -> list[Run]:
-    """The runs from unit `start` on that the request uses: those of its device lease or, without tables, the cached
-    runs of the tokens that it had published when it gave its tables up. Splits at `start`, but no run in `cut`."""
-    if request.tables:
-        runs = request.device_run.whole_path() if request.device_run is not None else []
-    else:
-        runs = [run for run, _ in cache.index.walk(request.sequence, request.read_before)]
-    for run in runs:
-        if run.start < start < run.stop and run not in cut:
-            cache.split(run, start)
-    return [run for run in runs if run.stop > start]
-
-
-def read_by(readers: Iterable[LedgerRequest], published: list[tuple[Component, Run]]) -> list[tuple[Component, Run]]:
-    """Those of `published` whose blocks are in the tables of `readers`."""
-    leases = [reader.leases[Tier.DEVICE] for reader in readers if reader.tables and Tier.DEVICE in reader.leases]
-    paths = [(lease, set(lease.run.path())) for lease in leases]
-    return [
-        (component, run)
-        for component, run in published
-        if any(
-            run in path and (not component.number or run.start >= lease.starts[component.number - 1])
-            for lease, path in paths
-        )
-    ]
-
-
-def take_private(
-    cache: PrefixCache,
-    request: LedgerRequest,
-    published: list[tuple[Component, Run]],
-    shared: list[tuple[Component, Run]],
-) -> None:
-    """Make the withdrawn blocks of `published` private to the request again. The `shared` ones stay with the requests
-    that read them; in their place the request gets fresh blocks, which must be available."""
-    for component, run in published:
-        table = request.tables[component.number]
-        if run.start < table.start:
-            continue  # it has left the window
-        if (component, run) in shared:
-            cache.last_uses.gave_up(request, table.at(run.start, run.stop))
-            table.put(run.start, cache.take(Tier.DEVICE, (run.stop - run.start) * component.width))
-        else:
-            run.part(Tier.DEVICE, component.number).disown(set(table.at(run.start, run.stop)))
 
 
 def step_back(leases: RequestLeases, request: LedgerRequest, start: int) -> None:

@@ -15,12 +15,8 @@ the units of the window before `stop`, where the three kinds may lie in any orde
 The device lease of the request moves to `stop` before anything is planned, so that everything a job publishes is pinned
 as it lands. The host lease stays until the load ends.
 
-The end. A settled job leaves every load that claims it (`Loads.settled`). A load without jobs is over. It calls its
-callback `conclude`, which says what follows:
-
-    a request                             `Loads._conclude`
-    a prefetch, a fetch, a demotion       `CacheTransfers`: it releases everything; blocks that have landed stay cached
-    a request on an engine's own blocks   `EngineOwned`
+The end. A settled job leaves every load that claims it (`JobBook.end_claims`). A load without jobs is over. It calls
+its callback `conclude`, which says what follows; for a request that is `Loads._conclude`.
 
 A request goes on with the units that the device holds then, in every component. Neither the plan nor a completion
 decides that: a copy may have landed, and yet have published nothing, because its predecessor failed. If the load falls
@@ -36,7 +32,7 @@ So does a request whose load was over, if its caller does not know that yet (`lo
 A step may overlap the load. Its blocks cannot be given up before it ends: a request that should be REQUEUED is DRAINING
 until then, and the end of the step calls `conclude` again.
 
-A load is abandoned when its request stops waiting. Its queued jobs that no other load claims are discarded. Launched
+A load is abandoned (`JobBook.abandon`) when its request stops waiting. Its queued jobs that no other load claims are discarded. Launched
 jobs go on and publish what they bring.
 """
 
@@ -47,10 +43,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from .._arguments import check_int
-from .._extensions.load_choice import Loadable
-from .._extensions.overlap import compare
 from ..errors import WrongState
 from .cache import PrefixCache
+from .hooks import Hooks
 from .index import accepted, covered, held_ids, held_stop, jobs_bringing, jobs_into, present_stop, stretches
 from .jobs import JobBook
 from .layout import Component, outside
@@ -59,7 +54,7 @@ from .moves import Moves
 from .plans import TransferPlan
 from .records import NO_LIMIT, BlockTable, Job, Load, Run
 from .requests import LedgerRequest, Waiter, do_nothing
-from .states import BELOW, HIT_TIERS, Computing, Direction, JobState, Outcome, Tier, require
+from .states import BELOW, HIT_TIERS, Computing, Tier, require
 from .states import RequestState as State
 from .waiting import Admission, waiting_error
 
@@ -73,8 +68,7 @@ class Loads:
     moves: Moves
     jobs: JobBook
     admission: Admission
-    found_corrupt: Callable[[], object] = do_nothing
-    """Called once cached blocks were found corrupt and withdrawn, before any load ends."""
+    hooks: Hooks
 
     def plan(
         self,
@@ -109,6 +103,8 @@ class Loads:
         is_current, conclude = request.epoch == self.cache.epoch, partial(self._conclude, request)
         may_load = is_current and BELOW in request.leases
         stop = min(request.hit_stop, request.num_units, limit) if may_load else 0
+        for ask in self.hooks.ask_load_stop:
+            stop = min(stop, ask(request, stop))
         jobs = self.start(request, stop, wake, conclude, units_per_job) if stop > request.published else []
         load = request.load
         if load is None and (has_holes(request) or (request.published and not is_current)):
@@ -133,23 +129,6 @@ class Loads:
             and request.computing is not Computing.ITS_BLOCKS
             and request.waiter is None
         )
-
-    def loadable(self, request: LedgerRequest, max_tokens: object) -> Loadable | None:
-        """The units that `plan` would load. None: there are none, or the load was planned before."""
-        layout, start, stop = self.cache.layout, request.published, request.hit_stop
-        if max_tokens is not None or stop > request.num_units:
-            limit = NO_LIMIT if max_tokens is None else check_int("max_tokens", max_tokens, 0) // layout.unit_tokens
-            stop = min(stop, request.num_units, limit)
-        lease = request.leases.get(BELOW)
-        if stop <= start or lease is None or request.state is not State.ALLOCATED or request.epoch != self.cache.epoch:
-            return None
-        if request.num_steps or request.waiter is not None:
-            return None  # `plan` refuses it
-        run, there = lease.run, start
-        part = run.parts[Tier.DEVICE]
-        if part.incoming is not None or part.stop > start or run.start > start:  # else the device gets no unit of it
-            there = min(self.on_its_way(run.whole_path(), start, stop)[1], stop)
-        return Loadable(start, stop, layout.num_blocks(there, start, stop))
 
     def start(
         self,
@@ -259,41 +238,6 @@ class Loads:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def settled(self, jobs: list[Job]) -> list[Callable[[], object]]:
-        """End the claims on `jobs`, which are settled, and the loads that have no job left. Returns the callbacks to
-        call once the wait queue is served."""
-        over: list[Load] = []
-        is_corrupt = False
-        for job in jobs:
-            for load in job.claims:
-                if load.job_settled is not None:
-                    load.job_settled(job)
-                load.jobs.discard(job)
-                if not load.jobs:
-                    over.append(load)
-            job.claims.clear()
-            if job.completion is not None and job.completion.outcome is Outcome.CORRUPT:
-                is_corrupt = True
-        if is_corrupt:
-            self.found_corrupt()
-        if len(over) > 1:
-            over.sort(key=_ticket)
-        wakes: list[Callable[[], object]] = []
-        for load in over:
-            wakes += load.conclude()
-        return wakes
-
-    def abandon(self, load: Load) -> list[Job]:
-        """End the claims of `load`, and discard its queued jobs that no other load claims. Returns the jobs settled by
-        that. The caller ends the load."""
-        settled: list[Job] = []
-        for job in sorted(load.jobs, key=lambda job: -job.job_id):
-            job.claims.pop(load, None)
-            if not job.claims and job.state is JobState.QUEUED and job.plan.direction is Direction.LOAD:
-                settled += self.jobs.discard(job)
-        load.jobs.clear()
-        return settled
-
     def _conclude(self, request: LedgerRequest) -> list[Callable[[], object]]:
         """End the load of `request` with the tokens that are on the device: RUNNING. If the device hit is from before a
         reset, or if there are too few free blocks for the missing units: REQUEUED, or DRAINING while a step still uses
@@ -302,8 +246,8 @@ class Loads:
         assert load is not None
         run, is_current = request.device_run, request.epoch == self.cache.epoch
         if start and not is_current:
-            if request.overlap is not None:
-                compare(self.moves, request, layout.components)
+            for hook in self.hooks.on_load_over:
+                hook(request)
             request.num_lost_tokens += (load.stop - start) * layout.unit_tokens
             self._requeue(request, start, load.wake)
             return []
@@ -324,8 +268,8 @@ class Loads:
             missing.append(table.num_null(ready, request.num_units))
         request.published = request.ready_stop = ready
         request.num_computed_tokens = ready * layout.unit_tokens
-        if request.overlap is not None:
-            compare(self.moves, request, layout.components)
+        for hook in self.hooks.on_load_over:
+            hook(request)
         if ready < load.stop:
             request.num_lost_tokens += (load.stop - ready) * layout.unit_tokens
             step_back(self.request_leases, request, ready)
@@ -355,10 +299,6 @@ class Loads:
         self.request_leases.release_all(request)
         self.moves.request(request, State.REQUEUED)
         self.admission.enqueue(Waiter(request, num_units, wake))
-
-
-def _ticket(load: Load) -> int:
-    return load.ticket
 
 
 def has_holes(request: LedgerRequest) -> bool:

@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import IllegalTransition
-from .events import (
-    CacheTransferMoved,
-    Event,
-    JobMoved,
-    Observer,
-    OverlapMoved,
-    PinMoved,
-    RequestMoved,
-    StepBegun,
-    StepEnded,
-)
+from .events import Event, JobMoved, Observer, RequestMoved, StepBegun, StepEnded
 from .records import Job
-from .requests import CacheTransfer, LedgerRequest, LoadOverlap, Pin, Step
-from .states import (
-    CACHE_TRANSFER_MOVES,
-    JOB_MOVES,
-    OVERLAP_MOVES,
-    PIN_MOVES,
-    REQUEST_MOVES,
-    CacheTransferState,
-    JobState,
-    OverlapState,
-    PinState,
-    RequestState,
-    State,
-    Stateful,
-)
+from .requests import LedgerRequest, Step
+from .states import JOB_MOVES, REQUEST_MOVES, JobState, RequestState, State, Stateful
 
 
 @dataclass(slots=True, eq=False)
@@ -72,28 +50,14 @@ class Moves:
         if self.observer is not None:
             self.unreported.append(JobMoved(job, old, state, reason))
 
-    def pin(self, pin: Pin, state: PinState) -> None:
-        old = pin.state
-        if state not in PIN_MOVES[old]:
-            raise _illegal(pin, state)
-        if self.clock is not None:
-            pin.since_s = self.clock()
-        pin.state = state
-        self.note(PinMoved(pin, old, state))
-
-    def cache_transfer(self, transfer: CacheTransfer, state: CacheTransferState) -> None:
-        old = transfer.state
-        if state not in CACHE_TRANSFER_MOVES[old]:
-            raise _illegal(transfer, state)
-        transfer.state = state
-        self.note(CacheTransferMoved(transfer, old, state))
-
-    def overlap(self, overlap: LoadOverlap, state: OverlapState) -> None:
-        old = overlap.state
-        if state not in OVERLAP_MOVES[old]:
-            raise _illegal(overlap, state)
-        overlap.state = state
-        self.note(OverlapMoved(overlap, old, state))
+    def other(self, entity: Stateful, state: State, moves: Mapping[State, frozenset[State]]) -> Any:
+        """Move the state of an extension's entity as the table `moves` allows. Returns the old state; the extension
+        notes the event."""
+        old = entity.state
+        if state not in moves[old]:
+            raise _illegal(entity, state)
+        entity.state = state
+        return old
 
     def step_begun(self, step: Step) -> None:
         if self.clock is not None:

@@ -43,8 +43,6 @@ class RequestOptions(TypedDict, total=False):
     """The part that may be stored in host memory. Default: `StoreScope.ALL`."""
     max_store_tokens: int | None
     """Maximum number of leading tokens that may be stored. None (the default): no limit."""
-    num_device_tokens: int
-    """With `engine_blocks`: the leading tokens that the engine has on its device. Default: 0."""
 
 
 @attrs.frozen(slots=True)

@@ -82,19 +82,22 @@ class BlockWatcher(Protocol):
         """Nothing is cached any more. What is cached later belongs to `epoch`."""
 
 
-class Shielded:
-    """A watcher whose exceptions are dropped, because the change that it reports has to be completed."""
+class Watchers:
+    """Several watchers as one. Their exceptions are dropped, because the change that they hear of has to be
+    completed."""
 
-    def __init__(self, watcher: BlockWatcher) -> None:
-        self._watcher = watcher
+    def __init__(self, watchers: tuple[BlockWatcher, ...]) -> None:
+        self.watchers = watchers
 
     def part_changed(self, part: Part, first: int, stop: int) -> None:
-        with suppress(BaseException):
-            self._watcher.part_changed(part, first, stop)
+        for watcher in self.watchers:
+            with suppress(BaseException):
+                watcher.part_changed(part, first, stop)
 
     def all_cleared(self, epoch: int) -> None:
-        with suppress(BaseException):
-            self._watcher.all_cleared(epoch)
+        for watcher in self.watchers:
+            with suppress(BaseException):
+                watcher.all_cleared(epoch)
 
 
 class EvictionOrder(Protocol):

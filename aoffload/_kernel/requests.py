@@ -7,11 +7,10 @@ Owner | owns | ends by
 --- | --- | ---
 `LedgerRequest` | leases on the cached path that it reads or will load, and private blocks | `Ledger.release`
 `Waiter` | the blocks of a grant that its request has not accepted | `Ledger.accept`, `Ledger.withdraw`
-`Pin` | leases on a cached prompt | `Ledger.unpin`, its deadline, a reset; or it yields to a request
-`CacheTransfer` | a `LedgerRequest` that computes nothing | the end of its jobs, or `Ledger.cancel`
 `Step` | the blocks of its requests, although they may be over | the end of the forward
 
-Jobs (`records.Job`) own the blocks that they write, and lease the blocks that they read.
+Jobs (`records.Job`) own the blocks that they write, and lease the blocks that they read. Extensions may own leases and
+blocks, too (`LedgerExtension.report_leases`).
 
 **Published units.** The tables of a request name cached blocks before unit `published`, which its device lease pins,
 and private blocks from there on, which the request alone reads and frees. (A published unit is private, too, if another
@@ -29,14 +28,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .._arguments import shown
 from ..errors import CommitError, OutOfBlocks
-from .plans import NO_MATCH, PrefixMatch, TransferPlan
+from .plans import NO_MATCH, PrefixMatch
 from .records import NO_LIMIT, BlockTable, Lease, Load, Run
-from .states import CacheTransferState, Computing, NoEpoch, OverlapState, PinState, RequestState, Tier
+from .states import Computing, NoEpoch, RequestState, Tier
 from .tokens import TokenSequence
 
 _MAY_MATCH_AGAIN = (
@@ -45,23 +44,13 @@ _MAY_MATCH_AGAIN = (
 _LOAD_NOT_OVER = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
 
 
-class Fetched:
-    """A host lease on a fetched prefix, kept until the request has device blocks to load it into."""
-
-    __slots__ = ("lease", "num_host_blocks")
-
-    def __init__(self, lease: Lease, num_host_blocks: int) -> None:
-        self.lease = lease
-        self.num_host_blocks = num_host_blocks
-
-
 class LedgerRequest:
     __slots__ = (
-        "computing", "engine_tokens", "epoch", "evictions_before", "fetched", "has_committed",
+        "computing", "epoch", "evictions_before", "has_committed",
         "hit_alignment", "hit_limit", "hit_stop", "last_step", "leases", "ledger", "load", "match", "nulled",
-        "num_computed_tokens", "num_lost_tokens", "num_steps", "num_units", "origins", "overlap", "published",
-        "read_before", "ready_stop", "reason", "request_id", "reserve", "retry_max_hit_tokens", "sequence",
-        "since_s", "state", "store_limit", "stored_stop", "tables", "ticket", "uses", "waiter", "when_idle",
+        "num_computed_tokens", "num_lost_tokens", "num_steps", "num_units", "published", "ready_stop", "reason",
+        "request_id", "reserve", "sequence", "since_s", "state", "store_limit", "tables", "ticket", "uses", "waiter",
+        "when_idle",
     )  # fmt: skip
 
     def __init__(
@@ -79,9 +68,6 @@ class LedgerRequest:
         """The ledger that admitted it. Other ledgers refuse it."""
         self.evictions_before = evictions_before
         """`TierBlocks.num_evicted` of the host when it was admitted: whether the host has evicted since."""
-        self.stored_stop = 0
-        """Only with engine-owned blocks: number of leading units that were in the host, or on their way there, after
-        the last offer."""
         self.hit_alignment = hit_alignment
         """A match ends at a multiple of this number of units."""
         self.uses: tuple[tuple[int, int], ...] = ()
@@ -92,10 +78,6 @@ class LedgerRequest:
         self.reason = ""
         """Why it was aborted, or will be: a cancelled request ends once its task has left it."""
         self.match: PrefixMatch = NO_MATCH
-        self.origins: dict[LedgerRequest, int] = {}
-        """The requests it descends from by forks, each with its number of computed tokens at that fork."""
-        self.engine_tokens = 0
-        """Leading tokens in the engine's own prefix cache (engine-owned blocks). The host match begins after them."""
         self.hit_stop = 0
         """End of the hit, in units: on the device up to `published`, from there on in the host."""
         self.load: Load | None = None
@@ -108,8 +90,6 @@ class LedgerRequest:
         """Device: a lease on the cached path that it reads. Host: a lease on the path that it will load."""
         self.reserve: Lease | None = None
         """Only with windows: a second device lease, on window blocks after the device hit, which the load adopts."""
-        self.fetched: Fetched | None = None
-        """Unlike the leases of the match, this lease is kept while the request waits in the queue."""
         self.published = 0
         """Number of leading units that are in the index, or were when the request hit, loaded or committed them."""
         self.nulled: list[tuple[int, int, int]] = []
@@ -118,16 +98,8 @@ class LedgerRequest:
         """Number of leading units that the request did not compute: the device hit, and loaded units."""
         self.num_computed_tokens = 0
         self.has_committed = False
-        self.read_before = 0
-        """Number of leading units that it may have read from blocks of other requests and no longer leases, because it
-        was preempted, or is a fork that is over. An invalidation compares their tokens."""
-        self.overlap: LoadOverlap | None = None
-        """Set once a step has begun before the load was over."""
         self.num_lost_tokens = 0
         """Tokens that its loads failed to bring to the device."""
-        self.retry_max_hit_tokens: int | None = None
-        """Only with engine-owned blocks: the `max_hit_tokens` for the next attempt at the same prompt, which is the end
-        of a load that fell short. Without that limit, the same copy could fail for ever. None: no load fell short."""
         self.waiter: Waiter | None = None
         self.computing: Computing = Computing.NOTHING
         self.num_steps = 0
@@ -158,6 +130,11 @@ class LedgerRequest:
         return has_blocks and not waits and not self.is_over
 
     @property
+    def given_tokens(self) -> int:
+        """Leading tokens whose KV its caller has on the device besides the hit: see `HostCache`."""
+        return 0
+
+    @property
     def device_run(self) -> Run | None:
         """The last run of the path that it leases on the device."""
         lease = self.leases.get(Tier.DEVICE)
@@ -184,12 +161,8 @@ class LedgerRequest:
         granted = self.waiter is not None and bool(self.waiter.granted)
         return self.num_units > 0 or granted or Tier.DEVICE in self.leases or self.reserve is not None
 
-    @property
-    def match_leases(self) -> list[Lease]:
-        return [*self.leases.values()] if self.reserve is None else [self.reserve, *self.leases.values()]
-
     def all_leases(self) -> list[Lease]:
-        return self.match_leases if self.fetched is None else [self.fetched.lease, *self.match_leases]
+        return [*self.leases.values()] if self.reserve is None else [self.reserve, *self.leases.values()]
 
     def private_blocks(self) -> array[int]:
         """Ids of the blocks that only this request reads and frees."""
@@ -273,101 +246,6 @@ class Waiter:
     @property
     def is_over(self) -> bool:
         return self.granted is not None or self.error is not None
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class LoadOverlap:
-    """A step that began before the load of its request was over, and the block tables that it assumes."""
-
-    request: LedgerRequest
-    stop: int
-    """The step assumes that the load succeeds up to this unit."""
-    num_tokens: int
-    """The same in tokens."""
-    tables: tuple[array[int], ...]
-    """The block tables up to there as the step assumes them, one per component."""
-    state: OverlapState = OverlapState.NEW
-
-    def __str__(self) -> str:
-        return f"load overlap of {self.request}"
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Pin:
-    """A pin of `Ledger.pin`. It ends once: by `unpin`, its deadline, `drop_pins`, `reset`, or because it yields."""
-
-    pin_id: int
-    sequence: TokenSequence
-    expires_at: float
-    """Its deadline, on the clock of the times that the caller passes to `Ledger.lapse`."""
-    ledger: Any
-    state: PinState = PinState.NEW
-    match: PrefixMatch = NO_MATCH
-    """The cached prefix that it pins, or has pinned."""
-    leases: list[Lease] = field(default_factory=list)
-    since_s: float = 0.0
-    """When it entered its state, where the ledger has a clock."""
-
-    def __repr__(self) -> str:
-        return f"<Pin {self.pin_id} {self.state.name} {self.match.num_tokens} tokens>"
-
-    def __str__(self) -> str:
-        return f"pin {self.pin_id}"
-
-    @property
-    def has_lapsed(self) -> bool:
-        """Whether its time was over before it was released."""
-        return self.state is PinState.LAPSED
-
-    def all_leases(self) -> list[Lease]:
-        return self.leases
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class CacheTransfer:
-    """Base of prefetches, demotions and fetches: a transfer for the cache, for which no request waits."""
-
-    request: LedgerRequest
-    """A record of the transfer's own, which owns its leases and its load. It is not a live request."""
-    wake: Callable[[], object]
-    """Called once it is over."""
-    state: CacheTransferState = CacheTransferState.NEW
-    plans: tuple[TransferPlan, ...] = ()
-    """The copies to launch. Without any, the transfer may still wait for jobs of other requests."""
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.request.request_id} {self.state.name}>"
-
-    def __str__(self) -> str:
-        return self.request.request_id
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in (CacheTransferState.DONE, CacheTransferState.CANCELLED)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Prefetch(CacheTransfer):
-    num_blocks: int = 0
-    """Device blocks that it has taken: they count in the share of all prefetches while it is under way."""
-    num_tokens: int = 0
-    """Tokens of the prompt on the device when it was over."""
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Demotion(CacheTransfer):
-    num_blocks: int = 0
-    """Device blocks that it has freed."""
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Fetch(CacheTransfer):
-    for_request: LedgerRequest | None = None
-    """The request that waits for it; None if no request waits yet."""
-    num_blocks: int = 0
-    """Host blocks that it has taken: they count in the share of all fetches while it is under way."""
-    num_tokens: int = 0
-    """Tokens that a request for the prompt would have hit when it was over, on the device and in the host."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -1,4 +1,4 @@
-"""States: the tiers, and the states of requests, jobs, pins, cache transfers and load overlaps, as tables.
+"""States: the tiers, and the states of requests and jobs, as tables.
 
 Blocks move between four tiers. Each tier has one tier above it, which its loads fill and which its stores are filled
 from:
@@ -8,9 +8,8 @@ from:
 
 A hit is in the device and in the host. KV that only a lower tier has is fetched into the host first.
 
-Every entity with a life (a request, a job, a pin, ...) has one state. A table says which states may follow which, and
-`Moves` refuses any other move. So a state is never a combination of flags, and an illegal call names the state.
-`python -m aoffload._kernel.states` prints the diagrams that docs/lifecycle.md shows.
+Every entity with a life (a request, a job, ...) has one state. A table says which states may follow which, and `Moves`
+refuses any other move. So a state is never a combination of flags, and an illegal call names the state.
 """
 
 from __future__ import annotations
@@ -82,11 +81,13 @@ class Outcome(enum.Enum):
     FAILED."""
 
 
-class _State(enum.Enum):
+class Plain(enum.Enum):
+    """Base of states."""
+
     __hash__ = object.__hash__  # that of enums is Python; no set of states is iterated, so order may differ
 
 
-class RequestState(_State):
+class RequestState(Plain):
     QUEUED = "queued"
     """Created, and not matched yet."""
     MATCHED = "matched"
@@ -107,36 +108,12 @@ class RequestState(_State):
     ABORTED = "aborted"
 
 
-class JobState(_State):
+class JobState(Plain):
     QUEUED = "queued"
     LAUNCHED = "launched"
     COMPLETED = "completed"
     FAILED = "failed"
     DISCARDED = "discarded"
-
-
-class PinState(_State):
-    NEW = "new"
-    HELD = "held"
-    RELEASED = "released"
-    LAPSED = "lapsed"
-    YIELDED = "yielded"
-    DROPPED = "dropped"
-
-
-class CacheTransferState(_State):
-    NEW = "new"
-    MOVING = "moving"
-    DONE = "done"
-    CANCELLED = "cancelled"
-
-
-class OverlapState(_State):
-    NEW = "new"
-    SPECULATIVE = "speculative"
-    CONFIRMED = "confirmed"
-    INVALID = "invalid"
-    ACKNOWLEDGED = "acknowledged"
 
 
 class Computing(enum.Enum):
@@ -161,10 +138,9 @@ class NoEpoch(enum.Enum):
 
 _R = RequestState
 _J = JobState
-_P = PinState
-_E = CacheTransferState
-_S = OverlapState
-State: TypeAlias = RequestState | JobState | PinState | CacheTransferState | OverlapState
+
+State: TypeAlias = enum.Enum
+"""A state of any kind."""
 
 REQUEST_MOVES: Mapping[State, frozenset[State]] = {
     _R.QUEUED: frozenset({_R.MATCHED, _R.ABORTED}),
@@ -187,31 +163,10 @@ JOB_MOVES: Mapping[State, frozenset[State]] = {
     _J.FAILED: frozenset(),
     _J.DISCARDED: frozenset(),
 }
-PIN_MOVES: Mapping[State, frozenset[State]] = {
-    _P.NEW: frozenset({_P.HELD}),
-    _P.HELD: frozenset({_P.RELEASED, _P.LAPSED, _P.YIELDED, _P.DROPPED}),
-    _P.RELEASED: frozenset(),
-    _P.LAPSED: frozenset(),
-    _P.YIELDED: frozenset(),
-    _P.DROPPED: frozenset(),
-}
-CACHE_TRANSFER_MOVES: Mapping[State, frozenset[State]] = {
-    _E.NEW: frozenset({_E.MOVING, _E.DONE}),
-    _E.MOVING: frozenset({_E.DONE, _E.CANCELLED}),
-    _E.DONE: frozenset(),
-    _E.CANCELLED: frozenset(),
-}
-OVERLAP_MOVES: Mapping[State, frozenset[State]] = {
-    _S.NEW: frozenset({_S.SPECULATIVE}),
-    _S.SPECULATIVE: frozenset({_S.CONFIRMED, _S.INVALID}),
-    _S.CONFIRMED: frozenset(),
-    _S.INVALID: frozenset({_S.ACKNOWLEDGED}),
-    _S.ACKNOWLEDGED: frozenset(),
-}
 
 
 class Stateful(Protocol):
-    """A request, a job, a pin, a cache transfer or a load overlap."""
+    """A request, a job, or an entity of an extension."""
 
     state: Any
 
@@ -277,7 +232,3 @@ def check_tier(name: str, tier: object) -> Tier:
 
 is_compiled: bool = not __file__.endswith((".py", ".pyc"))
 """Whether this file runs as a compiled extension (docs/compiled.md)."""
-
-
-if __name__ == "__main__":
-    print(*map(mermaid, (REQUEST_MOVES, JOB_MOVES, PIN_MOVES, CACHE_TRANSFER_MOVES, OVERLAP_MOVES)), sep="\n\n")

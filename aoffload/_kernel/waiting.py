@@ -16,20 +16,19 @@ date before each decision; the others give theirs up, and each is matched again 
 its match up if an extension lacks blocks.
 
 **Who fails, and who yields.** If the head lacks blocks and an owner outside the queue holds some (a job, a step, a
-running request), the head waits, because that owner ends some day and its end serves the queue. Otherwise only pins and
-waiters hold blocks, and waiting would never end:
+running request), the head waits, because that owner ends some day and its end serves the queue. Otherwise only waiters
+and features such as pins hold blocks, and waiting would never end:
 
-    1. A pin of `Ledger.pin` on device blocks that only pins protect ends (YIELDED), and the head is served again.
-    2. If there is no such pin and an extension is the head, the extension that came last fails (`retryable`): it has
-       the least to lose, and its request then releases its blocks or is preempted.
-    3. If there is no such pin and an allocation is the head, the allocation fails: it would not fit even if it were
-       alone.
+    1. A feature gives up device blocks (`ask_blocks`; a pin ends), and the head is served again.
+    2. If none does and an extension of a table is the head, the one that came last fails (`retryable`): it has the
+       least to lose, and its request then releases its blocks or is preempted.
+    3. If none does and an allocation is the head, the allocation fails: it would not fit even if it were alone.
 
 Quarantine makes the pool smaller. When that happens, every waiter that can no longer fit fails, whatever its place.
 
-**Why the loop ends.** Each turn of the loops in `_serve` takes a waiter out of the queue, ends a pin, or frees
-tombstones that only the match of the head kept and that no match finds again; otherwise it is the last turn. No turn
-adds a waiter or a pin.
+**Why the loop ends.** Each turn of the loops in `_serve` takes a waiter out of the queue, makes a feature give up
+blocks, or frees tombstones that only the match of the head kept and that no match finds again; otherwise it is the last
+turn. No turn adds a waiter, nor anything that a feature keeps.
 
 **The grant comes before the wake.** `granted` or `error` is set, and the waiter has left the queue, before any `wake`
 is called, because `wake` may call the ledger. The waiter owns the blocks of its grant until `accept` or `withdraw`.
@@ -48,6 +47,7 @@ from .._arguments import check_int
 from ..errors import OutOfBlocks, WrongState
 from .cache import PrefixCache
 from .events import ExtensionRefused
+from .hooks import GuardedHook, Hooks
 from .leases import RequestLeases
 from .moves import Moves
 from .plans import Extension
@@ -89,8 +89,7 @@ class Admission:
     moves: Moves
     others_hold_blocks: Callable[[], bool]
     """Whether an owner outside the queue (a job, a step, a request) holds device blocks: its end serves the queue."""
-    yield_pin: Callable[[], bool] = lambda: False
-    """Ends a pin that keeps device blocks. False: there is none. Called only if no other owner can free blocks."""
+    hooks: Hooks
     queue: WaitQueue = field(default_factory=WaitQueue)
     _promised: int = 0
     """An upper bound of `num_least` of all waiters. If the capacity falls below it, a waiter may no longer fit."""
@@ -245,7 +244,6 @@ class Admission:
         unread = [request for request in requests if request.may_match_again]
         for request in unread:
             self._forget_match(request)
-            self.request_leases.end_fetched(request)
         for request in unread:
             waiter = request.waiter
             if waiter is None and request.state is State.PINNED:
@@ -302,7 +300,7 @@ class Admission:
                 continue
             if self.others_hold_blocks():
                 break
-            if self.yield_pin():
+            if self._ask_blocks():
                 continue
             # Only waiters hold blocks, so no block will become free. The waiter that came last has the least to lose.
             # Once it has failed, the loop ends, because its request now holds blocks outside the queue.
@@ -336,11 +334,20 @@ class Admission:
             # tombstones, or leave a pin as their last reference.
             before = device.pool.num_free
             self._forget_match(request)
-            if device.pool.num_free == before and not self.yield_pin():
+            if device.pool.num_free == before and not self._ask_blocks():
                 allocating.pop(0)
                 needed = self.num_needed(request, waiter.num_units)
                 waiter.error = OutOfBlocks(needed, capacity, retryable=False)
                 over.append(waiter)
+
+    def _ask_blocks(self) -> bool:
+        """Ask extensions to free device blocks, because no other owner can. False: none did."""
+        device = self.cache.tiers[Tier.DEVICE]
+        for ask in self.hooks.ask_blocks:
+            before = device.num_available
+            if ask() and (device.num_available > before or not isinstance(ask, GuardedHook)):
+                return True  # a program's extension that has freed nothing would make `_serve` go on for ever
+        return False
 
     # -- counting blocks ------------------------------------------------------------------------------------------
 

@@ -18,8 +18,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import attrs
 
 from .._arguments import check_has, check_type
+from .._assembly import Ledger
+from .._extensions.overlap import OverlapMoved, OverlapState
+from .._extensions.pins import PinMoved, PinState
+from .._extensions.prefetch import Demotion, Prefetch
+from .._extensions.transfers import CacheTransferMoved, CacheTransferState, Fetch
+from .._host_cache.matches import LoadsPaused, LoadsResumed
 from .._kernel.events import (
-    CacheTransferMoved,
     CacheTurnedOff,
     Event,
     EvictionSwitched,
@@ -27,10 +32,6 @@ from .._kernel.events import (
     HintEnded,
     HintGiven,
     JobMoved,
-    LoadsPaused,
-    LoadsResumed,
-    OverlapMoved,
-    PinMoved,
     RequestCancelled,
     RequestMoved,
     SlowStep,
@@ -42,10 +43,8 @@ from .._kernel.events import (
     TransportStalled,
     WorkerFailed,
 )
-from .._kernel.ledger import Ledger
 from .._kernel.plans import PrefixMatch
-from .._kernel.requests import Demotion, Fetch, Prefetch
-from .._kernel.states import CacheTransferState, JobState, Outcome, OverlapState, PinState, RequestState, Tier
+from .._kernel.states import JobState, Outcome, RequestState, Tier
 from .._transfer.breaker import Closed, StorageMove
 from .._transfer.transport import PinProgress
 from ..errors import InvalidArgument

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from .._arguments import check_int, check_type, number_of, shown
+from .._assembly import Ledger
 from .._extensions.load_choice import CostChoice, LoadChoice, LoadOffer, chosen_stop, load_choice_of
-from .._kernel.ledger import Ledger
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import BELOW, RequestState, Tier
 from .._kernel.status import Declined

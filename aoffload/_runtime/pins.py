@@ -17,10 +17,11 @@ import anyio
 
 from .._arguments import number_of, shown
 from .._config.config import MAX_SECONDS
+from .._extensions.pins import Pin, PinState
+from .._extensions.prefetch import Demotion, Prefetch
+from .._extensions.transfers import CacheTransfer, Fetch
 from .._kernel.plans import NO_MATCH, PrefixMatch
 from .._kernel.prefix import Prefix
-from .._kernel.requests import CacheTransfer, Demotion, Fetch, Pin, Prefetch
-from .._kernel.states import PinState
 from .._tiers.remote.loop import Question
 from ..errors import InvalidArgument, WrongState
 from .session import Session

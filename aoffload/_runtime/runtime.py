@@ -44,9 +44,9 @@ from .._arguments import (
     number_of,
     shown,
 )
+from .._assembly import Ledger, LedgerStatistics
 from .._config.config import OffloadConfig
 from .._kernel.events import Observer
-from .._kernel.ledger import Ledger, LedgerStatistics
 from .._kernel.plans import PrefixMatch
 from .._kernel.prefix import Identity, KeySpan, Prefix, Roots, TokenIds, prompt_of
 from .._kernel.protocols import DevicePool, EngineBlocks

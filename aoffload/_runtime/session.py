@@ -32,9 +32,9 @@ from weakref import ref
 import anyio
 
 from .._arguments import check_has
+from .._assembly import Ledger
 from .._config.config import OffloadConfig
 from .._kernel.events import WorkerFailed
-from .._kernel.ledger import Ledger
 from .._kernel.plans import RequestOptions, TransferPlan
 from .._kernel.prefix import Identity, Prefix, TokenIds
 from .._kernel.requests import LedgerRequest, Waiter

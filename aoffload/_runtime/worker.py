@@ -27,9 +27,9 @@ from functools import partial
 import anyio
 import attrs
 
+from .._assembly import Ledger
 from .._config.config import OffloadConfig
 from .._kernel.events import SlowStep, SlowWait, WorkerFailed
-from .._kernel.ledger import Ledger
 from .._kernel.plans import TransferPlan
 from .._kernel.requests import Step, Waiter
 from .._kernel.status import Holder

@@ -24,10 +24,10 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 
 from .._arguments import check_bool, check_callable, check_has, check_int, check_type
+from .._assembly import Ledger
 from .._config.config import OffloadConfig
 from .._config.tiers import parse_bytes
 from .._kernel.events import CacheTurnedOff, Event, Observer, TransportRecovered, TransportStalled, WorkerFailed
-from .._kernel.ledger import Ledger
 from .._kernel.plans import Completion, TransferPlan, check_completion
 from .._kernel.requests import do_nothing
 from .._kernel.states import JobState, Outcome, Tier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from .._kernel.requests import Fetch
+from .._extensions.transfers import Fetch
 from .._kernel.states import Tier
 from .._runtime.runtime import OffloadRuntime
 from .._tiers.disk.loop import DiskState

@@ -9,11 +9,13 @@ from typing import Any
 
 import attrs
 
+from .._extensions.pins import Pin, PinState
+from .._extensions.prefetch import Demotion, Prefetch
+from .._extensions.transfers import CacheTransferState
 from .._kernel.index import Hit, find_hit, held_stop
 from .._kernel.prefix import Prefix
 from .._kernel.records import Part
-from .._kernel.requests import Demotion, Pin, Prefetch
-from .._kernel.states import CacheTransferState, Direction, JobState, PinState, Tier
+from .._kernel.states import Direction, JobState, Tier
 from .._kernel.tokens import TokenSequence
 from .._runtime.runtime import OffloadRuntime
 from .faults import Faults

@@ -10,7 +10,8 @@ from typing import Any
 
 import attrs
 
-from .._kernel.requests import Fetch, LedgerRequest
+from .._extensions.transfers import Fetch
+from .._kernel.requests import LedgerRequest
 from .._kernel.states import RequestState
 from .._runtime.request import Request
 from .._runtime.runtime import OffloadRuntime

@@ -8,8 +8,10 @@ from typing import TypeVar
 
 import attrs
 
+from .._extensions.pins import PinState
+from .._extensions.transfers import CacheTransferState
 from .._kernel.plans import Answer
-from .._kernel.states import REQUEST_MOVES, CacheTransferState, JobState, Outcome, PinState, RequestState, Tier
+from .._kernel.states import REQUEST_MOVES, JobState, Outcome, RequestState, Tier
 from .events import Event, Kind
 from .lanes import Lanes
 from .links import LINKS, HopRow, link_of

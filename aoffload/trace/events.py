@@ -10,7 +10,10 @@ from typing import Any
 
 import attrs
 
-from .._kernel.states import CacheTransferState, JobState, OverlapState, PinState, RequestState
+from .._extensions.overlap import OverlapState
+from .._extensions.pins import PinState
+from .._extensions.transfers import CacheTransferState
+from .._kernel.states import JobState, RequestState
 from .lines import LogLines
 from .parse_errors import ParseError, ParseErrors
 

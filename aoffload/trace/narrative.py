@@ -7,7 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
-from .._kernel.states import CacheTransferState, RequestState
+from .._extensions.transfers import CacheTransferState
+from .._kernel.states import RequestState
 from .events import Event, FieldError, Kind
 from .request_log import RequestLog, UnknownError, find_request_logs
 from .runtimes import RuntimeLife

@@ -7,8 +7,9 @@ from disk_driving import Disk
 from driving import BLOCK, prompt
 
 from aoffload import KVCacheGroup, RequestState, SlidingWindow
+from aoffload._extensions.transfers import CacheTransferState
 from aoffload._kernel.requests import LedgerRequest, Waiter
-from aoffload._kernel.states import CacheTransferState, Outcome, Tier
+from aoffload._kernel.states import Outcome, Tier
 from aoffload.errors import InvalidArgument, WrongState
 
 TOKENS = [*prompt(1, 8 * BLOCK), 7]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from test_match_machine import WHICH, MatchMachine
 
-from aoffload._kernel.ledger import Ledger
+from aoffload._assembly import Ledger
 from aoffload._kernel.plans import Completion, RequestOptions
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.requests import LedgerRequest

@@ -13,23 +13,12 @@ from typing import Any
 import pytest
 from driving import Driven, prompt
 
+from aoffload._extensions.overlap import OVERLAP_MOVES, LoadOverlap, OverlapState
+from aoffload._extensions.pins import PIN_MOVES, PinState
+from aoffload._extensions.transfers import CACHE_TRANSFER_MOVES, CacheTransferState
 from aoffload._kernel.events import Event, JobMoved, RequestMoved
 from aoffload._kernel.moves import Moves
-from aoffload._kernel.requests import LoadOverlap
-from aoffload._kernel.states import (
-    CACHE_TRANSFER_MOVES,
-    JOB_MOVES,
-    OVERLAP_MOVES,
-    PIN_MOVES,
-    REQUEST_MOVES,
-    CacheTransferState,
-    JobState,
-    OverlapState,
-    PinState,
-    RequestState,
-    State,
-    mermaid,
-)
+from aoffload._kernel.states import JOB_MOVES, REQUEST_MOVES, JobState, RequestState, State, mermaid
 from aoffload.errors import IllegalTransition, WrongState
 from aoffload.testing.programs.fingerprint import fingerprint
 

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aoffload._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from aoffload._extensions.pins import Pin, PinState
+from aoffload._extensions.prefetch import Demotion, Prefetch
+from aoffload._extensions.transfers import CacheTransferState
 from aoffload._kernel.prefix import Prefix, Root
-from aoffload._kernel.requests import Demotion, Pin, Prefetch
-from aoffload._kernel.states import CacheTransferState, Direction, Outcome, PinState, Tier
+from aoffload._kernel.states import Direction, Outcome, Tier
 from aoffload.errors import IllegalTransition, InvalidArgument, OutOfBlocks
 from aoffload.testing.programs.fingerprint import changes, fingerprint
 

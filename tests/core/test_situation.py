@@ -11,10 +11,10 @@ import pytest
 from driving import Driven, prompt
 from engine_driving import EngineDriven
 
+from aoffload._assembly import Ledger
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
 from aoffload._kernel.events import Event, ExtensionRefused
-from aoffload._kernel.ledger import Ledger
 from aoffload._kernel.pools import LeastRecentlyUsed
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.records import Part

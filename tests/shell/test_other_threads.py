@@ -13,7 +13,7 @@ import pytest
 from serving import BACKENDS, Engine, assert_at_rest, prompt, scripted, turns
 
 from aoffload import AoffloadError, OffloadRuntime, PendingLoad, Request, RequestState, WrongThread
-from aoffload._kernel.states import PinState
+from aoffload._extensions.pins import PinState
 from aoffload._runtime.steps import StepScope
 from aoffload.pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from aoffload._kernel.ledger import Ledger
+from aoffload._assembly import Ledger
 from aoffload._tiers.disk.loop import DiskWork
 from aoffload.testing.programs import GroupShape, Program, World, as_test, call, check_program, run_program
 from aoffload.testing.programs.outcome import Outcome

@@ -25,7 +25,7 @@ from functools import partial
 import anyio
 import attrs
 
-from ..._kernel.ledger import Ledger
+from ..._assembly import Ledger
 from ..._kernel.plans import RestoredRun, TransferPlan
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import Direction, JobState, NoEpoch, Tier

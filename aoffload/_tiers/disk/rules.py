@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ..._arguments import as_tuple, check_int, check_type, shown
-from ..._extensions.lazy import EvictionWatermark
-from ..._extensions.store_policies import CountingPolicy
+from ..._extensions.store_policies import RequestCounts
+from ..._extensions.watermark import EvictionWatermark
 from ..._kernel.cache import PrefixCache
 from ..._kernel.index import covered_stop
 from ..._kernel.jobs import left_of
@@ -41,7 +41,7 @@ MAX_LOOKED_AT = 64
 @dataclass(slots=True, eq=False)
 class DiskStores:
     watermark: EvictionWatermark
-    counts: CountingPolicy
+    counts: RequestCounts
     _came_to: tuple[object, ...] = ()
     """The situation at the last scan of what the host is about to evict."""
     _turns: dict[Run, int] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Fetches: cache transfers from the disk and from a remote store into the host.
 
 A request hits only on the device and in the host. What only a lower tier has of its prompt is fetched into the host
-first; then the request is matched again (`Ledger.match_fetched`).
+first; then the request is matched again (`match_again`).
 
     unit 0 [ in the host, or on its way there | on the disk | in cells of the remote store )
 
@@ -15,53 +15,180 @@ blocks that are kept for requests that wait for device blocks after their fetch 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
-from ..._extensions.prefetch import CacheTransfers
-from ..._kernel.cache import PrefixCache
+from ..._arguments import check_callable, check_int
+from ..._extensions.transfers import CacheTransfers, CacheTransferState, Fetch
+from ..._kernel.extension import LedgerExtension
 from ..._kernel.index import accepted, covered_stop, fetchable_path, find_hit, stretches
 from ..._kernel.jobs import Stores, left_of
-from ..._kernel.leases import RequestLeases
-from ..._kernel.plans import CellLabel
-from ..._kernel.records import Job, Run
-from ..._kernel.requests import Fetch, LedgerRequest
-from ..._kernel.states import CACHE_TIERS, Tier
+from ..._kernel.ledger import CoreLedger
+from ..._kernel.plans import CellLabel, PrefixMatch
+from ..._kernel.prefix import Prefix
+from ..._kernel.records import Job, Lease, Run
+from ..._kernel.requests import LedgerRequest, do_nothing
+from ..._kernel.states import BELOW, CACHE_TIERS, HIT_TIERS, Tier, require
+from ..._kernel.states import RequestState as State
 from ..._kernel.tokens import TokenSequence
-from ..remote.rules import RemoteStores, cells_before, places_in_cells
+from ..._kernel.waiting import waiting_error
+from ...errors import InvalidArgument
+from ..remote.extension import RemoteExtension
+from ..remote.rules import cells_before, places_in_cells
+
+if TYPE_CHECKING:
+    from ..._assembly import Handles
 
 
-@dataclass(slots=True, eq=False)
-class Fetches:
-    cache: PrefixCache
-    request_leases: RequestLeases
-    transfers: CacheTransfers
-    max_share: float
-    from_disk: Stores | None
-    from_remote: Stores | None
-    remote: RemoteStores | None
+@dataclass(slots=True)
+class _Kept:
+    """A host lease on a fetched prefix, kept until its request has device blocks to load it into. Unlike the leases of
+    the match, it is kept while the request waits in the queue."""
+
+    lease: Lease
+    num_blocks: int
+
+
+class Fetches(LedgerExtension):
+    """`Ledger.fetches` and `HostCache.fetches`."""
+
+    def __init__(self, *, has_disk: bool, remote: RemoteExtension | None) -> None:
+        self._has_disk, self._remote = has_disk, remote
+        self._kept: dict[LedgerRequest, _Kept] = {}
+
+    def on_attach(self, ledger: Handles) -> None:
+        self._ledger, self.cache, self.request_leases = ledger, ledger.cache, ledger.request_leases
+        self.max_share = ledger.config.max_fetch_share
+        self.from_disk = self.from_remote = None
+        if self._has_disk:
+            self.from_disk = Stores(ledger.cache, ledger.jobs, ledger.moves, Tier.DISK, Tier.HOST)
+        if self._remote is not None:
+            self.from_remote = Stores(ledger.cache, ledger.jobs, ledger.moves, Tier.REMOTE, Tier.HOST)
+
+    @property
+    def transfers(self) -> CacheTransfers:
+        return self._ledger.transfers
+
+    # -- the verbs ------------------------------------------------------------------------------------------------
 
     def fetch(
         self,
+        prefix: Prefix,
+        wake: Callable[[], object] = do_nothing,
+        *,
+        num_remote_tokens: int = 0,
+        for_request: LedgerRequest | None = None,
+    ) -> Fetch:
+        """Start copying to the host the units of `prefix` that only the disk holds: launch the `plans` of the fetch.
+        After them, load the cells of a remote store that hold its first `num_remote_tokens`, whole cells: you have
+        asked the store for them.
+
+        All fetches together take at most `max_fetch_share` of the host; a larger fetch brings the front of its units.
+        Two fetches of one prefix share the copies. A fetch ends at the first cell that the store does not hold. `wake`
+        is called once the fetch is over: if it calls `match_again` itself, nothing can be evicted in between.
+        `for_request` waits for the fetch: the reports and the log name it.
+        """
+        check_callable("wake", wake)
+        if for_request is not None:
+            self._ledger.own(for_request)
+        sequence = self._ledger.sequence_of(prefix)
+        remote_stop = check_int("num_remote_tokens", num_remote_tokens, 0) // self.cache.layout.unit_tokens
+        cell_tokens = 0 if self._remote is None else self._remote.cell_units * self.cache.layout.unit_tokens
+        if num_remote_tokens and (not cell_tokens or num_remote_tokens % cell_tokens):
+            raise InvalidArgument("num_remote_tokens", f"must be whole cells of {cell_tokens} tokens")
+        fetch = self._fetch(sequence, wake, remote_stop, for_request)
+        self._ledger.end_call()
+        return fetch
+
+    def match_again(self, request: LedgerRequest) -> PrefixMatch:
+        """Match a PINNED request again and pin the hit, in one step, because a fetch has brought more of it. Refused in
+        the wait queue, and once the request has blocks."""
+        require(self._ledger.own(request), "match_again", State.PINNED)
+        if request.waiter is not None:
+            raise waiting_error(request, "match_again")
+        self._ledger.rematch(request)
+        self._keep(request)
+        self._ledger.end_call()
+        return request.match
+
+    def num_blocks(self, prefix: Prefix) -> int:
+        """Blocks that a fetch of `prefix` would copy from the disk now, without those that jobs bring already."""
+        sequence = self._ledger.sequence_of(prefix)
+        path, stop = self._on_disk(sequence, self._limit(sequence), self._num_allowed())
+        return self._num_lacking(path[-1], stop) if stop else 0
+
+    def num_remote_blocks(self, prefix: Prefix, num_remote_tokens: int) -> int:
+        """Blocks that a fetch of `prefix` would load now from the cells with its first `num_remote_tokens` tokens,
+        without those that the disk holds or that jobs bring already."""
+        sequence = self._ledger.sequence_of(prefix)
+        remote_stop = check_int("num_remote_tokens", num_remote_tokens, 0) // self.cache.layout.unit_tokens
+        limit = min(self._limit(sequence), remote_stop)
+        start = max(self._on_disk(sequence, limit, self._num_allowed())[1], self._in_host(sequence, limit))
+        return (limit - start) * self.cache.layout.full.width
+
+    # -- what is kept for requests that wait for blocks -----------------------------------------------------------
+
+    def _keep(self, request: LedgerRequest) -> None:
+        """Pin the host hit, which was just fetched for the request, until the request has block tables. All such pins
+        keep at most `max_share` of the host; a hit beyond that may be evicted."""
+        self._end_kept(request)
+        lease = request.leases.get(BELOW)
+        if lease is None or not isinstance(self._ledger, CoreLedger):
+            return
+        most = int(self.cache.tiers[Tier.HOST].pool.num_blocks * self.max_share)
+        num_blocks = self.request_leases.num_fresh(request.published, request.hit_stop, request.hit_stop)
+        if sum(kept.num_blocks for kept in self._kept.values()) + num_blocks <= most:
+            self._kept[request] = _Kept(self.cache.lease(BELOW, lease.run), num_blocks)
+
+    def _end_kept(self, request: LedgerRequest) -> None:
+        kept = self._kept.pop(request, None)
+        if kept is not None:
+            self.cache.release(kept.lease)
+
+    def on_allocated(self, request: LedgerRequest) -> None:
+        self._end_kept(request)  # the leases of the match pin the same blocks from here on
+
+    def on_leaving(self, request: LedgerRequest, is_last: bool) -> None:
+        self._end_kept(request)
+
+    def on_withdrawn(self) -> None:
+        for request, kept in tuple(self._kept.items()):
+            if any(part.tombstones for run in kept.lease.run.path() for part in run.parts_in(BELOW)):
+                self._end_kept(request)
+
+    def on_resetting(self, tier: Tier | None) -> None:
+        if tier is None or tier in HIT_TIERS:
+            for request in tuple(self._kept):
+                self._end_kept(request)
+
+    def report_leases(self) -> Iterable[Lease]:
+        return [kept.lease for kept in self._kept.values()]
+
+    # -- the fetch itself -----------------------------------------------------------------------------------------
+
+    def _fetch(
+        self,
         sequence: TokenSequence,
         wake: Callable[[], object],
-        ledger: object,
-        remote_stop: int = 0,
-        for_request: LedgerRequest | None = None,
+        remote_stop: int,
+        for_request: LedgerRequest | None,
     ) -> Fetch:
         """Copy into the host the units that the disk has of `sequence` after its hit, and the cells that a remote store
         has of it before unit `remote_stop`, as far as the host may hold them. `for_request` waits for the fetch."""
         layout, limit = self.cache.layout, self._limit(sequence)
-        request = self.transfers.new_request("fetch", sequence, limit, ledger)
+        request = self.transfers.new_request("fetch", sequence, limit)
         transfer = Fetch(request, wake, for_request=for_request)
+        transfer.when_over = partial(self._fetched, transfer)
         hit = find_hit(self.cache.index, sequence, layout, limit).stop
         most = self._num_allowed()
         path, on_disk = self._on_disk(sequence, limit, most)
         start, cells = on_disk, tuple[CellLabel, ...]()
-        if self.remote is not None and remote_stop:
+        if self._remote is not None and remote_stop:
             start = max(start, self._in_host(sequence, min(limit, remote_stop)))
             left = most - self._num_lacking(path[-1], on_disk) if on_disk else most
-            cells = self._cells(self.remote, sequence, start, min(limit, remote_stop, start + left // layout.width))
+            cells = self._cells(self._remote, sequence, start, min(limit, remote_stop, start + left // layout.width))
         stop = cells[-1].stop if cells else start
         if stop > hit:
             request.hit_limit = stop
@@ -80,22 +207,8 @@ class Fetches:
         self.transfers.begin(transfer)
         return transfer
 
-    def keep(self, request: LedgerRequest) -> None:
-        """Keep the host hit of `request`, which was fetched for it, until the request has device blocks to load it
-        into."""
-        host = self.cache.tiers[Tier.HOST]
-        self.request_leases.keep_fetched(request, int(host.pool.num_blocks * self.max_share))
-
-    def num_blocks(self, sequence: TokenSequence) -> int:
-        """Blocks that a fetch of `sequence` would copy from the disk, without those that jobs under way bring."""
-        path, stop = self._on_disk(sequence, self._limit(sequence), self._num_allowed())
-        return self._num_lacking(path[-1], stop) if stop else 0
-
-    def num_remote_blocks(self, sequence: TokenSequence, remote_stop: int) -> int:
-        """Blocks that it would load from cells before unit `remote_stop`, without those that jobs under way bring."""
-        limit = min(self._limit(sequence), remote_stop)
-        start = max(self._on_disk(sequence, limit, self._num_allowed())[1], self._in_host(sequence, limit))
-        return (limit - start) * self.cache.layout.full.width
+    def _fetched(self, transfer: Fetch, _: CacheTransferState) -> None:
+        transfer.num_tokens = self.transfers.hit_of(transfer.request.sequence).stop * self.cache.layout.unit_tokens
 
     def _limit(self, sequence: TokenSequence) -> int:
         """Units that a request may hit. It computes at least one token."""
@@ -138,8 +251,8 @@ class Fetches:
         return stop
 
     @staticmethod
-    def _cells(remote: RemoteStores, sequence: TokenSequence, start: int, stop: int) -> tuple[CellLabel, ...]:
+    def _cells(remote: RemoteExtension, sequence: TokenSequence, start: int, stop: int) -> tuple[CellLabel, ...]:
         """The whole cells with units of `[start, stop)`, up to the first cell whose contents are wrong in the store."""
         found = [cell for cell in cells_before(sequence, stop, remote.cell_units) if cell.stop > start]
-        wrong = [number for number, cell in enumerate(found) if cell.digest in remote.forgotten]
+        wrong = [number for number, cell in enumerate(found) if cell.digest in remote.stores.forgotten]
         return tuple(found[: wrong[0]] if wrong else found)

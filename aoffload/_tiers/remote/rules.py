@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..._arguments import check_int
-from ..._extensions.store_policies import CountingPolicy
+from ..._extensions.integrity import demand
+from ..._extensions.store_policies import RequestCounts
 from ..._kernel.cache import PrefixCache
 from ..._kernel.index import present_stop
 from ..._kernel.jobs import JobBook
@@ -71,7 +72,7 @@ class _Known:
 class RemoteStores:
     cache: PrefixCache
     jobs: JobBook
-    counts: CountingPolicy
+    counts: RequestCounts
     cell_units: int
     forgotten: dict[bytes, CellLabel] = field(default_factory=dict)
     """By digest: cells whose KV was taken back, until somebody removes them from the store."""
@@ -197,3 +198,23 @@ class RemoteStores:
         under_way = {digest for digest, job in self._stores.items() if not job.is_settled}
         found = [digest for digest in self.forgotten if digest not in under_way]
         return tuple([self.forgotten.pop(digest) for digest in found])
+
+
+def check_cell(cache: PrefixCache, job: Job) -> None:
+    """A job from or to a remote store copies units of one cell, and the cell has the digest of their tokens."""
+    plan, cell, width = job.plan, job.plan.cell, cache.layout.components[job.component].width
+    if cell is None:
+        demand(Tier.REMOTE not in plan.link, "a copy from or to a remote store without a cell", job)
+        return
+    num_units = cell.stop - cell.start
+    if job.run.stop < cell.stop:  # too few free host blocks for the whole cell, so the index lacks its tokens
+        demand(plan.source is Tier.REMOTE, "a part of a cell is stored", job, cell)
+    else:
+        digest = cells_before(TokenSequence.of_path(job.run), cell.stop, num_units)[-1].digest
+        demand(digest == cell.digest, "a cell of other tokens", job, cell)
+    demand(not cell.start % num_units, "a cell that begins elsewhere", job, cell)
+    ids = plan.source_ids if plan.source is Tier.REMOTE else plan.destination_ids
+    is_inside = cell.start <= job.start < job.stop <= cell.stop
+    places = places_in_cells(job.start, job.stop, num_units, width)
+    demand(is_inside and ids == places, "blocks at other places of their cell", job, cell, ids)
+    demand(all(lease.tier is not Tier.REMOTE for lease in job.leases()), "a lease in a remote store", job)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from ..._kernel.ledger import Ledger
+from ..._assembly import Ledger
 from ..._kernel.states import RequestState, Tier
 from ..violations import Violation
 from .engine_pool import EnginePool

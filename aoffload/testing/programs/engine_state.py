@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from ..._kernel.ledger import Ledger
+from ..._assembly import Ledger
 from .engine_pool import EnginePool, pool_of
 from .ledger_state import Client, LedgerState
 from .program import World

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..._kernel.ledger import Ledger
+from ..._assembly import Ledger
 from ..._kernel.records import Job, Part
 from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import NoEpoch, RequestState, Tier

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..._extensions.transfers import CacheTransfer
 from ..._kernel.prefix import Prefix, Root
-from ..._kernel.requests import CacheTransfer
 from .ledger_laws import Laws
 from .ledger_requests import RequestCalls
 from .machine import Machine

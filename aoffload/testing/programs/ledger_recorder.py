@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
+from ..._assembly import Ledger
 from ..._kernel.events import Event
-from ..._kernel.ledger import Ledger
 from ..._kernel.prefix import Prefix, Root
 from ...errors import AoffloadError
 

@@ -8,10 +8,12 @@ from contextlib import ExitStack
 
 import attrs
 
-from ..._kernel.ledger import Ledger
+from ..._assembly import Ledger
+from ..._extensions.pins import Pin
+from ..._extensions.transfers import CacheTransfer
 from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.records import Job
-from ..._kernel.requests import CacheTransfer, LedgerRequest, Pin
+from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import RequestState, Tier
 from ..violations import Violation
 from .ledger_recorder import Recorder

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from ..._extensions.pins import PinState
 from ..._kernel.prefix import Prefix, Root
-from ..._kernel.states import PinState, Tier
+from ..._kernel.states import Tier
 from ...errors import AoffloadError
 from ..violations import Violation
 from .fingerprint import changes, fingerprint

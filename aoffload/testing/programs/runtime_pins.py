@@ -10,7 +10,8 @@ from typing import Any
 import anyio
 import attrs
 
-from ..._kernel.states import PinState, Tier
+from ..._extensions.pins import PinState
+from ..._kernel.states import Tier
 from ..._runtime.pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 from ..._runtime.request import Request
 from ...errors import RuntimeClosed, WrongThread

@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from ..._assembly import Ledger
+from ..._extensions.overlap import OverlapMoved
+from ..._extensions.pins import PinMoved, PinState
+from ..._extensions.transfers import CacheTransferMoved, CacheTransferState
 from ..._kernel.cache import PrefixCache
-from ..._kernel.events import CacheTransferMoved, Event, JobMoved, OverlapMoved, PinMoved, RequestMoved
-from ..._kernel.ledger import Ledger
+from ..._kernel.events import Event, JobMoved, RequestMoved
 from ..._kernel.records import Part
 from ..._kernel.requests import LedgerRequest
-from ..._kernel.states import CacheTransferState, JobState, PinState, RequestState, Tier
+from ..._kernel.states import JobState, RequestState, Tier
 from ..._runtime.runtime import OffloadRuntime
 from ..violations import Violation
 

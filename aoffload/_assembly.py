@@ -1,0 +1,294 @@
+"""`Ledger`: the kernel with its features, and what `Ledger` and `HostCache` share beside the kernel.
+
+The configuration says which features there are. `built_in` makes their extensions, and the constructor adds those of
+the program after them. A feature has its verbs on a handle of its own:
+
+Handle | verbs | there if
+--- | --- | ---
+`pins` | `hold`, `release`, `drop` | always
+`transfers` | `prefetch`, `demote`, `cancel` | always; a `HostCache` only cancels
+`forks`, `preemption`, `invalidation`, `overlap` | | always; not in a `HostCache`
+`reports` | `requests`, `holders` | always
+`write_back` | `plan` | `store_policy` has a watermark
+`eviction` | `hint` | `eviction` learns
+`disk`, `remote`, `fetches` | | `disk`, `remote` are configured
+
+A feature of which nothing is configured is made when its handle is read first, so a ledger that never uses it has
+nothing of it. `ConfigError` names the key of a feature that is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import attrs
+
+from ._arguments import check_type
+from ._config.config import OffloadConfig
+from ._config.tiers import LearnedEviction
+from ._eviction.extension import Eviction
+from ._extensions.explain import Reports
+from ._extensions.forks import Forks
+from ._extensions.integrity import check_integrity
+from ._extensions.invalidation import Invalidation
+from ._extensions.lazy import WriteBack
+from ._extensions.load_choice import Loadable, loadable
+from ._extensions.overlap import Overlap
+from ._extensions.pins import Pins
+from ._extensions.preemption import Preemptions
+from ._extensions.prefetch import DeviceTransfers
+from ._extensions.store_policies import (
+    EagerStore,
+    LazyStore,
+    NoStore,
+    RequestCounts,
+    StorePolicies,
+    StorePolicy,
+    store_policy_of,
+)
+from ._extensions.transfers import CacheTransfers
+from ._kernel.base import CacheBase, groups_of
+from ._kernel.events import Observer
+from ._kernel.extension import LedgerExtension
+from ._kernel.layout import Layout
+from ._kernel.ledger import CoreLedger
+from ._kernel.plans import TierStatistics
+from ._kernel.pools import LeastRecentlyUsed
+from ._kernel.protocols import DevicePool
+from ._kernel.requests import LedgerRequest
+from ._kernel.states import Tier
+from ._kernel.status import EvictionStatistics, explained, plain
+from ._tiers.disk.extension import DiskExtension
+from ._tiers.fetch.rules import Fetches
+from ._tiers.remote.extension import RemoteCounts, RemoteExtension
+from .errors import ConfigError
+
+Handle = TypeVar("Handle", bound=LedgerExtension)
+
+
+def built_in(
+    config: OffloadConfig, layout: Layout, num_device_blocks: int
+) -> tuple[StorePolicy, list[LedgerExtension]]:
+    """The store policy, and the extensions that `config` asks for: first those that add tiers, then those that read
+    the sizes of all tiers."""
+    found: list[LedgerExtension] = []
+    counts, remote = RequestCounts(has_remote=config.remote is not None), None
+    if config.disk is not None:
+        found.append(DiskExtension(config.disk, counts))
+    if config.remote is not None:
+        remote = RemoteExtension(config.remote, counts)
+        found.append(remote)
+    policy = store_policy_of(config.store_policy).for_ledger(layout, num_device_blocks - 1)
+    if type(policy) not in (EagerStore, LazyStore):
+        found.append(StorePolicies(policy))
+    is_named = type(config.eviction) is str and config.eviction == "learned"
+    choice = LearnedEviction() if is_named else config.eviction
+    if isinstance(choice, LearnedEviction):
+        found.append(Eviction(choice))
+    if config.disk is not None or config.remote is not None:
+        found += [counts, Fetches(has_disk=config.disk is not None, remote=remote)]
+    return policy, found
+
+
+@attrs.frozen
+class LedgerStatistics:
+    device: TierStatistics
+    host: TierStatistics
+    num_requests: int
+    num_waiting: int
+    num_jobs: int
+    num_late_completions: int
+    num_pins: int
+    """Held pins of `Pins.hold`, not those of requests."""
+    loads_paused: bool
+    """Of a `HostCache`: more than `max_quarantined_share` of the blocks are in quarantine, so nothing is loaded."""
+    disk: TierStatistics | None
+    """None without a disk."""
+    remote: RemoteCounts | None
+    """None without a remote store."""
+    learned: tuple[Tier, ...]
+    """The tiers that use the learned eviction order now, and not LRU."""
+    num_hints: int
+    """Hints in force."""
+    eviction: EvictionStatistics | None
+    """None unless eviction learns."""
+
+
+class Handles(CacheBase):
+    """The handles and reports that `Ledger` and `HostCache` have in common."""
+
+    def _needed(self, kind: type[Handle], key: str) -> Handle:
+        """The extension of class `kind`, which is there if the configuration has `key`."""
+        found = self.find(kind)
+        if found is None:
+            raise ConfigError(key, f"is not configured, so this {type(self).__name__} has no such feature")
+        return found
+
+    @property
+    def pins(self) -> Pins:
+        """Keep cached prompts from eviction."""
+        return self.add_once(Pins, Pins)
+
+    @property
+    def transfers(self) -> CacheTransfers:
+        """Cancel fetches; in a `Ledger`, prefetch and demote prompts."""
+        return self.add_once(CacheTransfers, CacheTransfers)
+
+    @property
+    def reports(self) -> Reports:
+        """Who holds device blocks, and what each request waits for."""
+        return self.add_once(Reports, Reports)
+
+    @property
+    def eviction(self) -> Eviction:
+        """Give hints. `ConfigError("eviction")` unless eviction learns."""
+        return self._needed(Eviction, "eviction")
+
+    @property
+    def disk(self) -> DiskExtension:
+        """Plan the stores of the disk. `ConfigError("disk")` without one."""
+        return self._needed(DiskExtension, "disk")
+
+    @property
+    def remote(self) -> RemoteExtension:
+        """Plan the stores of the remote tier. `ConfigError("remote")` without one."""
+        return self._needed(RemoteExtension, "remote")
+
+    @property
+    def fetches(self) -> Fetches:
+        """Fetch prompts from the tiers below the host. `ConfigError("disk")` without one."""
+        return self._needed(Fetches, "disk")
+
+    # -- looking at it --------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the wait queue."""
+        return 0
+
+    @property
+    def loads_paused(self) -> bool:
+        """Whether nothing is loaded, because too many blocks of an engine are in quarantine."""
+        return False
+
+    def statistics(self) -> LedgerStatistics:
+        """The counts of blocks, requests and jobs."""
+        device, host, *rest = (tier.statistics() for tier in self.cache.tiers)
+        pins, remote, eviction = self.find(Pins), self.find(RemoteExtension), self.find(Eviction)
+        learned = None if eviction is None else eviction.statistics()
+        return LedgerStatistics(
+            device, host, len(self.live_requests), self.num_waiting, len(self.jobs.unsettled), self.jobs.num_late,
+            0 if pins is None else len(pins.held), self.loads_paused, rest[0] if rest else None,
+            None if remote is None else remote.counts, () if learned is None else learned.learned,
+            0 if eviction is None else eviction.num_hints, learned,
+        )  # fmt: skip
+
+    def explain(self) -> str:
+        """`reports` as a table to print: the requests, what each waits for, and the holders of device blocks."""
+        found = self.statistics()
+        live = f"{found.num_requests:,} request{'' if found.num_requests == 1 else 's'}"
+        if found.remote is not None and (moving := found.remote.num_loads + found.remote.num_stores):
+            live += f", {moving:,} cell{'' if moving == 1 else 's'} on the way"
+        lower = [("host", found.host), ("disk", found.disk)]
+        below = [tier.counted(name) for name, tier in lower if tier is not None and tier.num_blocks]
+        about = "\n".join((self._about(found, live), *below, *self._evicts(found)))
+        return explained(about, self.reports.requests(), self.reports.holders())
+
+    def _about(self, found: LedgerStatistics, live: str) -> str:
+        """The first line of `explain`. `live` counts the requests."""
+        return f"{found.device.counted('device')}; {live}, {found.num_waiting:,} waiting"
+
+    def _evicts(self, found: LedgerStatistics) -> tuple[str, ...]:
+        """A line of text about the eviction order, if it is not the default."""
+        if found.eviction is not None:
+            num_hints = found.num_hints
+            hints = f"; {num_hints:,} hint{'' if num_hints == 1 else 's'} in force" if num_hints else ""
+            return (f"{found.eviction}{hints}",)
+        order = self.cache.tiers[Tier.HOST].order
+        if isinstance(order, LeastRecentlyUsed):
+            return ()
+        return (f"eviction: an order of the program's own, {plain(type(order).__name__)}",)
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless every block has exactly one owner and every reference belongs to a lease."""
+        check_integrity(self)
+
+
+class Ledger(Handles, CoreLedger):
+    """Decides which block holds which KV, and who may use it: the kernel, and its features on handles.
+
+    `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is the size of
+    one block over all regions; it only bounds bytes in flight and per job, and converts `host_bytes` to blocks.
+
+    The ledger allocates the device blocks. An engine that has a block pool and a prefix cache itself uses a `HostCache`
+    instead. `clock` counts seconds, such as `time.monotonic`; it only gives the ages in the reports. `extensions`:
+    features of the program's own (docs/engines.md).
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        num_device_blocks: int,
+        *,
+        block_bytes: int = 1,
+        device_pool: DevicePool | None = None,
+        clock: Callable[[], float] | None = None,
+        observer: Observer | None = None,
+        extensions: Iterable[LedgerExtension] = (),
+    ) -> None:
+        check_type("config", config, OffloadConfig)
+        policy, found = built_in(config, Layout.of(groups_of(config)), num_device_blocks)
+        if policy.num_watermark_blocks:
+            found.append(WriteBack(policy.num_watermark_blocks))
+        self._stores_nothing = isinstance(policy, NoStore)
+        CoreLedger.__init__(
+            self, config, num_device_blocks, block_bytes=block_bytes, device_pool=device_pool, clock=clock,
+            observer=observer, built_in=found, extensions=extensions,
+        )  # fmt: skip
+
+    @property
+    def transfers(self) -> DeviceTransfers:
+        """Prefetch and demote prompts."""
+        return self.add_once(DeviceTransfers, DeviceTransfers)
+
+    @property
+    def forks(self) -> Forks:
+        """Start requests that share the blocks of others."""
+        return self.add_once(Forks, Forks)
+
+    @property
+    def preemption(self) -> Preemptions:
+        """Let requests give up their blocks, and go on later."""
+        return self.add_once(Preemptions, lambda: Preemptions(stores_nothing=self._stores_nothing))
+
+    @property
+    def invalidation(self) -> Invalidation:
+        """Take back what a failed forward has committed."""
+        return self.add_once(Invalidation, Invalidation)
+
+    @property
+    def overlap(self) -> Overlap:
+        """Begin steps before the loads of their requests are over."""
+        return self.add_once(Overlap, Overlap)
+
+    @property
+    def write_back(self) -> WriteBack:
+        """Store blocks that are about to be evicted. `ConfigError("store_policy")` unless it has a watermark."""
+        return self._needed(WriteBack, "store_policy")
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether there is a `write_back`."""
+        return self.find(WriteBack) is not None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.admission.queue.extending) + len(self.admission.queue.allocating)
+
+    def loadable(self, request: LedgerRequest, max_tokens: int | None = None) -> Loadable | None:
+        """The load that `plan_load` would plan now. None: there is nothing to load, or the load was planned before."""
+        return loadable(self, request, max_tokens)
+
+    def check_integrity(self) -> None:
+        check_integrity(self, self.admission.queue)

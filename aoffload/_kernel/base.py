@@ -1,0 +1,380 @@
+"""`CacheBase`: what `Ledger` and `HostCache` have in common.
+
+Both keep a prefix cache, the copies that fill it and the requests that read it. `Ledger` allocates the device blocks;
+`HostCache` serves an engine that allocates them itself. Here are the verbs that mean the same in both:
+
+Verb | what it does
+--- | ---
+`launch`, `settle`, `discard` | a copy begins, is over, or is given up
+`lookup` | how much of a prompt is cached
+`lapse` | tells the time, for what ends at a time
+`reset` | forgets what is cached
+`statistics`, `check_integrity`, `watch` | look at it
+
+Each verb checks its arguments and the state first, so a refused call changes nothing. No verb waits, and none leaves a
+change half done. A verb ends with `_end`: it grants blocks to waiters, reports the events to the observer, and calls
+the callbacks of what is over.
+
+A feature beside the kernel is an extension (`extension.py`). `extensions` are added in their order when the ledger is
+made; `extend` adds one later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from .._arguments import (
+    as_tuple,
+    check_bool,
+    check_has,
+    check_int,
+    check_names,
+    check_text,
+    check_type,
+    number_of,
+    shown,
+)
+from .._config.config import MAX_BLOCKS, OffloadConfig
+from .._config.groups import KVCacheGroup
+from .._config.tiers import new_order
+from ..errors import ConfigError, DuplicateRequest, InvalidArgument
+from .cache import PrefixCache
+from .events import Observer
+from .extension import Build, LedgerExtension, earliest
+from .hooks import Hooks
+from .jobs import JobBook, Stores
+from .layout import Layout
+from .leases import RequestLeases
+from .moves import Moves
+from .plans import Completion, RequestOptions, StoreScope, TransferPlan, check_completion
+from .pools import ExtentPool, LastUses, LeastRecentlyUsed, TierBlocks
+from .prefix import Prefix, check_prefix
+from .protocols import BlockWatcher, EvictionOrder
+from .records import NO_LIMIT, Job
+from .requests import LedgerRequest, call_all
+from .states import BELOW, HIT_TIERS, JobState, NoEpoch, Tier, check_tier
+from .tokens import TokenSequence
+
+Added = TypeVar("Added", bound=LedgerExtension)
+
+
+def groups_of(config: OffloadConfig) -> list[KVCacheGroup]:
+    groups = [group for group in config.groups if isinstance(group, KVCacheGroup)]
+    if len(groups) != len(config.groups):
+        raise ConfigError("groups", "must hold KVCacheGroup objects")
+    return groups
+
+
+class CacheBase:
+    """Base of `Ledger` and `HostCache`."""
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        num_device_blocks: int,
+        make_device: Callable[[EvictionOrder, Moves], TierBlocks],
+        *,
+        num_tracked_blocks: int,
+        block_bytes: int,
+        clock: Callable[[], float] | None,
+        observer: Observer | None,
+        built_in: Iterable[LedgerExtension],
+        extensions: Iterable[LedgerExtension],
+    ) -> None:
+        """`built_in`: the extensions that the configuration asks for, which are trusted. `extensions`: those of the
+        program. `num_tracked_blocks`: the device blocks of which the last step that used them is known."""
+        check_type("config", config, OffloadConfig)
+        check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
+        check_int("block_bytes", block_bytes, 1)
+        if observer is not None:
+            check_has("observer", observer, "Observer", "observe")
+        own = as_tuple("extensions", extensions, "LedgerExtension")
+        for extension in own:
+            check_type("extensions", extension, LedgerExtension)
+        self.config, self.layout, self.block_bytes = config, Layout.of(groups_of(config)), block_bytes
+        self.hooks = Hooks()
+        self.live_requests: dict[str, LedgerRequest] = {}
+        self.closing: set[LedgerRequest] = set()
+        """Requests that are over while a step still holds their blocks."""
+        self.num_admitted = 0
+        self.moves = moves = Moves(observer, clock)
+        added = (*built_in, *own)
+        sizes = {Tier.DEVICE: num_device_blocks - 1, Tier.HOST: config.resolve_host_blocks(block_bytes)}
+        build = Build(config, self.layout, block_bytes, sizes)
+        for extension in added:
+            extension.on_build(build)
+        orders = build.orders
+
+        def order_of(tier: Tier) -> EvictionOrder:
+            if tier in orders:
+                return orders[tier]()
+            return LeastRecentlyUsed() if type(config.eviction) is str else new_order(config.eviction)
+
+        device = make_device(order_of(Tier.DEVICE), moves)
+        host = TierBlocks(Tier.HOST, ExtentPool(sizes[Tier.HOST]), order_of(Tier.HOST))
+        lower = [make(order_of(tier)) for tier, make in build.tiers]
+        self.cache = PrefixCache(self.layout, (device, host, *lower), order_of, LastUses(num_tracked_blocks))
+        self.request_leases = RequestLeases(self.cache, self.hooks)
+        self.jobs = JobBook(self.cache, moves, self.hooks, self._units_per_job(config.blocks_per_job(block_bytes)))
+        self.stores = Stores(self.cache, self.jobs, moves, Tier.DEVICE, BELOW)
+        self._extensions: list[LedgerExtension] = []
+        self._trusted = len(added) - len(own)
+        self._waiting = added
+
+    def _attach(self) -> None:
+        """Add the extensions, once the ledger is made."""
+        for number, extension in enumerate(self._waiting):
+            self._add(extension, is_trusted=number < self._trusted)
+        self._waiting = ()
+
+    def _add(self, extension: LedgerExtension, *, is_trusted: bool) -> None:
+        extension.on_attach(self)
+        self._extensions.append(extension)
+        self.hooks.add(extension, is_trusted=is_trusted)
+
+    def find(self, kind: type[Added]) -> Added | None:
+        """The extension of class `kind`, if there is one."""
+        for extension in self._extensions:
+            if isinstance(extension, kind):
+                return extension
+        return None
+
+    def add_once(self, kind: type[Added], make: Callable[[], Added]) -> Added:
+        """The extension of class `kind`; if there is none yet, the one that `make` makes is added."""
+        if (found := self.find(kind)) is not None:
+            return found
+        made = make()
+        self._add(made, is_trusted=True)
+        return made
+
+    def __repr__(self) -> str:
+        tiers = [f"{t.tier.name.lower()} {t.pool.num_free}/{t.pool.num_blocks} free" for t in self.cache.tiers]
+        return f"<{type(self).__name__} {', '.join(tiers)}, {len(self.live_requests)} requests>"
+
+    # -- how a call begins and ends -------------------------------------------------------------------------------
+
+    def own(self, request: object) -> LedgerRequest:
+        """Refuse a request of another ledger, and a call from inside a hook."""
+        if not isinstance(request, LedgerRequest) or request.ledger is not self:
+            raise InvalidArgument("request", f"was not admitted by this ledger: {shown(request)}")
+        if self.hooks.calling:
+            self.hooks.refuse_verb()
+        return request
+
+    def end_call(self, wakes: Sequence[Callable[[], object]] = ()) -> None:
+        """The change is complete: report it, and call `wakes`. Every verb ends with it, also those of extensions."""
+        self.moves.report()
+        call_all(iter(wakes))
+        if self.hooks.error is not None:
+            self._raise_hook_error()
+
+    def _raise_hook_error(self) -> None:
+        """A hook has failed: the call gives no answer, so nobody would launch the copies that it has planned."""
+        error, self.hooks.error = self.hooks.error, None
+        assert error is not None
+        wakes: list[Callable[[], object]] = []
+        for job in tuple(self.jobs.unsettled.values()):
+            if job.job_id in self.jobs.unsettled and job.state is JobState.QUEUED:
+                wakes += self.jobs.end_claims(self.jobs.discard(job))
+        self.end_call(wakes)
+        raise error
+
+    def waits_for(self, request: LedgerRequest) -> LedgerRequest | None:
+        """The request whose load `request` waits for before it can be matched; None: it waits for none."""
+        return None
+
+    def rematch(self, request: LedgerRequest) -> None:
+        """Match `request`, which is PINNED, again."""
+        raise NotImplementedError
+
+    def _match_again(self, requests: Iterable[LedgerRequest]) -> None:
+        """Match again those of `requests` whose match has lost blocks."""
+        raise NotImplementedError
+
+    def _units_per_job(self, num_blocks: int) -> Sequence[int]:
+        return [max(1, num_blocks // max(1, component.width)) for component in self.layout.components]
+
+    def sequence_of(self, prefix: Prefix) -> TokenSequence:
+        """The tokens of `prefix`, in units of the layout. Refuses a call from inside a hook."""
+        if self.hooks.calling:
+            self.hooks.refuse_verb()
+        return TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
+
+    # -- admission ------------------------------------------------------------------------------------------------
+
+    def _checked(self, prefix: Prefix, request_id: str | None, options: RequestOptions) -> LedgerRequest:
+        """The record of a request that is about to be admitted. Nothing has changed yet."""
+        if options:
+            check_names(f"{type(self).__name__}.admit", options, RequestOptions)
+        sequence, unit = self.sequence_of(prefix), self.layout.unit_tokens
+        reads_cache, max_hit_tokens = options.get("reads_cache", True), options.get("max_hit_tokens")
+        store, max_store_tokens = options.get("store", StoreScope.ALL), options.get("max_store_tokens")
+        hit_alignment = options.get("hit_alignment", 1)
+        if reads_cache is not True:
+            check_bool("reads_cache", reads_cache)
+        limit = sequence.num_prompt_units if reads_cache else 0
+        if max_hit_tokens is not None:
+            limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
+        alignment = 1
+        if type(hit_alignment) is not int or hit_alignment != 1:
+            alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit
+        may_store = NO_LIMIT
+        if store is not StoreScope.ALL or max_store_tokens is not None:
+            may_store = store_limit(prefix, unit, store, max_store_tokens)
+        return self._request_class(
+            self.new_name(request_id), sequence, self.cache.epoch, self.num_admitted, limit, alignment,
+            store_limit=may_store, ledger=self, evictions_before=self.cache.tiers[BELOW].num_evicted,
+        )  # fmt: skip
+
+    _request_class: type[LedgerRequest] = LedgerRequest
+
+    def new_name(self, request_id: str | None) -> str:
+        """`request_id`, or a name that no live request has."""
+        if request_id is not None:
+            name = check_text("request_id", request_id)
+            if name in self.live_requests:
+                raise DuplicateRequest("request_id", f"a live request is called {name!r}")
+            return name
+        name = f"request-{self.num_admitted}"
+        while name in self.live_requests:
+            name += "'"
+        return name
+
+    def enrol(self, request: LedgerRequest, parent: LedgerRequest | None = None) -> None:
+        """`request`, a fork of `parent` if there is one, is live from now on."""
+        self.num_admitted += 1
+        self.live_requests[request.request_id] = request
+        for hook in self.hooks.on_admitted:
+            hook(request, parent)
+
+    def end_admission(self, request: LedgerRequest) -> None:
+        """As `end_call`; a request that nobody gets because a hook has failed is released."""
+        self.moves.report()
+        if self.hooks.error is not None:
+            self.release(request, "error: ExtensionError")
+
+    def release(self, request: LedgerRequest, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
+        """End the request, and give back all that it owns."""
+        raise NotImplementedError
+
+    def invalidated(self, sequence: TokenSequence, first: int, stop: int) -> list[Callable[[], object]]:
+        """The KV of units `[first, stop)` of `sequence` is wrong, and what was computed after it: tell the extensions.
+        Returns the callbacks to call."""
+        wakes: list[Callable[[], object]] = []
+        for hook in self.hooks.on_invalidated:
+            for job in hook(sequence, first, stop):
+                wakes += self.jobs.end_claims(self.jobs.discard(job))
+        return wakes
+
+    # -- jobs -----------------------------------------------------------------------------------------------------
+
+    def launch(self, job_id: int) -> bool:
+        """Mark a queued job as launched. Call it before the copy begins, because a copy cannot be recalled. False: the
+        job was discarded, so do not copy."""
+        if self.hooks.calling:
+            self.hooks.refuse_verb()
+        job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
+        is_wanted = job is not None and self.jobs.launch(job)
+        self.moves.report()
+        return is_wanted
+
+    def settle(self, completion: Completion) -> None:
+        """Settle a launched job: publish, release its leases, end the loads that waited for it, grant blocks to
+        waiters, call the wakes; in this order."""
+        check_completion(completion)
+        if self.hooks.calling:
+            self.hooks.refuse_verb()
+        self.end_call(self.jobs.end_claims(self.jobs.settle(completion)))
+
+    def discard(self, job_id: int) -> None:
+        """Give up a job that was never launched. The requests that wait for it compute instead."""
+        if self.hooks.calling:
+            self.hooks.refuse_verb()
+        job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
+        if job is not None:
+            self.end_call(self.jobs.end_claims(self.jobs.discard(job)))
+
+    def plans_of(self, jobs: Iterable[Job]) -> tuple[TransferPlan, ...]:
+        """End a call that has planned `jobs`. Returns the plans to launch."""
+        self.end_call()
+        return tuple([job.plan for job in jobs])
+
+    # -- the whole ------------------------------------------------------------------------------------------------
+
+    @property
+    def next_lapse(self) -> float:
+        """The time at which `lapse` is to be called; infinity if there is none."""
+        return earliest(self.hooks.ask_next_lapse)
+
+    def lapse(self, now: float) -> None:
+        """The time is `now`: end what ends by then, such as pins and hints."""
+        if self.hooks.calling:
+            self.hooks.refuse_verb()
+        seconds = check_time("now", now)
+        for hook in self.hooks.on_lapse:
+            hook(seconds)
+        self.end_call()
+
+    def reset(self, tier: Tier | None = None) -> None:
+        """Forget everything cached, or everything that `tier` holds. Every pin ends, unless only a tier below the host
+        is reset.
+
+        No request begins to compute with KV from before the reset. The reset drops the match of a request without
+        blocks. If the load of a request is not over, the request loses its device hit, its load ends with no tokens,
+        and the request computes from its first token (with a `HostCache`: from the end of the engine's own hit). A
+        request whose load is over, or that computes without a load, keeps its blocks and goes on, unless its caller has
+        not learned yet that the load is over: see `lost_to_reset`. Requests from before the reset publish and store
+        nothing any more, unless only a tier below the device is reset."""
+        if self.hooks.calling:
+            self.hooks.refuse_verb()
+        if tier is not None:
+            tiers = [each.tier.name for each in self.cache.tiers if not each.is_outside]
+            if check_tier("tier", tier).name not in tiers:
+                raise InvalidArgument("tier", f"must be a tier that this cache can forget: {', '.join(tiers)}")
+        for hook in self.hooks.on_resetting:
+            hook(tier)
+        if tier is None:
+            self.cache.reset()
+        else:
+            self.cache.reset_tier(tier)
+        for hook in self.hooks.on_reset:
+            hook(tier)
+        if tier is None or tier in HIT_TIERS:  # matches have no leases in other tiers
+            self._match_again(self.live_requests.values())
+        if tier is Tier.DEVICE:
+            for request in (*self.live_requests.values(), *self.closing):
+                if request.num_units and request.epoch == self.cache.epoch:
+                    request.epoch = NoEpoch.ORPHANED
+        self.end_call()
+
+    def watch(self, watcher: BlockWatcher) -> None:
+        """Report to `watcher` every block that becomes cached or is no longer cached, except blocks that an engine
+        owns. Earlier watchers go on."""
+        check_has("watcher", watcher, "BlockWatcher", "part_changed all_cleared")
+        self.cache.watch(watcher)
+
+    def unwatch(self, watcher: BlockWatcher) -> None:
+        """Stop reporting to `watcher`."""
+        self.cache.unwatch(watcher)
+
+
+def check_time(name: str, value: object) -> float:
+    seconds = number_of(value)
+    if seconds is None:
+        raise InvalidArgument(name, f"must be a number of seconds, got {shown(value)}")
+    return seconds
+
+
+def store_limit(prefix: Prefix, unit_tokens: int, store: StoreScope | str, max_store_tokens: int | None) -> int:
+    """The unit up to which a request for `prefix` may be stored."""
+    try:
+        scope = StoreScope(store)
+    except Exception:  # noqa: BLE001 - it is compared and hashed
+        names = ", ".join(repr(scope.value) for scope in StoreScope)
+        raise InvalidArgument("store", f"must be a StoreScope or one of {names}, got {shown(store)}") from None
+    by_scope = {StoreScope.ALL: NO_LIMIT, StoreScope.PROMPT: prefix.num_tokens // unit_tokens, StoreScope.NONE: 0}
+    if max_store_tokens is None:
+        return by_scope[scope]
+    return min(by_scope[scope], check_int("max_store_tokens", max_store_tokens, 0) // unit_tokens)

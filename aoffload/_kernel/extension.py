@@ -1,0 +1,197 @@
+"""The seam: what the kernel tells extensions, and what it asks them.
+
+A feature beside the kernel is a `LedgerExtension`. It overrides the hooks that it needs; the kernel calls a hook only
+on those extensions that override it, in the order in which they were added, so a request pays nothing for the others.
+
+    on_...     the kernel reports a change, or that a change begins
+    ask_...    the kernel asks. The table below says how the answers of several extensions are combined
+    report_... `check_integrity` asks what the extension holds
+
+**What a hook may do.** Before and after a change the kernel holds no run and no part in a local variable, so a hook
+may lease, release, take and give blocks, cut and split runs (through `ledger.cache`). A hook must not call a verb of
+the ledger, and must not raise, except where the table says so. A program's extension that does either is caught: the
+change is completed, all queued copies are discarded, and the call then raises `ExtensionError` with the name of the
+extension and of the hook. Nothing is lost but copies, which are best effort anyway.
+
+Question | combined by
+--- | ---
+`ask_admit`, `ask_commit` | all; each may raise, before anything has changed
+`ask_store_stop` | the minimum, together with the store policy
+`ask_load_stop` | in turn: each gets the answer of the one before
+`ask_deferred` | the first True
+`ask_blocks` | the first True
+`ask_first_wrong` | the minimum
+`ask_former_readers`, `report_leases` | all of them
+`ask_next_lapse` | the minimum
+
+Extensions are interpreted where the kernel is compiled, so programs may derive from `LedgerExtension`.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from .layout import Layout
+from .pools import TierBlocks
+from .protocols import EvictionOrder
+from .records import Job, Lease, Run
+from .requests import LedgerRequest
+from .states import Tier
+from .tokens import TokenSequence
+
+
+class LedgerExtension:
+    """Base of extensions: a hook that is not overridden is never called."""
+
+    # -- construction ---------------------------------------------------------------------------------------------
+
+    def on_build(self, build: Build) -> None:
+        """Before the cache is made: add tiers below the host, or set the eviction order of a tier. May raise."""
+
+    def on_attach(self, ledger: Any) -> None:
+        """The extension is added to `ledger`: called once. May raise."""
+
+    # -- a request ------------------------------------------------------------------------------------------------
+
+    def ask_admit(self, request: LedgerRequest) -> None:
+        """`request` is about to be admitted, and is not matched yet. Raise to refuse it."""
+
+    def on_admitted(self, request: LedgerRequest, parent: LedgerRequest | None) -> None:
+        """`request` is live. It is not matched yet or, if it is a fork of `parent`, is RUNNING."""
+
+    def on_matched(self, request: LedgerRequest) -> None:
+        """The leases of the hit are taken. Called after each match of `request`."""
+
+    def on_allocated(self, request: LedgerRequest) -> None:
+        """`request` has got block tables."""
+
+    def on_load_over(self, request: LedgerRequest) -> None:
+        """The load of `request` is over: its tables are null where the load has brought nothing."""
+
+    def ask_commit(self, request: LedgerRequest, num_computed_tokens: int) -> None:
+        """`request` is about to commit. Raise to refuse the commit."""
+
+    def on_published(self, request: LedgerRequest, first: int) -> None:
+        """The units from `first` up to `request.published` are cached. Their stores are not planned yet."""
+
+    def on_finishing(self, request: LedgerRequest) -> None:
+        """`request` is done. Its last stores are not planned yet."""
+
+    def on_leaving(self, request: LedgerRequest, is_last: bool) -> None:
+        """`request` is about to give up its blocks: for good if `is_last`, else it may be resumed."""
+
+    def on_released(self, request: LedgerRequest) -> None:
+        """`request` is over and owns nothing: the last event about it."""
+
+    def on_step(self, request: LedgerRequest) -> None:
+        """A step with `request` begins."""
+
+    # -- blocks ---------------------------------------------------------------------------------------------------
+
+    def on_job_settled(self, job: Job) -> None:
+        """`job` is settled or discarded, and its leases are released."""
+
+    def on_withdrawn(self) -> None:
+        """Cached blocks were withdrawn because their bytes are wrong. No request has been matched again yet."""
+
+    def on_invalidated(self, sequence: TokenSequence, first: int, stop: int) -> list[Job]:
+        """The KV of units `[first, stop)` of `sequence` is wrong, and what was computed after it. Returns queued jobs
+        to discard."""
+        return []
+
+    def on_resetting(self, tier: Tier | None) -> None:
+        """All that `tier` holds, or all that is cached, is about to be forgotten."""
+
+    def on_reset(self, tier: Tier | None) -> None:
+        """It is forgotten. No request has been matched again yet."""
+
+    def on_lapse(self, now: float) -> None:
+        """The time is `now`."""
+
+    # -- questions ------------------------------------------------------------------------------------------------
+
+    def ask_store_stop(self, request: LedgerRequest) -> int:
+        """The unit up to which the published blocks of `request` may be stored in the host."""
+        raise NotImplementedError
+
+    def ask_load_stop(self, request: LedgerRequest, stop: int) -> int:
+        """The unit, at most `stop`, up to which the host hit of `request` is loaded."""
+        raise NotImplementedError
+
+    def ask_deferred(self, run: Run, stop: int) -> bool:
+        """Whether the extension stores the units up to `stop` on the path of `run` itself, at a later time."""
+        raise NotImplementedError
+
+    def ask_blocks(self) -> bool:
+        """Free blocks that the extension keeps on the device, because no request can free any. Returns whether it
+        did."""
+        raise NotImplementedError
+
+    def ask_next_lapse(self) -> float:
+        """When `on_lapse` has something to do; infinity if it has nothing."""
+        raise NotImplementedError
+
+    def ask_first_wrong(self, request: LedgerRequest, sources: Mapping[LedgerRequest, int]) -> int | None:
+        """The first unit at which `request` may have taken over wrong KV from one of `sources`, each given with its
+        first wrong token; None if it has taken none."""
+        raise NotImplementedError
+
+    def ask_former_readers(self) -> Iterable[LedgerRequest]:
+        """Requests that are over and whose cached units an invalidation may still have to find."""
+        raise NotImplementedError
+
+    # -- integrity ------------------------------------------------------------------------------------------------
+
+    def report_leases(self) -> Iterable[Lease]:
+        """Its leases: the references of each part are compared with all leases."""
+        raise NotImplementedError
+
+    def report_requests(self) -> Iterable[LedgerRequest]:
+        """Records of its own that are not live requests, and may own leases and blocks."""
+        raise NotImplementedError
+
+    def report_blocks(self, tier: Tier) -> Iterable[array[int]]:
+        """Blocks of `tier` that it has taken from the pool and holds itself."""
+        raise NotImplementedError
+
+    def report_job(self, job: Job) -> None:
+        """Raise `IntegrityError` if `job` breaks a law of the extension."""
+
+
+HOOKS = tuple(name for name in vars(LedgerExtension) if name.startswith(("on_", "ask_", "report_")))
+
+
+class Build:
+    """What extensions may add before the cache is made: tiers below the host, and eviction orders."""
+
+    def __init__(self, config: Any, layout: Layout, block_bytes: int, sizes: dict[Tier, int]) -> None:
+        self.config = config
+        self.layout = layout
+        self.block_bytes = block_bytes
+        self.sizes = sizes
+        """Blocks of each tier, the null block excluded. An extension that reads it comes after those that add
+        tiers."""
+        self.tiers: list[Callable[[EvictionOrder], TierBlocks]] = []
+        self.orders: dict[Tier, Callable[[], EvictionOrder]] = {}
+
+    def add_tier(self, tier: Tier, num_blocks: int, make: Callable[[EvictionOrder], TierBlocks]) -> None:
+        """Add a tier below the host whose blocks the index knows. `make` gets its eviction order."""
+        if tier in self.sizes:
+            raise ConfigError("extensions", f"add the tier {tier.name} twice")
+        self.sizes[tier] = num_blocks
+        self.tiers.append(make)
+
+    def set_order(self, tier: Tier, make: Callable[[], EvictionOrder]) -> None:
+        """Let `make` make the eviction order of `tier`."""
+        if tier in self.orders:
+            raise ConfigError("extensions", f"two of them set the eviction order of {tier.name}")
+        self.orders[tier] = make
+
+
+def earliest(hooks: Iterable[Callable[[], float]]) -> float:
+    """The minimum of the answers; infinity without any."""
+    return min([hook() for hook in hooks], default=math.inf)

@@ -1,0 +1,135 @@
+"""The hooks of a ledger's extensions: for each hook, the bound methods of the extensions that override it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..errors import ExtensionError, WrongState
+from .extension import HOOKS, LedgerExtension
+from .records import Job, Lease, Run
+from .requests import LedgerRequest
+from .states import Tier
+from .tokens import TokenSequence
+
+MAY_RAISE = ("on_build", "on_attach", "ask_admit", "ask_commit", "report_job")
+"""Hooks whose exceptions the ledger passes on, because nothing has changed when they are called."""
+_NOTHING: tuple[Any, ...] = ()
+
+
+class Hooks:
+    """One tuple for each hook, in the order in which the extensions were added."""
+
+    __slots__ = (
+        "ask_admit", "ask_blocks", "ask_commit", "ask_deferred", "ask_first_wrong", "ask_former_readers",
+        "ask_load_stop", "ask_next_lapse", "ask_store_stop", "calling", "error", "on_admitted", "on_allocated",
+        "on_finishing", "on_invalidated", "on_job_settled", "on_lapse", "on_leaving", "on_load_over", "on_matched",
+        "on_published", "on_released", "on_reset", "on_resetting", "on_step", "on_withdrawn", "report_blocks",
+        "report_job", "report_leases", "report_requests",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.ask_admit: tuple[Callable[[LedgerRequest], object], ...] = _NOTHING
+        self.on_admitted: tuple[Callable[[LedgerRequest, LedgerRequest | None], object], ...] = _NOTHING
+        self.on_matched: tuple[Callable[[LedgerRequest], object], ...] = _NOTHING
+        self.on_allocated: tuple[Callable[[LedgerRequest], object], ...] = _NOTHING
+        self.on_load_over: tuple[Callable[[LedgerRequest], object], ...] = _NOTHING
+        self.ask_commit: tuple[Callable[[LedgerRequest, int], object], ...] = _NOTHING
+        self.on_published: tuple[Callable[[LedgerRequest, int], object], ...] = _NOTHING
+        self.on_finishing: tuple[Callable[[LedgerRequest], object], ...] = _NOTHING
+        self.on_leaving: tuple[Callable[[LedgerRequest, bool], object], ...] = _NOTHING
+        self.on_released: tuple[Callable[[LedgerRequest], object], ...] = _NOTHING
+        self.on_step: tuple[Callable[[LedgerRequest], object], ...] = _NOTHING
+        self.on_job_settled: tuple[Callable[[Job], object], ...] = _NOTHING
+        self.on_withdrawn: tuple[Callable[[], object], ...] = _NOTHING
+        self.on_invalidated: tuple[Callable[[TokenSequence, int, int], list[Job]], ...] = _NOTHING
+        self.on_resetting: tuple[Callable[[Tier | None], object], ...] = _NOTHING
+        self.on_reset: tuple[Callable[[Tier | None], object], ...] = _NOTHING
+        self.on_lapse: tuple[Callable[[float], object], ...] = _NOTHING
+        self.ask_store_stop: tuple[Callable[[LedgerRequest], int], ...] = _NOTHING
+        self.ask_load_stop: tuple[Callable[[LedgerRequest, int], int], ...] = _NOTHING
+        self.ask_deferred: tuple[Callable[[Run, int], bool], ...] = _NOTHING
+        self.ask_blocks: tuple[Callable[[], bool], ...] = _NOTHING
+        self.ask_next_lapse: tuple[Callable[[], float], ...] = _NOTHING
+        self.ask_first_wrong: tuple[Callable[[LedgerRequest, Mapping[LedgerRequest, int]], int | None], ...] = _NOTHING
+        self.ask_former_readers: tuple[Callable[[], Iterable[LedgerRequest]], ...] = _NOTHING
+        self.report_leases: tuple[Callable[[], Iterable[Lease]], ...] = _NOTHING
+        self.report_requests: tuple[Callable[[], Iterable[LedgerRequest]], ...] = _NOTHING
+        self.report_blocks: tuple[Callable[[Tier], Any], ...] = _NOTHING
+        self.report_job: tuple[Callable[[Job], object], ...] = _NOTHING
+        self.calling: str = ""
+        """The hook of a program's extension that is being called: verbs are refused meanwhile."""
+        self.error: ExtensionError | None = None
+        """The first error of a program's extension in this call."""
+
+    def add(self, extension: LedgerExtension, *, is_trusted: bool) -> None:
+        """Add the hooks that `extension` overrides. What raises is caught unless the extension `is_trusted`."""
+        for name in HOOKS:
+            hook = getattr(extension, name)
+            if name in ("on_build", "on_attach") or getattr(type(extension), name) is getattr(LedgerExtension, name):
+                continue
+            if not is_trusted:
+                hook = GuardedHook(self, type(extension).__name__, name, hook)
+            setattr(self, name, (*getattr(self, name), hook))
+
+    def refuse_verb(self) -> None:
+        """Raise while a hook of a program's extension is called."""
+        if self.calling:
+            raise WrongState(f"{self.calling}: a hook must not call the ledger")
+
+
+_NEUTRAL: Mapping[str, Any] = {
+    "ask_store_stop": 2**62,
+    "ask_deferred": False,
+    "ask_blocks": False,
+    "ask_next_lapse": float("inf"),
+    "ask_former_readers": (),
+    "on_invalidated": (),
+    "report_leases": (),
+    "report_requests": (),
+    "report_blocks": (),
+}
+"""What counts as the answer of a hook that has raised; None for all others."""
+
+
+class GuardedHook:
+    """A hook of a program's extension. What it raises is kept for the end of the call, and its answer is checked."""
+
+    __slots__ = ("_extension", "_hook", "_hooks", "_name")
+
+    def __init__(self, hooks: Hooks, extension: str, name: str, hook: Callable[..., Any]) -> None:
+        self._hooks = hooks
+        self._extension = extension
+        self._name = name
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        hooks, before = self._hooks, self._hooks.calling
+        hooks.calling = f"{self._extension}.{self._name}"
+        try:
+            answer = self._hook(*args)
+            if self._is_wrong(answer):
+                raise TypeError(f"it must not answer {answer!r}")
+            return answer
+        except BaseException as error:
+            if self._name in MAY_RAISE:
+                raise
+            if hooks.error is None:
+                hooks.error = ExtensionError(self._extension, self._name, f"has raised {error!r}")
+                hooks.error.__cause__ = error
+            return args[1] if self._name == "ask_load_stop" else _NEUTRAL.get(self._name)
+        finally:
+            hooks.calling = before
+
+    def _is_wrong(self, answer: Any) -> bool:
+        if self._name in ("ask_store_stop", "ask_load_stop"):
+            return type(answer) is not int or answer < 0
+        if self._name in ("ask_deferred", "ask_blocks"):
+            return type(answer) is not bool
+        if self._name == "ask_next_lapse":
+            return type(answer) not in (int, float) or answer != answer
+        if self._name == "ask_first_wrong":
+            return answer is not None and (type(answer) is not int or answer < 0)
+        if self._name == "on_invalidated":
+            return type(answer) is not list
+        return False

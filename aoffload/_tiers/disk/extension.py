@@ -1,0 +1,104 @@
+"""The disk tier on the seam of the ledger: `Ledger.disk`."""
+
+from __future__ import annotations
+
+from array import array
+
+from ..._arguments import check_bool, check_int
+from ..._config.tiers import DiskTier
+from ..._extensions.store_policies import RequestCounts
+from ..._extensions.watermark import EvictionWatermark
+from ..._kernel.base import CacheBase
+from ..._kernel.extension import Build, LedgerExtension
+from ..._kernel.jobs import Stores
+from ..._kernel.plans import RestoredRun, TransferPlan
+from ..._kernel.pools import DiskBlocks, SlotPool
+from ..._kernel.protocols import EvictionOrder
+from ..._kernel.records import Job
+from ..._kernel.states import Tier
+from .rules import STEPS, DiskStores, Restores, check_restored
+
+HOST_WATERMARK = 8
+"""The first 1/8 of the host blocks in eviction order is stored to disk before eviction."""
+
+
+class DiskExtension(LedgerExtension):
+    """`Ledger.disk` and `HostCache.disk`."""
+
+    _blocks: DiskBlocks
+
+    def __init__(self, tier: DiskTier, counts: RequestCounts) -> None:
+        self._tier, self._counts = tier, counts
+
+    def on_build(self, build: Build) -> None:
+        self._pool = SlotPool(self._tier.num_slots(build.block_bytes, build.layout.unit_tokens))
+        build.add_tier(Tier.DISK, self._pool.num_blocks, self._make_tier)
+
+    def _make_tier(self, order: EvictionOrder) -> DiskBlocks:
+        self._blocks = DiskBlocks(Tier.DISK, self._pool, order, used=self._pool.used)
+        return self._blocks
+
+    def on_attach(self, ledger: CacheBase) -> None:
+        self._ledger = ledger
+        cache, jobs = ledger.cache, ledger.jobs
+        self._restores: Restores | None = Restores(cache, self._pool)
+        """None after the first store to disk or a reset, because the slots that an earlier process has written may have
+        other contents from then on."""
+        host, disk = cache.tiers[Tier.HOST].pool.num_blocks, self._pool.num_blocks
+        most = min(max(ledger.layout.width, host // HOST_WATERMARK), disk)
+        down = Stores(cache, jobs, ledger.moves, Tier.HOST, Tier.DISK)
+        # The step: a scan for blocks that were requested twice walks the host's order, so skip it after small changes.
+        self._stores = DiskStores(EvictionWatermark(cache, jobs, down, most, max(1, most // STEPS)), self._counts)
+
+    def on_resetting(self, tier: Tier | None) -> None:
+        if tier in (None, Tier.DISK):
+            self._restores = None
+
+    # -- the verbs ------------------------------------------------------------------------------------------------
+
+    def plan_stores(
+        self, max_blocks: int, *, is_idle: bool = False, only_requested_twice: bool = False
+    ) -> tuple[TransferPlan, ...]:
+        """Stores to disk of the blocks that the host evicts next, at most `max_blocks` blocks; with `is_idle`, also of
+        blocks that were requested twice. `only_requested_twice`: of these alone. Cheap if nothing has changed."""
+        self._ledger.hooks.refuse_verb()
+        check_int("max_blocks", max_blocks, 0)
+        check_bool("is_idle", is_idle)
+        check_bool("only_requested_twice", only_requested_twice)
+        return self._planned(self._stores.plan(max_blocks, is_idle=is_idle, only_requested_twice=only_requested_twice))
+
+    @property
+    def stores_are_due(self) -> bool:
+        """Whether `plan_stores` may find something that it did not find last time. Cheap."""
+        return self._stores.are_due
+
+    def plan_flush(self, max_blocks: int) -> tuple[TransferPlan, ...]:
+        """Stores to disk of the blocks in the host, at most `max_blocks` blocks, the last used first."""
+        self._ledger.hooks.refuse_verb()
+        check_int("max_blocks", max_blocks, 0)
+        return self._planned(self._stores.plan_flush(max_blocks))
+
+    def _planned(self, jobs: list[Job]) -> tuple[TransferPlan, ...]:
+        if jobs:
+            self._restores = None  # the stores may write to slots that an earlier process has left
+        return self._ledger.plans_of(jobs)
+
+    def take_forgotten(self) -> array[int]:
+        """The slots on disk whose contents were invalidated since the last call: erase the records by which a restart
+        would find them."""
+        return self._blocks.take_forgotten()
+
+    @property
+    def num_resets(self) -> int:
+        """How often the disk was reset since this ledger was made."""
+        return self._blocks.num_resets
+
+    def restore(self, run: RestoredRun) -> int:
+        """Restore a run that an earlier process has left on disk. Returns how many of its slots are in use now.
+
+        Restore a prefix before the runs that follow it. Requests may go on meanwhile, but restore all runs before the
+        first store to disk: after that, and after a reset, nothing is restored. A run that follows no cached run is
+        skipped, and so are units that are cached already."""
+        self._ledger.hooks.refuse_verb()
+        found = check_restored(run, self._ledger.cache)
+        return 0 if self._restores is None else self._restores.restore(found)

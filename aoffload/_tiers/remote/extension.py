@@ -1,0 +1,98 @@
+"""The remote tier on the seam of the ledger: `Ledger.remote`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from ..._arguments import check_callable, check_int
+from ..._config.tiers import RemoteTier, cell_units
+from ..._extensions.store_policies import RequestCounts
+from ..._kernel.base import CacheBase
+from ..._kernel.extension import LedgerExtension
+from ..._kernel.plans import CellLabel, TransferPlan
+from ..._kernel.pools import ExtentPool, LeastRecentlyUsed, TierBlocks
+from ..._kernel.records import Job
+from ..._kernel.states import Tier
+from ..._kernel.tokens import TokenSequence
+from ...errors import ConfigError
+from .rules import RemoteStores, check_cell
+
+
+@attrs.frozen
+class RemoteCounts:
+    """Cells of a remote store that are being copied or removed. Only the store knows the cells that it holds."""
+
+    num_loads: int
+    """Being loaded into the host."""
+    num_stores: int
+    num_forgotten: int
+    """Cells to remove from the store: see `take_forgotten`."""
+
+
+class RemoteExtension(LedgerExtension):
+    """`Ledger.remote` and `HostCache.remote`."""
+
+    stores: RemoteStores
+
+    def __init__(self, tier: RemoteTier, counts: RequestCounts) -> None:
+        self._tier, self._counts = tier, counts
+
+    def on_attach(self, ledger: CacheBase) -> None:
+        self._ledger = ledger
+        if ledger.layout.windows:
+            raise ConfigError("remote", "keeps full attention only: these groups have windows")
+        self.cell_units = cell_units(ledger.block_bytes * ledger.layout.width, self._tier.max_cell_bytes)
+        """Units of a cell: see `cells_of`."""
+        self._check_size()
+        ledger.jobs.tiers[Tier.REMOTE] = TierBlocks(Tier.REMOTE, ExtentPool(0), LeastRecentlyUsed(), is_outside=True)
+        self.stores = RemoteStores(ledger.cache, ledger.jobs, self._counts, self.cell_units)
+
+    def _check_size(self) -> None:
+        """Refuse cells that are larger than the share of all fetches, because they could never be loaded. A share of 0
+        turns fetches off, so any size is allowed."""
+        ledger = self._ledger
+        num_blocks, share = self.cell_units * ledger.layout.width, ledger.config.max_fetch_share
+        most = int(ledger.cache.tiers[Tier.HOST].pool.num_blocks * share)
+        if share and num_blocks > most:
+            bound = f"max_fetch_share of host memory is {most} blocks of {ledger.block_bytes} bytes"
+            problem = f"makes cells of {num_blocks} blocks, which could never be loaded: {bound}"
+            raise ConfigError("cell_bytes", problem)
+
+    # -- the verbs ------------------------------------------------------------------------------------------------
+
+    def plan_stores(self, max_blocks: int, is_wanted: Callable[[CellLabel], bool]) -> tuple[TransferPlan, ...]:
+        """Stores of whole cells that are in the host and were requested twice, at most `max_blocks` blocks, the last
+        requested first. Cheap if nothing has changed.
+
+        `is_wanted` is called for each cell in the middle of this call. It returns False if the store holds the
+        cell."""
+        ledger = self._ledger
+        ledger.hooks.refuse_verb()
+        check_int("max_blocks", max_blocks, 0)
+        check_callable("is_wanted", is_wanted)
+        ticket = ledger.num_admitted
+        oldest = next(iter(ledger.live_requests.values())).ticket if ledger.live_requests else ticket
+        return tuple([job.plan for job in self.stores.plan(max_blocks, is_wanted, ticket, oldest)])
+
+    def take_forgotten(self) -> tuple[CellLabel, ...]:
+        """The cells to remove from the store, because their contents were invalidated: all for which a store may have
+        been planned. Cells that a store under way may still write are kept back until it is settled."""
+        return self.stores.take_forgotten()
+
+    @property
+    def counts(self) -> RemoteCounts:
+        """The cells that are being copied or removed."""
+        links = [job.plan.link for job in self._ledger.jobs.unsettled.values()]
+        num_loads, num_stores = links.count((Tier.REMOTE, Tier.HOST)), links.count((Tier.HOST, Tier.REMOTE))
+        return RemoteCounts(num_loads, num_stores, len(self.stores.forgotten))
+
+    # -- hooks ----------------------------------------------------------------------------------------------------
+
+    def on_invalidated(self, sequence: TokenSequence, first: int, stop: int) -> list[Job]:
+        """Invalidate the cells that hold these units, or follow them."""
+        return self.stores.invalidate(sequence, first, stop)
+
+    def report_job(self, job: Job) -> None:
+        check_cell(self._ledger.cache, job)
