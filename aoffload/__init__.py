@@ -18,16 +18,19 @@ from ._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWi
 from ._config.models import fingerprint
 from ._config.tiers import DiskTier, RemoteTier
 from ._extensions.store_policies import EagerStore, LazyStore, NoStore, SelectiveStore
+from ._host_cache.host_cache import HostCache
+from ._kernel.extension import LedgerExtension
 from ._kernel.plans import Extension, Preemption, PrefixMatch
 from ._kernel.prefix import KeySpan
 from ._kernel.states import RequestState, Tier
 from ._runtime.loading import PendingLoad
-from ._runtime.request import Request
+from ._runtime.request import EngineRequest, Request
 from .errors import (
     AoffloadError,
     CommitError,
     ConfigError,
     DuplicateRequest,
+    ExtensionError,
     IntegrityError,
     InvalidArgument,
     OutOfBlocks,
@@ -39,7 +42,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from ._runtime.runtime import OffloadRuntime, RuntimeStatistics
+    from ._runtime.runtime import HostCacheRuntime, OffloadRuntime, RuntimeStatistics
     from ._runtime.steps import Computed
     from ._transfer.region import KVRegion
 
@@ -51,6 +54,7 @@ except _PackageNotFoundError:  # a source tree that is on the path, but not inst
 # Imported on first access (PEP 562): torch takes seconds to import, and a program around the `Ledger` needs none.
 _NEEDS_TORCH = {
     "Computed": "._runtime.steps",
+    "HostCacheRuntime": "._runtime.runtime",
     "KVRegion": "._transfer.region",
     "OffloadRuntime": "._runtime.runtime",
     "RuntimeStatistics": "._runtime.runtime",
@@ -79,9 +83,13 @@ __all__ = [
     "ConfigError",
     "DiskTier",
     "DuplicateRequest",
+    "EngineRequest",
     "EagerStore",
     "Extension",
+    "ExtensionError",
     "FullAttention",
+    "HostCache",
+    "HostCacheRuntime",
     "IntegrityError",
     "InvalidArgument",
     "KVCacheGroup",
@@ -89,6 +97,7 @@ __all__ = [
     "KeySpan",
     "LazyStore",
     "Ledger",
+    "LedgerExtension",
     "NoStore",
     "OffloadConfig",
     "OffloadRuntime",

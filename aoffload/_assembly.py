@@ -20,11 +20,11 @@ nothing of it. `ConfigError` names the key of a feature that is off.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 
-from ._arguments import check_type
+from ._arguments import check_type, shown
 from ._config.config import OffloadConfig
 from ._config.tiers import LearnedEviction
 from ._eviction.extension import Eviction
@@ -62,7 +62,7 @@ from ._kernel.status import EvictionStatistics, explained, plain
 from ._tiers.disk.extension import DiskExtension
 from ._tiers.fetch.rules import Fetches
 from ._tiers.remote.extension import RemoteCounts, RemoteExtension
-from .errors import ConfigError
+from .errors import ConfigError, InvalidArgument
 
 Handle = TypeVar("Handle", bound=LedgerExtension)
 
@@ -115,8 +115,8 @@ class LedgerStatistics:
     """None unless eviction learns."""
 
 
-class Handles(CacheBase):
-    """The handles and reports that `Ledger` and `HostCache` have in common."""
+class AnyLedger(CacheBase):
+    """Base of `Ledger` and `HostCache`: the handles and reports that both have."""
 
     def _needed(self, kind: type[Handle], key: str) -> Handle:
         """The extension of class `kind`, which is there if the configuration has `key`."""
@@ -159,6 +159,12 @@ class Handles(CacheBase):
     def fetches(self) -> Fetches:
         """Fetch prompts from the tiers below the host. `ConfigError("disk")` without one."""
         return self._needed(Fetches, "disk")
+
+    # -- verbs that differ ----------------------------------------------------------------------------------------
+
+    def loadable(self, request: Any, max_tokens: int | None = None) -> Loadable | None:
+        """The load that `plan_load` would plan now. None: there is nothing to load, or the load was planned before."""
+        raise NotImplementedError
 
     # -- looking at it --------------------------------------------------------------------------------------------
 
@@ -215,7 +221,14 @@ class Handles(CacheBase):
         check_integrity(self)
 
 
-class Ledger(Handles, CoreLedger):
+def check_ledger(name: str, value: object) -> AnyLedger:
+    """`InvalidArgument` naming the argument `name` unless `value` is a `Ledger` or a `HostCache`."""
+    if not isinstance(value, AnyLedger):
+        raise InvalidArgument(name, f"must be a Ledger or a HostCache, got {shown(value)}")
+    return value
+
+
+class Ledger(AnyLedger, CoreLedger):
     """Decides which block holds which KV, and who may use it: the kernel, and its features on handles.
 
     `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is the size of

@@ -123,14 +123,14 @@ def through_ledger(
         prefix = Prefix.of(ROOT, tokens)
         found.above += ledger.lookup(prefix).num_tokens // BLOCK_TOKENS
         if num_disk:
-            found.on_disk += land(ledger, ledger.fetch(prefix).plans)
+            found.on_disk += land(ledger, ledger.fetches.fetch(prefix).plans)
         record = ledger.admit(prefix)
         ledger.allocate_nowait(record)
         land(ledger, ledger.plan_load(record))
         land(ledger, ledger.commit(record, len(tokens)))
         land(ledger, ledger.release(record))
         while num_disk and (
-            plans := ledger.plan_disk_stores(num_disk, is_idle=True, only_requested_twice=only_requested_twice)
+            plans := ledger.disk.plan_stores(num_disk, is_idle=True, only_requested_twice=only_requested_twice)
         ):
             found.written += land(ledger, plans)
     return found

@@ -99,7 +99,7 @@ async def _measure(path: Path, num_rounds: int) -> tuple[list[float], list[float
         for prompt in prompts:
             await _first_token(slow, prompt)
             await slow.flush()
-        while plans := slow.ledger.plan_disk_flush(1024):
+        while plans := slow.ledger.disk.plan_flush(1024):
             slow.worker.submit(plans)
             await slow.flush()
         sides: Iterator[tuple[OffloadRuntime, list[float]]] = itertools.cycle([(slow, with_disk), (plain, without)])

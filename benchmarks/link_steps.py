@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
-from aoffload import KVCacheGroup, Ledger, OffloadConfig, Tier
+from aoffload import HostCache, KVCacheGroup, OffloadConfig, Tier
 from aoffload.ledger import Completion, CopyQueue, Outcome, Prefix, Root, TransferPlan
 from aoffload.transport import Fence
 
@@ -99,9 +99,7 @@ class Stepping:
     def __init__(self, bytes_per_s: float, *, is_fresh: bool = False) -> None:
         config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=4096)
         self.link, self.blocks = Link(bytes_per_s), Blocks()
-        self.ledger = Ledger(
-            config, 16385, block_bytes=BLOCK_BYTES, engine_blocks=self.blocks, clock=lambda: self.link.now
-        )
+        self.ledger = HostCache(config, 16385, self.blocks, block_bytes=BLOCK_BYTES, clock=lambda: self.link.now)
         self.tokens = np.random.default_rng(0).integers(0, 50000, NUM_TOKENS + 1)
         self.tables = [range(1, NUM_TOKENS // BLOCK + 1)]
         self.queue = self._queue(config)

@@ -85,8 +85,8 @@ def replay(
         found.num_host_hits += request.match.num_host_tokens // BLOCK_TOKENS
         ledger.allocate_nowait(request)
         found.num_loaded += land(ledger, ledger.plan_load(request))
-        found.num_stored += land(ledger, chain(ledger.commit(request, len(prompt)), ledger.plan_write_back()))
-        found.num_stored += land(ledger, chain(ledger.release(request), ledger.plan_write_back()))
+        found.num_stored += land(ledger, chain(ledger.commit(request, len(prompt)), ledger.write_back.plan()))
+        found.num_stored += land(ledger, chain(ledger.release(request), ledger.write_back.plan()))
     found.seconds = time.perf_counter() - begun
     return found
 

@@ -95,9 +95,9 @@ def things() -> Iterator[tuple[str, Any]]:
     world = WORLDS["plain"]
     ledger, record = world.running()
     found: dict[str, Any] = {}
-    pin, prefix = ledger.pin(Prefix.of(ROOT, TOKENS[:16])), Prefix.of(ROOT, TOKENS[:12])
+    pin, prefix = ledger.pins.hold(Prefix.of(ROOT, TOKENS[:16])), Prefix.of(ROOT, TOKENS[:12])
     other = ledger.admit(Prefix.of(ROOT, TOKENS[:30]))
-    fork = ledger.fork(record, "child")
+    fork = ledger.forks.fork(record, "child")
     extension, waiter = ledger.extend_nowait(record, 44), ledger.queue_extension(fork.request, 80)
     made = [
         ledger,
@@ -109,9 +109,9 @@ def things() -> Iterator[tuple[str, Any]]:
         waiter,
         record.match,
         ledger.statistics(),
-        *ledger.requests(),
+        *ledger.reports.requests(),
     ]
-    made += [*ledger.holders(), ledger.prefetch(prefix), ledger.demote(prefix), ledger.lookup(prefix), prefix, ROOT]
+    made += [*ledger.reports.holders(), ledger.transfers.prefetch(prefix), ledger.transfers.demote(prefix), ledger.lookup(prefix), prefix, ROOT]
     with ledger.step([record]):
         made += ledger.steps.values()
     made += [world.allocated()[0].admit(Prefix.of(ROOT, TOKENS)).match, world.allocated()[0].plan_load]

@@ -92,7 +92,7 @@ class Worlds:
 
     def preempted(self, **plugged: Any) -> tuple[Ledger, Any]:
         ledger, record = self.running(**plugged)
-        ledger.preempt_nowait(record)
+        ledger.preemption.preempt(record)
         return ledger, record
 
     def waiting(self, **plugged: Any) -> tuple[Ledger, Any]:

@@ -76,8 +76,8 @@ DISK_PROOF_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a store that has just ended is not erased",
         WORK,
-        "*self.ledger.take_forgotten_slots(), *on_their_way]",
-        "*self.ledger.take_forgotten_slots()]",
+        "*self.ledger.disk.take_forgotten(), *on_their_way]",
+        "*self.ledger.disk.take_forgotten()]",
         PROMISE,
         f"{PROGRAMS}::test_what_went_wrong_once_goes_right",
     ),

@@ -108,8 +108,8 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "stored while it is read",
         WORK,
-        "        if self.state is not DiskState.READY or not self.ledger.disk_stores_are_due:\n",
-        "        if self.state is DiskState.OFF or not self.ledger.disk_stores_are_due:\n",
+        "        if self.state is not DiskState.READY or not self.ledger.disk.stores_are_due:\n",
+        "        if self.state is DiskState.OFF or not self.ledger.disk.stores_are_due:\n",
         "nothing is stored before the reading is over",
         f"{RUNTIME}::test_nothing_is_stored_while_the_disk_is_read",
     ),
@@ -156,7 +156,7 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a fetch that nobody matches",
         FETCHING,
-        "        request._session.ledger.match_fetched(record)\n",
+        "        request._session.ledger.fetches.match_again(record)\n",
         "        pass\n",
         "what was fetched is hit",
         f"{RUNTIME}::test_a_prompt_that_only_the_disk_has_is_hit",
@@ -180,7 +180,7 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "stored before the disk knows of a reset",
         WORK,
-        " or self._num_resets < self.ledger.num_disk_resets:\n",
+        " or self._num_resets < self.ledger.disk.num_resets:\n",
         ":\n",
         "a reset that is late is not passed by what comes after it",
         f"{SHORT}::test_a_reset_that_waits_no_longer_than_it_may_does_not_cost_the_disk",

@@ -124,8 +124,8 @@ _OTHER_THREADS = (
     Mutant(
         "pin ended in another thread",
         PINS,
-        "            self._session.leave_in_loop(lambda: self._session.ledger.unpin(pin))\n",
-        "            if not self._session.is_elsewhere:\n                self._session.ledger.unpin(pin)\n",
+        "            self._session.leave_in_loop(lambda: self._session.ledger.pins.release(pin))\n",
+        "            if not self._session.is_elsewhere:\n                self._session.ledger.pins.release(pin)\n",
         _THREADS,
         test=f"{_ELSEWHERE}a_block_that_is_left_in_another_thread_ends_in_the_loop",
     ),

@@ -94,7 +94,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
         "cells are counted from the hit",
         FETCHING,
         "labels[num_cells - 1].stop * self.request",
-        "num_cells * remote.ledger.cell_units * self.request",
+        "num_cells * remote.ledger.remote.cell_units * self.request",
         "what is behind a local hit is fetched from its own place",
         f"{TESTS}::test_whole_cells_hit",
     ),

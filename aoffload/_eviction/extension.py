@@ -29,7 +29,7 @@ class Eviction(LedgerExtension):
         self._choice = choice
 
     def on_build(self, build: Build) -> None:
-        sizes = {tier: size for tier, size in build.sizes.items() if tier is not Tier.DEVICE}
+        sizes: dict[Tier, int] = {tier: size for tier, size in build.sizes.items() if tier is not Tier.DEVICE}
         if self._choice.device:
             sizes[Tier.DEVICE] = build.sizes[Tier.DEVICE]
         self.learning = Learning(build.layout, sizes)

@@ -41,7 +41,8 @@ class Reports(LedgerExtension):
         """The ledger, if it has steps and a wait queue."""
 
     @property
-    def _steps(self) -> Iterable[Step]:
+    def steps(self) -> Iterable[Step]:
+        """The steps under way, the oldest first."""
         return () if self._core is None else self._core.steps.values()
 
     @property
@@ -57,7 +58,7 @@ class Reports(LedgerExtension):
         biggest = self.holders()
         places = {waiter: place for place, waiter in enumerate(self._waiters(), 1)}
         steps: dict[LedgerRequest, list[Step]] = {}
-        for step in self._steps:
+        for step in self.steps:
             for request in dict.fromkeys(step.requests):
                 steps.setdefault(request, []).append(step)
         found = sorted(self._ledger.live_requests.values(), key=lambda request: request.since_s)
@@ -76,7 +77,7 @@ class Reports(LedgerExtension):
 
     def _all(self) -> Iterator[Holder]:
         yield from map(self._request, self._ledger.live_requests.values())
-        yield from map(self.step, self._steps)
+        yield from map(self.step, self.steps)
         pins = self._ledger.find(Pins)
         for pin in () if pins is None else pins.held:
             yield Holder("pin", str(pin.pin_id), pin.state.value, self._age(pin.since_s), len(_pinned(pin.leases)))
@@ -229,7 +230,7 @@ class Reports(LedgerExtension):
         return self._longest(waiter.joined_s for waiter in self._waiters() if waiter.joined_s is not None)
 
     def oldest_step_s(self) -> float:
-        return self._longest(step.begun_s for step in self._steps)
+        return self._longest(step.begun_s for step in self.steps)
 
     def _longest(self, times: Iterable[float]) -> float:
         return max((self._age(at) or 0.0 for at in times), default=0.0)

@@ -185,6 +185,6 @@ def _check_table(request: LedgerRequest, component: int, table: BlockTable) -> N
 
 def _check_queue(queue: WaitQueue) -> None:
     for waiter in queue.allocating[1:]:
-        demand(not waiter.request.match_leases, "a waiter after the head keeps pins", waiter)
+        demand(not waiter.request.all_leases(), "a waiter after the head keeps pins", waiter)
     for waiter in (*queue.extending, *queue.allocating):
         demand(waiter.request.waiter is waiter and not waiter.is_over, "a waiter out of place", waiter)

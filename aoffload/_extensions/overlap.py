@@ -90,6 +90,10 @@ class Overlap(LedgerExtension):
     def on_attach(self, ledger: CoreLedger) -> None:
         self._ledger, self._cache, self._moves = ledger, ledger.cache, ledger.moves
 
+    def __contains__(self, request: LedgerRequest) -> bool:
+        """Whether a step of `request` has overlapped a load, and not all that follows from it is known."""
+        return request in self._overlaps
+
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def can_start(self, request: LedgerRequest) -> bool:

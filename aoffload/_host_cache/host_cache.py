@@ -19,10 +19,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
 from .._arguments import check_bool, check_callable, check_int, check_text, check_type, shown
-from .._assembly import Handles, LedgerStatistics, built_in
+from .._assembly import AnyLedger, LedgerStatistics, built_in
 from .._config.config import OffloadConfig
 from .._eviction.extension import Eviction
 from .._extensions.load_choice import Loadable
@@ -51,7 +51,7 @@ _NOTHING: Mapping[int, range] = {}
 _WITH_A_LOAD = (State.LOADING,)
 
 
-class HostCache(Handles):
+class HostCache(AnyLedger):
     """Host memory for an engine that has a block pool and a prefix cache of its own.
 
     `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `engine_blocks`: the

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .._arguments import (
     as_tuple,
@@ -48,7 +48,7 @@ from .jobs import JobBook, Stores
 from .layout import Layout
 from .leases import RequestLeases
 from .moves import Moves
-from .plans import Completion, RequestOptions, StoreScope, TransferPlan, check_completion
+from .plans import Completion, PrefixMatch, RequestOptions, StoreScope, TransferPlan, check_completion
 from .pools import ExtentPool, LastUses, LeastRecentlyUsed, TierBlocks
 from .prefix import Prefix, check_prefix
 from .protocols import BlockWatcher, EvictionOrder
@@ -101,7 +101,10 @@ class CacheBase:
         self.num_admitted = 0
         self.moves = moves = Moves(observer, clock)
         added = (*built_in, *own)
-        sizes = {Tier.DEVICE: num_device_blocks - 1, Tier.HOST: config.resolve_host_blocks(block_bytes)}
+        sizes: dict[Tier, int] = {
+            Tier.DEVICE: num_device_blocks - 1,
+            Tier.HOST: config.resolve_host_blocks(block_bytes),
+        }
         build = Build(config, self.layout, block_bytes, sizes)
         for extension in added:
             extension.on_build(build)
@@ -114,7 +117,7 @@ class CacheBase:
 
         device = make_device(order_of(Tier.DEVICE), moves)
         host = TierBlocks(Tier.HOST, ExtentPool(sizes[Tier.HOST]), order_of(Tier.HOST))
-        lower = [make(order_of(tier)) for tier, make in build.tiers]
+        lower = [make(order_of(tier)) for tier, make in build.tiers.items()]
         self.cache = PrefixCache(self.layout, (device, host, *lower), order_of, LastUses(num_tracked_blocks))
         self.request_leases = RequestLeases(self.cache, self.hooks)
         self.jobs = JobBook(self.cache, moves, self.hooks, self._units_per_job(config.blocks_per_job(block_bytes)))
@@ -255,7 +258,21 @@ class CacheBase:
         if self.hooks.error is not None:
             self.release(request, "error: ExtensionError")
 
-    def release(self, request: LedgerRequest, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
+    # -- verbs that differ ----------------------------------------------------------------------------------------
+
+    def lookup(self, prefix: Prefix) -> PrefixMatch:
+        """The hit of a request for `prefix`. Changes nothing, not even the eviction order."""
+        raise NotImplementedError
+
+    def lost_to_reset(self, request: Any) -> bool:
+        """Whether a reset came between the end of the load and the begin of computing."""
+        raise NotImplementedError
+
+    def abandon_load(self, request: Any) -> None:
+        """Stop waiting for a load."""
+        raise NotImplementedError
+
+    def release(self, request: Any, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
         """End the request, and give back all that it owns."""
         raise NotImplementedError
 

@@ -175,7 +175,7 @@ class Build:
         self.sizes = sizes
         """Blocks of each tier, the null block excluded. An extension that reads it comes after those that add
         tiers."""
-        self.tiers: list[Callable[[EvictionOrder], TierBlocks]] = []
+        self.tiers: dict[Tier, Callable[[EvictionOrder], TierBlocks]] = {}
         self.orders: dict[Tier, Callable[[], EvictionOrder]] = {}
 
     def add_tier(self, tier: Tier, num_blocks: int, make: Callable[[EvictionOrder], TierBlocks]) -> None:
@@ -183,7 +183,7 @@ class Build:
         if tier in self.sizes:
             raise ConfigError("extensions", f"add the tier {tier.name} twice")
         self.sizes[tier] = num_blocks
-        self.tiers.append(make)
+        self.tiers[tier] = make
 
     def set_order(self, tier: Tier, make: Callable[[], EvictionOrder]) -> None:
         """Let `make` make the eviction order of `tier`."""

@@ -112,7 +112,7 @@ class RequestLeases:
 
     def forget_match(self, request: LedgerRequest) -> None:
         """Release the leases and clear the match. Private blocks stay."""
-        leases = request.all_leases
+        leases = request.all_leases()
         request.leases, request.reserve = {}, None
         request.published = request.ready_stop = request.hit_stop = 0
         for lease in leases:
@@ -175,7 +175,7 @@ class RequestLeases:
         units would take with it, and the number of blocks that would become available if it replaced the present match.
         Changes nothing."""
         hit = self._find(request, islands=False)
-        leases = [lease for lease in request.all_leases if lease.tier is Tier.DEVICE]
+        leases = [lease for lease in request.all_leases() if lease.tier is Tier.DEVICE]
         unpinned = self.cache.pinned_by_none_but(leases)
         taken = [part for run in hit.path for part in run.parts_in(Tier.DEVICE) if not part.num_references]
         gained = sum(len(part.blocks) + len(part.tombstone_ids()) for part in unpinned)

@@ -46,10 +46,37 @@ _LOAD_NOT_OVER = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQU
 
 class LedgerRequest:
     __slots__ = (
-        "computing", "epoch", "evictions_before", "has_committed",
-        "hit_alignment", "hit_limit", "hit_stop", "last_step", "leases", "ledger", "load", "match", "nulled",
-        "num_computed_tokens", "num_lost_tokens", "num_steps", "num_units", "published", "ready_stop", "reason",
-        "request_id", "reserve", "sequence", "since_s", "state", "store_limit", "tables", "ticket", "uses", "waiter",
+        "computing",
+        "epoch",
+        "evictions_before",
+        "has_committed",
+        "hit_alignment",
+        "hit_limit",
+        "hit_stop",
+        "is_fork",
+        "last_step",
+        "leases",
+        "ledger",
+        "load",
+        "match",
+        "nulled",
+        "num_computed_tokens",
+        "num_lost_tokens",
+        "num_steps",
+        "num_units",
+        "published",
+        "ready_stop",
+        "reason",
+        "request_id",
+        "reserve",
+        "sequence",
+        "since_s",
+        "state",
+        "store_limit",
+        "tables",
+        "ticket",
+        "uses",
+        "waiter",
         "when_idle",
     )  # fmt: skip
 
@@ -60,6 +87,8 @@ class LedgerRequest:
         self.request_id = request_id
         self.sequence = sequence
         self.epoch = epoch
+        self.is_fork = False
+        """Whether it began with the tokens and blocks of another request."""
         self.ticket = ticket
         """Its place in the wait queue. The request keeps it when it has to wait again."""
         self.hit_limit = hit_limit

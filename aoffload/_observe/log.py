@@ -17,8 +17,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
 
-from .._arguments import check_has, check_type
-from .._assembly import Ledger
+from .._arguments import check_has
+from .._assembly import AnyLedger, check_ledger
 from .._extensions.overlap import OverlapMoved, OverlapState
 from .._extensions.pins import PinMoved, PinState
 from .._extensions.prefetch import Demotion, Prefetch
@@ -353,15 +353,15 @@ class LedgerLog:
         except BaseException:  # noqa: BLE001 - counted; must not reach the ledger
             self.num_lost_events += 1
 
-    def ledger_opened(self, ledger: Ledger) -> None:
+    def ledger_opened(self, ledger: AnyLedger) -> None:
         """Call it once `ledger` is made: readers of the log learn where it begins, and the sizes of its pools."""
         # Where an engine has the device blocks, the pool counts what copies hold: nothing yet.
-        tiers = check_type("ledger", ledger, Ledger).cache.tiers
+        tiers = check_ledger("ledger", ledger).cache.tiers
         self._opened("ledger_opened", {f"num_{tier.tier.name.lower()}_blocks": tier.pool.num_blocks for tier in tiers})
 
-    def ledger_closed(self, ledger: Ledger) -> None:
+    def ledger_closed(self, ledger: AnyLedger) -> None:
         """Call it when nothing is launched for `ledger` any more."""
-        self._closed("ledger_closed", len(check_type("ledger", ledger, Ledger).jobs.quarantined))
+        self._closed("ledger_closed", len(check_ledger("ledger", ledger).jobs.quarantined))
 
     @harmless
     def transport_failed(self, error: BaseException) -> None:

@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from .._arguments import check_int, check_type, number_of, shown
-from .._assembly import Ledger
+from .._assembly import AnyLedger, check_ledger
 from .._extensions.load_choice import CostChoice, LoadChoice, LoadOffer, chosen_stop, load_choice_of
+from .._host_cache.host_cache import HostCache
+from .._host_cache.requests import HostCacheRequest
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import BELOW, RequestState, Tier
 from .._kernel.status import Declined
@@ -126,7 +128,7 @@ class LoadCosts:
     not known, everything is loaded.
     """
 
-    ledger: Ledger
+    ledger: AnyLedger
     copies: CopyQueue
     speed: PrefillSpeed = attrs.field()
     declined: HearsDeclined = _ignore
@@ -149,16 +151,16 @@ class LoadCosts:
 
     @speed.default
     def _speed(self) -> PrefillSpeed:
-        return PrefillSpeed(check_type("ledger", self.ledger, Ledger).config.prefill_tokens_per_s)
+        return PrefillSpeed(check_ledger("ledger", self.ledger).config.prefill_tokens_per_s)
 
     def __attrs_post_init__(self) -> None:
-        check_type("ledger", self.ledger, Ledger)
+        check_ledger("ledger", self.ledger)
         check_type("copies", self.copies, CopyQueue)
         self._choice = load_choice_of(self.ledger.config.load_choice)
         self._link = self.copies.link(BELOW, Tier.DEVICE)
         self._rate = self._link.rate or TransferRate()
         self._block_bytes, self._unit_tokens = self.copies.block_bytes, self.ledger.layout.unit_tokens
-        self._explained = self.ledger.situation.declined
+        self._explained = self.ledger.reports.declined
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
@@ -170,7 +172,7 @@ class LoadCosts:
         found = self.ledger.loadable(record, max_tokens)
         if found is None:
             if record.state in _BEFORE_LOAD:
-                num_tokens = record.sequence.num_tokens - max(record.published * unit, record.engine_tokens)
+                num_tokens = record.sequence.num_tokens - max(record.published * unit, record.given_tokens)
                 self._sum_queued += num_tokens - self._queued.get(request_id, 0)
                 self._queued[request_id] = num_tokens
             return max_tokens
@@ -197,12 +199,13 @@ class LoadCosts:
         self.declined(request_id, declined.num_tokens, declined.load_s, declined.compute_s)
         return (found.stop - num_declined) * unit
 
-    def bound(self, record: LedgerRequest, left_s: float | None = None) -> None:
-        """Reduce the match of `record` to the part that is to be loaded, where an engine owns the device blocks."""
+    def bound(self, record: HostCacheRequest, left_s: float | None = None) -> None:
+        """Reduce the match of `record`, a request of a `HostCache`, to the part that is to be loaded."""
         if record.state is RequestState.PINNED:
             from_token = self.limit(record, None, left_s)
             if from_token is not None:
-                self.ledger.decline(record, from_token)
+                cache: HostCache = record.ledger
+                cache.decline(record, from_token)
 
     # -- the queue of tokens to compute ---------------------------------------------------------------------------
 

@@ -13,8 +13,11 @@ step, and the step may hold blocks that the request needs to go on.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from .._arguments import shown
+from .._assembly import Ledger
+from .._extensions.overlap import Overlap
 from .._kernel.records import Load
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import RequestState
@@ -23,35 +26,19 @@ from ..errors import InvalidArgument, WrongState
 from .session import Entered, Session
 
 
-class PendingLoad:
-    """A load under way, as `Request.load_nowait` returns it. `wait` may be cancelled and called again.
-
-    A forward may start before the load is over, in a step that names the pending load in place of its request:
-
-        pending = request.load_nowait()
-        if not pending.can_start:
-            await pending.wait()
-        with runtime.step([pending]):
-            start, tables = pending.num_expected_tokens, pending.block_ids
-            ...                               # in the forward's thread, before layer i reads: pending.region(i).wait()
-        await pending.wait()
-        if pending.first_invalid_token is None:
-            request.commit(...)               # refused before the load is over, and if it fell short
-
-    If a region raises `RegionNotLoaded`, nothing of that forward may be committed, however the load ends. `wait` counts
-    `load_timeout_s`: if it is awaited in another task meanwhile, it ends the forward's waits for regions, too.
-    """
+class LoadUnderWay:
+    """Base of `PendingLoad` and `EnginePendingLoad`."""
 
     def __init__(
         self,
         request: Entered,
         record: LedgerRequest,
         max_tokens: int | None,
-        into: Sequence[Sequence[int]] | None,
+        into: Sequence[Sequence[int]] | None = None,
         *,
         has_fences: bool = True,
     ) -> None:
-        self._request = request
+        self._request: Any = request
         self._max_tokens = max_tokens
         self._into = into
         """The engine's block tables, if an engine owns the device blocks. Only the first plan uses them."""
@@ -65,20 +52,14 @@ class PendingLoad:
         self._start(record)
 
     def __repr__(self) -> str:
-        return f"<PendingLoad of {self._request!r}>"
+        return f"<{type(self).__name__} of {self._request!r}>"
 
     def _start(self, record: LedgerRequest) -> None:
         """Plan the load and launch its copies."""
         request, session = self._request, self._request._session
-        max_tokens, max_job_bytes = self._max_tokens, None
-        if session.costs is not None and not session.ledger.is_engine_owned:  # else `limit_hit` made the choice
-            max_tokens = session.costs.limit(record, max_tokens, request._left_s())
-        if self._has_fences:
-            # A region is complete only with the last job, so one job takes the whole load if it may be in flight.
-            max_job_bytes = session.config.bytes_in_flight
-        plans = session.ledger.plan_load(
-            record, max_tokens, request._wake, max_job_bytes=max_job_bytes, into=self._into
-        )
+        # A region is complete only with the last job, so one job takes the whole load if it may be in flight.
+        max_job_bytes = session.config.bytes_in_flight if self._has_fences else None
+        plans = request._plan_load(record, self._max_tokens, max_job_bytes, self._into)
         self._into = None
         if self._has_fences:  # of all jobs of the load, including those that other requests have started
             self._load, fences_of = record.load, session.worker.copies.regions.fences_of
@@ -100,12 +81,12 @@ class PendingLoad:
         """
         record = self._request._live()
         num_ready = await self._until_over(record)
-        if record.overlap is not None and record.state is RequestState.RUNNING:
-            found = self._request._session.ledger.begin_again(record)
-            if found is not None and self._first_invalid_token is None:
-                self._first_invalid_token = found  # kept here: the next step resets it in the ledger
+        self._is_told(record)
         self._has_returned = True
         return num_ready
+
+    def _is_told(self, record: LedgerRequest) -> None:
+        """The caller of `wait` learns the result of the load. Does nothing here."""
 
     async def _until_over(self, record: LedgerRequest) -> int:
         request, session = self._request, self._request._session
@@ -133,45 +114,7 @@ class PendingLoad:
             return 0  # preempted by another task: no blocks
         return record.num_computed_tokens
 
-    # -- layer-wise overlap ---------------------------------------------------------------------------------------
-
-    @property
-    def can_start(self) -> bool:
-        """Whether a step may name this load: all of it is under way, or it is over and the request is RUNNING. False
-        after a reset, until `wait` has returned."""
-        record = self._request._live()
-        if self._is_replaced(record) or self._is_lost(record):
-            return False
-        return record.state is RequestState.RUNNING or self._request._session.ledger.can_start_early(record)
-
-    def _arriving(self, session: Session) -> LedgerRequest:
-        """The record, for a step of `session`. `WrongState` if another load of the request is under way."""
-        if self._request._session is not session:
-            raise InvalidArgument("requests", f"holds what is no request of this runtime: {shown(self._request)}")
-        record = self._request._live()
-        if self._is_replaced(record):
-            raise WrongState(f"step: {self!r} is over, and another load is under way: use the pending load of that one")
-        if self._is_lost(record):
-            raise WrongState(f"step: a reset has undone {self!r}: await `wait` first")
-        return record
-
-    def _is_lost(self, record: LedgerRequest) -> bool:
-        return not self._has_returned and self._request._session.ledger.lost_to_reset(record)
-
-    def _is_replaced(self, record: LedgerRequest) -> bool:
-        """Whether a later load of the request is under way."""
-        return record.load is not None and record.load is not self._load
-
-    @property
-    def num_expected_tokens(self) -> int:
-        """Tokens whose KV is on the device once the fences of all regions have passed; compute starts after them."""
-        return self._request._session.ledger.num_expected_tokens(self._request._live())
-
-    @property
-    def block_ids(self) -> list[list[int]]:
-        """The block table after the load, one list per group. Read it inside a step of this load, which holds these
-        blocks. Without a step it raises `WrongState` while the load is under way."""
-        return self._request._session.ledger.expected_block_ids(self._request._with_blocks())
+    # -- regions --------------------------------------------------------------------------------------------------
 
     @property
     def regions(self) -> tuple[LoadedRegion, ...]:
@@ -188,6 +131,80 @@ class PendingLoad:
             raise InvalidArgument("index", f"must be the number of {regions}, got {shown(index)}")
         return LoadedRegion(tuple(fences[min(index, len(fences) - 1)] for fences in self._jobs))
 
+
+class EnginePendingLoad(LoadUnderWay):
+    """A load under way, as `EngineRequest.load_nowait` returns it. `wait` may be cancelled and called again. A forward
+    in a step of the engine's own may wait for its `regions` one by one."""
+
+
+class PendingLoad(LoadUnderWay):
+    """A load under way, as `Request.load_nowait` returns it. `wait` may be cancelled and called again.
+
+    A forward may start before the load is over, in a step that names the pending load in place of its request:
+
+        pending = request.load_nowait()
+        if not pending.can_start:
+            await pending.wait()
+        with runtime.step([pending]):
+            start, tables = pending.num_expected_tokens, pending.block_ids
+            ...                               # in the forward's thread, before layer i reads: pending.region(i).wait()
+        await pending.wait()
+        if pending.first_invalid_token is None:
+            request.commit(...)               # refused before the load is over, and if it fell short
+
+    If a region raises `RegionNotLoaded`, nothing of that forward may be committed, however the load ends. `wait` counts
+    `load_timeout_s`: if it is awaited in another task meanwhile, it ends the forward's waits for regions, too.
+    """
+
+    def _is_told(self, record: LedgerRequest) -> None:
+        overlap = self._request._session.ledger.find(Overlap)
+        if overlap is not None and record in overlap and record.state is RequestState.RUNNING:
+            found = overlap.begin_again(record)
+            if found is not None and self._first_invalid_token is None:
+                self._first_invalid_token = found  # kept here: the next step resets it in the ledger
+
+    # -- layer-wise overlap ---------------------------------------------------------------------------------------
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a step may name this load: all of it is under way, or it is over and the request is RUNNING. False
+        after a reset, until `wait` has returned."""
+        record = self._request._live()
+        if self._is_replaced(record) or self._is_lost(record):
+            return False
+        return record.state is RequestState.RUNNING or self._request._session.ledger.overlap.can_start(record)
+
+    def _arriving(self, session: Session[Ledger]) -> LedgerRequest:
+        """The record, for a step of `session`. `WrongState` if another load of the request is under way."""
+        if self._request._session is not session:
+            raise InvalidArgument("requests", f"holds what is no request of this runtime: {shown(self._request)}")
+        record: LedgerRequest = self._request._live()
+        if self._is_replaced(record):
+            raise WrongState(f"step: {self!r} is over, and another load is under way: use the pending load of that one")
+        if self._is_lost(record):
+            raise WrongState(f"step: a reset has undone {self!r}: await `wait` first")
+        return record
+
+    def _is_lost(self, record: LedgerRequest) -> bool:
+        return not self._has_returned and self._request._session.ledger.lost_to_reset(record)
+
+    def _is_replaced(self, record: LedgerRequest) -> bool:
+        """Whether a later load of the request is under way."""
+        return record.load is not None and record.load is not self._load
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Tokens whose KV is on the device once the fences of all regions have passed; compute starts after them."""
+        overlap: Overlap = self._request._session.ledger.overlap
+        return overlap.num_expected_tokens(self._request._live())
+
+    @property
+    def block_ids(self) -> list[list[int]]:
+        """The block table after the load, one list per group. Read it inside a step of this load, which holds these
+        blocks. Without a step it raises `WrongState` while the load is under way."""
+        overlap: Overlap = self._request._session.ledger.overlap
+        return overlap.block_ids(self._request._with_blocks())
+
     @property
     def first_invalid_token(self) -> int | None:
         """First token that has to be computed again, in a new step, because the load fell short after a forward had
@@ -196,5 +213,6 @@ class PendingLoad:
         self._request._session.check_may_read()
         record = self._request._record
         if self._first_invalid_token is None and record is not None and not self._is_replaced(record):
-            return self._request._session.ledger.first_invalid_token(record)
+            overlap: Overlap = self._request._session.ledger.overlap
+            return overlap.first_invalid_token(record)
         return self._first_invalid_token

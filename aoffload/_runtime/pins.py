@@ -11,17 +11,18 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import anyio
 
 from .._arguments import number_of, shown
 from .._config.config import MAX_SECONDS
 from .._extensions.pins import Pin, PinState
-from .._extensions.prefetch import Demotion, Prefetch
+from .._extensions.prefetch import Demotion, DeviceTransfers, Prefetch
 from .._extensions.transfers import CacheTransfer, Fetch
 from .._kernel.plans import NO_MATCH, PrefixMatch
 from .._kernel.prefix import Prefix
+from .._tiers.fetch.rules import Fetches
 from .._tiers.remote.loop import Question
 from ..errors import InvalidArgument, WrongState
 from .session import Session
@@ -45,7 +46,7 @@ class PinScope:
     the end of the copy worker dropped it (DROPPED).
     """
 
-    def __init__(self, session: Session, prefix: Prefix, ttl_s: float) -> None:
+    def __init__(self, session: Session[Any], prefix: Prefix, ttl_s: float) -> None:
         self._session = session
         self._prefix = prefix
         self._ttl_s = ttl_s
@@ -64,7 +65,7 @@ class PinScope:
         if self._pin is not None:
             raise WrongState(f"{self!r} was entered before: make another one")
         expires_at = anyio.current_time() + self._ttl_s
-        self._pin = self._session.ledger.pin(self._prefix, expires_at=expires_at)
+        self._pin = self._session.ledger.pins.hold(self._prefix, expires_at=expires_at)
         self._session.worker.watch(expires_at)
         return self
 
@@ -74,7 +75,7 @@ class PinScope:
         pin = self._pin
         if pin is not None and not self._was_left:
             self._was_left = True
-            self._session.leave_in_loop(lambda: self._session.ledger.unpin(pin))
+            self._session.leave_in_loop(lambda: self._session.ledger.pins.release(pin))
 
     def __del__(self) -> None:
         pin = self._pin
@@ -82,7 +83,9 @@ class PinScope:
             if not self._was_entered and self._session.is_open:
                 warnings.warn("a pin was never entered, and pins nothing: use `with`", ResourceWarning, stacklevel=2)
         elif pin.state is PinState.HELD:
-            self._session.call_later(lambda: self._session.ledger.unpin(pin))  # before the warning, which may raise
+            self._session.call_later(
+                lambda: self._session.ledger.pins.release(pin)
+            )  # before the warning, which may raise
             warnings.warn(f"{self!r} was abandoned: leave its with block", ResourceWarning, stacklevel=2, source=self)
 
     @property
@@ -106,7 +109,7 @@ class _Pending(ABC, Generic[AnyTransfer]):
     `wait` may be cancelled and called again.
     """
 
-    def __init__(self, session: Session, prefix: Prefix) -> None:
+    def __init__(self, session: Session[Any], prefix: Prefix) -> None:
         self._session = session
         self._waiting: set[anyio.Event] = set()
         self._transfer = self._start(prefix, self._wake)
@@ -136,7 +139,7 @@ class _Pending(ABC, Generic[AnyTransfer]):
         self._cancel()
 
     def _cancel(self) -> None:
-        self._session.ledger.cancel(self._transfer)
+        self._session.ledger.transfers.cancel(self._transfer)
 
     def _wake(self) -> None:
         for event in self._waiting:
@@ -158,7 +161,8 @@ class PendingPrefetch(_Pending[Prefetch]):
     """A prefetch under way, as `OffloadRuntime.prefetch_nowait` returns it."""
 
     def _start(self, prefix: Prefix, wake: Callable[[], None]) -> Prefetch:
-        return self._session.ledger.prefetch(prefix, wake)
+        transfers: DeviceTransfers = self._session.ledger.transfers
+        return transfers.prefetch(prefix, wake)
 
     async def wait(self) -> int:
         """Wait until it is over, however it ends. Returns how many tokens of the prompt are on the device then."""
@@ -170,7 +174,7 @@ class PendingFetch(_Pending[Fetch]):
     """A fetch under way, as `OffloadRuntime.fetch_nowait` returns it. The remote store is queried while the disk is
     read; a second transfer fetches the cells that the store has after the tokens of the disk."""
 
-    def __init__(self, session: Session, prefix: Prefix) -> None:
+    def __init__(self, session: Session[Any], prefix: Prefix) -> None:
         self._question: Question | None = None
         self._remote: Fetch | None = None
         """The transfer from the remote store."""
@@ -184,7 +188,7 @@ class PendingFetch(_Pending[Fetch]):
         def answered(num_cells: int) -> None:
             if num_cells and session.is_open:
                 num_tokens = labels[num_cells - 1].stop * ledger.layout.unit_tokens
-                self._remote = ledger.fetch(prefix, self._wake, num_remote_tokens=num_tokens)
+                self._remote = ledger.fetches.fetch(prefix, self._wake, num_remote_tokens=num_tokens)
                 session.worker.submit(self._remote.plans)
             self._wake()
 
@@ -192,7 +196,8 @@ class PendingFetch(_Pending[Fetch]):
             self._question = remote.ask(labels, answered)
 
     def _start(self, prefix: Prefix, wake: Callable[[], None]) -> Fetch:
-        return self._session.ledger.fetch(prefix, wake)
+        fetches: Fetches = self._session.ledger.fetches
+        return fetches.fetch(prefix, wake)
 
     @property
     def is_over(self) -> bool:
@@ -204,7 +209,7 @@ class PendingFetch(_Pending[Fetch]):
             self._question.cancel()
         super()._cancel()
         if self._remote is not None:
-            self._session.ledger.cancel(self._remote)
+            self._session.ledger.transfers.cancel(self._remote)
 
     async def wait(self) -> int:
         """Wait until it is over, however it ends. Returns how many tokens of the prompt a request would hit then."""
@@ -216,7 +221,8 @@ class PendingDemotion(_Pending[Demotion]):
     """A demotion under way, as `OffloadRuntime.demote_nowait` returns it."""
 
     def _start(self, prefix: Prefix, wake: Callable[[], None]) -> Demotion:
-        return self._session.ledger.demote(prefix, wake)
+        transfers: DeviceTransfers = self._session.ledger.transfers
+        return transfers.demote(prefix, wake)
 
     async def wait(self) -> int:
         """Wait until it is over, however it ends. Returns how many device blocks it has freed."""

@@ -32,23 +32,27 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 from weakref import ref
 
 import anyio
 
 from .._arguments import check_text
+from .._assembly import Ledger
+from .._host_cache.host_cache import HostCache
+from .._host_cache.requests import HostCacheRequest
 from .._kernel.events import RequestCancelled, WaitedForBlocks
-from .._kernel.plans import NO_MATCH, Extension, Preemption, PrefixMatch, RequestOptions
+from .._kernel.plans import NO_MATCH, Extension, Preemption, PrefixMatch, TransferPlan
 from .._kernel.prefix import LongList, Prefix, TokenIds
 from .._kernel.requests import LedgerRequest, Waiter
 from .._kernel.states import RequestState, require
 from .._tiers.fetch.loop import fetch
 from .._transfer.fences import Fence
 from ..errors import AoffloadError, OutOfBlocks, RequestAborted, RuntimeClosed, WrongState
-from .loading import PendingLoad
-from .session import Session
+from .loading import EnginePendingLoad, PendingLoad
+from .session import AnyFace, Session
 
+AnyRecord = TypeVar("AnyRecord", bound=LedgerRequest)
 ENTERS = ("__aenter__", "enter_async_context")
 
 
@@ -91,14 +95,14 @@ async def _read(prompt: LongList) -> Prefix:
     return prompt.prefix(slices)
 
 
-def _expire(reference: ref[Request]) -> None:
+def _expire(reference: ref[RequestBase[Any, Any]]) -> None:
     request = reference()
     if request is not None:
         request._cancel("deadline")
 
 
-class Request:
-    """Returned by `OffloadRuntime.request`; an async context manager for the task that serves the request.
+class RequestBase(Generic[AnyFace, AnyRecord]):
+    """Base of `Request` and `EngineRequest`: an async context manager for the task that serves the request.
 
     Its cancel scope swallows a cancellation by `cancel` or `deadline_s`; check `state` and `reason` after the block.
     Any other cancellation or exception passes through. The blocks are released in either case.
@@ -110,11 +114,11 @@ class Request:
 
     def __init__(
         self,
-        session: Session,
+        session: Session[AnyFace],
         prompt: Prefix | LongList,
         request_id: str | None,
         deadline_s: float | None,
-        options: RequestOptions,
+        options: Any,
     ) -> None:
         self._session = session
         self._runtime: object = None
@@ -125,7 +129,7 @@ class Request:
         self._options = options
         self._prefix: Prefix
         """The prompt, once it is entered."""
-        self._record: LedgerRequest | None = None
+        self._record: AnyRecord | None = None
         self._deadline = math.inf
         self._scope: anyio.CancelScope | None = None
         """Around the entered block; None in an async generator."""
@@ -152,7 +156,10 @@ class Request:
         if self._record is not None:
             raise WrongState(f"request {self.request_id} was entered before: open another one")
         self._prefix = prefix
-        self._record = session.admit(self, prefix, self._request_id, self._deadline_s, self._options)
+        session.check_usable()
+        record = self._admit(prefix)
+        session.enter(self, record)
+        self._record = record
         self._task_id = id(session.running_task())
         if deadline < math.inf:
             self._deadline = deadline
@@ -166,6 +173,19 @@ class Request:
         elif self._cancel_reason:
             session.release(self._record, self._cancel_reason)
         return self
+
+    def _admit(self, prefix: Prefix) -> AnyRecord:
+        """Match the prompt and pin the hit."""
+        raise NotImplementedError
+
+    def _matched(self, record: Any) -> None:
+        """`record` was matched. Does nothing here."""
+
+    def _plan_load(
+        self, record: Any, max_tokens: int | None, max_job_bytes: int | None, into: Sequence[Sequence[int]] | None
+    ) -> tuple[TransferPlan, ...]:
+        """Plan the load of the host hit."""
+        raise NotImplementedError
 
     # -- properties -----------------------------------------------------------------------------------------------
 
@@ -201,251 +221,15 @@ class Request:
         return 0 if self._record is None else self._record.num_lost_tokens
 
     @property
-    def retry_max_hit_tokens(self) -> int | None:
-        """The `max_hit_tokens` for a next request of the same prompt: where a load that fell short ended, so that the
-        same copy is not tried for ever. None: no load fell short."""
-        return None if self._record is None else self._record.retry_max_hit_tokens
-
-    @property
     def log(self) -> Any:
         """The runtime's logger, bound to this request."""
         return self._session.telemetry.logger.bind(request_id=self.request_id)
 
-    # -- the hit --------------------------------------------------------------------------------------------------
+    # -- the lower tiers ------------------------------------------------------------------------------------------
 
-    def match_again_nowait(self, *, num_device_tokens: int) -> PrefixMatch:
-        """Match again before the load, because the engine's own prefix cache has the first `num_device_tokens` tokens
-        now. The pins move if this number has changed."""
-        record = self._live()
-        # Not `self._wake`: the ledger would keep an abandoned request alive for as long as it is PENDING.
-        wake = record.when_idle
-        self._session.ledger.match_again(record, num_device_tokens=num_device_tokens, wake=wake)
-        self._session.limit_hit(record, self._left_s())
-        return record.match
-
-    async def match_again(self, *, num_device_tokens: int) -> PrefixMatch:
-        """As `match_again_nowait`. If the answer is PENDING, waits until a new match may give another answer, and at
-        most until `pending_timeout_s` is over. Returns the answer from before the wait, because the engine's own cache
-        may hold more tokens after it: match again with that number.
-
-            while request.match.is_pending:
-                await request.match_again(num_device_tokens=own_hit(tokens))
-        """
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        found, session = self.match_again_nowait(num_device_tokens=num_device_tokens), self._session
-        if found.is_pending:
-            bound_s = session.ledger.pending_until(self._live()) - session.now()
-            if session.worker.has_alarms:
-                await self._wait(bound_s)
-            else:  # the worker's task has ended, and an alarm would be set at once: then this loop would not end
-                with anyio.move_on_after(bound_s):
-                    await self._wait()
-            self._live()
-        return found
-
-    async def fetch(self) -> int:
-        """Fetch the units after the hit that the disk and the remote store hold into host memory, and match again. Only
-        while the request has no blocks. Returns the whole hit in tokens. `allocate` does this by itself; with
-        `engine_blocks`, call it before `load`.
-
-        It takes at most `fetch_timeout_s`, and never raises for a tier that fails, because the request can compute the
-        missing tokens.
-        """
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        await fetch(self, self._live(), self._prefix)
-        return self.match.num_tokens
-
-    # -- allocation -----------------------------------------------------------------------------------------------
-
-    def allocate_nowait(self, num_tokens: int | None = None) -> None:
-        """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). `OutOfBlocks` changes nothing.
-
-        To allocate only the first part of a prompt, allocate whole blocks. A part that ends inside a block causes a
-        warning, because it is most often a mistake, and the rest of that block costs nothing.
-        """
-        record = self._live()
-        self._warn_of_part(record, num_tokens)
-        self._session.ledger.allocate_nowait(record, num_tokens)
-
-    async def allocate(self, num_tokens: int | None = None) -> None:
-        """As `allocate_nowait`, but first fetches from the tiers below the host, and then waits for free blocks.
-        `OutOfBlocks` only if the request can never fit."""
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        record = self._live()
-        self._warn_of_part(record, num_tokens)
-        await self._allocate(record, num_tokens)
-
-    def _warn_of_part(self, record: LedgerRequest, num_tokens: int | None) -> None:
-        num_known = record.sequence.num_tokens
-        if type(num_tokens) is not int or not 0 < num_tokens < num_known:
-            return
-        if num_tokens % self._session.ledger.layout.unit_tokens:
-            problem = (
-                f"{num_tokens} tokens in total are fewer than the {num_known} of {record}, and end inside of a block"
-            )
-            warnings.warn(f"allocate: {problem}", UserWarning, stacklevel=3)
-
-    async def _allocate(self, record: LedgerRequest, num_tokens: int | None) -> None:
-        ledger = self._session.ledger
-        if not ledger.is_engine_owned and (record.match.num_disk_tokens or self._session.remote is not None):
-            await fetch(self, record, self._prefix)
-        try:
-            ledger.allocate_nowait(record, num_tokens)
-            return
-        except OutOfBlocks as error:
-            if not error.retryable:
-                raise
-        await self._wait_for_grant(ledger.queue_allocation(record, num_tokens, self._wake))
-
-    @property
-    def block_ids(self) -> list[list[int]]:
-        """The block table, one list per group; null block 0 for blocks that are not needed or still loading.
-        `WrongState` before `allocate`; empty after `preempt`."""
-        return self._session.ledger.block_ids(self._with_blocks())
-
-    def extend_nowait(self, num_tokens: int) -> Extension:
-        """Allocate blocks for `num_tokens` tokens in total. Returns what was added to the block tables.
-
-        A refused request is not in the wait queue: blocks that another request frees for it by `preempt` go to the
-        requests that wait, so wait for them with `extend`.
-        """
-        return self._session.ledger.extend_nowait(self._live(), num_tokens)
-
-    async def extend(self, num_tokens: int) -> Extension:
-        """As `extend_nowait`, but waits. A retryable `OutOfBlocks`: only waiters hold blocks, so abort one of them."""
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        record = self._live()
-        try:
-            return self._session.ledger.extend_nowait(record, num_tokens)
-        except OutOfBlocks as error:
-            if not error.retryable:
-                raise
-        return await self._wait_for_grant(self._session.ledger.queue_extension(record, num_tokens, self._wake))
-
-    async def _wait_for_grant(self, waiter: Waiter) -> Extension:
-        session = self._session
-        began_s = session.env.now()
-        try:
-            while not waiter.is_over:  # a grant may be withdrawn before its task has run
-                await self._wait_for_blocks(waiter)
-                self._live()
-            return session.ledger.accept(waiter)
-        finally:  # leave the wait queue, or give an unused grant back, however the wait ends
-            session.ledger.withdraw(waiter)
-            session.observers.observe(WaitedForBlocks(waiter.request, session.env.now() - began_s))
-
-    # -- loading --------------------------------------------------------------------------------------------------
-
-    def load_nowait(self, max_tokens: int | None = None, *, into: Sequence[Sequence[int]] | None = None) -> PendingLoad:
-        """Start to load the host hit onto the device, region by region, without waiting for it."""
-        return PendingLoad(self, self._live(), max_tokens, into)
-
-    async def load(self, max_tokens: int | None = None, *, into: Sequence[Sequence[int]] | None = None) -> int:
-        """Load the host hit onto the device. Returns how many tokens are ready there. Never raises for a failed copy.
-
-        `max_tokens` limits the load: rounded down to a block, never below the device hit. `block_ids` is final
-        afterwards. Returns 0 if another task has preempted the request meanwhile: call `resume` then.
-
-        With `engine_blocks`, `into` holds the request's block tables, one per group, from the first token at least to
-        the end of the hit. Copies write only to the blocks named there for what is loaded. If fewer tokens are ready
-        than were matched, compute the others into other blocks: copies may still write to those of `into`.
-        """
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        record = self._live()
-        load = PendingLoad(self, record, max_tokens, into, has_fences=False)
-        if record.sequence.has_much_to_hash(record.hit_stop):
-            await self._session.env.run_in_thread(
-                partial(record.sequence.hash_ahead, record.hit_stop), self._session.hashing
-            )
-            self._live()
-        return await load._until_over(record)
-
-    # -- computing ------------------------------------------------------------------------------------------------
-
-    def commit(self, num_computed_tokens: int, new_token_ids: TokenIds = (), after: Fence | None = None) -> None:
-        """Append `new_token_ids`, then publish the KV of the first `num_computed_tokens` tokens.
-
-        `after` is the fence after the compute that wrote it; None: after all work on the current stream so far.
-        """
-        record, session = self._live(), self._session
-        session.commit(record, num_computed_tokens, new_token_ids, session.fence_after(after))
-
-    def offer(
-        self,
-        num_computed_tokens: int,
-        block_ids: Sequence[Sequence[int]],
-        new_token_ids: TokenIds = (),
-        after: Fence | None = None,
-        *,
-        is_last: bool = False,
-    ) -> None:
-        """With `engine_blocks`: append `new_token_ids`, then store those of the first `num_computed_tokens` tokens that
-        the host lacks. `block_ids` names the blocks: one table per group, from the first token on. Only the ids of
-        stored blocks are read and checked; with `is_last`, all are checked.
-
-        `after` is the fence after the compute that wrote them; None: after all work on the current stream so far.
-        Copies hold the blocks until they are over, even if the request ends. `is_last`: the last offer of the request,
-        which also stores the window blocks that a later prompt needs.
-        """
-        record, session = self._live(), self._session
-        fence, before = session.fence_after(after), record.num_computed_tokens
-        plans = session.ledger.offer(record, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
-        if session.costs is not None:
-            session.costs.computed(record.request_id, record.num_computed_tokens - before)
-        session.store(plans, fence)
-
-    def invalidate(self, from_token: int) -> None:
-        """Invalidate what a failed forward committed from `from_token` on. Aborts requests that may have read it."""
-        record, session = self._live(), self._session
-        for tainted in session.ledger.invalidate(record, from_token):
-            session.cancel(tainted.request_id, "prefix_invalidated")
-        if session.disk is not None:
-            session.disk.invalidate()
-        if session.remote is not None:
-            session.remote.store_more()
-
-    # -- preemption -----------------------------------------------------------------------------------------------
-
-    def preempt_nowait(self) -> Preemption:
-        """Release every device block. Computed blocks are stored in host memory if it has free blocks for them, and
-        pinned there until `resume`. Not inside a step. Returns how many blocks are free now, and which jobs free the
-        rest."""
-        found = self._session.ledger.preempt_nowait(self._live())
-        self._session.worker.submit(found.plans)
-        return found
-
-    async def preempt(self) -> Preemption:
-        """As `preempt_nowait`, but waits: first for steps that hold its blocks, then until every block is free. Any
-        task may call it. It frees nothing if the request has ended meanwhile, was preempted by another task, or waits
-        for blocks.
-
-        A request that needs these blocks must be waiting in `extend` by then; otherwise, a `resume` takes them back."""
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        self._session.check_usable()
-        record = self._record
-        if record is None:
-            raise self._why_not()
-        while record.num_steps and not record.is_over:
-            await self._wait()
-        if record.reason == "runtime_closed":
-            self._live()  # raises
-        if not self._session.ledger.is_engine_owned and not record.may_be_preempted:
-            return Preemption(0, 0, ())  # no error: the caller cannot know what another task has done
-        found = self.preempt_nowait()
-        await self._session.worker.wait_over(max(found.job_ids, default=0))
-        return found
-
-    async def resume(self, num_tokens: int | None = None) -> int:
-        """Wait for blocks for `num_tokens` tokens (None: all known tokens) and load what is in host memory. Returns how
-        many tokens are ready; later ones have to be computed again.
-
-        A cancellation leaves the request in the state of the wait: go on with `allocate` (PINNED) or `load` (ALLOCATED,
-        LOADING), or leave the block.
-        """
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        self._session.ledger.resume(self._live(), num_tokens)
-        await self._allocate(self._live(), num_tokens)
-        return await self.load()
+    async def _fetch(self, record: AnyRecord) -> None:
+        """Fetch into host memory what only lower tiers have of the prompt, and match again."""
+        await fetch(self, record, self._prefix)
 
     # -- cancelling and leaving -----------------------------------------------------------------------------------
 
@@ -569,19 +353,21 @@ class Request:
     def _left_s(self) -> float | None:
         return None if self._deadline == math.inf else max(0.0, self._deadline - self._session.now())
 
+    async def _hash(self, record: AnyRecord) -> None:
+        """Compute the digests of a long hit in a thread, while its load is under way."""
+        if record.sequence.has_much_to_hash(record.hit_stop):
+            await self._session.env.run_in_thread(
+                partial(record.sequence.hash_ahead, record.hit_stop), self._session.hashing
+            )
+            self._live()
+
     # -- checks ---------------------------------------------------------------------------------------------------
 
-    def _live(self) -> LedgerRequest:
+    def _live(self) -> AnyRecord:
         self._session.check_usable()
         record = self._record
         if record is None or record.state in OVER:
             raise self._why_not()
-        return record
-
-    def _with_blocks(self) -> LedgerRequest:
-        record = self._live()
-        if not self._session.ledger.is_engine_owned:  # the ledger itself refuses the call, in every state
-            require(record, "block_ids", *WITH_TABLES)
         return record
 
     def _why_not(self) -> AoffloadError:
@@ -594,3 +380,354 @@ class Request:
             self._aborted = RequestAborted(self.request_id, record.reason)
             return self._aborted
         return WrongState(f"{record} is {record.state.name}: it has given up its blocks")
+
+
+class Request(RequestBase[Ledger, LedgerRequest]):
+    """Returned by `OffloadRuntime.request`: a request whose device blocks are those of the runtime."""
+
+    def _admit(self, prefix: Prefix) -> LedgerRequest:
+        return self._session.ledger.admit(prefix, request_id=self._request_id, **self._options)
+
+    async def fetch(self) -> int:
+        """Fetch the units after the hit that the disk and the remote store hold into host memory, and match again. Only
+        while the request has no blocks. Returns the whole hit in tokens. `allocate` does this by itself.
+
+        It takes at most `fetch_timeout_s`, and never raises for a tier that fails, because the request can compute the
+        missing tokens.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        await self._fetch(self._live())
+        return self.match.num_tokens
+
+    # -- allocation -----------------------------------------------------------------------------------------------
+
+    def allocate_nowait(self, num_tokens: int | None = None) -> None:
+        """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). `OutOfBlocks` changes nothing.
+
+        To allocate only the first part of a prompt, allocate whole blocks. A part that ends inside a block causes a
+        warning, because it is most often a mistake, and the rest of that block costs nothing.
+        """
+        record = self._live()
+        self._warn_of_part(record, num_tokens)
+        self._session.ledger.allocate_nowait(record, num_tokens)
+
+    async def allocate(self, num_tokens: int | None = None) -> None:
+        """As `allocate_nowait`, but first fetches from the tiers below the host, and then waits for free blocks.
+        `OutOfBlocks` only if the request can never fit."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        record = self._live()
+        self._warn_of_part(record, num_tokens)
+        await self._allocate(record, num_tokens)
+
+    def _warn_of_part(self, record: LedgerRequest, num_tokens: int | None) -> None:
+        num_known = record.sequence.num_tokens
+        if type(num_tokens) is not int or not 0 < num_tokens < num_known:
+            return
+        if num_tokens % self._session.ledger.layout.unit_tokens:
+            problem = (
+                f"{num_tokens} tokens in total are fewer than the {num_known} of {record}, and end inside of a block"
+            )
+            warnings.warn(f"allocate: {problem}", UserWarning, stacklevel=3)
+
+    async def _allocate(self, record: LedgerRequest, num_tokens: int | None) -> None:
+        ledger = self._session.ledger
+        if record.match.num_disk_tokens or self._session.remote is not None:
+            await self._fetch(record)
+        try:
+            ledger.allocate_nowait(record, num_tokens)
+            return
+        except OutOfBlocks as error:
+            if not error.retryable:
+                raise
+        await self._wait_for_grant(ledger.queue_allocation(record, num_tokens, self._wake))
+
+    @property
+    def block_ids(self) -> list[list[int]]:
+        """The block table, one list per group; null block 0 for blocks that are not needed or still loading.
+        `WrongState` before `allocate`; empty after `preempt`."""
+        return self._session.ledger.block_ids(self._with_blocks())
+
+    def extend_nowait(self, num_tokens: int) -> Extension:
+        """Allocate blocks for `num_tokens` tokens in total. Returns what was added to the block tables.
+
+        A refused request is not in the wait queue: blocks that another request frees for it by `preempt` go to the
+        requests that wait, so wait for them with `extend`.
+        """
+        return self._session.ledger.extend_nowait(self._live(), num_tokens)
+
+    async def extend(self, num_tokens: int) -> Extension:
+        """As `extend_nowait`, but waits. A retryable `OutOfBlocks`: only waiters hold blocks, so abort one of them."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        record = self._live()
+        try:
+            return self._session.ledger.extend_nowait(record, num_tokens)
+        except OutOfBlocks as error:
+            if not error.retryable:
+                raise
+        return await self._wait_for_grant(self._session.ledger.queue_extension(record, num_tokens, self._wake))
+
+    async def _wait_for_grant(self, waiter: Waiter) -> Extension:
+        session = self._session
+        began_s = session.env.now()
+        try:
+            while not waiter.is_over:  # a grant may be withdrawn before its task has run
+                await self._wait_for_blocks(waiter)
+                self._live()
+            return session.ledger.accept(waiter)
+        finally:  # leave the wait queue, or give an unused grant back, however the wait ends
+            session.ledger.withdraw(waiter)
+            session.observers.observe(WaitedForBlocks(waiter.request, session.env.now() - began_s))
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def load_nowait(self, max_tokens: int | None = None) -> PendingLoad:
+        """Start to load the host hit onto the device, region by region, without waiting for it."""
+        return PendingLoad(self, self._live(), max_tokens)
+
+    async def load(self, max_tokens: int | None = None) -> int:
+        """Load the host hit onto the device. Returns how many tokens are ready there. Never raises for a failed copy.
+
+        `max_tokens` limits the load: rounded down to a block, never below the device hit. `block_ids` is final
+        afterwards. Returns 0 if another task has preempted the request meanwhile: call `resume` then.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        record = self._live()
+        load = PendingLoad(self, record, max_tokens, has_fences=False)
+        await self._hash(record)
+        return await load._until_over(record)
+
+    def _plan_load(
+        self,
+        record: Any,
+        max_tokens: int | None,
+        max_job_bytes: int | None,
+        into: Sequence[Sequence[int]] | None,
+    ) -> tuple[TransferPlan, ...]:
+        session = self._session
+        if session.costs is not None:
+            max_tokens = session.costs.limit(record, max_tokens, self._left_s())
+        return session.ledger.plan_load(record, max_tokens, self._wake, max_job_bytes=max_job_bytes)
+
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    def commit(self, num_computed_tokens: int, new_token_ids: TokenIds = (), after: Fence | None = None) -> None:
+        """Append `new_token_ids`, then publish the KV of the first `num_computed_tokens` tokens.
+
+        `after` is the fence after the compute that wrote it; None: after all work on the current stream so far.
+        """
+        record, session = self._live(), self._session
+        _commit(session, record, num_computed_tokens, new_token_ids, session.fence_after(after))
+
+    def invalidate(self, from_token: int) -> None:
+        """Invalidate what a failed forward committed from `from_token` on. Aborts requests that may have read it."""
+        record, session = self._live(), self._session
+        for tainted in session.ledger.invalidation.invalidate(record, from_token):
+            session.cancel(tainted.request_id, "prefix_invalidated")
+        if session.disk is not None:
+            session.disk.invalidate()
+        if session.remote is not None:
+            session.remote.store_more()
+
+    # -- preemption -----------------------------------------------------------------------------------------------
+
+    def preempt_nowait(self) -> Preemption:
+        """Release every device block. Computed blocks are stored in host memory if it has free blocks for them, and
+        pinned there until `resume`. Not inside a step. Returns how many blocks are free now, and which jobs free the
+        rest."""
+        found = self._session.ledger.preemption.preempt(self._live())
+        self._session.worker.submit(found.plans)
+        return found
+
+    async def preempt(self) -> Preemption:
+        """As `preempt_nowait`, but waits: first for steps that hold its blocks, then until every block is free. Any
+        task may call it. It frees nothing if the request has ended meanwhile, was preempted by another task, or waits
+        for blocks.
+
+        A request that needs these blocks must be waiting in `extend` by then; otherwise, a `resume` takes them back."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        self._session.check_usable()
+        record = self._record
+        if record is None:
+            raise self._why_not()
+        while record.num_steps and not record.is_over:
+            await self._wait()
+        if record.reason == "runtime_closed":
+            self._live()  # raises
+        if not record.may_be_preempted:
+            return Preemption(0, 0, ())  # no error: the caller cannot know what another task has done
+        found = self.preempt_nowait()
+        await self._session.worker.wait_over(max(found.job_ids, default=0))
+        return found
+
+    async def resume(self, num_tokens: int | None = None) -> int:
+        """Wait for blocks for `num_tokens` tokens (None: all known tokens) and load what is in host memory. Returns how
+        many tokens are ready; later ones have to be computed again.
+
+        A cancellation leaves the request in the state of the wait: go on with `allocate` (PINNED) or `load` (ALLOCATED,
+        LOADING), or leave the block.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        self._session.ledger.preemption.resume(self._live(), num_tokens)
+        await self._allocate(self._live(), num_tokens)
+        return await self.load()
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def _with_blocks(self) -> LedgerRequest:
+        record = self._live()
+        require(record, "block_ids", *WITH_TABLES)
+        return record
+
+
+def _commit(
+    session: Session[Ledger],
+    record: LedgerRequest,
+    num_computed_tokens: int,
+    new_token_ids: TokenIds,
+    fence: Fence | None,
+) -> None:
+    """Publish the KV of the first `num_computed_tokens` tokens; store it once `fence` has passed, or not at all without
+    a fence."""
+    before = record.num_computed_tokens
+    plans = session.ledger.commit(record, num_computed_tokens, new_token_ids)
+    session.was_committed(record, before, plans, fence)
+
+
+def commit_all(
+    session: Session[Ledger], commits: Sequence[tuple[LedgerRequest, int, TokenIds]], fence: Fence | None
+) -> None:
+    """As `Request.commit`, for several requests of one forward, all or nothing."""
+    before = [record.num_computed_tokens for record, *_ in commits]
+    plans = session.ledger.commit_all(commits)
+    for (record, *_), computed, stores in zip(commits, before, plans, strict=True):
+        session.was_committed(record, computed, stores, fence)
+
+
+class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
+    """Returned by `HostCacheRuntime.request`: a request whose device blocks are the engine's."""
+
+    def _admit(self, prefix: Prefix) -> HostCacheRequest:
+        return self._session.ledger.admit(prefix, request_id=self._request_id, **self._options)
+
+    def _matched(self, record: Any) -> None:
+        """The engine learns from the match how many tokens will be loaded. So the choice between loading and computing
+        is made at the match, and not when the load begins."""
+        if self._session.costs is not None:
+            self._session.costs.bound(record, self._left_s() if self._record is not None else self._deadline_s)
+
+    @property
+    def retry_max_hit_tokens(self) -> int | None:
+        """The `max_hit_tokens` for a next request of the same prompt: where a load that fell short ended, so that the
+        same copy is not tried for ever. None: no load fell short."""
+        return None if self._record is None else self._record.retry_max_hit_tokens
+
+    # -- the hit --------------------------------------------------------------------------------------------------
+
+    def match_again_nowait(self, *, num_device_tokens: int) -> PrefixMatch:
+        """Match again before the load, because the engine's own prefix cache has the first `num_device_tokens` tokens
+        now. The pins move if this number has changed."""
+        record = self._live()
+        # Not `self._wake`: the ledger would keep an abandoned request alive for as long as it is PENDING.
+        wake = record.when_idle
+        self._session.ledger.match_again(record, num_device_tokens=num_device_tokens, wake=wake)
+        self._matched(record)
+        return record.match
+
+    async def match_again(self, *, num_device_tokens: int) -> PrefixMatch:
+        """As `match_again_nowait`. If the answer is PENDING, waits until a new match may give another answer, and at
+        most until `pending_timeout_s` is over. Returns the answer from before the wait, because the engine's own cache
+        may hold more tokens after it: match again with that number.
+
+            while request.match.is_pending:
+                await request.match_again(num_device_tokens=own_hit(tokens))
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        found, session = self.match_again_nowait(num_device_tokens=num_device_tokens), self._session
+        if found.is_pending:
+            bound_s = session.ledger.pending_until(self._live()) - session.now()
+            if session.worker.has_alarms:
+                await self._wait(bound_s)
+            else:  # the worker's task has ended, and an alarm would be set at once: then this loop would not end
+                with anyio.move_on_after(bound_s):
+                    await self._wait()
+            self._live()
+        return found
+
+    async def fetch(self) -> int:
+        """Fetch the units after the hit that the disk and the remote store hold into host memory, and match again. Only
+        before `load`. Returns the whole hit in tokens.
+
+        It takes at most `fetch_timeout_s`, and never raises for a tier that fails, because the request can compute the
+        missing tokens.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        await self._fetch(self._live())
+        return self.match.num_tokens
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def load_nowait(
+        self, max_tokens: int | None = None, *, into: Sequence[Sequence[int]] | None = None
+    ) -> EnginePendingLoad:
+        """Start to load the host hit into the blocks that `into` names, region by region, without waiting for it."""
+        return EnginePendingLoad(self, self._live(), max_tokens, into)
+
+    async def load(self, max_tokens: int | None = None, *, into: Sequence[Sequence[int]] | None = None) -> int:
+        """Load the host hit into the blocks that `into` names. Returns how many tokens are ready there. Never raises
+        for a failed copy.
+
+        `into` holds the request's block tables, one per group, from the first token at least to the end of the hit.
+        Copies write only to the blocks named there for what is loaded. If fewer tokens are ready than were matched,
+        compute the others into other blocks: copies may still write to those of `into`. `max_tokens` limits the load:
+        rounded down to a block. Cancelled, it may be called again, without `into`.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        record = self._live()
+        load = EnginePendingLoad(self, record, max_tokens, into, has_fences=False)
+        await self._hash(record)
+        return await load._until_over(record)
+
+    def _plan_load(
+        self,
+        record: Any,
+        max_tokens: int | None,
+        max_job_bytes: int | None,
+        into: Sequence[Sequence[int]] | None,
+    ) -> tuple[TransferPlan, ...]:
+        return self._session.ledger.plan_load(record, max_tokens, self._wake, max_job_bytes=max_job_bytes, into=into)
+
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    def offer(
+        self,
+        num_computed_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        new_token_ids: TokenIds = (),
+        after: Fence | None = None,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Append `new_token_ids`, then store those of the first `num_computed_tokens` tokens that
+        the host lacks. `block_ids` names the blocks: one table per group, from the first token on. Only the ids of
+        stored blocks are read and checked; with `is_last`, all are checked.
+
+        `after` is the fence after the compute that wrote them; None: after all work on the current stream so far.
+        Copies hold the blocks until they are over, even if the request ends. `is_last`: the last offer of the request,
+        which also stores the window blocks that a later prompt needs.
+        """
+        record, session = self._live(), self._session
+        fence, before = session.fence_after(after), record.num_computed_tokens
+        plans = session.ledger.offer(record, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        if session.costs is not None:
+            session.costs.computed(record.request_id, record.num_computed_tokens - before)
+        session.store(plans, fence)
+
+    def invalidate(self, from_token: int) -> None:
+        """Invalidate what a failed forward has offered from `from_token` on. Aborts requests that may have read it."""
+        record, session = self._live(), self._session
+        for tainted in session.ledger.invalidate(record, from_token):
+            session.cancel(tainted.request_id, "prefix_invalidated")
+        if session.disk is not None:
+            session.disk.invalidate()
+        if session.remote is not None:
+            session.remote.store_more()

@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeAlias, TypeVar, Unpack
 
 import anyio
 import attrs
@@ -46,7 +46,9 @@ from .._arguments import (
 )
 from .._assembly import Ledger, LedgerStatistics
 from .._config.config import OffloadConfig
+from .._host_cache.host_cache import HostCache
 from .._kernel.events import Observer
+from .._kernel.extension import LedgerExtension
 from .._kernel.plans import PrefixMatch
 from .._kernel.prefix import Identity, KeySpan, Prefix, Roots, TokenIds, prompt_of
 from .._kernel.protocols import DevicePool, EngineBlocks
@@ -76,8 +78,8 @@ from ..errors import ConfigError, InvalidArgument, RequestAborted, RuntimeClosed
 from .costs import MOST_TOKENS, LoadCosts, PrefillSpeed, check_report
 from .loading import PendingLoad
 from .pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope, time_to_live
-from .request import Request
-from .session import PromptOptions, Session, SessionLife
+from .request import EngineRequest, Request, RequestBase
+from .session import AnyFace, PromptOptions, Session, SessionLife
 from .steps import Computed, StepScope, commit_step, run_step
 from .worker import CopyWorker
 
@@ -86,7 +88,7 @@ from .worker import CopyWorker
 class Opening:
     """Opens and closes the transport of one runtime."""
 
-    session: Session
+    session: Session[Any]
     num_host_blocks: int
     has_own_ids: bool
     """Whether the program hands out the block ids of the device."""
@@ -185,6 +187,7 @@ class Opening:
 
 
 Result = TypeVar("Result")
+AnyRequest = TypeVar("AnyRequest", bound=RequestBase[Any, Any])
 
 
 @attrs.frozen
@@ -207,30 +210,27 @@ class RuntimeStatistics(LedgerStatistics):
     """Why the cache has turned itself off: nothing is loaded or stored any more. Empty while it is on."""
 
 
-class OffloadRuntime:
-    """An async context manager around one engine's KV cache.
+class RuntimeBase(Generic[AnyFace, AnyRequest]):
+    """Base of `OffloadRuntime` and `HostCacheRuntime`: an async context manager around one engine's KV cache."""
 
-    `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of them, or `KVRegion`s, all of one block pool;
-    row 0 is the null block. `transport` replaces them if the tensors are elsewhere. `device_pool` hands out the block
-    ids; by default a free list of the runtime's own. `engine_blocks`, in its place: the blocks of an engine that has a
-    pool and a prefix cache itself (docs/engines.md). `observers` receive the same events as the log.
-    """
-
-    ledger: Ledger
+    ledger: AnyFace
     """The ledger, to look at."""
+    _request_class: type[AnyRequest]
 
     def __init__(
         self,
         config: OffloadConfig,
-        kv_caches: Any = None,
+        kv_caches: Any,
+        make_ledger: Callable[[int, int, Observer, Callable[[], float]], AnyFace],
         *,
-        transport: Transport | None = None,
-        device_pool: DevicePool | None = None,
-        engine_blocks: EngineBlocks | None = None,
-        env: Env | None = None,
-        logger: Any = None,
-        observers: Iterable[Observer] = (),
+        has_own_ids: bool,
+        transport: Transport | None,
+        env: Env | None,
+        logger: Any,
+        observers: Iterable[Observer],
     ) -> None:
+        """`make_ledger` gets the number of device blocks, the bytes of a block, the observer, and a clock that counts
+        once the runtime is open. `has_own_ids`: the program hands out the block ids of the device."""
         check_type("config", config, OffloadConfig)
         if (kv_caches is None) == (transport is None):
             raise InvalidArgument("kv_caches", "give either kv_caches or a transport")
@@ -255,16 +255,9 @@ class OffloadRuntime:
         self.telemetry = Telemetry(logger)
         self.observers = Observers(self.telemetry, *as_tuple("observers", observers, "Observer"))
         block_bytes = self.transport.block_bytes
-        sessions: list[Session] = []  # not `self`: a thread of the transport would keep the runtime alive
-        self.ledger = Ledger(
-            config,
-            self.transport.num_device_blocks,
-            block_bytes=block_bytes,
-            device_pool=device_pool,
-            engine_blocks=engine_blocks,
-            clock=None if engine_blocks is None else lambda: sessions[0].now(),
-            observer=self.observers if len(self.observers.observers) > 1 else self.telemetry,
-        )
+        sessions: list[Session[AnyFace]] = []  # not `self`: a thread of the transport would keep the runtime alive
+        observer = self.observers if len(self.observers.observers) > 1 else self.telemetry
+        self.ledger = make_ledger(self.transport.num_device_blocks, block_bytes, observer, lambda: sessions[0].now())
         self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
         self._session = session = Session(
             config, self.env, self.ledger, self.worker, self.transport, self.telemetry, self.observers
@@ -280,13 +273,12 @@ class OffloadRuntime:
         if config.load_choice != "always":
             session.speed = speed = session.speed or PrefillSpeed(config.prefill_tokens_per_s)
             session.costs = LoadCosts(self.ledger, self.worker.copies, speed, self.telemetry.load_declined)
-        has_own_ids = device_pool is not None or engine_blocks is not None
         self._opening = Opening(session, config.resolve_host_blocks(block_bytes), has_own_ids)
         self._roots = Roots(config.root_namespace)
         self._group: TaskGroup | None = None
 
     def __repr__(self) -> str:
-        return f"<OffloadRuntime {'open' if self._session.is_open else 'closed'} {self.ledger!r}>"
+        return f"<{type(self).__name__} {'open' if self._session.is_open else 'closed'} {self.ledger!r}>"
 
     # -- life cycle -----------------------------------------------------------------------------------------------
 
@@ -393,45 +385,22 @@ class OffloadRuntime:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def request(self, token_ids: TokenIds, request_id: str | None = None, **options: Unpack[PromptOptions]) -> Request:
-        """A request for the prompt `token_ids` (one dimension of ids in `[0, 2**31)`, copied here).
-
-        `cache_salt`, `adapter_key` and `key_spans` are part of the identity of KV: it is shared only where they are
-        equal. `deadline_s` counts from entering. `max_hit_tokens` and `hit_alignment` limit the cache hit;
-        `reads_cache=False` disables it. `store` (all, the prompt, or nothing) and `max_store_tokens` (first tokens)
-        limit what is stored to the host. `num_device_tokens`: with `engine_blocks`, the hit in the engine's own cache.
-
-        An array of any length is read here. A list or tuple of more than 8,192 ids is read on entering, with turns for
-        other tasks in between. It must not change until then, and `cancel(request_id)` finds the request only later.
-        """
-        if options:
-            check_names("OffloadRuntime.request", options, PromptOptions)
+    def _request(self, token_ids: TokenIds, request_id: str | None, options: dict[str, Any]) -> AnyRequest:
+        """A request for the prompt `token_ids`. `options` are those of `request`, checked here."""
         self._session.check_usable()
         deadline_s = options.pop("deadline_s", None)
         seconds = None if deadline_s is None else _seconds("deadline_s", deadline_s)
         if seconds is not None and seconds < 0:  # no error: the rest of a time-out may be negative
             over = "is over before the request begins; None is no deadline"
-            warnings.warn(f"deadline_s: {shown(deadline_s)} {over}", UserWarning, stacklevel=2)
+            warnings.warn(f"deadline_s: {shown(deadline_s)} {over}", UserWarning, stacklevel=3)
         root = self._roots.of(options.pop("cache_salt", None), options.pop("adapter_key", None))
         prompt = prompt_of(root, token_ids, options.pop("key_spans", ()))
-        request = Request(self._session, prompt, request_id, seconds, options)
+        request = self._request_class(self._session, prompt, request_id, seconds, options)
         request._runtime = self
         return request
 
-    async def run(
-        self,
-        function: Callable[[Request], Awaitable[Result]],
-        token_ids: TokenIds,
-        /,
-        request_id: str | None = None,
-        **options: Unpack[PromptOptions],
-    ) -> Result:
-        """Run `function(request)` in a new task; returns its result. `RequestAborted` if the request was cancelled.
-
-        Only this method spawns a task for a request: cancelling the caller, natively too, cancels only this request.
-        """
-        check_callable("function", function)
-        request = self.request(token_ids, request_id, **options)
+    async def _run(self, function: Callable[[AnyRequest], Awaitable[Result]], request: AnyRequest) -> Result:
+        """Run `function(request)` in a new task; returns its result."""
         results: list[Result] = []
         errors: list[Exception] = []
 
@@ -458,40 +427,6 @@ class OffloadRuntime:
 
     # -- computing ------------------------------------------------------------------------------------------------
 
-    def step(self, requests: Iterable[Request | PendingLoad]) -> AbstractContextManager[None]:
-        """Hold the blocks of `requests` while a forward uses them, in any thread, even if a request ends meanwhile.
-
-        A load waits only for the steps that used the blocks it writes to, and not for all compute so far. So once you
-        use steps, run every forward in one, also a forward whose result you may discard, and commit once for each step.
-        If you never use steps, loads wait for all compute so far.
-
-        A pending load in place of its request: the forward starts before the load is over (see `PendingLoad`).
-        """
-        self._session.check_usable()
-        return StepScope(self._session, requests)
-
-    async def run_step(self, requests: Iterable[Request | PendingLoad], function: Callable[[], Result]) -> Result:
-        """Run `function()` in a worker thread and hold the blocks of `requests` until the *thread* has finished.
-
-        A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread it awaits still runs; here
-        the step belongs to the thread. A task that waits to the end goes on with nothing in between: if it commits at
-        once, nobody has preempted a request meanwhile. `cancel` and a deadline of a request wait for the thread, too.
-        """
-        return await run_step(self._session, requests, function)
-
-    def offer_deferred(self, after: Fence | None = None) -> None:
-        """With `engine_blocks`, at the beginning of each step: store blocks that offers have deferred because too many
-        were in flight, up to the bound of stores in flight. This includes blocks of requests that are over, because
-        `find` says which block of the engine holds their KV.
-
-        `after` is a fence after all compute so far; None: after all work on the current stream so far.
-        """
-        session = self._session
-        session.check_usable()
-        if after is not None or self.ledger.deferred_requests:
-            after = session.fence_after(after)
-        session.store(self.ledger.offer_deferred(), after)
-
     def report_queue(self, num_tokens: int) -> None:
         """Report that the engine will compute `num_tokens` tokens of prompts before those of the next request. Call it
         at each step, or never: without it, the runtime counts the tokens that requests have to compute after their
@@ -508,14 +443,6 @@ class OffloadRuntime:
         check_report(num_tokens, seconds)
         if self._session.speed is not None:
             self._session.speed.report(num_tokens, float(seconds))
-
-    def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> tuple[Request, ...]:
-        """Commit several requests of one forward after one fence, all or nothing.
-
-        Requests that have ended or were preempted meanwhile, even if they were resumed since, are left out and
-        returned: the KV computed for them is lost.
-        """
-        return commit_step(self._session, computed, after)
 
     # -- cached prompts -------------------------------------------------------------------------------------------
 
@@ -538,23 +465,9 @@ class OffloadRuntime:
         category come true, they spare nothing."""
         prefix = self._prefix_for("hint", token_ids, identity)
         expires_at = anyio.current_time() + time_to_live(expected_s, "expected_s")
-        found = self.ledger.hint(prefix, expires_at=expires_at, category=category)
+        found = self.ledger.eviction.hint(prefix, expires_at=expires_at, category=category)
         self._session.worker.watch(expires_at)
         return found
-
-    async def prefetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
-        """Load the host hit of a prompt onto the device. Returns how many of its tokens are on the device then.
-
-        Best effort: it takes only free blocks, and only while no request waits for some. It never raises for a failed
-        copy. A cancellation discards its jobs that are not launched yet.
-        """
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        with PendingPrefetch(self._session, self._prefix_for("prefetch", token_ids, identity)) as pending:
-            return await pending.wait()
-
-    def prefetch_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingPrefetch:
-        """As `prefetch`, but returns at once, and the transfer goes on in the background."""
-        return PendingPrefetch(self._session, self._prefix_for("prefetch_nowait", token_ids, identity))
 
     async def fetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
         """Copy the blocks of a prompt that only the disk or the remote store holds into host memory. Returns how many
@@ -570,20 +483,6 @@ class OffloadRuntime:
     def fetch_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingFetch:
         """As `fetch`, but returns at once, and the transfer goes on in the background."""
         return PendingFetch(self._session, self._prefix_for("fetch_nowait", token_ids, identity))
-
-    async def demote(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
-        """Move the blocks of a prompt from the device to host memory. Returns how many device blocks were freed.
-
-        Pinned blocks and prefix blocks of other cached prompts stay on the device. If the host cannot hold the whole
-        prompt, all blocks stay.
-        """
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        with PendingDemotion(self._session, self._prefix_for("demote", token_ids, identity)) as pending:
-            return await pending.wait()
-
-    def demote_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingDemotion:
-        """As `demote`, but returns at once, and the transfer goes on in the background."""
-        return PendingDemotion(self._session, self._prefix_for("demote_nowait", token_ids, identity))
 
     def _prefix(
         self, token_ids: TokenIds, cache_salt: Any = None, adapter_key: Any = None, key_spans: Iterable[KeySpan] = ()
@@ -653,13 +552,13 @@ class OffloadRuntime:
         """The live requests, the one that is in its state for the longest first: what each holds and waits for, and the
         holders of that."""
         self._session.check_may_read()
-        return self.ledger.requests()
+        return self.ledger.reports.requests()
 
     def holders(self) -> tuple[Holder, ...]:
         """All holders of device blocks, the biggest first: requests, steps (also for requests that are over), pins,
         jobs, prefetches, demotions."""
         self._session.check_may_read()
-        return self.ledger.holders()
+        return self.ledger.reports.holders()
 
     def explain(self) -> str:
         """`requests()` and `holders()` as a table to print."""
@@ -687,6 +586,219 @@ class OffloadRuntime:
         """Raise `IntegrityError` unless every block has exactly one owner. Scans every block."""
         self._session.check_may_read()
         self.ledger.check_integrity()
+
+
+AnyRuntime: TypeAlias = RuntimeBase[Any, Any]
+
+
+class OffloadRuntime(RuntimeBase[Ledger, Request]):
+    """An async context manager around one engine's KV cache, whose device blocks it allocates.
+
+    `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of them, or `KVRegion`s, all of one block pool;
+    row 0 is the null block. `transport` replaces them if the tensors are elsewhere. `device_pool` hands out the block
+    ids; by default a free list of the runtime's own. `observers` receive the same events as the log. `extensions` are
+    features of the program's own. An engine that has a block pool and a prefix cache itself uses `HostCacheRuntime`.
+    """
+
+    _request_class = Request
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        kv_caches: Any = None,
+        *,
+        transport: Transport | None = None,
+        device_pool: DevicePool | None = None,
+        env: Env | None = None,
+        logger: Any = None,
+        observers: Iterable[Observer] = (),
+        extensions: Iterable[LedgerExtension] = (),
+    ) -> None:
+        def make_ledger(num_blocks: int, block_bytes: int, observer: Observer, _: Callable[[], float]) -> Ledger:
+            return Ledger(
+                config, num_blocks, block_bytes=block_bytes, device_pool=device_pool, observer=observer,
+                extensions=extensions,
+            )  # fmt: skip
+
+        super().__init__(
+            config, kv_caches, make_ledger, has_own_ids=device_pool is not None, transport=transport, env=env,
+            logger=logger, observers=observers,
+        )  # fmt: skip
+        self._session.last_step = self.ledger.last_step
+        if self.ledger.writes_back:
+            self._session.plan_write_back = self.ledger.write_back.plan
+
+    def request(self, token_ids: TokenIds, request_id: str | None = None, **options: Unpack[PromptOptions]) -> Request:
+        """A request for the prompt `token_ids` (one dimension of ids in `[0, 2**31)`, copied here).
+
+        `cache_salt`, `adapter_key` and `key_spans` are part of the identity of KV: it is shared only where they are
+        equal. `deadline_s` counts from entering. `max_hit_tokens` and `hit_alignment` limit the cache hit;
+        `reads_cache=False` disables it. `store` (all, the prompt, or nothing) and `max_store_tokens` (first tokens)
+        limit what is stored to the host.
+
+        An array of any length is read here. A list or tuple of more than 8,192 ids is read on entering, with turns for
+        other tasks in between. It must not change until then, and `cancel(request_id)` finds the request only later.
+        """
+        if options:
+            check_names("OffloadRuntime.request", options, PromptOptions)
+        return self._request(token_ids, request_id, {**options})
+
+    async def run(
+        self,
+        function: Callable[[Request], Awaitable[Result]],
+        token_ids: TokenIds,
+        /,
+        request_id: str | None = None,
+        **options: Unpack[PromptOptions],
+    ) -> Result:
+        """Run `function(request)` in a new task; returns its result. `RequestAborted` if the request was cancelled.
+
+        Only this method spawns a task for a request: cancelling the caller, natively too, cancels only this request.
+        """
+        check_callable("function", function)
+        return await self._run(function, self.request(token_ids, request_id, **options))
+
+    def step(self, requests: Iterable[Request | PendingLoad]) -> AbstractContextManager[None]:
+        """Hold the blocks of `requests` while a forward uses them, in any thread, even if a request ends meanwhile.
+
+        A load waits only for the steps that used the blocks it writes to, and not for all compute so far. So once you
+        use steps, run every forward in one, also a forward whose result you may discard, and commit once for each step.
+        If you never use steps, loads wait for all compute so far.
+
+        A pending load in place of its request: the forward starts before the load is over (see `PendingLoad`).
+        """
+        self._session.check_usable()
+        return StepScope(self._session, requests)
+
+    async def run_step(self, requests: Iterable[Request | PendingLoad], function: Callable[[], Result]) -> Result:
+        """Run `function()` in a worker thread and hold the blocks of `requests` until the *thread* has finished.
+
+        A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread it awaits still runs; here
+        the step belongs to the thread. A task that waits to the end goes on with nothing in between: if it commits at
+        once, nobody has preempted a request meanwhile. `cancel` and a deadline of a request wait for the thread, too.
+        """
+        return await run_step(self._session, requests, function)
+
+    def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> tuple[Request, ...]:
+        """Commit several requests of one forward after one fence, all or nothing.
+
+        Requests that have ended or were preempted meanwhile, even if they were resumed since, are left out and
+        returned: the KV computed for them is lost.
+        """
+        return commit_step(self._session, computed, after)
+
+    async def prefetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
+        """Load the host hit of a prompt onto the device. Returns how many of its tokens are on the device then.
+
+        Best effort: it takes only free blocks, and only while no request waits for some. It never raises for a failed
+        copy. A cancellation discards its jobs that are not launched yet.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        with PendingPrefetch(self._session, self._prefix_for("prefetch", token_ids, identity)) as pending:
+            return await pending.wait()
+
+    def prefetch_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingPrefetch:
+        """As `prefetch`, but returns at once, and the transfer goes on in the background."""
+        return PendingPrefetch(self._session, self._prefix_for("prefetch_nowait", token_ids, identity))
+
+    async def demote(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
+        """Move the blocks of a prompt from the device to host memory. Returns how many device blocks were freed.
+
+        Pinned blocks and prefix blocks of other cached prompts stay on the device. If the host cannot hold the whole
+        prompt, all blocks stay.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        with PendingDemotion(self._session, self._prefix_for("demote", token_ids, identity)) as pending:
+            return await pending.wait()
+
+    def demote_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingDemotion:
+        """As `demote`, but returns at once, and the transfer goes on in the background."""
+        return PendingDemotion(self._session, self._prefix_for("demote_nowait", token_ids, identity))
+
+
+class EnginePromptOptions(PromptOptions, total=False):
+    """The options of `HostCacheRuntime.request`."""
+
+    num_device_tokens: int
+    """Leading tokens of the prompt that the engine's own prefix cache has. Default: 0."""
+
+
+class HostCacheRuntime(RuntimeBase[HostCache, EngineRequest]):
+    """An async context manager around host memory, for an engine that has a block pool and a prefix cache of its own.
+
+    `engine_blocks`: the engine's pool (docs/engines.md). `kv_caches`, `transport`, `observers` and `extensions` as for
+    `OffloadRuntime`.
+    """
+
+    _request_class = EngineRequest
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        kv_caches: Any = None,
+        *,
+        engine_blocks: EngineBlocks,
+        transport: Transport | None = None,
+        env: Env | None = None,
+        logger: Any = None,
+        observers: Iterable[Observer] = (),
+        extensions: Iterable[LedgerExtension] = (),
+    ) -> None:
+        def make_cache(num_blocks: int, block_bytes: int, observer: Observer, clock: Callable[[], float]) -> HostCache:
+            return HostCache(
+                config, num_blocks, engine_blocks, clock=clock, block_bytes=block_bytes, observer=observer,
+                extensions=extensions,
+            )  # fmt: skip
+
+        super().__init__(
+            config, kv_caches, make_cache, has_own_ids=True, transport=transport, env=env, logger=logger,
+            observers=observers,
+        )  # fmt: skip
+
+    def request(
+        self, token_ids: TokenIds, request_id: str | None = None, **options: Unpack[EnginePromptOptions]
+    ) -> EngineRequest:
+        """A request for the prompt `token_ids` (one dimension of ids in `[0, 2**31)`, copied here).
+
+        `cache_salt`, `adapter_key` and `key_spans` are part of the identity of KV: it is shared only where they are
+        equal. `deadline_s` counts from entering. `max_hit_tokens` and `hit_alignment` limit the cache hit;
+        `reads_cache=False` disables it. `store` (all, the prompt, or nothing) and `max_store_tokens` (first tokens)
+        limit what is stored to the host. `num_device_tokens`: leading tokens in the engine's own cache.
+
+        An array of any length is read here. A list or tuple of more than 8,192 ids is read on entering, with turns for
+        other tasks in between. It must not change until then, and `cancel(request_id)` finds the request only later.
+        """
+        if options:
+            check_names("HostCacheRuntime.request", options, EnginePromptOptions)
+        return self._request(token_ids, request_id, {**options})
+
+    async def run(
+        self,
+        function: Callable[[EngineRequest], Awaitable[Result]],
+        token_ids: TokenIds,
+        /,
+        request_id: str | None = None,
+        **options: Unpack[EnginePromptOptions],
+    ) -> Result:
+        """Run `function(request)` in a new task; returns its result. `RequestAborted` if the request was cancelled.
+
+        Only this method spawns a task for a request: cancelling the caller, natively too, cancels only this request.
+        """
+        check_callable("function", function)
+        return await self._run(function, self.request(token_ids, request_id, **options))
+
+    def offer_deferred(self, after: Fence | None = None) -> None:
+        """At the beginning of each step: store blocks that offers have deferred because too many
+        were in flight, up to the bound of stores in flight. This includes blocks of requests that are over, because
+        `find` says which block of the engine holds their KV.
+
+        `after` is a fence after all compute so far; None: after all work on the current stream so far.
+        """
+        session = self._session
+        session.check_usable()
+        if after is not None or self.ledger.deferred_requests:
+            after = session.fence_after(after)
+        session.store(self.ledger.offer_deferred(), after)
 
 
 def _seconds(name: str, value: object) -> float:

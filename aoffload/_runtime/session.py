@@ -26,17 +26,17 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import ref
 
 import anyio
 
 from .._arguments import check_has
-from .._assembly import Ledger
+from .._assembly import AnyLedger
 from .._config.config import OffloadConfig
 from .._kernel.events import WorkerFailed
 from .._kernel.plans import RequestOptions, TransferPlan
-from .._kernel.prefix import Identity, Prefix, TokenIds
+from .._kernel.prefix import Identity
 from .._kernel.requests import LedgerRequest, Waiter
 from .._observe.log import Telemetry
 from .._observe.observers import Observers
@@ -48,6 +48,9 @@ from ..env import Env
 from ..errors import AoffloadError, DeviceGone, RuntimeClosed, TransferRefused, WrongProcess, WrongThread
 from .costs import LoadCosts, PrefillSpeed
 from .worker import CopyWorker, SlowWatch
+
+AnyFace = TypeVar("AnyFace", bound=AnyLedger)
+"""A `Ledger` or a `HostCache`."""
 
 
 class SessionLife(enum.Enum):
@@ -68,23 +71,35 @@ class PromptOptions(Identity, RequestOptions, total=False):
 class Entered(Protocol):
     """A request, as the session, its loads and the lower tiers see it."""
 
-    _session: Session
-    _record: LedgerRequest | None
+    _session: Any
+
+    @property
+    def _record(self) -> LedgerRequest | None: ...
 
     def _left_s(self) -> float | None:
         """Seconds until its deadline; None: it has none."""
         ...
 
-    def _live(self) -> LedgerRequest:
+    def _live(self) -> Any:
         """Its record. Raises if the request is over or the runtime is closed."""
         ...
 
-    def _with_blocks(self) -> LedgerRequest:
-        """Its record. As `_live`, and raises also if the request has no blocks."""
+    def _plan_load(
+        self,
+        record: Any,
+        max_tokens: int | None,
+        max_job_bytes: int | None,
+        into: Sequence[Sequence[int]] | None,
+    ) -> tuple[TransferPlan, ...]:
+        """Plan the load of its host hit."""
         ...
 
     def _cancel(self, reason: str) -> None:
         """Cancel its block."""
+        ...
+
+    def _matched(self, record: Any) -> None:
+        """`record` was matched."""
         ...
 
     def _wake(self) -> None:
@@ -100,14 +115,14 @@ class Entered(Protocol):
         ...
 
 
-class Session:
+class Session(Generic[AnyFace]):
     """The ledger, the worker and the transport of one runtime while it is open, in one thread of one process."""
 
     def __init__(
         self,
         config: OffloadConfig,
         env: Env,
-        ledger: Ledger,
+        ledger: AnyFace,
         worker: CopyWorker,
         transport: Transport,
         telemetry: Telemetry,
@@ -137,6 +152,10 @@ class Session:
         """Set if a fetch or a load competes with computing."""
         self.costs: LoadCosts | None = None
         """Set if `load_choice` may decline a part of a hit."""
+        self.last_step: Callable[[Sequence[TransferPlan]], int] = _unknown
+        """The number of the last step that may have used the destinations of loads; 0 if it is unknown."""
+        self.plan_write_back: Callable[[], Sequence[TransferPlan]] | None = None
+        """Set if the store policy has a watermark."""
         self.num_fetches_declined = 0
         """Number of fetches that were declined because computing was faster."""
         self.running_task: Callable[[], object] = object
@@ -246,7 +265,7 @@ class Session:
         self.loop = self.env.running_loop()
         self._thread_id, self._process_id = get_ident(), os.getpid()
         self.running_task, self.now = self.env.running_task(), self.env.loop_clock()
-        self.ledger._moves.clock = self.now  # not given to the ledger when it is made: there was no loop yet
+        self.ledger.moves.clock = self.now  # not given to the ledger when it is made: there was no loop yet
         self.slow = self.worker.slow = SlowWatch(self.ledger, self.config, self.observers, self.now)
         self.hashing = anyio.CapacityLimiter(1)
 
@@ -258,32 +277,15 @@ class Session:
         found = {name: reference() for name, reference in self._entered.items()}
         return {name: request for name, request in found.items() if request is not None}
 
-    def admit(
-        self,
-        request: Entered,
-        prefix: Prefix,
-        request_id: str | None,
-        deadline_s: float | None,
-        options: RequestOptions,
-    ) -> LedgerRequest:
-        """Match the prompt of `request`, and register the request."""
-        self.check_usable()
-        record = self.ledger.admit(prefix, request_id=request_id, **options)
+    def enter(self, request: Entered, record: LedgerRequest) -> None:
+        """Register `request`, whose record was admitted just now."""
         self._entered[record.request_id] = reference = ref(request)
         record.when_idle = partial(_wake, reference)
         try:
-            self.limit_hit(record, deadline_s)
+            request._matched(record)
         except BaseException as error:  # a load choice of the program's own raised: the request is not entered
             self.release(record, f"error: {type(error).__name__}")
             raise
-        return record
-
-    def limit_hit(self, record: LedgerRequest, left_s: float | None) -> None:
-        """Called after each match of `record`. An engine that owns the device blocks learns from the match how many
-        tokens will be loaded. So with such an engine the choice between loading and computing is made here. Otherwise
-        it is made when the load begins."""
-        if self.costs is not None and self.ledger.is_engine_owned:
-            self.costs.bound(record, left_s)
 
     def cancel(self, request_id: str, reason: str) -> bool:
         """Cancel the live request with that id. Returns whether there was one."""
@@ -306,7 +308,7 @@ class Session:
         fence = self._fences.pop(record.request_id, None)
         self.worker.submit(self.ledger.release(record, reason), fence)
         if self.life is SessionLife.OPEN:  # no write-back into a cache that closes
-            self._write_back()
+            self.write_back()
 
     def end(self, record: LedgerRequest, reason: str) -> None:
         """As `release`, for callers that cannot handle an error of the store policy. The error is reported."""
@@ -335,8 +337,8 @@ class Session:
             request._wake()
         for record in tuple(self.ledger.live_requests.values()):  # abandoned, and not released yet
             self.end(record, "abandoned")
-        self.ledger.drop_pins()
-        self.ledger.cancel_cache_transfers()
+        self.ledger.pins.drop()
+        self.ledger.transfers.cancel_all()
 
     # -- copies ---------------------------------------------------------------------------------------------------
 
@@ -345,7 +347,7 @@ class Session:
         those steps are unknown. A store waits for all compute so far."""
         if plans:
             fences = self.step_fences
-            self.worker.submit(plans, None if fences is None else fences.before_load(self.ledger.last_step(plans)))
+            self.worker.submit(plans, None if fences is None else fences.before_load(self.last_step(plans)))
 
     def fence_after(self, after: Fence | None) -> Fence | None:
         """`after`; if it is None, a new fence after all work on the current stream. None if no fence can be recorded:
@@ -364,25 +366,11 @@ class Session:
             self.telemetry.transport_failed(error)
             return None
 
-    def commit(
-        self, record: LedgerRequest, num_computed_tokens: int, new_token_ids: TokenIds, fence: Fence | None
-    ) -> None:
-        """Publish the KV of the first `num_computed_tokens` tokens; store it once `fence` has passed, or not at all
-        without a fence."""
-        before = record.num_computed_tokens
-        plans = self.ledger.commit(record, num_computed_tokens, new_token_ids)
-        self._was_committed(record, before, plans, fence)
-
-    def commit_all(self, commits: Sequence[tuple[LedgerRequest, int, TokenIds]], fence: Fence | None) -> None:
-        """As `commit`, for several requests of one forward, all or nothing."""
-        before = [record.num_computed_tokens for record, *_ in commits]
-        plans = self.ledger.commit_all(commits)
-        for (record, *_), computed, stores in zip(commits, before, plans, strict=True):
-            self._was_committed(record, computed, stores, fence)
-
-    def _was_committed(
+    def was_committed(
         self, record: LedgerRequest, before: int, plans: Sequence[TransferPlan], fence: Fence | None
     ) -> None:
+        """Count the tokens that a commit of `record`, which had computed `before`, has added. Store its `plans` once
+        `fence` has passed."""
         if self.speed is not None and fence is not None and _has_passed(fence):
             self.speed.computed(record.request_id, record.num_computed_tokens - before, self.now())
         if self.costs is not None:
@@ -390,7 +378,7 @@ class Session:
         self._fences[record.request_id] = fence
         if plans:
             self.store(plans, fence)
-        self._write_back()
+        self.write_back()
 
     def store(self, plans: Sequence[TransferPlan], fence: Fence | None) -> None:
         """Store once `fence` has passed. Without a fence, discard the plans."""
@@ -399,10 +387,10 @@ class Session:
         else:
             self.worker.submit(plans, fence)
 
-    def _write_back(self) -> None:
+    def write_back(self) -> None:
         """Store the blocks that are about to be evicted. These stores wait for all compute so far, and not for the
         fence of a commit, because any request may have computed the blocks."""
-        if self.ledger.writes_back and (plans := self.ledger.plan_write_back()):
+        if self.plan_write_back is not None and (plans := self.plan_write_back()):
             self.worker.submit(plans)
         if self.disk is not None or self.remote is not None:
             self.store_below()
@@ -413,6 +401,10 @@ class Session:
             self.disk.store_more()
         if self.remote is not None:
             self.remote.store_more()
+
+
+def _unknown(_: Sequence[TransferPlan]) -> int:
+    return 0
 
 
 def _has_passed(fence: Fence) -> bool:

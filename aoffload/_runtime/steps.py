@@ -26,13 +26,14 @@ from typing import TypeVar
 import attrs
 
 from .._arguments import as_tuple, check_callable, check_type, shown
+from .._assembly import Ledger
 from .._kernel.prefix import TokenIds
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import Computing, RequestState
 from .._transfer.fences import Fence
 from ..errors import InvalidArgument, WrongState
 from .loading import PendingLoad
-from .request import Request
+from .request import Request, commit_all
 from .session import Session
 
 Result = TypeVar("Result")
@@ -49,7 +50,7 @@ class Computed:
     new_token_ids: TokenIds = ()
 
 
-def _begin(session: Session, requests: Iterable[Request | PendingLoad]) -> LedgerStep:
+def _begin(session: Session[Ledger], requests: Iterable[Request | PendingLoad]) -> LedgerStep:
     """Hold the blocks of `requests` until `_end`."""
     session.check_usable()
     held: list[LedgerRequest] = []
@@ -62,12 +63,12 @@ def _begin(session: Session, requests: Iterable[Request | PendingLoad]) -> Ledge
     session.worker.step_begins()
     if session.speed is not None:
         session.speed.begins([record.request_id for record in (*held, *arriving)], session.now())
-    step = session.ledger.step(held, arriving)
+    step = session.ledger.overlap.step(held, arriving) if arriving else session.ledger.step(held)
     step.__enter__()
     return step
 
 
-def _end(session: Session, step: LedgerStep) -> None:
+def _end(session: Session[Ledger], step: LedgerStep) -> None:
     try:
         if session.step_fences is not None:
             session.step_fences.ended(session.ledger.num_steps_ended + 1, session.fence_after(None))
@@ -79,7 +80,7 @@ class StepScope:
     """Returned by `OffloadRuntime.step`; enter it once, with `with`. Any thread may leave it; the step ends in the
     event loop's thread."""
 
-    def __init__(self, session: Session, requests: Iterable[Request | PendingLoad]) -> None:
+    def __init__(self, session: Session[Ledger], requests: Iterable[Request | PendingLoad]) -> None:
         self._session = session
         self._requests = requests
         self._step: LedgerStep | None = None
@@ -109,7 +110,7 @@ class StepScope:
 
 
 async def run_step(
-    session: Session, requests: Iterable[Request | PendingLoad], function: Callable[[], Result]
+    session: Session[Ledger], requests: Iterable[Request | PendingLoad], function: Callable[[], Result]
 ) -> Result:
     """Run `function` in a worker thread; the step belongs to the thread. See `OffloadRuntime.run_step`."""
     check_callable("function", function)
@@ -138,7 +139,7 @@ class ThreadStep:
     """A step that its task ends, so that no other task can take the blocks before this task goes on and commits. If the
     task has left before the thread has finished, the event loop ends the step after the thread."""
 
-    session: Session
+    session: Session[Ledger]
     step: LedgerStep
     _begun: threading.Lock = attrs.field(factory=threading.Lock)
     """Taken by the thread, or by a task that leaves before the thread has begun."""
@@ -168,7 +169,7 @@ class ThreadStep:
             _end(self.session, self.step)
 
 
-def commit_step(session: Session, computed: Iterable[Computed], after: Fence | None) -> tuple[Request, ...]:
+def commit_step(session: Session[Ledger], computed: Iterable[Computed], after: Fence | None) -> tuple[Request, ...]:
     """Commit all of `computed` after one fence, or nothing. See `OffloadRuntime.commit_step`."""
     session.check_usable()
     each = [check_type("computed", one, Computed) for one in as_tuple("computed", computed, "Computed")]
@@ -184,7 +185,7 @@ def commit_step(session: Session, computed: Iterable[Computed], after: Fence | N
         except InvalidArgument as error:  # the error has to say which of the requests is meant
             raise type(error)(error.argument, f"{error.problem} ({record})") from error
     fence = session.fence_after(after)
-    session.commit_all([(record, one.num_computed_tokens, one.new_token_ids) for record, one in there], fence)
+    commit_all(session, [(record, one.num_computed_tokens, one.new_token_ids) for record, one in there], fence)
     return gone
 
 
@@ -195,7 +196,7 @@ def _is_gone(request: Request) -> bool:
     return is_lost or request.state in GONE
 
 
-def _own(session: Session, name: str, request: object) -> Request:
+def _own(session: Session[Ledger], name: str, request: object) -> Request:
     if not isinstance(request, Request) or request._session is not session:
         raise InvalidArgument(name, f"holds what is no request of this runtime: {shown(request)}")
     return request

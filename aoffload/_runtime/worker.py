@@ -27,7 +27,7 @@ from functools import partial
 import anyio
 import attrs
 
-from .._assembly import Ledger
+from .._assembly import AnyLedger
 from .._config.config import OffloadConfig
 from .._kernel.events import SlowStep, SlowWait, WorkerFailed
 from .._kernel.plans import TransferPlan
@@ -50,7 +50,7 @@ class SlowWatch:
     """Reports long waits and long steps, once each. It has no timer of its own: each wait sets an alarm of the copy
     worker, and the worker's task checks the steps."""
 
-    ledger: Ledger
+    ledger: AnyLedger
     config: OffloadConfig
     observers: Observers
     now: Callable[[], float]
@@ -77,18 +77,18 @@ class SlowWatch:
         self._reported = {one for one in self._reported if one.request.waiter is one and not one.is_over} | {waiter}
         waited_s, slow_s = self.now() - (waiter.joined_s or 0.0), self.config.slow_wait_s or math.inf
         if not waiter.is_over and waited_s >= slow_s - ROUNDING_S:
-            self.observers.observe(SlowWait(self.ledger.situation.wait_for_room(waiter, [*self._holders()])))
+            self.observers.observe(SlowWait(self.ledger.reports.wait_for_room(waiter, [*self._holders()])))
 
     def _holders(self) -> tuple[Holder, ...]:
         if self.now() >= self._biggest_at + MAX_AGE_S:
-            self._biggest, self._biggest_at = self.ledger.holders(), self.now()
+            self._biggest, self._biggest_at = self.ledger.reports.holders(), self.now()
         return self._biggest
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _next_step(self) -> tuple[Step | None, float]:
         """The oldest step that was not reported, and the time at which it is open for too long."""
-        step = next((step for number, step in self.ledger.steps.items() if number > self._last_step), None)
+        step = next((step for step in self.ledger.reports.steps if step.step_id > self._last_step), None)
         slow_s = self.config.slow_step_s
         return step, math.inf if step is None or slow_s is None else step.begun_s + slow_s
 
@@ -104,14 +104,14 @@ class SlowWatch:
             if step is None or deadline > now:
                 return
             self._last_step = step.step_id
-            self.observers.observe(SlowStep(self.ledger.situation.step(step)))
+            self.observers.observe(SlowStep(self.ledger.reports.step(step)))
 
 
 @attrs.define(eq=False)
 class CopyWorker:
     """Drives the copy queue of a runtime."""
 
-    ledger: Ledger
+    ledger: AnyLedger
     transport: Transport
     config: OffloadConfig
     env: Env
@@ -167,7 +167,7 @@ class CopyWorker:
     def watch(self, expires_at: float) -> None:
         """Check deadlines at `expires_at`, when a new pin or hint lapses."""
         if self._has_ended:
-            self.copies.call_ledger(self.ledger.drop_pins)  # no task checks deadlines any more
+            self.copies.call_ledger(self.ledger.pins.drop)  # no task checks deadlines any more
         else:
             self._wake_by(expires_at)
 
@@ -262,7 +262,7 @@ class CopyWorker:
             finally:
                 self._has_ended = True
                 self._ring(math.inf)
-                self.copies.call_ledger(self.ledger.drop_pins)
+                self.copies.call_ledger(self.ledger.pins.drop)
 
     async def _work(self) -> None:
         while True:

@@ -24,7 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 
 from .._arguments import check_bool, check_callable, check_has, check_int, check_type
-from .._assembly import Ledger
+from .._assembly import AnyLedger, check_ledger
 from .._config.config import OffloadConfig
 from .._config.tiers import parse_bytes
 from .._kernel.events import CacheTurnedOff, Event, Observer, TransportRecovered, TransportStalled, WorkerFailed
@@ -246,7 +246,7 @@ class CopyQueue:
     after jobs have ended.
     """
 
-    ledger: Ledger
+    ledger: AnyLedger
     transport: Launches
     config: OffloadConfig
     clock: Callable[[], float] = attrs.field(kw_only=True)
@@ -271,7 +271,7 @@ class CopyQueue:
     """The transport's `begin_turn`, if it has one."""
 
     def __attrs_post_init__(self) -> None:
-        check_type("ledger", self.ledger, Ledger)
+        check_ledger("ledger", self.ledger)
         check_has("transport", self.transport, "transport", "launch")
         check_type("config", self.config, OffloadConfig)
         if self.observer is not None:

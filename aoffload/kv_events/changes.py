@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
-from aoffload import KeySpan, Ledger, Tier, WrongState
+from aoffload import KeySpan, Tier, WrongState
 from aoffload._kernel.records import Part
 from aoffload.ledger import Root
+
+from .._assembly import AnyLedger
 
 if TYPE_CHECKING:
     from aoffload._kernel.prefix import Hasher
@@ -60,7 +62,7 @@ class Changes:
     more, the queue is replaced by all that is cached.
     """
 
-    def __init__(self, ledger: Ledger, most: int, wake: Callable[[], None]) -> None:
+    def __init__(self, ledger: AnyLedger, most: int, wake: Callable[[], None]) -> None:
         self._ledger = ledger
         self._most = self._limit = most
         self._wake = wake
@@ -83,7 +85,7 @@ class Changes:
 
     def end(self) -> None:
         """Stop watching, and queue that nothing is cached any more."""
-        self._ledger.watch(None)
+        self._ledger.unwatch(self)
         self._told.append(Cleared())
 
     # -- told by the ledger ---------------------------------------------------------------------------------------

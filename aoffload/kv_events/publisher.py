@@ -11,9 +11,10 @@ from typing import Self
 
 import zmq
 
-from aoffload import ConfigError, Ledger, RuntimeClosed
-from aoffload._arguments import check_int, check_type
+from aoffload import ConfigError, RuntimeClosed
+from aoffload._arguments import check_int
 
+from .._assembly import AnyLedger, check_ledger
 from .changes import Changes
 from .format import EventEncoder, EventFormat
 from .peers import Peers
@@ -44,7 +45,7 @@ class KVEventPublisher:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: AnyLedger,
         *,
         bind: str | None = None,
         connect: str | None = None,
@@ -61,7 +62,7 @@ class KVEventPublisher:
     ) -> None:
         if bind is not None and connect is not None:
             raise ConfigError("connect", "give either bind or connect")
-        check_type("ledger", ledger, Ledger)
+        check_ledger("ledger", ledger)
         check_int("data_parallel_rank", data_parallel_rank, 0, MAX_COUNT)
         check_int("max_changes", max_changes, 1, MAX_COUNT)
         check_int("max_unsent", max_unsent, 1, MAX_COUNT)

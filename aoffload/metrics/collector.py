@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from aoffload import InvalidArgument, Ledger, WrongThread
+from aoffload import InvalidArgument, WrongThread
 from aoffload._arguments import check_has, check_type
 
+from .._assembly import AnyLedger, check_ledger
 from .families import FAMILIES, Family, Kind
 from .histogram import Histogram
 from .observer import Metrics
@@ -118,8 +119,8 @@ class LedgerCollector(SnapshotCollector):
     the values of the one before, and their age.
     """
 
-    def __init__(self, ledger: Ledger, metrics: Metrics, lock: Lock, timeout_s: float = 5.0) -> None:
-        _check_told(check_type("ledger", ledger, Ledger), metrics)
+    def __init__(self, ledger: AnyLedger, metrics: Metrics, lock: Lock, timeout_s: float = 5.0) -> None:
+        _check_told(check_ledger("ledger", ledger), metrics)
         check_has("lock", lock, "lock", "acquire release")
         self._ledger = ledger
         self._metrics = metrics
@@ -138,7 +139,7 @@ class LedgerCollector(SnapshotCollector):
         return self._last
 
 
-def _check_told(ledger: Ledger, metrics: Metrics) -> None:
+def _check_told(ledger: AnyLedger, metrics: Metrics) -> None:
     if not is_told(metrics, ledger):
         raise InvalidArgument("metrics", "must be among the observers, or they would show zeros for ever")
 

@@ -106,7 +106,7 @@ class Metrics:
     def _count_ready(self, event: RequestMoved) -> None:
         """Count what it need not compute: hits that are ready after the load. Other ready tokens are a fork's copy."""
         record, ready, match = event.request, event.num_computed_tokens, event.match
-        on_device = min(ready, max(match.num_device_tokens, record.engine_tokens))  # an engine's hit needs no unit
+        on_device = min(ready, max(match.num_device_tokens, record.given_tokens))  # an engine's hit needs no unit
         self.tokens["device_hit"] += on_device
         self.tokens["host_hit"] += min(ready - on_device, match.num_host_tokens)
         self._ready[record] = ready

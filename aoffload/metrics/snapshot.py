@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
-from aoffload import Ledger, Tier
+from aoffload import Tier
 from aoffload._kernel.pools import LeastRecentlyUsed, TierBlocks
 from aoffload._observe.observers import each_observer
 from aoffload._transfer.breaker import LeftAlone, Use
 from aoffload.ledger import EvictionRule, EvictionStatistics, LedgerLog, LedgerStatistics, Observers, TierStatistics
 
+from .._assembly import AnyLedger
 from .families import LABEL_VALUES, LOWER
 from .histogram import Histogram
 from .observer import Metrics
@@ -62,35 +63,35 @@ def snapshot_of_runtime(runtime: OffloadRuntime, metrics: Metrics) -> Snapshot:
     )
 
 
-def snapshot_of_ledger(ledger: Ledger, metrics: Metrics) -> Snapshot:
+def snapshot_of_ledger(ledger: AnyLedger, metrics: Metrics) -> Snapshot:
     """Read all values that a ledger without a runtime has. Between two calls of the ledger."""
     return _snapshot(
         metrics.now(),
         _counted(metrics, ledger),
         _standing(ledger, ledger.statistics()),
-        _ages(ledger) if ledger.situation.moves.clock is not None else (),
+        _ages(ledger) if ledger.moves.clock is not None else (),
         [
-            ("aoffload_block_bytes", _one(ledger._block_bytes)),
+            ("aoffload_block_bytes", _one(ledger.block_bytes)),
             ("aoffload_cache_off", _one(metrics.is_cache_off)),
         ],
     )
 
 
-def is_told(metrics: Metrics, ledger: Ledger) -> bool:
+def is_told(metrics: Metrics, ledger: AnyLedger) -> bool:
     """Whether `metrics` is among the observers of `ledger`."""
-    return any(one is metrics for one in each_observer(ledger._moves.observer))
+    return any(one is metrics for one in each_observer(ledger.moves.observer))
 
 
 def _snapshot(at: float, *parts: Iterable[tuple[str, Iterable[Sample]]]) -> Snapshot:
     return Snapshot(at, {name: list(found) for part in parts for name, found in part})
 
 
-def _counted(metrics: Metrics, ledger: Ledger) -> Iterator[tuple[str, Iterable[Sample]]]:
+def _counted(metrics: Metrics, ledger: AnyLedger) -> Iterator[tuple[str, Iterable[Sample]]]:
     """The observer's counters."""
     tiers = _tiers_of(ledger)
     if tiers & set(LOWER):
         yield "aoffload_fetches_total", _each("aoffload_fetches_total", "outcome", metrics.fetches)
-    if ledger._hints is not None:
+    if ledger.eviction._hints is not None:
         yield "aoffload_hints_ended_total", _each("aoffload_hints_ended_total", "outcome", metrics.hints)
     yield "aoffload_requests_admitted_total", _one(metrics.num_admitted)
     yield "aoffload_requests_preempted_total", _one(metrics.num_preempted)
@@ -106,7 +107,7 @@ def _counted(metrics: Metrics, ledger: Ledger) -> Iterator[tuple[str, Iterable[S
     yield "aoffload_fence_latency_seconds", _of_hops(metrics.fence_latency, tiers)
 
 
-def _standing(ledger: Ledger, found: LedgerStatistics) -> Iterator[tuple[str, Iterable[Sample]]]:
+def _standing(ledger: AnyLedger, found: LedgerStatistics) -> Iterator[tuple[str, Iterable[Sample]]]:
     """The present state of the ledger, and what its observers have lost."""
     live = Counter(record.state.value for record in ledger.live_requests.values())
     yield "aoffload_requests", _each("aoffload_requests", "state", live)
@@ -124,13 +125,13 @@ def _standing(ledger: Ledger, found: LedgerStatistics) -> Iterator[tuple[str, It
     jobs["quarantined"] = len(ledger.jobs.quarantined)
     yield "aoffload_jobs", _each("aoffload_jobs", "state", jobs)
     if tiers := _tiers_of(ledger) & set(LOWER):
-        situation, name = ledger.situation, "aoffload_fetching_tokens"
+        situation, name = ledger.reports, "aoffload_fetching_tokens"
         tokens = {tier.name.lower(): number for tier, number in situation.fetching().items()}
         yield "aoffload_fetching_requests", _one(situation.num_fetching)
         yield name, [sample for sample in _each(name, "tier", tokens) if sample.labels[0] in tiers]
     yield "aoffload_late_completions_total", _one(found.num_late_completions)
     yield "aoffload_loads_paused", _one(found.loads_paused)
-    told = list(each_observer(ledger._moves.observer))
+    told = list(each_observer(ledger.moves.observer))
     num_lost = sum(one.num_lost_events for one in told if isinstance(one, LedgerLog))
     yield "aoffload_lost_log_events_total", _one(num_lost)
     num_failures = sum(one.num_failures for one in told if isinstance(one, Observers))
@@ -163,12 +164,12 @@ def _learned(found: EvictionStatistics) -> Iterator[tuple[str, Iterable[Sample]]
     yield "aoffload_remembered_bytes", _one(found.num_remembered_bytes)
 
 
-def _ages(ledger: Ledger) -> Iterator[tuple[str, Iterable[Sample]]]:
+def _ages(ledger: AnyLedger) -> Iterator[tuple[str, Iterable[Sample]]]:
     """How long the oldest of its kind has been there; 0 where there is none, or no clock yet."""
     states = "aoffload_oldest_request_seconds"
-    yield states, _each(states, "state", ledger.situation.oldest_by_state())
-    yield "aoffload_oldest_wait_seconds", _one(ledger.situation.oldest_wait_s())
-    yield "aoffload_oldest_step_seconds", _one(ledger.situation.oldest_step_s())
+    yield states, _each(states, "state", ledger.reports.oldest_by_state())
+    yield "aoffload_oldest_wait_seconds", _one(ledger.reports.oldest_wait_s())
+    yield "aoffload_oldest_step_seconds", _one(ledger.reports.oldest_step_s())
 
 
 def _one(value: float) -> list[Sample]:
@@ -205,7 +206,7 @@ def _lower(runtime: OffloadRuntime, found: RuntimeStatistics) -> Iterator[tuple[
     yield "aoffload_storage_left_alone", left
 
 
-def _tiers_of(ledger: Ledger) -> set[str]:
+def _tiers_of(ledger: AnyLedger) -> set[str]:
     """Those that it is configured with."""
     return {tier.name.lower() for tier in ledger.jobs.tiers}
 

@@ -69,13 +69,13 @@ def _serve(ledger: Ledger, record: LedgerRequest, tokens: Blocks) -> int:
     stored."""
     land(ledger, ledger.plan_load(record))
     computed = record.sequence.num_tokens
-    num_stored = land(ledger, chain(ledger.commit(record, computed), ledger.plan_write_back()))
+    num_stored = land(ledger, chain(ledger.commit(record, computed), ledger.write_back.plan()))
     while computed < len(tokens):
         before, computed = computed, computed + BLOCK_SIZE
         ledger.extend_nowait(record, computed)
         plans = ledger.commit(record, computed, tokens[before:computed])
-        num_stored += land(ledger, chain(plans, ledger.plan_write_back()))
-    return num_stored + land(ledger, chain(ledger.release(record), ledger.plan_write_back()))
+        num_stored += land(ledger, chain(plans, ledger.write_back.plan()))
+    return num_stored + land(ledger, chain(ledger.release(record), ledger.write_back.plan()))
 
 
 def land(ledger: Ledger, plans: Iterable[TransferPlan]) -> int:

@@ -6,7 +6,7 @@ import attrs
 
 from .._extensions.transfers import Fetch
 from .._kernel.states import Tier
-from .._runtime.runtime import OffloadRuntime
+from .._runtime.runtime import AnyRuntime
 from .._tiers.disk.loop import DiskState
 from .faults import Faults
 from .serving import SimulatedEngine
@@ -20,7 +20,7 @@ __all__ = ["DiskOracle"]
 class DiskOracle:
     """Watches the disk tier of one runtime, if it has one."""
 
-    runtime: OffloadRuntime
+    runtime: AnyRuntime
     engine: SimulatedEngine
     faults: Faults
 
@@ -31,7 +31,7 @@ class DiskOracle:
     def fetched(self, fetch: Fetch) -> None:
         """All fetches together have taken no more than their share of the host."""
         ledger = self.runtime.ledger
-        under_way = ledger._cache_transfers.under_way.values()
+        under_way = ledger.transfers.under_way.values()
         taken = sum(one.num_blocks for one in under_way if isinstance(one, Fetch))
         most = int(ledger.cache.tiers[Tier.HOST].pool.num_blocks * self.runtime.config.max_fetch_share)
         if fetch.num_blocks and taken > most:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -10,7 +11,6 @@ import attrs
 from .._config.groups import AttentionKind, ChunkedLocal, SlidingWindow
 from .._kernel.states import NoEpoch
 from .._runtime.request import Request
-from .._runtime.runtime import OffloadRuntime
 from .asks import Ask
 from .env import SimulatedEnv
 from .memory import Memory, Tags
@@ -31,7 +31,7 @@ class ForwardFailed(Exception):  # noqa: N818 - what happened
 class TagEngine:
     """Computes and commits on one runtime. A wrong byte is a `Violation`, wherever it is read."""
 
-    runtime: OffloadRuntime
+    runtime: Any
     transport: SimulatedTransport
     env: SimulatedEnv
     ranks: tuple[SimulatedTransport, ...]

@@ -6,7 +6,7 @@ import attrs
 
 from .._kernel.plans import TransferPlan
 from .._kernel.states import Direction, JobState, Tier
-from .._runtime.runtime import OffloadRuntime
+from .._runtime.runtime import AnyRuntime
 from .._transfer.copy_queue import JOBS_IN_FLIGHT
 from .faults import Faults
 from .transport import SimulatedTransport
@@ -19,7 +19,7 @@ __all__ = ["LaunchOracle"]
 class LaunchOracle:
     """Is asked by the transport before each launch."""
 
-    runtime: OffloadRuntime
+    runtime: AnyRuntime
     faults: Faults
     _links: dict[int, tuple[Tier, Tier]] = attrs.field(factory=dict)
     """Source and destination of every job launched so far."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import attrs
 
+from .._assembly import Ledger
 from .._kernel.index import Hit, find_hit
 from .._kernel.requests import LedgerRequest, Waiter
 from .._kernel.states import Tier
-from .._runtime.runtime import OffloadRuntime
+from .._runtime.runtime import AnyRuntime
 from .violations import Violation
 
 __all__ = ["LineOracle"]
@@ -17,9 +18,11 @@ __all__ = ["LineOracle"]
 class LineOracle:
     """Watches the wait queue of one runtime."""
 
-    runtime: OffloadRuntime
+    runtime: AnyRuntime
 
     def check(self) -> None:
+        if not isinstance(self.runtime.ledger, Ledger):
+            return  # an engine's blocks: nothing waits for them here
         line = self.runtime.ledger.admission.queue
         tickets = [waiter.request.ticket for waiter in line.allocating]
         if tickets != sorted(tickets):
@@ -54,7 +57,7 @@ class LineOracle:
 
     @property
     def _width(self) -> int:
-        return self.runtime.ledger.layout.width
+        return int(self.runtime.ledger.layout.width)
 
     def _hit(self, record: LedgerRequest) -> Hit:
         """What `record` would match now."""

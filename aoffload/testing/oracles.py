@@ -12,12 +12,14 @@ from typing import Any
 
 import attrs
 
+from .._assembly import Ledger
 from .._kernel.index import stretches
 from .._kernel.plans import Completion
 from .._kernel.records import Job, Run
 from .._kernel.requests import LedgerRequest, Waiter
 from .._kernel.states import HIT_TIERS, Direction, JobState, Outcome, RequestState, Tier
-from .._runtime.runtime import OffloadRuntime
+from .._kernel.waiting import WaitQueue
+from .._runtime.runtime import AnyRuntime
 from ..errors import IntegrityError, OutOfBlocks
 from .asks import Ask
 from .disk_oracle import DiskOracle
@@ -28,7 +30,7 @@ from .rest import Rest
 from .serving import SimulatedEngine
 from .violations import Violation
 from .waits import Waits
-from .watched import CHANGING, ENDING, REFUSING, WAKING
+from .watched import CHANGING, ENDING, REFUSING, WAKING, owner_of
 
 __all__ = ["Oracles"]
 
@@ -37,7 +39,7 @@ __all__ = ["Oracles"]
 class Oracles:
     """Watches one runtime."""
 
-    runtime: OffloadRuntime
+    runtime: AnyRuntime
     engine: SimulatedEngine
     faults: Faults
     waits: Waits
@@ -68,14 +70,22 @@ class Oracles:
 
     @property
     def _is_outside(self) -> bool:
-        return self.runtime.ledger.cache.tiers[Tier.DEVICE].is_outside
+        return bool(self.runtime.ledger.cache.tiers[Tier.DEVICE].is_outside)
+
+    @property
+    def _queue(self) -> WaitQueue:
+        """The wait queue: empty where an engine owns the device blocks."""
+        ledger = self.runtime.ledger
+        return ledger.admission.queue if isinstance(ledger, Ledger) else WaitQueue()
 
     def attach(self) -> None:
         """Wrap every call that changes the ledger: count it, and check that a refusal changes no statistics."""
         self.keeping.attach()
         ledger: Any = self.runtime.ledger
-        for name in CHANGING:
-            setattr(ledger, name, self._kept(self._noticed(getattr(ledger, name), name)))
+        for verb in CHANGING:
+            owner, name = owner_of(ledger, verb), verb.rpartition(".")[2]
+            if owner is not None:
+                setattr(owner, name, self._kept(self._noticed(getattr(owner, name), verb)))
         transport: Any = self.engine.transport
         transport.launch = self._kept(transport.launch)
 
@@ -101,7 +111,7 @@ class Oracles:
             if name in WAKING and callable(args[-1]):
                 args = (*args[:-1], self.waits.watched(args[0], args[-1]))
             before = self.runtime.ledger.statistics() if name in REFUSING else None
-            line = self.runtime.ledger.admission.queue
+            line = self._queue
             extending, allocating = tuple(line.extending), tuple(line.allocating)
             try:
                 found = self._call(call, name, args, kwargs)
@@ -123,21 +133,24 @@ class Oracles:
         had_load = name == "plan_load" and args[0].load is not None
         num_timeouts = self.num_timeouts
         found = call(*args, **kwargs)
-        if name == "preempt_nowait":
+        if name == "preemption.preempt":
             self.num_timeouts = num_timeouts  # the request gave up its own load: no timeout
         if name == "plan_load" and not had_load and args[0].load is not None:
             self.waits.load_begun(args[0])
-        if name == "resume":
+        if name == "preemption.resume":
             self.waits.has_resumed(args[0])
-        if name in ("admit", "match_again", "match_fetched", "resume"):
+        if name in ("admit", "match_again", "fetches.match_again", "preemption.resume"):
             self._check_match(found if name == "admit" else args[0])
-        if name == "fetch":
+        if name == "fetches.fetch":
             self._disk.fetched(found)
         return found
 
     def _check_refusal(self, name: str, error: OutOfBlocks) -> None:
         """A call is refused blocks that are free only if other requests wait before it."""
-        admission = self.runtime.ledger.admission
+        ledger = self.runtime.ledger
+        if not isinstance(ledger, Ledger):
+            return
+        admission = ledger.admission
         is_behind = admission.queue.extending or (name == "allocate_nowait" and admission.queue.allocating)
         if name.endswith("_nowait") and not is_behind and error.num_needed <= admission.num_available:
             raise Violation(
@@ -156,7 +169,7 @@ class Oracles:
     def _check_held(self, record: LedgerRequest, run: Run, tiers: tuple[Tier, ...], stop: int) -> None:
         for component in self.runtime.ledger.layout.components:
             needed = max(
-                component.first_needed(stop * component.unit_tokens), record.engine_tokens // component.unit_tokens
+                component.first_needed(stop * component.unit_tokens), record.given_tokens // component.unit_tokens
             )
             for over, first, last in stretches(run, needed, stop) if component.width else ():
                 parts = [over.part(tier, component.number) for tier in tiers]
@@ -169,7 +182,7 @@ class Oracles:
     def _check_turns(self, name: str, extending: tuple[Waiter, ...], allocating: tuple[Waiter, ...]) -> None:
         """Extensions are granted before allocations, each in their order; no newcomer passes the line; the youngest
         extension gives way."""
-        line = self.runtime.ledger.admission.queue
+        line = self._queue
         if name == "allocate_nowait" and (extending or allocating):
             raise Violation("out of turn", "room was taken past a line")
         waits_on = [waiter for waiter in extending if waiter in line.extending]
@@ -214,7 +227,7 @@ class Oracles:
         """The conservation laws, and that no request waits for room that is there."""
         if broken := self.broken + self.waits.broken:
             raise broken[0]
-        if self._version - self._checked < self.stride and (self.stride > 1 or not self.runtime.ledger._closing):
+        if self._version - self._checked < self.stride and (self.stride > 1 or not self.runtime.ledger.closing):
             return
         self._checked = self._version
         self.num_checks += 1
@@ -282,7 +295,7 @@ class Oracles:
             if record.state is RequestState.RUNNING and (Tier.HOST in record.leases or record.reserve is not None):
                 raise Violation("a leak", f"{record} still pins what was to be loaded")
             waits = record.waiter is not None
-            matched = record.match.num_tokens > record.engine_tokens and record.epoch == self.runtime.ledger.cache.epoch
+            matched = record.match.num_tokens > record.given_tokens and record.epoch == self.runtime.ledger.cache.epoch
             if record.state is RequestState.PINNED and matched and not waits and not record.leases:
                 raise Violation("a match without a pin", repr(record))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from .._assembly import Ledger
 from .._extensions.pins import Pin, PinState
 from .._extensions.prefetch import Demotion, Prefetch
 from .._extensions.transfers import CacheTransferState
@@ -17,7 +18,7 @@ from .._kernel.prefix import Prefix
 from .._kernel.records import Part
 from .._kernel.states import Direction, JobState, Tier
 from .._kernel.tokens import TokenSequence
-from .._runtime.runtime import OffloadRuntime
+from .._runtime.runtime import AnyRuntime
 from .faults import Faults
 from .serving import SimulatedEngine
 from .violations import Violation
@@ -42,7 +43,7 @@ class _Kept:
 class PinOracle:
     """Watches the pins, prefetches and demotions of one runtime."""
 
-    runtime: OffloadRuntime
+    runtime: AnyRuntime
     engine: SimulatedEngine
     faults: Faults
     now: Callable[[], float]
@@ -51,14 +52,16 @@ class PinOracle:
     def attach(self) -> None:
         """Wrap the ledger's calls. Must come before every other wrapper: these checks need the bare calls."""
         ledger: Any = self.runtime.ledger
-        ledger.pin = self._around(ledger.pin, self._pin)
-        ledger.prefetch = self._around(ledger.prefetch, self._prefetch)
-        ledger.demote = self._around(ledger.demote, self._demote)
+        ledger.pins.hold = self._around(ledger.pins.hold, self._pin)
         ledger.settle = self._around(ledger.settle, self._settle)
-        for name in ("queue_extension", "release", "unpin", "withdraw"):
+        if not isinstance(self.runtime.ledger, Ledger):
+            return  # an engine's blocks: there is no queue, and nothing moves to or from them but loads and offers
+        ledger.transfers.prefetch = self._around(ledger.transfers.prefetch, self._prefetch)
+        ledger.transfers.demote = self._around(ledger.transfers.demote, self._demote)
+        for name in ("queue_extension", "release", "withdraw"):
             setattr(ledger, name, self._around(getattr(ledger, name), self._pump))
-        admission = self.runtime.ledger.admission
-        admission.yield_pin = self._around(admission.yield_pin, self._yield)
+        ledger.pins.release = self._around(ledger.pins.release, self._pump)
+        ledger.hooks.ask_blocks = tuple(self._around(ask, self._yield) for ask in ledger.hooks.ask_blocks)
 
     @staticmethod
     def _around(call: Call, watch: Call) -> Call:
@@ -103,7 +106,7 @@ class PinOracle:
         return found
 
     def _held(self) -> list[Pin]:
-        return list(self.runtime.ledger._pins.pins)
+        return list(self.runtime.ledger.pins.held)
 
     def _pump(self, call: Call, *args: Any, **options: Any) -> Any:
         """No extension fails while ending some pin would free room."""
@@ -133,7 +136,7 @@ class PinOracle:
         prefetch: Prefetch = call(*args)
         if has_line and prefetch.num_blocks:
             raise Violation("out of turn", f"{prefetch} took {prefetch.num_blocks} blocks past a line")
-        transfers = ledger._cache_transfers.under_way.values()
+        transfers = ledger.transfers.under_way.values()
         taken = sum(transfer.num_blocks for transfer in transfers if isinstance(transfer, Prefetch))
         # Earlier prefetches may exceed the share if a quarantine has lowered the capacity since.
         if prefetch.num_blocks and taken > int(ledger.admission.capacity * self.runtime.config.max_prefetch_share):
@@ -148,9 +151,7 @@ class PinOracle:
 
     def _settle(self, call: Call, *args: Any) -> Any:
         """A demotion that this completion ends loses nothing that could hit."""
-        transfers = [
-            one for one in self.runtime.ledger._cache_transfers.under_way.values() if isinstance(one, Demotion)
-        ]
+        transfers = [one for one in self.runtime.ledger.transfers.under_way.values() if isinstance(one, Demotion)]
         before = [self._there(transfer.request.sequence) for transfer in transfers]
         result = call(*args)
         for transfer, stop in zip(transfers, before, strict=True):
@@ -172,11 +173,11 @@ class PinOracle:
 
     def check(self) -> None:
         self._check_pins()
-        for transfer in self.runtime.ledger._cache_transfers.under_way.values():
+        for transfer in self.runtime.ledger.transfers.under_way.values():
             if transfer.state is not CacheTransferState.MOVING:
                 raise Violation("a leak", f"{transfer!r} is over and still under way")
         ledger = self.runtime.ledger
-        loads = {record.load for record in (*ledger.live_requests.values(), *ledger._cache_transfers.under_way)}
+        loads = {record.load for record in (*ledger.live_requests.values(), *ledger.transfers.under_way)}
         for job in ledger.jobs.unsettled.values():
             if job.plan.direction is Direction.LOAD and job.state is JobState.QUEUED and job.claims.keys() - loads:
                 raise Violation("a load for nobody", f"{job} is queued for a load whose owner is over")

@@ -7,7 +7,7 @@ import attrs
 from .._kernel.index import find_hit
 from .._kernel.states import HIT_TIERS, Tier
 from .._kernel.tokens import TokenSequence
-from .._runtime.runtime import OffloadRuntime
+from .._runtime.runtime import AnyRuntime
 from .asks import Ask
 from .faults import Faults
 from .serving import SimulatedEngine
@@ -20,7 +20,7 @@ __all__ = ["Rest"]
 class Rest:
     """What one runtime leaves behind."""
 
-    runtime: OffloadRuntime
+    runtime: AnyRuntime
     engine: SimulatedEngine
     faults: Faults
 
@@ -30,9 +30,9 @@ class Rest:
         pinned = (found.device.num_pinned, found.host.num_pinned)
         if (found.num_requests, found.num_waiting, found.num_jobs, *pinned) != (0, 0, 0, 0, 0):
             raise Violation("a leak", f"at rest: {found}")
-        if found.num_pins or self.runtime.ledger._cache_transfers.under_way:
+        if found.num_pins or self.runtime.ledger.transfers.under_way:
             raise Violation(
-                "a leak", f"at rest: {found.num_pins} pins, {list(self.runtime.ledger._cache_transfers.under_way)}"
+                "a leak", f"at rest: {found.num_pins} pins, {list(self.runtime.ledger.transfers.under_way)}"
             )
         if self.runtime.worker.copies.regions.num_watched:
             raise Violation("a leak", f"at rest: regions of {self.runtime.worker.copies.regions.num_watched} loads")

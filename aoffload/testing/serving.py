@@ -33,7 +33,7 @@ class SimulatedEngine(TagEngine):
 
     def open(self, name: str, ask: Ask) -> Request:
         """A request. Enter it at once: resets are counted from here."""
-        request = self.runtime.request(
+        request: Request = self.runtime.request(
             ask.tokens, name, cache_salt=ask.salt, adapter_key=ask.adapter, deadline_s=ask.deadline_s,
             max_hit_tokens=ask.max_hit_tokens, hit_alignment=ask.hit_alignment, key_spans=ask.key_spans,
             reads_cache=ask.reads_cache, store=ask.store, max_store_tokens=ask.max_store_tokens,

@@ -21,7 +21,7 @@ from .._config.groups import AttentionKind, FullAttention, KVCacheGroup
 from .._kernel.events import Observer
 from .._kernel.protocols import EngineBlocks
 from .._kernel.states import NoEpoch, Tier
-from .._runtime.runtime import OffloadRuntime
+from .._runtime.runtime import AnyRuntime, HostCacheRuntime, OffloadRuntime
 from .._transfer.ranks.rank import LocalRank
 from .._transfer.ranks.transport import RankTransport
 from .asks import Ask
@@ -149,10 +149,14 @@ class Simulation:
         )  # fmt: skip
         ranks = [made() for _ in range(num_ranks)]
         transport = ranks[0] if num_ranks == 1 else RankTransport([LocalRank(rank) for rank in ranks])
-        own = None if blocks_on is None else blocks_on(ranks[0].device)
-        runtime = OffloadRuntime(
-            config, transport=transport, env=self.env, logger=self.log, observers=observers, engine_blocks=own
-        )
+        runtime: AnyRuntime
+        if blocks_on is None:
+            runtime = OffloadRuntime(config, transport=transport, env=self.env, logger=self.log, observers=observers)
+        else:
+            runtime = HostCacheRuntime(
+                config, transport=transport, env=self.env, logger=self.log, observers=observers,
+                engine_blocks=blocks_on(ranks[0].device),
+            )  # fmt: skip
         for rank in ranks:
             self._own_blocks(runtime, rank)
         engine = kind(runtime, ranks[0], self.env, tuple(ranks))
@@ -165,7 +169,7 @@ class Simulation:
         return engine
 
     @staticmethod
-    def _own_blocks(runtime: OffloadRuntime, rank: SimulatedTransport) -> None:
+    def _own_blocks(runtime: AnyRuntime, rank: SimulatedTransport) -> None:
         """Let the memories of `rank` track the owner of each block."""
         for tier in runtime.ledger.cache.tiers:
             if tier.is_outside or tier.tier is Tier.DISK:
@@ -177,7 +181,7 @@ class Simulation:
             below = runtime.ledger.cache.tiers[Tier.DISK]
             slots: Any = OwnedSlots(below.pool, rank.disk.memory, lambda ids: None)
             below.pool = slots
-            if (restores := runtime.ledger._restores) is not None:
+            if (restores := runtime.ledger.disk._restores) is not None:
                 restores.pool = slots
         unsettled = runtime.ledger.jobs.unsettled
         rank.is_doomed = lambda job_id: job_id not in unsettled or unsettled[job_id].epoch is NoEpoch.INVALIDATED

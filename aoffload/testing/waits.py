@@ -14,7 +14,7 @@ from .._extensions.transfers import Fetch
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import RequestState
 from .._runtime.request import Request
-from .._runtime.runtime import OffloadRuntime
+from .._runtime.runtime import AnyRuntime
 from .._tiers.remote.loop import LATE_S
 from .._tiers.remote.rules import cells_before
 from .transport import SimulatedTransport
@@ -29,7 +29,7 @@ MARGIN_S = 1e-6
 class Waits:
     """Watches the waits of one runtime."""
 
-    runtime: OffloadRuntime
+    runtime: AnyRuntime
     now: Callable[[], float]
     broken: list[Violation] = attrs.field(factory=list)
     """Violations found inside a call whose caller may swallow them."""
@@ -95,7 +95,7 @@ class Waits:
     def _check_fetch(self, record: LedgerRequest, waits_s: float) -> bool:
         """Whether it waits for a fetch, of its own prompt and no longer than for a while."""
         tokens = record.sequence._prompt
-        fetches = [one for one in self.runtime.ledger._cache_transfers.under_way.values() if isinstance(one, Fetch)]
+        fetches = [one for one in self.runtime.ledger.transfers.under_way.values() if isinstance(one, Fetch)]
         if not any(tokens.startswith(one.request.sequence._prompt) for one in fetches):
             return False
         if waits_s > self.runtime.config.fetch_bound_s + MARGIN_S:
@@ -109,7 +109,7 @@ class Waits:
         if remote is None:
             return False
         ledger, sequence = self.runtime.ledger, record.sequence
-        cells = cells_before(sequence, sequence.num_tokens // ledger.layout.unit_tokens, ledger.cell_units)
+        cells = cells_before(sequence, sequence.num_tokens // ledger.layout.unit_tokens, ledger.remote.cell_units)
         if not any(labels and labels[0] in cells for labels in remote.asked):
             return False
         if waits_s > remote.tier.ask_timeout_s + LATE_S + MARGIN_S:

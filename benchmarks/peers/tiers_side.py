@@ -56,8 +56,8 @@ def prepare_ledger(num_blocks: int, disk: str | None) -> None:
         land(ledger.plan_load(request))
         land(ledger.commit(request, len(prompt)))
         land(ledger.release(request))
-        if disk is not None and ledger.disk_stores_are_due:  # as a runtime asks
-            land(ledger.plan_disk_stores(1024, is_idle=True))
+        if disk is not None and ledger.disk.stores_are_due:  # as a runtime asks
+            land(ledger.disk.plan_stores(1024, is_idle=True))
 
     for prompt in (*prompts, *prompts):
         cycle(prompt)
@@ -88,7 +88,7 @@ def prepare_runtime(num_blocks: int, disk: str | None) -> None:
 async def _all_on_disk(runtime: OffloadRuntime) -> None:
     await runtime.wait_restored()
     await runtime.flush()
-    while plans := runtime.ledger.plan_disk_flush(1024):
+    while plans := runtime.ledger.disk.plan_flush(1024):
         runtime.worker.submit(plans)
         await runtime.flush()
 

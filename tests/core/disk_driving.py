@@ -30,12 +30,12 @@ class Disk(Driven):
         super().__init__(num_device, num_host, disk=disk_of(num_slots, unit), namespace="test", **config)
 
     def write_behind(self, max_blocks: int = HUGE, **options: Any) -> list[TransferPlan]:
-        plans = list(self.ledger.plan_disk_stores(max_blocks, **options))
+        plans = list(self.ledger.disk.plan_stores(max_blocks, **options))
         self.ledger.check_integrity()
         return plans
 
     def flush(self) -> list[TransferPlan]:
-        plans = list(self.ledger.plan_disk_flush(HUGE))
+        plans = list(self.ledger.disk.plan_flush(HUGE))
         self.ledger.check_integrity()
         self.land(plans)
         return plans
@@ -54,7 +54,7 @@ class Disk(Driven):
 
     def fetched(self, tokens: list[int]) -> int:
         """Fetches all that a request would want; returns the tokens that hit then."""
-        fetch = self.ledger.fetch(self.prefix(tokens))
+        fetch = self.ledger.fetches.fetch(self.prefix(tokens))
         self.land(fetch.plans)
         assert fetch.is_over
         return fetch.num_tokens

@@ -157,7 +157,7 @@ class EngineWalk:
                 self.take_back(client)
         for client in tuple(self.clients):
             self.end(client)
-        self.ledger.drop_pins()
+        self.ledger.pins.drop()
         while self.plans:
             self.transfer()
         for job_id in tuple(self.lost):
@@ -354,13 +354,13 @@ class EngineWalk:
     def pin(self) -> None:
         if len(self.pins) < 2:
             with suppress(OutOfBlocks):
-                self.pins.append(self.ledger.pin(Prefix.of(ROOT, self.random.choice(self.stems)[:30])))
+                self.pins.append(self.ledger.pins.hold(Prefix.of(ROOT, self.random.choice(self.stems)[:30])))
 
     def unpin(self) -> None:
         if self.pins:
             pin = self.pins.pop()
             if pin.state.name == "HELD":
-                self.ledger.unpin(pin)
+                self.ledger.pins.release(pin)
 
     # -- what they are made of ------------------------------------------------------------------------------------
 

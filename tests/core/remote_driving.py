@@ -48,7 +48,7 @@ class Remote(Driven):
         if num_slots:
             config["disk"] = disk_of(num_slots)
         super().__init__(num_device, num_host, remote=remote_tier(), namespace="test", **config)
-        assert self.ledger.cell_units == CELL_UNITS
+        assert self.ledger.remote.cell_units == CELL_UNITS
         self.there: dict[bytes, CellLabel] = {}
 
     def cells(self, tokens: list[int], **options: Any) -> tuple[CellLabel, ...]:
@@ -68,7 +68,7 @@ class Remote(Driven):
     def write_behind(
         self, max_blocks: int = HUGE, is_wanted: Callable[[CellLabel], bool] | None = None
     ) -> list[TransferPlan]:
-        plans = list(self.ledger.plan_remote_stores(max_blocks, is_wanted or self.is_wanted))
+        plans = list(self.ledger.remote.plan_stores(max_blocks, is_wanted or self.is_wanted))
         self.ledger.check_integrity()
         assert {plan.link for plan in plans} <= {STORE}
         return plans
@@ -99,7 +99,7 @@ class Remote(Driven):
 
     def fetch(self, tokens: list[int], num_tokens: int | None = None, **options: Any) -> Any:
         num_tokens = self.told(tokens, **options) if num_tokens is None else num_tokens
-        fetch = self.ledger.fetch(self.prefix(tokens, **options), num_remote_tokens=num_tokens)
+        fetch = self.ledger.fetches.fetch(self.prefix(tokens, **options), num_remote_tokens=num_tokens)
         self.ledger.check_integrity()
         return fetch
 
@@ -113,7 +113,7 @@ class Remote(Driven):
 
     def removed(self) -> list[CellLabel]:
         """Takes the forgotten cells, and removes them from the store."""
-        found = self.ledger.take_forgotten_cells()
+        found = self.ledger.remote.take_forgotten()
         for cell in found:
             self.there.pop(cell.digest, None)
         return list(found)

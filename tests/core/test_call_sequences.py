@@ -64,7 +64,7 @@ def test_what_was_computed_on_a_failed_forward_is_not_found_in_a_model_of_window
     driven.compute(reader, 9)
     driven.compute(author, 6)
     driven.release(reader)
-    assert driven.ledger.invalidate(author, 0) == (author,)  # it can't go back behind its window
+    assert driven.ledger.invalidation.invalidate(author, 0) == (author,)  # it can't go back behind its window
     driven.release(author, "prefix_invalidated")
     assert driven.hit([*A, 1]) == (0, 0)
     later = driven.running(A)
@@ -82,12 +82,12 @@ def test_a_fork_is_told_of_a_failed_forward_whatever_it_has_done_since(is_preemp
     driven.ledger.allocate_nowait(parent, 8)
     driven.ledger.plan_load(parent)
     driven.land(driven.commit(parent, 4, [99]))
-    fork = driven.ledger.fork(parent, "fork", num_tokens=8).request
+    fork = driven.ledger.forks.fork(parent, "fork", num_tokens=8).request
     if has_committed:
         driven.land(driven.commit(fork, 5, [7]))
     if is_preempted:
-        driven.land(driven.ledger.preempt_nowait(fork).plans)
-    assert driven.ledger.invalidate(parent, 0) == (fork,)
+        driven.land(driven.ledger.preemption.preempt(fork).plans)
+    assert driven.ledger.invalidation.invalidate(parent, 0) == (fork,)
     driven.ledger.check_integrity()
     for record in (fork, parent):
         driven.land(driven.release(record))
@@ -104,7 +104,7 @@ def test_a_step_holds_what_it_reads_although_that_was_taken_back_and_everybody_h
     reader = driven.running(A[:5])
     with driven.ledger.step([reader]):
         read = set(driven.ledger.block_ids(reader)[0][:4])
-        assert driven.ledger.invalidate(author, 0) == (reader,)
+        assert driven.ledger.invalidation.invalidate(author, 0) == (reader,)
         for record in (author, reader):
             driven.release(record, "prefix_invalidated")
         neighbour = driven.admit(prompt(2, 1))
@@ -145,7 +145,7 @@ def test_a_grant_that_is_not_accepted_yet_holds_without_its_hit(how: str) -> Non
     else:
         driven.end(load, Outcome.FAILED)  # late proof: room
         assert request.waiter is not None and request.waiter.is_over
-        assert driven.ledger.invalidate(other, 0) == ()
+        assert driven.ledger.invalidation.invalidate(other, 0) == ()
         driven.release(other)
     driven.ledger.check_integrity()
     assert request.waiter.is_over
@@ -174,7 +174,7 @@ def test_a_pin_yields_whatever_the_first_in_line_has_matched(pressure: int) -> N
     except OutOfBlocks:
         assert pressure > 5
     driven.release(squeezing)
-    pin = driven.ledger.pin(Prefix.of(ROOT, A[:1]))
+    pin = driven.ledger.pins.hold(Prefix.of(ROOT, A[:1]))
     request = driven.admit([*A[:1], *prompt(6, 4)])
     waiter = driven.ledger.queue_allocation(request)
     driven.ledger.check_integrity()
@@ -184,7 +184,7 @@ def test_a_pin_yields_whatever_the_first_in_line_has_matched(pressure: int) -> N
     driven.compute(request, 5)
     driven.land(driven.release(request))
     if pin.state is PinState.HELD:
-        driven.ledger.unpin(pin)
+        driven.ledger.pins.release(pin)
     driven.assert_at_rest()
 
 
@@ -197,7 +197,7 @@ def early_step_beside_a_twin(driven: Tagged) -> Iterator[LedgerRequest]:
     driven.on_host_only(A[:6])
     request = driven.allocated(A[:6])
     driven.launch(driven.ledger.plan_load(request))
-    with driven.ledger.step([], [request]):
+    with driven.ledger.overlap.step([], [request]):
         twin = driven.running(A[:6], reads_cache=False)
         driven.compute(twin, 2)
         squeezing = driven.admit([5])

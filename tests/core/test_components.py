@@ -172,9 +172,9 @@ def test_going_back_behind_the_window_ends_a_request() -> None:
     driven = Driven(16, groups=BOTH)
     request = driven.running(A)
     driven.commit(request, 24)
-    assert driven.ledger.invalidate(request, 12) == (request,)
+    assert driven.ledger.invalidation.invalidate(request, 12) == (request,)
     driven.release(request, "prefix_invalidated")
     assert driven.hit(A)[0] <= 12
     again = driven.running(A)
     driven.commit(again, 24)
-    assert driven.ledger.invalidate(again, 24) == ()
+    assert driven.ledger.invalidation.invalidate(again, 24) == ()

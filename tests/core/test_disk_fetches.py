@@ -33,7 +33,7 @@ def test_a_fetch_brings_it_into_the_host() -> None:
     disk = Disk(max_job_bytes="3B")
     disk.on_disk_only(TOKENS)
     request = disk.admit(TOKENS)
-    fetch = disk.ledger.fetch(disk.prefix(TOKENS))
+    fetch = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
     assert [(plan.link, plan.num_blocks) for plan in fetch.plans] == [((Tier.DISK, Tier.HOST), n) for n in (3, 3, 2)]
     assert (fetch.state, fetch.num_blocks, all(plan.labels == () for plan in fetch.plans)) == (
         CacheTransferState.MOVING, 8, True,
@@ -41,7 +41,7 @@ def test_a_fetch_brings_it_into_the_host() -> None:
     disk.land(fetch.plans)
     assert (fetch.state, fetch.num_tokens) == (CacheTransferState.DONE, 8 * BLOCK)
     assert request.match.num_tokens == 0, "it is not matched behind its back"
-    match = disk.ledger.match_fetched(request)
+    match = disk.ledger.fetches.match_again(request)
     assert (match.num_host_tokens, match.num_disk_tokens) == (8 * BLOCK, 0)
     assert disk.num_pinned()[1] == 8
     disk.ledger.allocate_nowait(request)
@@ -54,7 +54,7 @@ def test_whoever_is_woken_may_match_at_once() -> None:
     disk = Disk()
     disk.on_disk_only(TOKENS)
     request = disk.admit(TOKENS)
-    fetch = disk.ledger.fetch(disk.prefix(TOKENS), lambda: disk.ledger.match_fetched(request))
+    fetch = disk.ledger.fetches.fetch(disk.prefix(TOKENS), lambda: disk.ledger.fetches.match_again(request))
     disk.land(fetch.plans)
     assert request.match.num_host_tokens == 8 * BLOCK
     assert disk.num_pinned()[1] == 8
@@ -64,14 +64,14 @@ def test_there_may_be_nothing_to_fetch() -> None:
     """Not on the disk, or hit anyway: the fetch is over at once, and has copied nothing."""
     disk = Disk()
     disk.on_disk_only(TOKENS)
-    assert disk.ledger.fetch(disk.prefix(prompt(2, 20))).state is CacheTransferState.DONE
+    assert disk.ledger.fetches.fetch(disk.prefix(prompt(2, 20))).state is CacheTransferState.DONE
     assert disk.fetched(TOKENS) == 8 * BLOCK
-    again = disk.ledger.fetch(disk.prefix(TOKENS))
+    again = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
     assert (again.plans, again.num_tokens, again.is_over) == ((), 8 * BLOCK, True)
     request = disk.running(TOKENS)
     disk.commit(request)
     disk.ledger.reset(Tier.HOST)
-    assert disk.ledger.fetch(disk.prefix(TOKENS)).plans == (), "the device has it"
+    assert disk.ledger.fetches.fetch(disk.prefix(TOKENS)).plans == (), "the device has it"
 
 
 def test_only_what_the_host_lacks_is_fetched() -> None:
@@ -79,7 +79,7 @@ def test_only_what_the_host_lacks_is_fetched() -> None:
     disk = Disk(num_host=8)
     disk.on_disk_only(TOKENS)
     assert disk.fetched(TOKENS[: 3 * BLOCK + 1]) == 3 * BLOCK
-    fetch = disk.ledger.fetch(disk.prefix(TOKENS))
+    fetch = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
     assert [plan.num_blocks for plan in fetch.plans] == [5]
     assert disk.num_pinned()[1] == 8
     disk.land(fetch.plans)
@@ -90,9 +90,9 @@ def test_two_fetches_share_their_copies() -> None:
     """The second one waits for the jobs of the first, and copies only what these do not bring."""
     disk = Disk()
     disk.on_disk_only(TOKENS)
-    first = disk.ledger.fetch(disk.prefix(TOKENS[: 5 * BLOCK + 1]))
-    second = disk.ledger.fetch(disk.prefix(TOKENS))
-    third = disk.ledger.fetch(disk.prefix(TOKENS))
+    first = disk.ledger.fetches.fetch(disk.prefix(TOKENS[: 5 * BLOCK + 1]))
+    second = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
+    third = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
     assert [sum(plan.num_blocks for plan in one.plans) for one in (first, second, third)] == [5, 3, 0]
     disk.land(second.plans)
     assert not (second.is_over or third.is_over), "published in prefix order"
@@ -106,7 +106,7 @@ def test_a_store_under_way_into_the_host_is_waited_for() -> None:
     disk.on_disk_only(TOKENS[: 5 * BLOCK + 1])
     request = disk.running(TOKENS)
     stores = disk.commit(request)
-    fetch = disk.ledger.fetch(disk.prefix(TOKENS))
+    fetch = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
     assert (fetch.plans, fetch.is_over) == ((), True), "the device has it"
     disk.land([*stores, *disk.release(request)])
 
@@ -115,11 +115,11 @@ def test_a_cancelled_fetch_leaves_others_alone() -> None:
     """Queued copies that nobody else waits for are discarded; launched ones go on and are published."""
     disk = Disk(max_job_bytes="2B")
     disk.on_disk_only(TOKENS)
-    mine = disk.ledger.fetch(disk.prefix(TOKENS))
-    theirs = disk.ledger.fetch(disk.prefix(TOKENS[: 4 * BLOCK + 1]))
+    mine = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
+    theirs = disk.ledger.fetches.fetch(disk.prefix(TOKENS[: 4 * BLOCK + 1]))
     first, second, third, fourth = mine.plans
     assert disk.launch([third]) == [third]
-    disk.ledger.cancel(mine)
+    disk.ledger.transfers.cancel(mine)
     disk.ledger.check_integrity()
     assert mine.state is CacheTransferState.CANCELLED
     assert not disk.ledger.launch(fourth.job_id)
@@ -135,16 +135,16 @@ def test_fetches_take_no_more_than_their_share_of_the_host() -> None:
     disk = Disk(num_host=16, max_fetch_share=0.5)
     other = [*prompt(2, 6 * BLOCK), 7]
     disk.on_disk_only(TOKENS, other)
-    first = disk.ledger.fetch(disk.prefix(other))
-    second = disk.ledger.fetch(disk.prefix(TOKENS))
+    first = disk.ledger.fetches.fetch(disk.prefix(other))
+    second = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
     assert (first.num_blocks, second.num_blocks) == (6, 2)
     disk.land([*first.plans, *second.plans])
     assert (first.num_tokens, second.num_tokens) == (6 * BLOCK, 2 * BLOCK)
-    third = disk.ledger.fetch(disk.prefix(TOKENS))
+    third = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
     assert third.num_blocks == 6, "the share is free again"
     none = Disk(max_fetch_share=0.0)
     none.on_disk_only(TOKENS)
-    assert none.ledger.fetch(none.prefix(TOKENS)).plans == ()
+    assert none.ledger.fetches.fetch(none.prefix(TOKENS)).plans == ()
 
 
 def test_a_fetch_takes_what_room_there_is() -> None:
@@ -172,7 +172,7 @@ def test_a_corrupt_block_is_forgotten_on_the_disk() -> None:
     """It is a miss from then on, and what was right before it is there."""
     disk = Disk()
     disk.on_disk_only(TOKENS)
-    fetch = disk.ledger.fetch(disk.prefix(TOKENS))
+    fetch = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
     (plan,) = disk.launch(fetch.plans)
     disk.end(plan, Outcome.CORRUPT, 3, [3])
     assert (fetch.is_over, fetch.num_tokens, disk.on_disk(TOKENS)) == (True, 3 * BLOCK, 0)
@@ -187,7 +187,7 @@ def test_a_fetch_that_fails_is_a_miss(outcome: Outcome) -> None:
     """What landed before it counts; the disk forgets nothing."""
     disk = Disk(max_job_bytes="4B")
     disk.on_disk_only(TOKENS)
-    fetch = disk.ledger.fetch(disk.prefix(TOKENS))
+    fetch = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
     first, second = disk.launch(fetch.plans)
     disk.end(first)
     disk.end(second, outcome, 2)
@@ -203,7 +203,7 @@ def test_a_reset_meets_a_fetch(tier: Tier | None) -> None:
     """What is forgotten while it is on its way is not found; what the host gets when only the disk is reset, is."""
     disk = Disk()
     disk.on_disk_only(TOKENS)
-    fetch = disk.ledger.fetch(disk.prefix(TOKENS))
+    fetch = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
     disk.ledger.reset(tier)
     disk.ledger.check_integrity()
     disk.land(fetch.plans)
@@ -223,7 +223,7 @@ def test_a_request_in_line_is_not_matched_by_a_fetch() -> None:
     for request in (waits, running):
         before = disk.picture()
         with pytest.raises(WrongState, match="match_fetched"):
-            disk.ledger.match_fetched(request)
+            disk.ledger.fetches.match_again(request)
         assert disk.picture() == before
     disk.release(running, "cancelled")
     disk.ledger.accept(waiter)
@@ -233,7 +233,7 @@ def test_a_request_in_line_is_not_matched_by_a_fetch() -> None:
 def in_line_behind(disk: Disk, head: LedgerRequest, tokens: list[int]) -> Waiter:
     """A request that has fetched, and waits for room behind `head`."""
     found = disk.admit(tokens)
-    fetch = disk.ledger.fetch(disk.prefix(tokens), lambda: disk.ledger.match_fetched(found), for_request=found)
+    fetch = disk.ledger.fetches.fetch(disk.prefix(tokens), lambda: disk.ledger.fetches.match_again(found), for_request=found)
     disk.land(fetch.plans)
     assert found.match.num_host_tokens == 8 * BLOCK
     waiter = disk.ledger.queue_allocation(found)
@@ -304,7 +304,7 @@ def test_what_was_fetched_is_let_go_with_its_request_or_its_cache(how: str) -> N
     if how == "release":
         disk.release(waiter.request, "cancelled")
     elif how == "invalidate":
-        disk.ledger.invalidate(running, 0)
+        disk.ledger.invalidation.invalidate(running, 0)
         disk.release(waiter.request, "cancelled")
     else:
         disk.ledger.reset(Tier.HOST if how == "host" else None)
@@ -312,20 +312,20 @@ def test_what_was_fetched_is_let_go_with_its_request_or_its_cache(how: str) -> N
         disk.ledger.check_integrity()
         disk.release(waiter.request, "cancelled")
     found = disk.ledger.statistics().host
-    assert (found.num_pinned, disk.ledger._request_leases.num_fetched) == (0, 0)
+    assert (found.num_pinned, disk.ledger.request_leases.num_fetched) == (0, 0)
 
 
 def test_a_ledger_without_a_disk_refuses_to_fetch() -> None:
     """By name; and a fetch of another ledger is not cancelled."""
     disk, other = Disk(), Disk()
     disk.on_disk_only(TOKENS)
-    fetch = disk.ledger.fetch(disk.prefix(TOKENS))
+    fetch = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
     with pytest.raises(InvalidArgument, match="transfer"):
-        other.ledger.cancel(fetch)
+        other.ledger.transfers.cancel(fetch)
     other.ledger = type(disk.ledger)(type(disk.ledger.config)(groups=disk.ledger.config.groups, num_host_blocks=4), 8)
     with pytest.raises(WrongState, match="no disk"):
-        other.ledger.fetch(disk.prefix(TOKENS))
-    disk.ledger.cancel_cache_transfers()
+        other.ledger.fetches.fetch(disk.prefix(TOKENS))
+    disk.ledger.transfers.cancel_all()
     assert fetch.state is CacheTransferState.CANCELLED
 
 
@@ -333,6 +333,6 @@ def test_nobody_who_copies_between_host_and_disk_holds_device_blocks() -> None:
     """The table of holders is about the device."""
     disk = Disk()
     disk.on_disk_only(TOKENS)
-    fetch = disk.ledger.fetch(disk.prefix(TOKENS))
-    assert fetch.plans and disk.ledger.holders() == ()
+    fetch = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
+    assert fetch.plans and disk.ledger.reports.holders() == ()
     assert "nobody" in disk.ledger.explain()

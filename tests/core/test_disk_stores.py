@@ -76,7 +76,7 @@ def test_a_store_behind_another_has_the_labels_of_its_place() -> None:
     disk.on_host_only([*tokens[: 5 * BLOCK], *prompt(2, 2 * BLOCK)])
     labels = {}
     for _ in range(8):
-        plans = disk.ledger.plan_disk_flush(3)
+        plans = disk.ledger.disk.plan_flush(3)
         disk.land(plans)
         labels.update({label.digest: label for plan in plans for label in plan.labels if label})
     whole = hashlib.sha256(ROOT.digest + encode_tokens(tokens)).digest()
@@ -128,7 +128,7 @@ def test_a_flush_keeps_what_was_used_last() -> None:
     for name in (1, 2, 3, 4):
         disk.on_host_only(prompt(name, 4 * BLOCK))
     for _ in range(20):
-        disk.land(disk.ledger.plan_disk_flush(3))
+        disk.land(disk.ledger.disk.plan_flush(3))
     disk.forget_host()
     assert [disk.on_disk([*prompt(name, 4 * BLOCK), 1]) // BLOCK for name in (1, 2, 3, 4)] == [0, 0, 4, 4]
 
@@ -147,7 +147,7 @@ def test_a_flush_writes_each_block_once(seed: int) -> None:
         disk.on_host_only(tokens)
     num_written, in_flight = 0, list[TransferPlan]()
     capacity = disk.ledger.cache.tiers[Tier.DISK].capacity
-    while (plans := disk.launch(disk.ledger.plan_disk_flush(rng.randrange(1, 6)))) or in_flight:
+    while (plans := disk.launch(disk.ledger.disk.plan_flush(rng.randrange(1, 6)))) or in_flight:
         disk.ledger.check_integrity()
         num_written += sum(plan.num_blocks for plan in plans)
         assert num_written <= capacity
@@ -258,7 +258,7 @@ def test_windows_go_down_with_their_prefix(flush: bool) -> None:
     groups = [KVCacheGroup("full", block_size=BLOCK), KVCacheGroup("near", SlidingWindow(2 * BLOCK + 1), BLOCK)]
     disk, tokens = Disk(32, 14, groups=groups), [*prompt(1, 10 * BLOCK), 7]
     disk.on_host_only(tokens)
-    disk.land(disk.ledger.plan_disk_flush(HUGE) if flush else disk.write_behind())
+    disk.land(disk.ledger.disk.plan_flush(HUGE) if flush else disk.write_behind())
     disk.forget_host()
     assert disk.on_disk(tokens) == 10 * BLOCK
     assert disk.fetched(tokens) == 10 * BLOCK
@@ -271,23 +271,23 @@ def test_what_a_failed_forward_has_left_there_is_told(when: str) -> None:
     disk, tokens = Disk(), prompt(1, 6 * BLOCK)
     request = disk.running(tokens)
     disk.land(disk.commit(request))
-    (plan,) = disk.ledger.plan_disk_flush(HUGE)
+    (plan,) = disk.ledger.disk.plan_flush(HUGE)
     if when != "queued":
         disk.launch([plan])
     if when == "landed":
         disk.end(plan)
-    disk.ledger.invalidate(request, 4 * BLOCK)
+    disk.ledger.invalidation.invalidate(request, 4 * BLOCK)
     disk.ledger.check_integrity()
     if when == "launched":
-        assert not disk.ledger.take_forgotten_slots(), "it may still be written"
+        assert not disk.ledger.disk.take_forgotten(), "it may still be written"
         disk.end(plan)
     elif when == "queued":
         disk.land([plan])
     # Of a store that was under way nothing is found, so its labels must go as a whole.
     expected = plan.destination_ids[4:] if when == "landed" else plan.destination_ids
-    assert sorted(disk.ledger.take_forgotten_slots()) == sorted(expected)
-    assert not disk.ledger.take_forgotten_slots()
-    assert not Driven(4).ledger.take_forgotten_slots()
+    assert sorted(disk.ledger.disk.take_forgotten()) == sorted(expected)
+    assert not disk.ledger.disk.take_forgotten()
+    assert not Driven(4).ledger.disk.take_forgotten()
 
 
 @pytest.mark.parametrize("way", ["evicted", "given up", "reset"])
@@ -297,12 +297,12 @@ def test_slots_that_were_freed_may_hold_what_is_taken_back(way: str) -> None:
     disk, tokens = Disk(num_slots=6), prompt(1, 6 * BLOCK)
     request = disk.running(tokens)
     disk.land(disk.commit(request))
-    (plan,) = disk.ledger.plan_disk_flush(HUGE)
+    (plan,) = disk.ledger.disk.plan_flush(HUGE)
     disk.launch([plan])
     if way == "given up":
         disk.end(plan, Outcome.UNPROVEN)
         disk.end(plan, Outcome.FAILED)
-        assert sorted(disk.ledger.take_forgotten_slots()) == sorted(plan.destination_ids)
+        assert sorted(disk.ledger.disk.take_forgotten()) == sorted(plan.destination_ids)
     else:
         disk.end(plan)
     if way == "reset":
@@ -310,11 +310,11 @@ def test_slots_that_were_freed_may_hold_what_is_taken_back(way: str) -> None:
     if way == "evicted":
         other = disk.running(prompt(2, 2 * BLOCK))
         disk.land(disk.commit(other))
-        (failed,) = disk.ledger.plan_disk_stores(HUGE) or disk.ledger.plan_disk_flush(HUGE)
+        (failed,) = disk.ledger.disk.plan_stores(HUGE) or disk.ledger.disk.plan_flush(HUGE)
         disk.ledger.discard(failed.job_id)  # two slots are evicted for it in vain
     freed = set(disk.ledger.cache.tiers[Tier.DISK].pool.free_ids())
-    disk.ledger.invalidate(request, 0)
-    forgotten = set(disk.ledger.take_forgotten_slots())
+    disk.ledger.invalidation.invalidate(request, 0)
+    forgotten = set(disk.ledger.disk.take_forgotten())
     assert forgotten >= freed if way != "reset" else not forgotten
     assert forgotten >= set(plan.destination_ids) or way == "reset"
 
@@ -323,7 +323,7 @@ def test_without_a_disk_nothing_is_planned() -> None:
     """The calls are there in every ledger, so that a program need not ask what it has."""
     disk = Disk()
     disk.ledger = type(disk.ledger)(type(disk.ledger.config)(groups=disk.ledger.config.groups, num_host_blocks=4), 8)
-    assert disk.ledger.plan_disk_stores(8) == disk.ledger.plan_disk_flush(8) == ()
+    assert disk.ledger.disk.plan_stores(8) == disk.ledger.disk.plan_flush(8) == ()
     assert disk.ledger.statistics().disk is None
     with pytest.raises(InvalidArgument, match="tier"):
         disk.ledger.reset(Tier.DISK)
@@ -353,7 +353,7 @@ def test_an_idle_ledger_comes_to_rest(eviction: str, groups: str, num_slots: int
         disk.land(plans)
         assert len(set(seen)) == len(seen)
     assert num_slots < 4 or seen
-    assert not disk.ledger.disk_stores_are_due
+    assert not disk.ledger.disk.stores_are_due
     for number in range(100, 160):
         disk.on_host_only(prompt(number, 4 * BLOCK))
     assert num_slots < 4 or disk.write_behind(most), "what comes nearer to its eviction is stored as before"

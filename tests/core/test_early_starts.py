@@ -33,7 +33,7 @@ def start(driven: Driven, tokens: list[int] = A, **options: Any) -> tuple[Ledger
 
 
 def begin(driven: Driven, *arriving: LedgerRequest) -> AbstractContextManager[None]:
-    step = driven.ledger.step([], arriving)
+    step = driven.ledger.overlap.step([], arriving)
     step.__enter__()
     driven.ledger.check_integrity()
     return step
@@ -52,13 +52,13 @@ def test_what_an_early_step_reads_is_what_the_load_brings() -> None:
     driven = on_host()
     request, plans = start(driven)
     step = begin(driven, request)
-    assert driven.ledger.num_expected_tokens(request) == 16
-    expected = driven.ledger.expected_block_ids(request)
+    assert driven.ledger.overlap.num_expected_tokens(request) == 16
+    expected = driven.ledger.overlap.block_ids(request)
     assert 0 not in expected[0] and 0 in driven.ledger.block_ids(request)[0]
     driven.end(plans[0])
-    assert driven.ledger.block_ids(request) == expected == driven.ledger.expected_block_ids(request)
+    assert driven.ledger.block_ids(request) == expected == driven.ledger.overlap.block_ids(request)
     end(driven, step)
-    assert driven.ledger.begin_again(request) is None
+    assert driven.ledger.overlap.begin_again(request) is None
     driven.commit(request)
     assert request.num_computed_tokens == 17
 
@@ -81,7 +81,7 @@ def test_a_request_as_such_takes_no_step_while_it_loads() -> None:
     with pytest.raises(WrongState, match=r"step: .* is LOADING"):
         begin_ordinary(driven, request)
     with pytest.raises(WrongState, match="no step of"):
-        driven.ledger.expected_block_ids(request)
+        driven.ledger.overlap.block_ids(request)
     assert request.num_steps == 0 and request.overlap is None
 
 
@@ -96,8 +96,8 @@ def test_a_load_that_is_over_makes_it_an_ordinary_step() -> None:
     request, plans = start(driven)
     driven.end(plans[0])
     step = begin(driven, request)
-    assert driven.ledger.expected_block_ids(request) == driven.ledger.block_ids(request)
-    assert driven.ledger.num_expected_tokens(request) == 16
+    assert driven.ledger.overlap.block_ids(request) == driven.ledger.block_ids(request)
+    assert driven.ledger.overlap.num_expected_tokens(request) == 16
     driven.commit(request)
     end(driven, step)
 
@@ -109,7 +109,7 @@ def test_a_shared_load_may_be_started_on_by_everybody() -> None:
     second, none = start(driven)
     assert none == []
     step = begin(driven, second)
-    expected = driven.ledger.expected_block_ids(second)
+    expected = driven.ledger.overlap.block_ids(second)
     assert expected[0][:4] == list(plans[0].destination_ids)
     driven.end(plans[0])
     assert driven.ledger.block_ids(second) == expected
@@ -127,7 +127,7 @@ def test_a_shared_job_of_another_branch_brings_only_what_both_have() -> None:
     first, of_first = start(driven)
     second, of_second = start(driven, b)
     step = begin(driven, second)
-    expected = driven.ledger.expected_block_ids(second)
+    expected = driven.ledger.overlap.block_ids(second)
     ids = [*of_first[0].destination_ids[:2], *of_second[0].destination_ids]
     assert expected[0][: len(ids)] == ids
     for plan in (*of_first, *of_second):
@@ -158,10 +158,10 @@ def test_work_on_a_load_that_fell_short_can_not_be_committed(outcome: Outcome) -
             driven.ledger.commit(request, 17)
         assert refusal.value.argument == "num_computed_tokens"
         if not told:
-            assert driven.ledger.begin_again(request) == ready
+            assert driven.ledger.overlap.begin_again(request) == ready
     with driven.ledger.step([request]):
         pass
-    assert driven.ledger.begin_again(request) is None
+    assert driven.ledger.overlap.begin_again(request) is None
     driven.land([*driven.commit(request), *driven.release(request)])
     assert driven.num_pinned() == (0, 0)
 
@@ -179,7 +179,7 @@ def test_a_load_that_is_waited_for_no_longer_refutes() -> None:
     with pytest.raises(CommitError, match="from token 8 on"):
         driven.ledger.commit(request, 17)
     driven.end(plans[1])
-    assert driven.ledger.begin_again(request) == 8
+    assert driven.ledger.overlap.begin_again(request) == 8
 
 
 def test_steps_that_go_on_without_having_heard_are_refused_as_well() -> None:
@@ -201,7 +201,7 @@ def test_a_copy_of_somebody_else_that_stays_refutes() -> None:
     driven = on_host()
     request, plans = start(driven)
     step = begin(driven, request)
-    taken = driven.ledger.expected_block_ids(request)[0][:4]
+    taken = driven.ledger.overlap.block_ids(request)[0][:4]
     other = driven.running(A, reads_cache=False)
     driven.commit(other)
     driven.end(plans[0])
@@ -211,7 +211,7 @@ def test_a_copy_of_somebody_else_that_stays_refutes() -> None:
     end(driven, step)
     with pytest.raises(CommitError, match="from token 16 on"):
         driven.ledger.commit(request, 17)
-    assert driven.ledger.begin_again(request) == 16
+    assert driven.ledger.overlap.begin_again(request) == 16
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.FAILED])
@@ -222,9 +222,9 @@ def test_a_block_that_comes_back_to_its_place_refutes(outcome: Outcome) -> None:
     request = driven.allocated(A)
     of_both = driven.launch(driven.ledger.plan_load(request, max_job_bytes=2))
     step = begin(driven, request)
-    expected = driven.ledger.expected_block_ids(request)
+    expected = driven.ledger.overlap.block_ids(request)
     driven.end(of_both[0], outcome, 0, (0,) if outcome is Outcome.CORRUPT else ())
-    assert driven.ledger.expected_block_ids(request) == expected, "it is asked for in the middle of a step"
+    assert driven.ledger.overlap.block_ids(request) == expected, "it is asked for in the middle of a step"
     other = driven.allocated(A[:8], reads_cache=False)
     driven.commit(other)
     driven.end(of_both[1])
@@ -232,7 +232,7 @@ def test_a_block_that_comes_back_to_its_place_refutes(outcome: Outcome) -> None:
     end(driven, step)
     with pytest.raises(CommitError, match="from token 16 on"):
         driven.ledger.commit(request, 17)
-    assert driven.ledger.begin_again(request) == 16
+    assert driven.ledger.overlap.begin_again(request) == 16
 
 
 @pytest.mark.parametrize("tier", [None, Tier.DEVICE, Tier.HOST])
@@ -242,16 +242,16 @@ def test_a_reset_before_the_step_leaves_nothing_to_start_on(tier: Tier | None) -
     driven = on_host()
     request, plans = start(driven)
     driven.ledger.reset(tier)
-    began = driven.ledger.can_start_early(request)
+    began = driven.ledger.overlap.can_start(request)
     if began:
-        with driven.ledger.step([], [request]):
-            assert 0 not in driven.ledger.expected_block_ids(request)[0]
+        with driven.ledger.overlap.step([], [request]):
+            assert 0 not in driven.ledger.overlap.block_ids(request)[0]
     else:
         with pytest.raises(WrongState, match="not under way"):
             begin(driven, request)
     driven.end(plans[0])
     fell_short = began and request.num_computed_tokens < 16
-    assert driven.ledger.begin_again(request) == (0 if fell_short else None)
+    assert driven.ledger.overlap.begin_again(request) == (0 if fell_short else None)
 
 
 def test_a_forward_keeps_what_it_writes_when_there_is_no_room_to_go_on() -> None:
@@ -261,10 +261,10 @@ def test_a_forward_keeps_what_it_writes_when_there_is_no_room_to_go_on() -> None
     request, plans = start(driven)
     crowd = driven.running(prompt(2, 20))
     step = begin(driven, request)
-    written = driven.ledger.expected_block_ids(request)[0][4:]
+    written = driven.ledger.overlap.block_ids(request)[0][4:]
     driven.end(plans[0], Outcome.UNPROVEN)
     assert request.state is RequestState.DRAINING and request.load is not None
-    assert not driven.ledger.can_start_early(request), "a second step would compute into null blocks"
+    assert not driven.ledger.overlap.can_start(request), "a second step would compute into null blocks"
     with pytest.raises(WrongState, match="DRAINING"):
         begin(driven, request)
     assert set(written) <= set(request.private_blocks())
@@ -287,7 +287,7 @@ def test_room_that_came_meanwhile_ends_the_wait_with_the_step() -> None:
     assert request.state is RequestState.DRAINING and not woken
     end(driven, step)
     assert request.state is RequestState.RUNNING and woken == ["request"]
-    assert driven.ledger.begin_again(request) == 0
+    assert driven.ledger.overlap.begin_again(request) == 0
     assert 0 not in driven.ledger.block_ids(request)[0]
 
 
@@ -299,7 +299,7 @@ def test_who_has_lost_its_load_starts_on_nothing_before_it_has_heard() -> None:
     step = begin(driven, request)
     driven.end(plans[0], Outcome.UNPROVEN)
     end(driven, step)
-    assert not driven.ledger.can_start_early(request)
+    assert not driven.ledger.overlap.can_start(request)
     with pytest.raises(WrongState, match=r"step: .* is REQUEUED"):
         begin(driven, request)
     driven.release(crowd)
@@ -324,14 +324,14 @@ def test_preempted_and_resumed_it_may_start_early_again() -> None:
     request, plans = start(driven)
     end(driven, begin(driven, request))
     driven.end(plans[0], Outcome.FAILED, 2)
-    assert driven.ledger.begin_again(request) == 8
-    driven.ledger.preempt_nowait(request)
+    assert driven.ledger.overlap.begin_again(request) == 8
+    driven.ledger.preemption.preempt(request)
     driven.evict_device()
-    driven.ledger.resume(request)
+    driven.ledger.preemption.resume(request)
     driven.ledger.allocate_nowait(request)
     (plan,) = driven.launch(driven.ledger.plan_load(request))
     step = begin(driven, request)
-    expected = driven.ledger.expected_block_ids(request)
+    expected = driven.ledger.overlap.block_ids(request)
     driven.end(plan)
     assert driven.ledger.block_ids(request) == expected
     end(driven, step)
@@ -345,8 +345,8 @@ def test_who_was_preempted_needs_not_hear_of_what_it_has_lost_anyway() -> None:
     request, plans = start(driven)
     end(driven, begin(driven, request))
     driven.end(plans[0], Outcome.FAILED, 2)
-    driven.land(driven.ledger.preempt_nowait(request).plans)
-    driven.ledger.resume(request)
+    driven.land(driven.ledger.preemption.preempt(request).plans)
+    driven.ledger.preemption.resume(request)
     driven.ledger.allocate_nowait(request)
     driven.land(driven.ledger.plan_load(request))
     with pytest.raises(CommitError, match="in a new step"):
@@ -369,7 +369,7 @@ def test_every_turn_of_an_early_start_is_told() -> None:
         request, plans = start(driven)
         end(driven, begin(driven, request))
         driven.end(plans[0], outcome)
-        driven.ledger.begin_again(request)
+        driven.ledger.overlap.begin_again(request)
         driven.release(request)
         driven.evict_device()
     assert told == ["NEW>SPECULATIVE 16", "SPECULATIVE>CONFIRMED 16", "NEW>SPECULATIVE 16", "SPECULATIVE>INVALID 16",
@@ -401,10 +401,10 @@ def num_early_starts(rng: random.Random) -> int:
     for tokens in rng.sample(prompts, rng.randint(0, 2)):  # some of it is on the device again
         driven.land(driven.release(driven.running(tokens[: rng.randint(9, len(tokens))])))
     under_way = [start(driven, tokens) for tokens in rng.choices(prompts, k=3)]
-    early = [request for request, _ in under_way if driven.ledger.can_start_early(request)]
+    early = [request for request, _ in under_way if driven.ledger.overlap.can_start(request)]
     step = begin(driven, *early)
-    expected = [driven.ledger.expected_block_ids(request) for request in early]
-    stops = [driven.ledger.num_expected_tokens(request) for request in early]
+    expected = [driven.ledger.overlap.block_ids(request) for request in early]
+    stops = [driven.ledger.overlap.num_expected_tokens(request) for request in early]
     plans = [plan for _, plans in under_way for plan in plans]
     rng.shuffle(plans)
     for plan in plans:
@@ -429,8 +429,8 @@ def test_a_load_that_takes_less_than_its_windows_were_made_for_is_waited_for() -
     request = driven.allocated(tokens)
     assert request.match.num_host_tokens == 32
     driven.launch(driven.ledger.plan_load(request, 16))
-    assert request.state is RequestState.LOADING and driven.ledger.num_expected_tokens(request) == 16
-    assert not driven.ledger.can_start_early(request)
+    assert request.state is RequestState.LOADING and driven.ledger.overlap.num_expected_tokens(request) == 16
+    assert not driven.ledger.overlap.can_start(request)
     with pytest.raises(WrongState, match="not under way"):
         begin(driven, request)
 
@@ -460,4 +460,4 @@ def test_what_is_no_holding_of_this_ledger_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="request"):
         begin(driven, request)
     with pytest.raises(InvalidArgument, match="request"):
-        driven.ledger.begin_again(request)
+        driven.ledger.overlap.begin_again(request)

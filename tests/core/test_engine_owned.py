@@ -115,13 +115,13 @@ def test_a_full_host_takes_what_fits() -> None:
     driven = EngineDriven(6, observer=seen)
     blocker, theirs = driven.computed(B)
     driven.land(driven.offer(blocker, 17, theirs))
-    pin = driven.ledger.pin(Prefix.of(Root("test"), B[:8]))
+    pin = driven.ledger.pins.hold(Prefix.of(Root("test"), B[:8]))
     keeper = driven.admit(B)
     request, (table,) = driven.computed(A)
     assert sources(driven.offer(request, 17, [table])) == [table[:2]]
     assert seen.skipped == [(2, "host_full")]
     driven.release(keeper)
-    driven.ledger.unpin(pin)
+    driven.ledger.pins.release(pin)
     assert sources(driven.offer(request, 17, [table])) == [table[2:4]]
 
 
@@ -679,7 +679,7 @@ def test_a_pin_keeps_host_blocks() -> None:
     """Whatever is stored beside it, until it ends; of the engine's blocks it keeps none."""
     driven = EngineDriven(8)
     driven.serve(A)
-    pin = driven.ledger.pin(Prefix.of(Root("test"), A), expires_at=5.0)
+    pin = driven.ledger.pins.hold(Prefix.of(Root("test"), A), expires_at=5.0)
     for name in (4, 5, 6):
         driven.serve(prompt(name, 17))
     assert pin.match.num_host_tokens == driven.hit(A) == 16 and driven.held() == []
@@ -695,9 +695,9 @@ def test_pins_keep_a_share_of_the_host() -> None:
     driven = EngineDriven(9, max_pinned_share=0.5)
     driven.serve(A)
     driven.serve(B)
-    pin = driven.ledger.pin(Prefix.of(Root("test"), A))
+    pin = driven.ledger.pins.hold(Prefix.of(Root("test"), A))
     with pytest.raises(OutOfBlocks):
-        driven.ledger.pin(Prefix.of(Root("test"), B))
+        driven.ledger.pins.hold(Prefix.of(Root("test"), B))
     driven.check()
     driven.reset(Tier.HOST)
     assert driven.ledger.statistics().num_pins == 0 and pin.state.name == "DROPPED"

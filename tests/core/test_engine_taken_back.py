@@ -62,7 +62,7 @@ def test_what_is_published_and_what_hangs_on_it_is_not_found_any_more() -> None:
     tokens = [*A[:12], *B[:9]]
     other, theirs = driven.computed(tokens)
     driven.land(driven.offer(other, 21, theirs))
-    pin = driven.ledger.pin(Prefix.of(Root("test"), tokens))
+    pin = driven.ledger.pins.hold(Prefix.of(Root("test"), tokens))
     assert driven.hit(tokens) == 20
     driven.invalidate(request, 6)
     assert driven.hit(A) == driven.hit(tokens) == 4 and pin.match.num_tokens == 4

@@ -26,7 +26,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_tail() -> None:
     driven = Driven(8)
     parent = driven.running(A)
     driven.commit(parent, 10, [7])
-    fork = driven.ledger.fork(parent, "twin")
+    fork = driven.ledger.forks.fork(parent, "twin")
     driven.ledger.check_integrity()
     ids, (mine,) = table(driven, fork), driven.ledger.block_ids(parent)
     assert ids[:2] == mine[:2] and fork.copies == ((mine[2], ids[2]),) and ids[2] not in mine
@@ -45,7 +45,7 @@ def test_shared_blocks_outlive_the_parent() -> None:
     driven = Driven(8, 0)
     parent = driven.running(A)
     driven.commit(parent)
-    fork = driven.ledger.fork(parent)
+    fork = driven.ledger.forks.fork(parent)
     driven.release(parent)
     assert driven.num_pinned()[0] == 3
     driven.commit(driven.running(prompt(2, 20)))
@@ -58,9 +58,9 @@ def test_a_fork_of_whole_blocks_copies_nothing() -> None:
     driven = Driven(8)
     parent = driven.running(A[:8])
     driven.commit(parent, 8, [7])
-    fork = driven.ledger.fork(parent)
+    fork = driven.ledger.forks.fork(parent)
     assert not fork.copies and len(table(driven, fork)) == 3
-    assert len(table(driven, driven.ledger.fork(parent, num_tokens=16))) == 4
+    assert len(table(driven, driven.ledger.forks.fork(parent, num_tokens=16))) == 4
 
 
 def test_a_fork_without_room_changes_nothing() -> None:
@@ -69,13 +69,13 @@ def test_a_fork_without_room_changes_nothing() -> None:
     parent = driven.running(A)
     driven.commit(parent)
     with refused(driven.ledger, parent, error=OutOfBlocks, says=("retry",)):
-        driven.ledger.fork(parent, num_tokens=16)
+        driven.ledger.forks.fork(parent, num_tokens=16)
     with refused(driven.ledger, parent, error=OutOfBlocks, says=("never fit",)):
-        driven.ledger.fork(parent, num_tokens=17)
-    other = driven.ledger.fork(parent).request
+        driven.ledger.forks.fork(parent, num_tokens=17)
+    other = driven.ledger.forks.fork(parent).request
     driven.ledger.queue_extension(other, 16)
     with refused(driven.ledger, parent, error=OutOfBlocks, says=("retry",)):
-        driven.ledger.fork(parent)
+        driven.ledger.forks.fork(parent)
 
 
 def test_a_fork_has_a_name_of_its_own() -> None:
@@ -83,8 +83,8 @@ def test_a_fork_has_a_name_of_its_own() -> None:
     driven = Driven(12)
     parent = driven.running(A, request_id="r")
     with refused(driven.ledger, parent, error=DuplicateRequest, says=("request_id",)):
-        driven.ledger.fork(parent, "r")
-    assert driven.ledger.fork(parent).request.request_id != driven.ledger.fork(parent).request.request_id
+        driven.ledger.forks.fork(parent, "r")
+    assert driven.ledger.forks.fork(parent).request.request_id != driven.ledger.forks.fork(parent).request.request_id
 
 
 def test_windows_fork_as_well() -> None:
@@ -93,7 +93,7 @@ def test_windows_fork_as_well() -> None:
     driven = Driven(20, 0, groups=[*groups, KVCacheGroup("local", ChunkedLocal(8), 2)])
     parent = driven.running(prompt(1, 18))
     driven.commit(parent)
-    fork = driven.ledger.fork(parent)
+    fork = driven.ledger.forks.fork(parent)
     driven.ledger.check_integrity()
     mine, ids = driven.ledger.block_ids(parent), driven.ledger.block_ids(fork.request)
     assert [own[:4] for own in ids[:2]] == [own[:4] for own in mine[:2]]
@@ -113,7 +113,7 @@ def test_after_a_reset_a_fork_copies_what_was_never_published() -> None:
     driven.commit(parent, 4)
     driven.ledger.reset()
     driven.commit(parent, 10)
-    fork = driven.ledger.fork(parent)
+    fork = driven.ledger.forks.fork(parent)
     driven.ledger.check_integrity()
     (mine,), ids = driven.ledger.block_ids(parent), table(driven, fork)
     assert ids[0] == mine[0] and fork.copies == ((mine[1], ids[1]), (mine[2], ids[2]))
@@ -126,14 +126,14 @@ def test_who_has_copied_wrong_bytes_is_told() -> None:
     driven = Driven(20)
     parent = driven.running(A)
     driven.commit(parent, 9)
-    early = driven.ledger.fork(parent).request
+    early = driven.ledger.forks.fork(parent).request
     driven.commit(parent, 10)
-    late = driven.ledger.fork(parent).request
-    last = driven.ledger.fork(late).request
+    late = driven.ledger.forks.fork(parent).request
+    last = driven.ledger.forks.fork(late).request
     driven.release(late)
-    assert driven.ledger.invalidate(parent, 9) == (last,)
+    assert driven.ledger.invalidation.invalidate(parent, 9) == (last,)
     with refused(driven.ledger, last, error=WrongState, says=("fork", "aborted")):
-        driven.ledger.fork(last)
+        driven.ledger.forks.fork(last)
     driven.commit(early)
     driven.ledger.check_integrity()
 
@@ -166,12 +166,12 @@ def test_a_fork_ends_as_soon_whatever_ended_before(num_published: int) -> None:
     driven.commit(parent, 10)
 
     def come_and_go(token: int) -> int:
-        fork = driven.ledger.fork(parent, num_tokens=12).request
+        fork = driven.ledger.forks.fork(parent, num_tokens=12).request
         driven.commit(fork, num_published, [token, token])
         return num_calls(lambda: driven.release(fork))
 
     calls = [come_and_go(token) for token in range(100, 400)]
     assert max(calls[200:]) <= max(calls[:100])
-    assert len(driven.ledger._forks.over) == (300 if num_published == 12 else 0)
+    assert len(driven.ledger.forks.over) == (300 if num_published == 12 else 0)
     driven.release(parent)
-    assert not driven.ledger._forks.over and not driven.ledger._forks._over_of
+    assert not driven.ledger.forks.over and not driven.ledger.forks._over_of

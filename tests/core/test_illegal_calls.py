@@ -29,7 +29,7 @@ Call = Callable[[Ledger, LedgerRequest], object]
 CALLS: dict[str, tuple[str, Call]] = {
     "allocate_nowait": ("allocate", lambda ledger, request: ledger.allocate_nowait(request)),
     "queue_allocation": ("allocate", lambda ledger, request: ledger.queue_allocation(request)),
-    "match_fetched": ("match_fetched", lambda ledger, request: ledger.match_fetched(request)),
+    "match_fetched": ("match_fetched", lambda ledger, request: ledger.fetches.match_again(request)),
     "extend_nowait": ("extend", lambda ledger, request: ledger.extend_nowait(request, 16)),
     "queue_extension": ("extend", lambda ledger, request: ledger.queue_extension(request, 16)),
     "plan_load": ("load", lambda ledger, request: ledger.plan_load(request)),
@@ -37,21 +37,21 @@ CALLS: dict[str, tuple[str, Call]] = {
     "commit": ("commit", lambda ledger, request: ledger.commit(request, request.num_computed_tokens)),
     "commit_all": ("commit", lambda ledger, request: ledger.commit_all([(request, request.num_computed_tokens, ())])),
     "check_commit": ("commit", lambda ledger, request: ledger.check_commit(request, request.num_computed_tokens)),
-    "invalidate": ("invalidate", lambda ledger, request: ledger.invalidate(request, request.num_computed_tokens)),
+    "invalidate": ("invalidate", lambda ledger, request: ledger.invalidation.invalidate(request, request.num_computed_tokens)),
     "step": ("step", lambda ledger, request: enter(ledger.step([request]))),
-    "preempt_nowait": ("preempt", lambda ledger, request: ledger.preempt_nowait(request)),
-    "resume": ("resume", lambda ledger, request: ledger.resume(request)),
+    "preempt_nowait": ("preempt", lambda ledger, request: ledger.preemption.preempt(request)),
+    "resume": ("resume", lambda ledger, request: ledger.preemption.resume(request)),
     "release": ("release", lambda ledger, request: ledger.release(request)),
     "block_ids": ("block_ids", lambda ledger, request: ledger.block_ids(request)),
-    "can_start_early": ("block_ids", lambda ledger, request: ledger.can_start_early(request)),
-    "num_expected_tokens": ("block_ids", lambda ledger, request: ledger.num_expected_tokens(request)),
+    "can_start_early": ("block_ids", lambda ledger, request: ledger.overlap.can_start(request)),
+    "num_expected_tokens": ("block_ids", lambda ledger, request: ledger.overlap.num_expected_tokens(request)),
     "lost_to_reset": ("lost_to_reset", lambda ledger, request: ledger.lost_to_reset(request)),
     "loadable": ("loadable", lambda ledger, request: ledger.loadable(request)),
-    "expected_block_ids": ("block_ids", lambda ledger, request: ledger.expected_block_ids(request)),
-    "first_invalid_token": ("block_ids", lambda ledger, request: ledger.first_invalid_token(request)),
-    "begin_again": ("begin_again", lambda ledger, request: ledger.begin_again(request)),
-    "num_shared_tokens": ("fork", lambda ledger, request: ledger.num_shared_tokens(request)),
-    "fork": ("fork", lambda ledger, request: ledger.fork(request)),
+    "expected_block_ids": ("block_ids", lambda ledger, request: ledger.overlap.block_ids(request)),
+    "first_invalid_token": ("block_ids", lambda ledger, request: ledger.overlap.first_invalid_token(request)),
+    "begin_again": ("begin_again", lambda ledger, request: ledger.overlap.begin_again(request)),
+    "num_shared_tokens": ("fork", lambda ledger, request: ledger.forks.num_shared_tokens(request)),
+    "fork": ("fork", lambda ledger, request: ledger.forks.fork(request)),
 }
 """Every call about a request: what it calls itself when it is refused, and how it is made."""
 ENGINE_CALLS = {"match_again", "offer", "pending_until", "decline"}
@@ -181,7 +181,7 @@ def draining(driven: Driven) -> LedgerRequest:
     request = allocated(driven)
     crowded(driven, 5)
     plans = driven.launch(driven.ledger.plan_load(request))
-    driven.step = driven.ledger.step([], [request])  # type: ignore[attr-defined]
+    driven.step = driven.ledger.overlap.step([], [request])  # type: ignore[attr-defined]
     driven.step.__enter__()  # type: ignore[attr-defined]
     driven.end(plans[0], Outcome.UNPROVEN)
     return request
@@ -206,7 +206,7 @@ def running(driven: Driven) -> LedgerRequest:
 
 def preempted(driven: Driven) -> LedgerRequest:
     request = running(driven)
-    driven.ledger.preempt_nowait(request)
+    driven.ledger.preemption.preempt(request)
     return request
 
 
@@ -361,7 +361,7 @@ def with_argument(ledger: Ledger, request: LedgerRequest, call: str, name: str, 
     if "fetch" in call:
         return getattr(ledger, call)(Prefix.of(Root("test"), A), **{name: value})
     if call == "plan_remote_stores":
-        return ledger.plan_remote_stores(value, bool)  # type: ignore[arg-type]
+        return ledger.remote.plan_stores(value, bool)  # type: ignore[arg-type]
     if call.startswith("plan_disk"):
         return getattr(ledger, call)(**{name: value})
     more = {"new_token_ids": [7]} if call in ("commit", "check_commit") else {}
@@ -391,7 +391,7 @@ def test_an_unknown_option_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"^Ledger\.admit\(\) got an unexpected keyword argument 'max_hits'$"):
         driven.ledger.admit(Prefix.of(Root("test"), A), max_hits=3)  # type: ignore[call-arg]
     driven.ledger.check_integrity()
-    assert not driven.ledger.requests()
+    assert not driven.ledger.reports.requests()
 
 
 @pytest.mark.parametrize(("call", "name"), BAD)
@@ -471,10 +471,10 @@ def test_a_bad_hint_is_refused_by_name(name: str, eviction: str) -> None:
     good: dict[str, Any] = {"prefix": Prefix.of(Root("test"), A), "expires_at": 9.0, "category": "search"}
     for value in BAD_HINTS[name]:
         with refused(driven.ledger, error=InvalidArgument, says=(f"{name}: ",)):
-            driven.ledger.hint(**{**good, name: value})
+            driven.ledger.eviction.hint(**{**good, name: value})
     assert driven.ledger.statistics().num_hints == 0
     for more in ({"category": ""}, {"category": "x" * 256}, {"expires_at": -1.0}, {"expires_at": float("inf")}):
-        assert driven.ledger.hint(**{**good, **more}) == (8 if eviction == "learned" else 0)
+        assert driven.ledger.eviction.hint(**{**good, **more}) == (8 if eviction == "learned" else 0)
     driven.ledger.check_integrity()
 
 
@@ -585,7 +585,7 @@ def test_another_ledgers_holdings_and_waiters() -> None:
         lambda: ours.ledger.plan_load(allocated_there),
         lambda: ours.ledger.abandon_load(allocated_there),
         lambda: ours.ledger.commit(allocated_there, 4),
-        lambda: ours.ledger.invalidate(allocated_there, 0),
+        lambda: ours.ledger.invalidation.invalidate(allocated_there, 0),
         lambda: ours.ledger.step([allocated_there]).__enter__(),
         lambda: ours.ledger.step([None]).__enter__(),  # type: ignore[list-item]
     ]
@@ -642,7 +642,7 @@ class IllegalMachine(MatchMachine):
 
     def some(self, which: int) -> LedgerRequest:
         alive = [client.record for client in self.clients]
-        gone = [*self.gone[-3:], *self.ledger._closing]
+        gone = [*self.gone[-3:], *self.ledger.closing]
         return [*alive, *gone][which % len([*alive, *gone])]
 
     @property

@@ -206,7 +206,7 @@ def test_a_table_is_looked_at_beside_private_copies() -> None:
     driven = Driven(8)
     driven.serve(prompt(1, 17))
     driven.release(driven.allocated(prompt(9, 24)), "filler")  # of four blocks, two stay on the device
-    driven.ledger.pin(Prefix.of(Root("test"), prompt(1, 17)))  # else its copy would take their place
+    driven.ledger.pins.hold(Prefix.of(Root("test"), prompt(1, 17)))  # else its copy would take their place
     request = driven.running(prompt(1, 17), max_hit_tokens=0)
     driven.commit(request)
     assert request.tables[0].duplicates == [range(2)]

@@ -155,7 +155,7 @@ def test_a_fork_copies_outside_of_steps() -> None:
     """The engine copies the parent's blocks after its step, so freed blocks wait for the step after that."""
     driven = Stepping(12)
     parent = driven.serve(A)  # step 1
-    child = driven.ledger.fork(parent).request
+    child = driven.ledger.forks.fork(parent).request
     driven.release(child, "cancelled")
     with driven.ledger.step([]):
         pass  # later than all that the child may have computed
@@ -204,7 +204,7 @@ def test_no_step_is_missed(seed: int, groups: Any) -> None:
         elif act == "preempt" and live:
             request = rng.choice(live)
             if request.state is RequestState.RUNNING:
-                driven.land(driven.ledger.preempt_nowait(request).plans)
+                driven.land(driven.ledger.preemption.preempt(request).plans)
         elif act == "reset" and rng.random() < 0.1:
             driven.ledger.reset(Tier.DEVICE)
     assert num_known > 5, "nothing was learned: every load waited for all compute"

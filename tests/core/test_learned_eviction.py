@@ -146,7 +146,7 @@ def test_a_prefix_loses_its_tail_before_its_head(seed: int, device: bool, groups
     for number in range(250):
         tokens = [*rng.choice(beginnings), *prompt(10 + rng.randrange(6), rng.randint(1, 30))]
         if rng.random() < 0.2:
-            driven.ledger.hint(driven.prefix(tokens), expires_at=number + rng.randint(1, 30))
+            driven.ledger.eviction.hint(driven.prefix(tokens), expires_at=number + rng.randint(1, 30))
         driven.ledger.lapse(number)
         driven.serve(tokens)
         for tier in driven.ledger.cache.tiers:
@@ -287,12 +287,12 @@ def test_a_hint_spares_until_it_expires() -> None:
     """What it is about is evicted last, and is like all others from then on."""
     driven = learned(num_device=8, num_host=12)
     driven.serve(A)
-    assert driven.ledger.hint(driven.prefix(A), expires_at=10.0) == 16
+    assert driven.ledger.eviction.hint(driven.prefix(A), expires_at=10.0) == 16
     assert driven.ledger.next_lapse == 10.0 and driven.ledger.statistics().num_hints == 1
     for name in range(20, 40):
         driven.serve(prompt(name, 17))
     assert sum(driven.hit(A)) == 16
-    assert driven.ledger.hint(driven.prefix(A), expires_at=10.0) == 16
+    assert driven.ledger.eviction.hint(driven.prefix(A), expires_at=10.0) == 16
     driven.ledger.lapse(9.9)
     assert max(spared(driven)) > 0
     driven.ledger.lapse(10.0)
@@ -308,7 +308,7 @@ def test_a_hint_never_pins() -> None:
     driven.serve(A)
     driven.serve(B)
     for tokens in (A, B):
-        driven.ledger.hint(driven.prefix(tokens), expires_at=100.0)
+        driven.ledger.eviction.hint(driven.prefix(tokens), expires_at=100.0)
     long = prompt(9, 32)
     driven.serve(long)
     assert sum(driven.hit(long)) == 28
@@ -317,7 +317,7 @@ def test_a_hint_never_pins() -> None:
 def test_a_hint_ends_when_it_has_come_true() -> None:
     driven = learned()
     driven.serve(A)
-    driven.ledger.hint(driven.prefix(A), expires_at=10.0)
+    driven.ledger.eviction.hint(driven.prefix(A), expires_at=10.0)
     driven.serve(A)
     assert spared(driven) == {0} and driven.ledger.statistics().num_hints == 0
 
@@ -326,11 +326,11 @@ def test_a_hint_ends_for_what_it_has_spared() -> None:
     """And not for what came later in its place, which another hint spares."""
     driven = learned(num_device=8, num_host=8)
     driven.serve(A)
-    driven.ledger.hint(driven.prefix(A), expires_at=10.0)
+    driven.ledger.eviction.hint(driven.prefix(A), expires_at=10.0)
     driven.serve(prompt(9, 32))
     assert sum(driven.hit(A)) == 0
     driven.serve(A[:9])
-    assert driven.ledger.hint(driven.prefix(A[:9]), expires_at=20.0) == 8
+    assert driven.ledger.eviction.hint(driven.prefix(A[:9]), expires_at=20.0) == 8
     driven.ledger.lapse(10.0)
     assert driven.ledger.statistics().num_hints == 1
     assert {part.rank // NUM_CLASSES for part in host_order(driven) if part.run.tokens[0] == A[0] % 256} == {1}
@@ -344,17 +344,17 @@ def test_a_hint_about_what_the_history_has_forgotten_comes_true() -> None:
     driven = learned(num_device=8, num_host=8, observer=heard)
     for number in range(40):
         driven.serve(A)
-        driven.ledger.hint(driven.prefix(A), expires_at=1e9, category="shell")
+        driven.ledger.eviction.hint(driven.prefix(A), expires_at=1e9, category="shell")
         for other in range(20):
             driven.serve(prompt(100 + 20 * number + other, 32))
     driven.serve(A)
     ends = [end for _, _, end in heard.hints if isinstance(end, HintEnd)]
     assert ends == [HintEnd.TRUE] * 40
-    assert driven.ledger.hint(driven.prefix(A), expires_at=1e9, category="shell") == len(A) // 4 * 4
+    assert driven.ledger.eviction.hint(driven.prefix(A), expires_at=1e9, category="shell") == len(A) // 4 * 4
     found = driven.ledger.statistics().eviction
     assert found is not None
     for number in range(1000):
-        driven.ledger.hint(driven.prefix(prompt(2000 + number, 32)), expires_at=1e9)
+        driven.ledger.eviction.hint(driven.prefix(prompt(2000 + number, 32)), expires_at=1e9)
     after = driven.ledger.statistics().eviction
     assert after is not None and after.num_remembered_bytes < 2 * found.num_remembered_bytes
 
@@ -365,17 +365,17 @@ def test_hints_that_never_come_true_spare_nothing() -> None:
     for number in range(30):
         tokens = prompt(100 + number, 17)
         driven.serve(tokens)
-        driven.ledger.hint(driven.prefix(tokens), expires_at=float(number), category="search")
+        driven.ledger.eviction.hint(driven.prefix(tokens), expires_at=float(number), category="search")
         driven.ledger.lapse(float(number))
     driven.serve(A)
-    assert driven.ledger.hint(driven.prefix(A), expires_at=100.0, category="search") == 0
-    assert driven.ledger.hint(driven.prefix(A), expires_at=100.0, category="shell") == 16
+    assert driven.ledger.eviction.hint(driven.prefix(A), expires_at=100.0, category="search") == 0
+    assert driven.ledger.eviction.hint(driven.prefix(A), expires_at=100.0, category="shell") == 16
 
 
 def test_a_hint_without_learned_eviction_spares_nothing() -> None:
     driven = Driven(8)
     driven.serve(A)
-    assert driven.ledger.hint(driven.prefix(A), expires_at=10.0) == 0
+    assert driven.ledger.eviction.hint(driven.prefix(A), expires_at=10.0) == 0
 
 
 def test_what_becomes_of_hints_is_told() -> None:
@@ -384,12 +384,12 @@ def test_what_becomes_of_hints_is_told() -> None:
     driven = learned(observer=heard)
     driven.serve(A)
     for tokens, expires_at in ((A, 10.0), (A, 20.0), (B, 5.0)):
-        driven.ledger.hint(driven.prefix(tokens), expires_at=expires_at, category="tool")
+        driven.ledger.eviction.hint(driven.prefix(tokens), expires_at=expires_at, category="tool")
     assert heard.hints == [(1, "tool", 16), (1, "tool", HintEnd.DROPPED), (2, "tool", 16), (3, "tool", 0)]
     heard.hints.clear()
     driven.serve(A)
     driven.ledger.lapse(10.0)
-    driven.ledger.hint(driven.prefix(A), expires_at=30.0, category="tool")
+    driven.ledger.eviction.hint(driven.prefix(A), expires_at=30.0, category="tool")
     driven.ledger.reset()
     ends = [(2, "tool", HintEnd.TRUE), (3, "tool", HintEnd.LAPSED)]
     assert heard.hints == [*ends, (4, "tool", 16), (4, "tool", HintEnd.DROPPED)]
@@ -404,5 +404,5 @@ def test_a_bad_hint_is_refused_by_name(argument: str, options: dict[str, Any]) -
     """Whether eviction learns or not."""
     for driven in (learned(), Driven(8)):
         with pytest.raises(InvalidArgument) as refused:
-            driven.ledger.hint(driven.prefix(A), **options)
+            driven.ledger.eviction.hint(driven.prefix(A), **options)
         assert refused.value.argument == argument

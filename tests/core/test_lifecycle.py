@@ -42,8 +42,8 @@ def entity_of(kind: str) -> Any:
     if kind == "overlap":
         return LoadOverlap(request, 0, 0, ())
     if kind == "pin":
-        return driven.ledger.pin(driven.prefix(prompt(1, 5)))
-    transfer = driven.ledger.prefetch(driven.prefix(prompt(1, 5)))
+        return driven.ledger.pins.hold(driven.prefix(prompt(1, 5)))
+    transfer = driven.ledger.transfers.prefetch(driven.prefix(prompt(1, 5)))
     return transfer if kind == "cache_transfer" else driven.ledger.jobs.unsettled[transfer.plans[0].job_id]
 
 
@@ -115,7 +115,7 @@ CALLS: dict[str, tuple[str, Any]] = {
     "load": ("ALLOCATED LOADING RUNNING", lambda ledger, request: ledger.plan_load(request)),
     "abandon": ("LOADING", lambda ledger, request: ledger.abandon_load(request)),
     "commit": ("ALLOCATED RUNNING", lambda ledger, request: ledger.commit(request, 8)),
-    "invalidate": ("RUNNING", lambda ledger, request: ledger.invalidate(request, 8)),
+    "invalidate": ("RUNNING", lambda ledger, request: ledger.invalidation.invalidate(request, 8)),
     "step": ("ALLOCATED RUNNING", lambda ledger, request: ledger.step([request]).__enter__()),
     "release": ("PINNED ALLOCATED LOADING RUNNING", lambda ledger, request: ledger.release(request)),
 }

@@ -384,7 +384,7 @@ class MatchMachine(RuleBasedStateMachine):
         start = max(request.ready_stop * self.unit, request.num_computed_tokens - back)
         wrong = request.table[start // self.unit * self.width : request.num_computed_tokens // self.unit * self.width]
         self.bytes[0].update(dict.fromkeys(wrong, "never right"))
-        tainted = self.ledger.invalidate(request, start)
+        tainted = self.ledger.invalidation.invalidate(request, start)
         misled = [other for other in self.clients if other.record in tainted]
         assert len(misled) == len(tainted)
         self.may.invalidate(client.author, start, [other.author for other in misled])

@@ -45,17 +45,17 @@ def live(driven: Driven) -> tuple[int, int]:
     request = driven.running(A)
     ready = request.num_computed_tokens
     driven.land(driven.commit(request))
-    pin = driven.ledger.pin(driven.prefix(A))
-    child = driven.ledger.fork(request, num_tokens=20).request
+    pin = driven.ledger.pins.hold(driven.prefix(A))
+    child = driven.ledger.forks.fork(request, num_tokens=20).request
     waiter = driven.ledger.queue_allocation(driven.admit(B), 4 * 9)
     with pytest.raises(Exception, match="to be had"):
         driven.ledger.extend_nowait(request, 4 * 13)
     driven.release(child)
-    driven.land(driven.ledger.preempt_nowait(request).plans)
-    driven.ledger.unpin(pin)
+    driven.land(driven.ledger.preemption.preempt(request).plans)
+    driven.ledger.pins.release(pin)
     driven.ledger.accept(waiter)
     driven.release(waiter.request)
-    driven.ledger.resume(request)
+    driven.ledger.preemption.resume(request)
     driven.ledger.reset()
     driven.release(request)
     assert driven.num_pinned() == (0, 0) and not driven.ledger.jobs.unsettled
@@ -99,19 +99,19 @@ CALLS: dict[str, Callable[[Ledger, Any], object]] = {
     "queue": lambda ledger, told: ledger.queue_allocation(told),
     "load": lambda ledger, told: ledger.plan_load(told),
     "commit": lambda ledger, told: ledger.commit(told, 17),
-    "preempt": lambda ledger, told: ledger.preempt_nowait(told),
-    "fork": lambda ledger, told: ledger.fork(told),
+    "preempt": lambda ledger, told: ledger.preemption.preempt(told),
+    "fork": lambda ledger, told: ledger.forks.fork(told),
     "step": lambda ledger, told: ledger.step([told]).__enter__(),
     "launch": lambda ledger, told: ledger.launch(ledger.jobs.last_id),
     "settle": lambda ledger, told: ledger.settle(_landed(ledger)),
     "discard": lambda ledger, told: ledger.discard(ledger.jobs.last_id),
-    "write_back": lambda ledger, _: ledger.plan_write_back(),
-    "pin": lambda ledger, _: ledger.pin(Prefix.of(ROOT, A)),
-    "drop_pins": lambda ledger, _: ledger.drop_pins(),
+    "write_back": lambda ledger, _: ledger.write_back.plan(),
+    "pin": lambda ledger, _: ledger.pins.hold(Prefix.of(ROOT, A)),
+    "drop_pins": lambda ledger, _: ledger.pins.drop(),
     "lapse": lambda ledger, _: ledger.lapse(0.0),
-    "hint": lambda ledger, _: ledger.hint(Prefix.of(ROOT, A), expires_at=9.0),
-    "prefetch": lambda ledger, _: ledger.prefetch(Prefix.of(ROOT, A)),
-    "demote": lambda ledger, _: ledger.demote(Prefix.of(ROOT, A)),
+    "hint": lambda ledger, _: ledger.eviction.hint(Prefix.of(ROOT, A), expires_at=9.0),
+    "prefetch": lambda ledger, _: ledger.transfers.prefetch(Prefix.of(ROOT, A)),
+    "demote": lambda ledger, _: ledger.transfers.demote(Prefix.of(ROOT, A)),
     "reset": lambda ledger, _: ledger.reset(),
     "check_integrity": lambda ledger, _: ledger.check_integrity(),
 }
@@ -130,15 +130,15 @@ def ends_at_rest(driven: Any) -> None:
     ledger = driven.ledger
     for request in tuple(ledger.live_requests.values()):
         ledger.release(request, "the test is over")
-    ledger.drop_pins()
-    ledger.cancel_cache_transfers()
+    ledger.pins.drop()
+    ledger.transfers.cancel_all()
     for job in tuple(ledger.jobs.unsettled.values()):
         if ledger.launch(job.job_id) or job.job_id in ledger.jobs.unsettled:
             ledger.settle(Completion(job.job_id, Outcome.LANDED, job.plan.num_blocks))
     ledger.check_integrity()
     found = ledger.statistics()
     assert not found.num_requests and not found.num_jobs and not found.device.num_pinned and not found.host.num_pinned
-    assert not ledger._moves.unreported
+    assert not ledger.moves.unreported
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -37,24 +37,24 @@ def prefix(tokens: list[int]) -> Prefix:
 
 
 def pin(driven: Driven, tokens: list[int], expires_at: float = math.inf) -> Pin:
-    found = driven.ledger.pin(prefix(tokens), expires_at=expires_at)
+    found = driven.ledger.pins.hold(prefix(tokens), expires_at=expires_at)
     driven.ledger.check_integrity()
     return found
 
 
 def unpin(driven: Driven, held: Pin) -> None:
-    driven.ledger.unpin(held)
+    driven.ledger.pins.release(held)
     driven.ledger.check_integrity()
 
 
 def prefetch(driven: Driven, tokens: list[int]) -> Prefetch:
-    found = driven.ledger.prefetch(prefix(tokens))
+    found = driven.ledger.transfers.prefetch(prefix(tokens))
     driven.ledger.check_integrity()
     return found
 
 
 def demote(driven: Driven, tokens: list[int]) -> Demotion:
-    found = driven.ledger.demote(prefix(tokens))
+    found = driven.ledger.transfers.demote(prefix(tokens))
     driven.ledger.check_integrity()
     return found
 
@@ -173,7 +173,7 @@ def test_a_pin_is_released_once() -> None:
     unpin(driven, held)
     before = fingerprint(driven.ledger)
     with pytest.raises(IllegalTransition, match="pin 1: no move from RELEASED to RELEASED"):
-        driven.ledger.unpin(held)
+        driven.ledger.pins.release(held)
     assert not changes(before, fingerprint(driven.ledger))
     unpin(driven, other)
     assert driven.num_pinned() == (0, 0)
@@ -188,7 +188,7 @@ def test_all_pins_together_keep_a_share_of_each_tier() -> None:
     first, second = pin(driven, A), pin(driven, B)
     before = fingerprint(driven.ledger)
     with pytest.raises(OutOfBlocks, match="2 blocks needed, 0 to be had") as refused:
-        driven.ledger.pin(prefix(C))
+        driven.ledger.pins.hold(prefix(C))
     assert refused.value.retryable
     assert not changes(before, fingerprint(driven.ledger))
     again = pin(driven, A)
@@ -204,7 +204,7 @@ def test_a_pin_above_the_share_can_never_be_had() -> None:
     driven = Driven(8, max_pinned_share=0.2)
     driven.serve(A)
     with pytest.raises(OutOfBlocks, match="never fit") as refused:
-        driven.ledger.pin(prefix(A))
+        driven.ledger.pins.hold(prefix(A))
     assert not refused.value.retryable
 
 
@@ -254,11 +254,11 @@ def test_whoever_waits_is_served_when_a_pin_ends(ends: str) -> None:
     waiter = driven.ledger.queue_allocation(request)
     assert not waiter.is_over
     if ends == "unpin":
-        driven.ledger.unpin(held)
+        driven.ledger.pins.release(held)
     elif ends == "lapse":
         driven.ledger.lapse(10.0)
     else:
-        driven.ledger.drop_pins()
+        driven.ledger.pins.drop()
     driven.ledger.check_integrity()
     assert waiter.granted is not None
     driven.release(running)
@@ -312,7 +312,7 @@ def test_a_pin_does_not_keep_what_turned_out_to_be_wrong() -> None:
     running = driven.running(A)
     driven.land(driven.commit(running))
     held = pin(driven, A)
-    driven.ledger.invalidate(running, 4)
+    driven.ledger.invalidation.invalidate(running, 4)
     driven.ledger.check_integrity()
     assert held.match.num_tokens == 4
     driven.release(running, "failed")
@@ -347,7 +347,7 @@ def test_a_time_that_is_none(bad: Any) -> None:
     held = pin(driven, A)
     before = fingerprint(driven.ledger)
     with pytest.raises(InvalidArgument, match="expires_at"):
-        driven.ledger.pin(prefix(A), expires_at=bad)
+        driven.ledger.pins.hold(prefix(A), expires_at=bad)
     with pytest.raises(InvalidArgument, match="now"):
         driven.ledger.lapse(bad)
     assert not changes(before, fingerprint(driven.ledger))
@@ -361,10 +361,10 @@ def test_what_another_ledger_made_is_refused() -> None:
     held, transfer = pin(driven, A), prefetch(driven, A)
     for bad in (held, None, 7):
         with pytest.raises(InvalidArgument, match="pin"):
-            other.ledger.unpin(bad)  # type: ignore[arg-type]
+            other.ledger.pins.release(bad)  # type: ignore[arg-type]
     for bad in (transfer, None, held):
         with pytest.raises(InvalidArgument, match="transfer"):
-            other.ledger.cancel(bad)  # type: ignore[arg-type]
+            other.ledger.transfers.cancel(bad)  # type: ignore[arg-type]
     assert held.state is PinState.HELD and not transfer.is_over
 
 
@@ -460,7 +460,7 @@ def test_prefetches_share_a_budget() -> None:
     first, second = prefetch(driven, A), prefetch(driven, B)
     assert (first.num_blocks, second.num_blocks) == (2, 2)
     assert prefetch(driven, C).is_over
-    driven.ledger.cancel(first)
+    driven.ledger.transfers.cancel(first)
     driven.ledger.check_integrity()
     third = prefetch(driven, C)
     assert third.num_blocks == 2
@@ -475,11 +475,11 @@ def test_the_budget_is_back_however_a_prefetch_ends(end: str) -> None:
     driven.on_host_only(A)
     transfer = prefetch(driven, A)
     (plan,) = transfer.plans
-    assert driven.ledger.prefetch(prefix(B)).is_over
+    assert driven.ledger.transfers.prefetch(prefix(B)).is_over
     if end == "discard":
         driven.ledger.discard(plan.job_id)
     elif end in ("cancel", "close"):
-        (driven.ledger.cancel_cache_transfers if end == "close" else lambda: driven.ledger.cancel(transfer))()
+        (driven.ledger.transfers.cancel_all if end == "close" else lambda: driven.ledger.transfers.cancel(transfer))()
         assert not driven.ledger.launch(plan.job_id)  # nobody else wants it
     else:
         driven.launch([plan])
@@ -507,8 +507,8 @@ def test_a_cancelled_prefetch_leaves_a_launched_copy_alone() -> None:
     driven.on_host_only(A)
     transfer = prefetch(driven, A)
     plans = driven.launch(transfer.plans)
-    driven.ledger.cancel(transfer)
-    driven.ledger.cancel(transfer)  # over is over
+    driven.ledger.transfers.cancel(transfer)
+    driven.ledger.transfers.cancel(transfer)  # over is over
     driven.ledger.check_integrity()
     assert transfer.state is CacheTransferState.CANCELLED
     driven.end(plans[0])
@@ -527,7 +527,7 @@ def test_two_prefetches_of_one_prompt_share_a_load(groups: Any) -> None:
     assert second.num_blocks == 0
     request = driven.allocated(A)
     assert driven.ledger.plan_load(request) == ()
-    driven.ledger.cancel(first)
+    driven.ledger.transfers.cancel(first)
     driven.land(first.plans)  # wanted by the others
     assert (second.state, second.num_tokens) == (CacheTransferState.DONE, 8)
     assert request.num_computed_tokens == 8
@@ -682,7 +682,7 @@ def test_a_demotion_that_does_not_come_off_frees_nothing(end: str) -> None:
     transfer = demote(driven, A)
     (plan,) = transfer.plans
     if end in ("cancel", "close"):
-        (driven.ledger.cancel_cache_transfers if end == "close" else lambda: driven.ledger.cancel(transfer))()
+        (driven.ledger.transfers.cancel_all if end == "close" else lambda: driven.ledger.transfers.cancel(transfer))()
         assert transfer.state is CacheTransferState.CANCELLED
         driven.land([plan])  # a store belongs to nobody: it goes on
         assert driven.hit(A) == (8, 0)
@@ -798,7 +798,7 @@ def ask_for_anything(groups: Any, seed: Any, num_device: int, num_host: int) -> 
         elif call == "end" and queued:
             end_one(driven, queued.pop(seed.randrange(len(queued))), seed)
         elif call == "cancel" and transfers:
-            ledger.cancel(seed.choice(transfers))
+            ledger.transfers.cancel(seed.choice(transfers))
         elif call == "evict":
             driven.evict_device()
         elif call == "lapse":
@@ -810,7 +810,7 @@ def ask_for_anything(groups: Any, seed: Any, num_device: int, num_host: int) -> 
     while queued:
         end_one(driven, queued.pop(0), seed)
     assert all(transfer.is_over for transfer in transfers)
-    ledger.drop_pins()
+    ledger.pins.drop()
     ledger.check_integrity()
     statistics = ledger.statistics()
     assert driven.num_pinned() == (0, 0)
@@ -834,8 +834,8 @@ def test_another_root_is_another_prompt() -> None:
     driven = Driven(8)
     driven.serve(A)
     other = Prefix.of(Root("test", cache_salt="other"), A)
-    assert driven.ledger.pin(other).match.num_tokens == 0
-    assert driven.ledger.demote(other).num_blocks == 0
+    assert driven.ledger.pins.hold(other).match.num_tokens == 0
+    assert driven.ledger.transfers.demote(other).num_blocks == 0
     driven.evict_device()
-    assert not driven.ledger.prefetch(other).plans
+    assert not driven.ledger.transfers.prefetch(other).plans
     assert driven.ledger.cache.tiers[Tier.HOST].num_cached == 2

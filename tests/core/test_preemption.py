@@ -28,11 +28,11 @@ def test_progress_comes_back_from_the_host(driven: Driven) -> None:
     driven.land(driven.commit(record, 17))
     driven.ledger.extend_nowait(record, 24)
     driven.land(driven.commit(record, 21, [1, 2, 3, 4]))
-    found = driven.ledger.preempt_nowait(record)
+    found = driven.ledger.preemption.preempt(record)
     assert record.state is S.PREEMPTED and driven.ledger.block_ids(record) == [[] for _ in driven.ledger.layout.groups]
     driven.land(found.plans)
     driven.evict_device()
-    driven.ledger.resume(record)
+    driven.ledger.preemption.resume(record)
     assert record.state is S.PINNED and record.match.num_host_tokens == 20
     driven.ledger.allocate_nowait(record)
     driven.land(driven.ledger.plan_load(record))
@@ -48,7 +48,7 @@ def test_it_says_what_is_free_now_and_what_frees_the_rest(driven: Driven) -> Non
     plans = driven.ledger.commit(record, 17)
     driven.launch(plans)
     held = sum(block_id > 0 for table in driven.ledger.block_ids(record) for block_id in table)
-    found = driven.ledger.preempt_nowait(record)
+    found = driven.ledger.preemption.preempt(record)
     assert found.num_freed + found.num_pending == held and found.num_pending > 0
     assert set(found.job_ids) >= {plan.job_id for plan in plans}
     for plan in plans:
@@ -61,10 +61,10 @@ def test_progress_is_pinned_in_host_memory(driven: Driven) -> None:
     """Nobody's store evicts what a preempted request has to come back to; when it leaves, it is as evictable as any."""
     record = driven.running(A)
     driven.land(driven.ledger.commit(record, 17))
-    driven.land(driven.ledger.preempt_nowait(record).plans)
+    driven.land(driven.ledger.preemption.preempt(record).plans)
     for name in range(20, 26):
         driven.on_host_only(prompt(name, 17))
-    driven.ledger.resume(record)
+    driven.ledger.preemption.resume(record)
     assert record.match.num_tokens == 16
     driven.release(record, "cancelled")
     assert driven.ledger.statistics().host.num_pinned == 0
@@ -75,9 +75,9 @@ def test_a_full_host_loses_progress_and_nothing_else(driven: Driven) -> None:
     driven = Driven(24, 0, groups=list(driven.ledger.layout.groups))
     record = driven.running(A)
     driven.commit(record, 17)
-    assert driven.ledger.preempt_nowait(record).plans == ()
+    assert driven.ledger.preemption.preempt(record).plans == ()
     driven.evict_device()
-    driven.ledger.resume(record)
+    driven.ledger.preemption.resume(record)
     assert record.match.num_tokens == 0
     driven.ledger.allocate_nowait(record)
     assert driven.ledger.plan_load(record) == () and record.num_computed_tokens == 0
@@ -90,11 +90,11 @@ def test_a_request_that_loads_is_preempted_at_once(driven: Driven) -> None:
     record = driven.admit(A)
     driven.ledger.allocate_nowait(record)
     plans = driven.launch(driven.ledger.plan_load(record))
-    driven.ledger.preempt_nowait(record)
+    driven.ledger.preemption.preempt(record)
     assert record.state is S.PREEMPTED and record.load is None
     for plan in plans:
         driven.end(plan, Outcome.LANDED)
-    driven.ledger.resume(record)
+    driven.ledger.preemption.resume(record)
     assert record.match.num_tokens == 16
 
 
@@ -107,7 +107,7 @@ def test_whoever_waits_for_room_gets_it(driven: Driven) -> None:
     driven.running(prompt(4, room // layout.width * layout.unit_tokens))
     waiter = driven.ledger.queue_allocation(waiting)
     assert not waiter.is_over
-    driven.land(driven.ledger.preempt_nowait(record).plans)
+    driven.land(driven.ledger.preemption.preempt(record).plans)
     assert waiter.granted is not None
 
 
@@ -120,7 +120,7 @@ def test_a_wake_finds_the_preemption_done(driven: Driven, what: str) -> None:
     calls = {
         "step": lambda: ledger.step([record]).__enter__(),
         "release": lambda: ledger.release(record),
-        "preempt": lambda: ledger.preempt_nowait(record),
+        "preempt": lambda: ledger.preemption.preempt(record),
         "extend": lambda: ledger.queue_extension(record, 20),
     }
 
@@ -133,6 +133,6 @@ def test_a_wake_finds_the_preemption_done(driven: Driven, what: str) -> None:
             calls[what]()
 
     assert ledger.plan_load(record, wake=wake)
-    ledger.preempt_nowait(record)
+    ledger.preemption.preempt(record)
     assert seen == [S.PREEMPTED] and not record.num_steps
     ledger.check_integrity()

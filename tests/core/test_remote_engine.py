@@ -44,12 +44,12 @@ class Engine(EngineDriven):
         return cell.digest not in self.there
 
     def write_behind(self) -> tuple[TransferPlan, ...]:
-        plans = self.ledger.plan_remote_stores(10**6, self.is_wanted)
+        plans = self.ledger.remote.plan_stores(10**6, self.is_wanted)
         self.ledger.check_integrity()
         return plans
 
     def removed(self) -> list[CellLabel]:
-        found = list(self.ledger.take_forgotten_cells())
+        found = list(self.ledger.remote.take_forgotten())
         for cell in found:
             self.there.pop(cell.digest, None)
         return found
@@ -59,7 +59,7 @@ class Engine(EngineDriven):
         there = 0
         while there < len(cells) and cells[there].digest in self.there:
             there += 1
-        fetch = self.ledger.fetch(Prefix.of(ROOT, tokens), num_remote_tokens=there * CELL)
+        fetch = self.ledger.fetches.fetch(Prefix.of(ROOT, tokens), num_remote_tokens=there * CELL)
         self.ledger.check_integrity()
         return fetch
 
@@ -81,7 +81,7 @@ def test_a_prompt_comes_back_for_an_engine() -> None:
     fetch = engine.fetch(TOKENS)
     assert [plan.link for plan in fetch.plans] == [(Tier.REMOTE, Tier.HOST)] * 3
     engine.put_and_get(fetch.plans)
-    assert engine.ledger.match_fetched(request).num_host_tokens == 3 * CELL
+    assert engine.ledger.fetches.match_again(request).num_host_tokens == 3 * CELL
     engine.release(request, "looked")
     assert loaded(engine, TOKENS) == 3 * CELL
 

@@ -80,8 +80,8 @@ def test_whoever_waited_matches_what_came() -> None:
     remote.in_store_only(TOKENS)
     request = remote.admit(TOKENS)
     prefix = remote.prefix(TOKENS)
-    wake = lambda: remote.ledger.match_fetched(request)  # noqa: E731
-    fetch = remote.ledger.fetch(prefix, wake, num_remote_tokens=3 * CELL)
+    wake = lambda: remote.ledger.fetches.match_again(request)  # noqa: E731
+    fetch = remote.ledger.fetches.fetch(prefix, wake, num_remote_tokens=3 * CELL)
     remote.land(fetch.plans)
     assert request.match.num_host_tokens == 3 * CELL
     remote.ledger.allocate_nowait(request)
@@ -119,7 +119,7 @@ def test_the_disk_goes_first() -> None:
     remote.ledger.reset()
     remote.serve(TOKENS[: 5 * BLOCK + 1])
     remote.evict_device()
-    remote.land(remote.ledger.plan_disk_flush(10**6))
+    remote.land(remote.ledger.disk.plan_flush(10**6))
     remote.forget_all()
     fetch = remote.fetch(TOKENS)
     assert [plan.link for plan in fetch.plans] == [(Tier.DISK, Tier.HOST), LOAD, LOAD]
@@ -135,7 +135,7 @@ def test_what_the_disk_fails_to_bring_ends_the_hit() -> None:
     remote.ledger.reset()
     remote.serve(TOKENS[: 5 * BLOCK + 1])
     remote.evict_device()
-    remote.land(remote.ledger.plan_disk_flush(10**6))
+    remote.land(remote.ledger.disk.plan_flush(10**6))
     remote.forget_all()
     disk, *cells = remote.launch(remote.fetch(TOKENS).plans)
     remote.end(disk, Outcome.FAILED, 3)
@@ -223,7 +223,7 @@ def test_a_cancelled_fetch_discards_what_is_queued() -> None:
     remote.in_store_only(TOKENS)
     fetch = remote.fetch(TOKENS)
     assert remote.launch(fetch.plans[:1])
-    remote.ledger.cancel(fetch)
+    remote.ledger.transfers.cancel(fetch)
     remote.ledger.check_integrity()
     assert not remote.launch(fetch.plans[1:])
     remote.end(fetch.plans[0])
@@ -298,7 +298,7 @@ def test_tokens_that_are_no_cells_are_refused(num_tokens: object) -> None:
     remote = Remote()
     before = remote.picture()
     with pytest.raises(InvalidArgument, match="num_remote_tokens"):
-        remote.ledger.fetch(remote.prefix(TOKENS), num_remote_tokens=num_tokens)  # type: ignore[arg-type]
+        remote.ledger.fetches.fetch(remote.prefix(TOKENS), num_remote_tokens=num_tokens)  # type: ignore[arg-type]
     assert remote.picture() == before
 
 
@@ -308,12 +308,12 @@ def test_a_ledger_without_a_store_refuses_its_tokens() -> None:
     from driving import Driven
 
     with pytest.raises(InvalidArgument, match="num_remote_tokens"):
-        Disk().ledger.fetch(Remote.prefix(TOKENS), num_remote_tokens=CELL)
+        Disk().ledger.fetches.fetch(Remote.prefix(TOKENS), num_remote_tokens=CELL)
     with pytest.raises(InvalidArgument, match="num_remote_tokens"):
-        Driven(8).ledger.fetch(Remote.prefix(TOKENS), num_remote_tokens=CELL)
+        Driven(8).ledger.fetches.fetch(Remote.prefix(TOKENS), num_remote_tokens=CELL)
     with pytest.raises(WrongState, match="no remote store"):
-        Driven(8).ledger.fetch(Remote.prefix(TOKENS))
-    assert (Driven(8).ledger.cell_units, Driven(8).ledger.statistics().remote) == (0, None)
+        Driven(8).ledger.fetches.fetch(Remote.prefix(TOKENS))
+    assert (Driven(8).ledger.remote.cell_units, Driven(8).ledger.statistics().remote) == (0, None)
 
 
 def test_windows_are_refused() -> None:

@@ -255,7 +255,7 @@ def test_whoever_is_asked_may_raise() -> None:
 def test_wrong_arguments_are_refused(max_blocks: object, is_wanted: object) -> None:
     """The error names the argument."""
     with pytest.raises(InvalidArgument, match="is_wanted" if is_wanted is None else "max_blocks"):
-        Remote().ledger.plan_remote_stores(max_blocks, is_wanted)  # type: ignore[arg-type]
+        Remote().ledger.remote.plan_stores(max_blocks, is_wanted)  # type: ignore[arg-type]
 
 
 # -- taking back ------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def ask_once_more(remote: Remote, tokens: list[int]) -> None:
 
 
 def invalidate(remote: Remote, request: LedgerRequest, from_token: int) -> None:
-    remote.ledger.invalidate(request, from_token)
+    remote.ledger.invalidation.invalidate(request, from_token)
     remote.ledger.check_integrity()
 
 
@@ -449,7 +449,7 @@ def test_memory_lasts_as_long_as_somebody_may_take_back() -> None:
     request = remote.admit([5])
     remote.ask_for(TOKENS)
     remote.land(remote.write_behind())
-    stores = remote.ledger._remote_stores
+    stores = remote.ledger.remote.stores
     assert stores is not None and remote.write_behind() == [] and len(stores._known) == 3
     remote.release(request, "over")
     remote.ask_for(OTHER)

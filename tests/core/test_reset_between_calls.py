@@ -104,10 +104,10 @@ def test_a_load_that_is_over_counts(driven: Driven) -> None:
     driven.ledger.reset()
     assert driven.ledger.block_ids(record) == before
     driven.commit(record)
-    child = driven.ledger.fork(record, num_tokens=24).request
+    child = driven.ledger.forks.fork(record, num_tokens=24).request
     assert child.num_computed_tokens == 17 and driven.hit(A) == (0, 0)
-    driven.land(driven.ledger.preempt_nowait(record).plans)
-    driven.ledger.resume(record)
+    driven.land(driven.ledger.preemption.preempt(record).plans)
+    driven.ledger.preemption.resume(record)
     assert record.match.num_tokens == 0
     go_on(driven, record)
     assert record.num_computed_tokens == 0
@@ -121,8 +121,8 @@ def test_a_request_preempted_between_a_reset_and_its_load(driven: Driven) -> Non
     driven.serve(A)
     record = driven.allocated(A)
     driven.ledger.reset()
-    driven.ledger.preempt_nowait(record)
-    driven.ledger.resume(record)
+    driven.ledger.preemption.preempt(record)
+    driven.ledger.preemption.resume(record)
     go_on(driven, record)
     assert record.num_computed_tokens == 0
     driven.release(record)
@@ -139,14 +139,14 @@ def test_a_reset_while_a_step_overlaps_the_load() -> None:
     assert (record.match.num_device_tokens, record.match.num_host_tokens) == (8, 8)
     plans = driven.ledger.plan_load(record)
     driven.launch(plans)
-    with driven.ledger.step([], [record]):
-        read = driven.ledger.expected_block_ids(record)[0]
+    with driven.ledger.overlap.step([], [record]):
+        read = driven.ledger.overlap.block_ids(record)[0]
         driven.ledger.reset()
         driven.end(plans[0])
         assert record.state is S.DRAINING
         assert not set(read[:2]) & set(driven.ledger.cache.tiers[Tier.DEVICE].pool.free_ids())
     go_on(driven, record)
-    assert driven.ledger.begin_again(record) == 0 and record.num_computed_tokens == 0
+    assert driven.ledger.overlap.begin_again(record) == 0 and record.num_computed_tokens == 0
     with driven.ledger.step([record]):
         pass
     driven.commit(record)

@@ -33,7 +33,7 @@ class Records:
         self.labels: dict[int, BlockLabel] = {}
 
     def write(self, disk: Disk) -> None:
-        plans = disk.ledger.plan_disk_flush(HUGE)
+        plans = disk.ledger.disk.plan_flush(HUGE)
         for plan in plans:
             for slot, label in zip(plan.destination_ids, plan.labels, strict=True):
                 assert label is not None
@@ -101,7 +101,7 @@ def _reach(disk: Disk, tokens: list[int]) -> int:
 def _restore(disk: Disk, runs: list[RestoredRun]) -> int:
     taken = 0
     for run in runs:
-        taken += disk.ledger.restore(run)
+        taken += disk.ledger.disk.restore(run)
         disk.ledger.check_integrity()
     return taken
 
@@ -143,17 +143,17 @@ def test_wrong_tokens_are_left_out() -> None:
     disk, runs = _after_a_restart(WINDOWS[0], 100)
     changed = attrs.evolve(runs[0], tokens=bytes(4) + runs[0].tokens[4:])
     for wrong in (changed, attrs.evolve(runs[0], root=Root("other").digest), attrs.evolve(runs[0], digest=bytes(32))):
-        assert disk.ledger.restore(wrong) == 0
+        assert disk.ledger.disk.restore(wrong) == 0
     assert not disk.ledger.cache.index.runs
 
 
 def test_slots_that_are_taken_are_left_out() -> None:
     """No slot has two owners; slots that no run names stay free."""
     disk, runs = _after_a_restart(WINDOWS[0], 100)
-    assert disk.ledger.restore(runs[0]) == len(runs[0].slots[0])
+    assert disk.ledger.disk.restore(runs[0]) == len(runs[0].slots[0])
     other = next(run for run in runs if run.start == 0 and run.digest != runs[0].digest)
     taken = array("i", [*other.slots[0][:-1], runs[0].slots[0][0]])
-    assert disk.ledger.restore(attrs.evolve(other, slots=(taken,))) == 0
+    assert disk.ledger.disk.restore(attrs.evolve(other, slots=(taken,))) == 0
     found = disk.ledger.statistics().disk
     assert found is not None
     assert (found.num_cached, found.num_free) == (len(runs[0].slots[0]), 64 - len(runs[0].slots[0]))
@@ -196,7 +196,7 @@ def test_requests_may_run_meanwhile(groups: list[KVCacheGroup], seed: int) -> No
     chance = random.Random(seed)
     disk, runs = _after_a_restart(groups, chance.choice([1, 2, 5]))
     for run in runs:
-        disk.ledger.restore(run)
+        disk.ledger.disk.restore(run)
         disk.ledger.check_integrity()
         tokens = chance.choice(PROMPTS)[: chance.randint(1, 8 * BLOCK + 1)]
         match chance.randrange(5):
@@ -248,7 +248,7 @@ def test_what_no_restart_can_leave_is_refused(name: str, change: Any) -> None:
     run = max(runs, key=lambda run: len(run.slots[0]))
     before = disk.picture()
     with pytest.raises(InvalidArgument, match=name):
-        disk.ledger.restore(change(run))
+        disk.ledger.disk.restore(change(run))
     assert disk.picture() == before
 
 

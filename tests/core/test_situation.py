@@ -48,16 +48,16 @@ class Timed(Driven):
         )
 
     def status(self, request_id: str) -> RequestStatus:
-        (found,) = [status for status in self.ledger.requests() if status.request_id == request_id]
+        (found,) = [status for status in self.ledger.reports.requests() if status.request_id == request_id]
         return found
 
     def held(self) -> list[tuple[str, str, int]]:
-        return [(holder.kind, holder.name, holder.num_blocks) for holder in self.ledger.holders()]
+        return [(holder.kind, holder.name, holder.num_blocks) for holder in self.ledger.reports.holders()]
 
 
 def test_an_idle_ledger_says_that_nobody_holds_anything() -> None:
     driven = Timed(8)
-    assert driven.ledger.requests() == driven.ledger.holders() == ()
+    assert driven.ledger.reports.requests() == driven.ledger.reports.holders() == ()
     assert driven.ledger.explain().splitlines()[-1] == "  nobody"
     assert driven.ledger.explain().startswith("8 device blocks: 8 free, 0 cached, 0 pinned, 0 quarantined; 0 requests")
 
@@ -67,7 +67,7 @@ def test_an_eviction_that_is_not_the_default_has_a_line() -> None:
     name."""
     driven = Timed(8, 8, eviction=LearnedEviction(device=True))
     driven.serve(prompt(1, 8))
-    driven.ledger.hint(driven.prefix(prompt(1, 8)), expires_at=9.0)
+    driven.ledger.eviction.hint(driven.prefix(prompt(1, 8)), expires_at=9.0)
     (found,) = [line for line in driven.ledger.explain().splitlines() if line.startswith("eviction")]
     ruled = "host by what was learned, device by what was learned, as the guard has it"
     assert found == f"eviction: {ruled}; 1 hint in force"
@@ -103,12 +103,12 @@ def test_ages_count_from_the_last_move() -> None:
     driven.now = 5.0
     driven.ledger.queue_allocation(waiting)
     driven.now = 10.0
-    assert [(one.request_id, one.age_s, one.waited_s) for one in driven.ledger.requests()] == [
+    assert [(one.request_id, one.age_s, one.waited_s) for one in driven.ledger.reports.requests()] == [
         ("one", 9.0, None),
         ("two", 8.0, 5.0),
     ]
-    assert driven.ledger.situation.oldest_wait_s() == 5.0
-    assert driven.ledger.situation.oldest_by_state() == {"allocated": 9.0, "pinned": 8.0}
+    assert driven.ledger.reports.oldest_wait_s() == 5.0
+    assert driven.ledger.reports.oldest_by_state() == {"allocated": 9.0, "pinned": 8.0}
 
 
 def test_the_age_of_a_copy_counts_from_its_planning() -> None:
@@ -119,7 +119,7 @@ def test_the_age_of_a_copy_counts_from_its_planning() -> None:
     driven.ledger.plan_load(request)
     driven.ledger.commit(request, 8)
     driven.now = 103.0
-    (copy,) = (one for one in driven.ledger.holders() if one.kind == "store")
+    (copy,) = (one for one in driven.ledger.reports.holders() if one.kind == "store")
     assert copy.age_s == 3.0
 
 
@@ -128,7 +128,7 @@ def test_a_ledger_without_a_clock_has_no_ages() -> None:
     driven = Driven(8)
     driven.allocated(prompt(1, 32), request_id="one")
     driven.ledger.queue_allocation(driven.admit(prompt(2, 8), request_id="two"))
-    one, two = driven.ledger.requests()
+    one, two = driven.ledger.reports.requests()
     assert one.age_s is one.waited_s is two.waited_s is None
     assert str(two) == (
         "request two, pinned, 0 blocks; waits for 2 blocks, place 1 in the queue; "
@@ -144,7 +144,7 @@ def test_who_extends_stands_before_who_begins() -> None:
     driven.ledger.queue_allocation(driven.admit(prompt(3, 8), request_id="third"))
     driven.ledger.queue_allocation(driven.admit(prompt(4, 8), request_id="fourth"))
     driven.ledger.queue_extension(first, 24)
-    places = {one.request_id: (one.place, one.num_missing) for one in driven.ledger.requests()}
+    places = {one.request_id: (one.place, one.num_missing) for one in driven.ledger.reports.requests()}
     assert places == {"first": (1, 2), "second": (None, 0), "third": (2, 2), "fourth": (3, 2)}
     extending = driven.status("first")
     assert (extending.state, extending.waits_for) == (RequestState.RUNNING, WaitsFor.BLOCKS)
@@ -186,9 +186,9 @@ def test_a_step_is_waited_for_until_it_ends() -> None:
         assert status.held_by[0] == Holder("step", "1", "open", 2.0, 4, ("r1", "r2"), ("r1",))
         assert str(status.held_by[0]) == "step 1 of r1 (over), r2, open for 2.0 s: 4 blocks"
         assert driven.held() == [("step", "1", 4), ("request", "r2", 2)]
-        assert driven.ledger.situation.oldest_step_s() == 2.0
+        assert driven.ledger.reports.oldest_step_s() == 2.0
     assert driven.status("r2").waits_for is WaitsFor.PROGRAM
-    assert driven.ledger.situation.oldest_step_s() == 0.0
+    assert driven.ledger.reports.oldest_step_s() == 0.0
     assert not driven.ledger.steps
 
 
@@ -205,9 +205,9 @@ def test_pins_and_jobs_hold_blocks_too() -> None:
     still write."""
     driven = Timed(8, 16)
     driven.serve(prompt(1, 8))
-    pin = driven.ledger.pin(driven.prefix(prompt(1, 8)))
+    pin = driven.ledger.pins.hold(driven.prefix(prompt(1, 8)))
     assert driven.held() == [("pin", "1", 2)]
-    driven.ledger.unpin(pin)
+    driven.ledger.pins.release(pin)
     stores = driven.launch(driven.commit(driven.running(prompt(2, 12), request_id="two")))
     assert ("store", str(stores[0].job_id), 3) in driven.held()
     driven.end(stores[0], Outcome.UNPROVEN)
@@ -262,7 +262,7 @@ def test_only_the_biggest_holders_are_named_to_a_waiter() -> None:
         driven.now = float(name)
         driven.allocated(prompt(name, num_tokens), request_id=f"r{name}")
     driven.ledger.queue_allocation(driven.admit(prompt(9, 8), request_id="last"))
-    assert [holder.name for holder in driven.ledger.holders()] == ["r2", "r1", "r4", "r3", "r5"]
+    assert [holder.name for holder in driven.ledger.reports.holders()] == ["r2", "r1", "r4", "r3", "r5"]
     assert [holder.name for holder in driven.status("last").held_by] == ["r2", "r1", "r4"]
 
 
@@ -275,10 +275,10 @@ def test_a_pending_request_waits_for_the_one_that_loads() -> None:
     pending = driven.admit(range(17), request_id="second")
     assert pending.match.is_pending
     driven.now = 1.0
-    (status,) = [one for one in driven.ledger.requests() if one.request_id == "second"]
+    (status,) = [one for one in driven.ledger.reports.requests() if one.request_id == "second"]
     assert (status.state, status.waits_for, status.age_s) == (RequestState.MATCHED, WaitsFor.REQUEST, 1.0)
     assert [holder.name for holder in status.held_by] == ["first"]
-    assert [(holder.kind, holder.num_blocks) for holder in driven.ledger.holders()] == [("load", 4)]
+    assert [(holder.kind, holder.num_blocks) for holder in driven.ledger.reports.holders()] == [("load", 4)]
     driven.land(plans)
 
 
@@ -342,5 +342,5 @@ def test_ages_are_floats_whatever_a_clock_counts_in(number: Callable[[float], fl
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=4)], num_host_blocks=8)
     ledger = Ledger(config, 8, clock=lambda: number(next(ticks)))
     ledger.allocate_nowait(ledger.admit(Prefix.of(Root("ages"), range(9))))
-    ages = [one.age_s for one in (*ledger.requests(), *ledger.holders())]
+    ages = [one.age_s for one in (*ledger.reports.requests(), *ledger.reports.holders())]
     assert {type(age_s) for age_s in ages} == {float}

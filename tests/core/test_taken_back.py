@@ -35,7 +35,7 @@ def test_who_runs_keeps_its_blocks_whatever_it_takes_back_after_a_reset(
     driven.ledger.reset(Tier.DEVICE)
     before = held(driven, request)
     for from_token in froms:
-        driven.ledger.invalidate(request, from_token)
+        driven.ledger.invalidation.invalidate(request, from_token)
         driven.ledger.check_integrity()
     assert held(driven, request) == before
     room = driven.ledger.admission.num_available
@@ -57,7 +57,7 @@ def test_what_two_have_computed_is_taken_back_by_the_first_after_a_reset() -> No
     second = driven.running([*A, *prompt(2, 8)])
     driven.commit(second, 20)
     driven.commit(second, 28)  # its window has left what the first one still reads
-    tainted = driven.ledger.invalidate(first, 17)
+    tainted = driven.ledger.invalidation.invalidate(first, 17)
     driven.ledger.check_integrity()
     for request in {first, second, *tainted}:
         driven.release(request)
@@ -70,11 +70,11 @@ def test_a_reset_does_not_clear_who_has_read_what_was_wrong() -> None:
     request = driven.running(A)
     driven.commit(request)
     reader = driven.running([*A, 1])
-    assert driven.ledger.invalidate(request, 0) == (reader,)
+    assert driven.ledger.invalidation.invalidate(request, 0) == (reader,)
     driven.ledger.reset(Tier.DEVICE)
     driven.commit(reader)
     with pytest.raises(WrongState, match="invalidated"):
-        driven.ledger.fork(reader)
+        driven.ledger.forks.fork(reader)
 
 
 def resumed_on_anothers_blocks() -> tuple[Driven, LedgerRequest, LedgerRequest]:
@@ -82,11 +82,11 @@ def resumed_on_anothers_blocks() -> tuple[Driven, LedgerRequest, LedgerRequest]:
     driven = Driven(8, 0)
     resumed = driven.running(A[:13])
     driven.commit(resumed, 13)
-    driven.ledger.preempt_nowait(resumed)
+    driven.ledger.preemption.preempt(resumed)
     driven.evict_device()
     other = driven.running(A[:13])
     driven.commit(other, 13)
-    driven.ledger.resume(resumed)
+    driven.ledger.preemption.resume(resumed)
     return driven, resumed, other
 
 
@@ -95,7 +95,7 @@ def test_who_was_resumed_has_all_its_room_when_its_match_is_taken_back(is_grante
     """It has to be aborted, for nobody knows what it had read before; until then its tables are whole and its own."""
     driven, resumed, other = resumed_on_anothers_blocks()
     waiter = driven.ledger.queue_allocation(resumed) if is_granted else None
-    assert driven.ledger.invalidate(other, 5) == (resumed,)
+    assert driven.ledger.invalidation.invalidate(other, 5) == (resumed,)
     driven.ledger.check_integrity()
     if waiter is None:
         driven.ledger.allocate_nowait(resumed)
@@ -119,14 +119,14 @@ def test_what_was_read_before_a_preemption_is_not_forgotten(state: str) -> None:
     reader = driven.running([*A[:12], 7])
     assert reader.match.num_device_tokens == 12
     driven.commit(reader, 13)
-    driven.ledger.preempt_nowait(reader)
+    driven.ledger.preemption.preempt(reader)
     if state != "preempted":
-        driven.ledger.resume(reader)
+        driven.ledger.preemption.resume(reader)
     if state == "in line":
         driven.ledger.queue_allocation(ahead)
         driven.ledger.queue_allocation(reader)
         assert not reader.all_leases()
-    assert driven.ledger.invalidate(author, 4) == (reader,)
+    assert driven.ledger.invalidation.invalidate(author, 4) == (reader,)
     driven.ledger.check_integrity()
 
 
@@ -138,8 +138,8 @@ def test_its_own_progress_is_not_more_than_it_may_read() -> None:
         request = driven.running(A, max_hit_tokens=limit)
         if computed > request.num_computed_tokens:
             driven.commit(request, computed)
-        driven.land(driven.ledger.preempt_nowait(request).plans)
-        driven.ledger.resume(request)
+        driven.land(driven.ledger.preemption.preempt(request).plans)
+        driven.ledger.preemption.resume(request)
         assert request.match.num_tokens == expected, (limit, computed)
 
 
@@ -149,10 +149,10 @@ def test_a_refused_resume_changes_nothing(num_tokens: object) -> None:
     driven = Driven(24, 24)
     request = driven.running(A)
     driven.commit(request)
-    driven.ledger.preempt_nowait(request)
+    driven.ledger.preemption.preempt(request)
     before = driven.picture()
     with pytest.raises((InvalidArgument, OutOfBlocks), match=r"num_tokens|blocks"):
-        driven.ledger.resume(request, num_tokens)  # type: ignore[arg-type]
+        driven.ledger.preemption.resume(request, num_tokens)  # type: ignore[arg-type]
     assert driven.picture() == before and request.state is S.PREEMPTED
-    driven.ledger.resume(request, 24)
+    driven.ledger.preemption.resume(request, 24)
     assert request.state is S.PINNED

@@ -817,7 +817,7 @@ def test_a_policy_that_stores_nothing_stores_nothing_at_preemption(policy: Any, 
     driven = Driven(8, store_policy=policy, eviction=eviction)
     request = driven.running(A)
     driven.commit(request)
-    assert driven.ledger.preempt_nowait(request).plans == ()
+    assert driven.ledger.preemption.preempt(request).plans == ()
 
 
 def test_what_is_stored_does_not_evict_the_prefix_it_hangs_on() -> None:

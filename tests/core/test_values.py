@@ -27,7 +27,7 @@ def test_a_fork_can_be_copied() -> None:
     request = ledger.admit(Prefix.of(Root("test"), range(4)))
     ledger.allocate_nowait(request)
     ledger.commit(request, 4)
-    fork = ledger.fork(request)
+    fork = ledger.forks.fork(request)
     assert isinstance(fork, Fork) and copy.copy(fork) == fork and copy.copy(fork).request is fork.request
 
 

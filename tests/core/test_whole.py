@@ -152,7 +152,7 @@ def test_invalidate_takes_back_what_a_failed_forward_committed() -> None:
     driven.land(driven.commit(request, 8))
     driven.land(driven.commit(request, 17))
     table = list(request.table)
-    assert driven.ledger.invalidate(request, 8) == ()
+    assert driven.ledger.invalidation.invalidate(request, 8) == ()
     driven.ledger.check_integrity()
     assert request.num_computed_tokens == 8
     assert driven.hit(A) == (8, 0)
@@ -170,7 +170,7 @@ def test_invalidate_in_the_middle_of_a_block_takes_the_whole_block() -> None:
     driven = Driven(16)
     request = driven.running(A)
     driven.commit(request)
-    driven.ledger.invalidate(request, 6)
+    driven.ledger.invalidation.invalidate(request, 6)
     assert driven.hit(A) == (4, 0)
     assert request.num_computed_tokens == 6
 
@@ -186,7 +186,7 @@ def test_who_matched_the_wrong_bytes_is_named() -> None:
     driven.commit(tainted, 24)
     grandchild = driven.running([*A, *prompt(2, 12)])
     assert grandchild.match.num_device_tokens == 24
-    assert set(driven.ledger.invalidate(wrong, 8)) == {tainted, grandchild}
+    assert set(driven.ledger.invalidation.invalidate(wrong, 8)) == {tainted, grandchild}
     driven.ledger.check_integrity()
     assert driven.hit([*A, *prompt(2, 12)]) == (8, 0)
     assert driven.commit(tainted) == [], "it publishes and stores nothing any more"
@@ -212,7 +212,7 @@ def test_who_has_only_matched_wrong_bytes_matches_again(turn: str) -> None:
     if turn == "granted":
         driven.release(filler)
         assert waiter is not None and waiter.granted is not None
-    assert driven.ledger.invalidate(wrong, 8) == ()
+    assert driven.ledger.invalidation.invalidate(wrong, 8) == ()
     driven.ledger.check_integrity()
     if turn != "granted":
         driven.release(filler)
@@ -234,7 +234,7 @@ def test_what_somebody_gone_computed_on_wrong_bytes_is_taken_back() -> None:
     driven.commit(wrong)
     driven.serve([*A[:16], *prompt(2, 9)])
     assert driven.hit([*A[:16], *prompt(2, 9)]) == (24, 0)
-    driven.ledger.invalidate(wrong, 0)
+    driven.ledger.invalidation.invalidate(wrong, 0)
     driven.ledger.check_integrity()
     driven.commit(wrong)
     assert driven.hit([*A[:16], *prompt(2, 9)]) == (16, 0)
@@ -248,7 +248,7 @@ def test_what_is_in_flight_from_a_failed_forward_publishes_nothing() -> None:
     driven = Driven(16)
     request = driven.running(A)
     (store,) = driven.launch(driven.commit(request))
-    driven.ledger.invalidate(request, 0)
+    driven.ledger.invalidation.invalidate(request, 0)
     driven.end(store)
     driven.release(request, "cancelled")
     assert driven.hit(A) == (0, 0)
@@ -262,9 +262,9 @@ def test_tokens_sampled_by_a_failed_forward_are_forgotten() -> None:
     driven.commit(request, 6, [900])
     driven.commit(request, 7, [901])
     driven.commit(request, 8, [902])
-    driven.ledger.invalidate(request, 7)
+    driven.ledger.invalidation.invalidate(request, 7)
     assert request.sequence.num_tokens == 8  # six, 900, and 901, which was sampled from what is right
-    driven.ledger.invalidate(request, 6)
+    driven.ledger.invalidation.invalidate(request, 6)
     assert request.sequence.num_tokens == 7
     driven.commit(request, 7, [801])
     driven.commit(request, 8, [802])
@@ -280,8 +280,8 @@ def test_nothing_of_others_is_taken_back() -> None:
     driven.commit(request, 12)
     for from_token in (7, 13):
         with pytest.raises(CommitError, match="from_token"):
-            driven.ledger.invalidate(request, from_token)
-    driven.ledger.invalidate(request, 8)
+            driven.ledger.invalidation.invalidate(request, from_token)
+    driven.ledger.invalidation.invalidate(request, 8)
     assert driven.hit(A) == (8, 0)
 
 

@@ -144,7 +144,7 @@ class Walk:
 
     def check(self) -> None:
         self.ledger.check_integrity()
-        device, holders = self.ledger.statistics().device, self.ledger.holders()
+        device, holders = self.ledger.statistics().device, self.ledger.reports.holders()
         held = sum(holder.num_blocks for holder in holders)  # what several hold counts for each
         assert held >= device.num_pinned + device.num_quarantined, f"{device} are held by {list(map(str, holders))}"
         for client in self.clients:
@@ -246,7 +246,7 @@ class Walk:
         self.counts["forked with copies"] += bool(forked.copies)
 
     def fork_of(self, client: Client, num_tokens: int) -> Any:
-        return self.ledger.fork(client.record, num_tokens=num_tokens)
+        return self.ledger.forks.fork(client.record, num_tokens=num_tokens)
 
     def allocate(self, client: Client | None = None) -> None:
         client = client or self.pick(S.PINNED)
@@ -320,7 +320,7 @@ class Walk:
                 self.device[table[position]] = self.tag(client, group, position)
         self.allow(client, num_computed)
         self.take(self.ledger.commit(request, num_computed, new))
-        self.take(self.ledger.plan_write_back())
+        self.take(self.ledger.write_back.plan())
         self.counts["committed"] += 1
 
     def allow(self, client: Client, num_tokens: int) -> None:
@@ -352,7 +352,7 @@ class Walk:
         self.clients.remove(client)
         self.take(self.ledger.release(client.record, reason))
         if self.choices.random() < 0.9:  # it may be forgotten
-            self.take(self.ledger.plan_write_back())
+            self.take(self.ledger.write_back.plan())
         self.counts[client.record.state.value] += 1
 
     def step(self) -> None:
@@ -373,7 +373,7 @@ class Walk:
         request = client.record
         start = self.random.randint(request.ready_stop * UNIT, request.num_computed_tokens)
         wrong = self.written(request, start)
-        for tainted in self.ledger.invalidate(request, start):
+        for tainted in self.ledger.invalidation.invalidate(request, start):
             self.counts["tainted"] += 1
             self.end(next(other for other in self.clients if other.record is tainted), "prefix_invalidated")
         for block_id in wrong - {0}:
@@ -399,7 +399,7 @@ class Walk:
         is_queued = self.ledger.statistics().num_waiting > 0  # who waits may be given room at once
         held, before, is_loading = self.held(request), self.ledger.admission.num_available, request.state in LOADING
         self.allow(client, len(client.tokens))  # also what it has only hit so far
-        found = self.ledger.preempt_nowait(request)
+        found = self.ledger.preemption.preempt(request)
         assert request.state is S.PREEMPTED and request.num_blocks == 0
         assert is_loading or is_queued or found.num_freed == max(0, self.ledger.admission.num_available - before)
         assert is_loading or found.num_pending <= len(held)
@@ -412,7 +412,7 @@ class Walk:
     def resume(self) -> None:
         client = self.pick(S.PREEMPTED)
         if client is not None:
-            self.ledger.resume(client.record)
+            self.ledger.preemption.resume(client.record)
             assert client.record.match.num_tokens < len(client.tokens), "a token is always left to compute"
             self.counts["resumed"] += 1
             self.counts["resumed with a hit"] += client.record.match.num_tokens > 0

@@ -97,7 +97,7 @@ class OwnSteps:
         tokens = [*self.random.choice(self.stories)[: self.random.randint(5, 40)], 1000]
         prefix = Prefix.of(Root("toy"), tokens)
         if self.random.random() < 0.1:
-            self.pins.append(self.ledger.pin(prefix))
+            self.pins.append(self.ledger.pins.hold(prefix))
         record = self.ledger.admit(prefix)
         waiter = self.ledger.queue_allocation(record, len(tokens) + 8)
         self.clients.append(Client(record, tokens, len(tokens) + self.random.randint(1, 8), waiter))
@@ -122,7 +122,7 @@ class OwnSteps:
         if not sampled:
             self.leave(client, "closed_early")
         elif self.random.random() < 0.05:
-            self.launch(self.ledger.preempt_nowait(client.record).plans)
+            self.launch(self.ledger.preemption.preempt(client.record).plans)
 
     def leave(self, client: Client, reason: str) -> None:
         self.clients.remove(client)
@@ -135,14 +135,14 @@ class OwnSteps:
             if self.random.random() < 0.02:
                 self.leave(client, "client_gone")
             elif state is RequestState.PREEMPTED:
-                self.ledger.resume(client.record)
+                self.ledger.preemption.resume(client.record)
                 client.waiter = self.ledger.queue_allocation(client.record, len(client.tokens) + 8)
             elif state is RequestState.RUNNING:
                 self.compute(client)
             elif state in (RequestState.PINNED, RequestState.REQUEUED):
                 self.take_room(client)
         if self.pins and self.random.random() < 0.2:
-            self.ledger.unpin(self.pins.pop())
+            self.ledger.pins.release(self.pins.pop())
         self.ledger.check_integrity()
         self.between()
 

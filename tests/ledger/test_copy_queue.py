@@ -275,7 +275,7 @@ def test_a_report_wakes_in_its_own_thread_and_pins_lapse_by_the_same_clock() -> 
     loop, woken = Loop(), list[int]()
     loop.queue.wake = lambda: woken.append(threading.get_ident())
     loop.host(1)
-    pin = loop.ledger.pin(prompt(1, 2), expires_at=3)
+    pin = loop.ledger.pins.hold(prompt(1, 2), expires_at=3)
     assert loop.queue.next_deadline == 3
     before = len(woken)
     thread = threading.Thread(target=loop.queue.deliver, args=(Completion(99, Outcome.LANDED),))

@@ -125,7 +125,7 @@ async def client(runtime: OffloadRuntime, rng: random.Random, num_requests: int)
 
 def registry_of(runtime: OffloadRuntime) -> CollectorRegistry:
     """Of a runtime that is open already."""
-    moves, registry, metrics = runtime.ledger._moves, CollectorRegistry(), Metrics(runtime.env)
+    moves, registry, metrics = runtime.ledger.moves, CollectorRegistry(), Metrics(runtime.env)
     moves.observer = Observers(moves.observer, metrics)  # type: ignore[arg-type]
     registry.register(MetricsCollector(runtime, metrics))
     return registry

@@ -84,9 +84,9 @@ async def test_an_observer_that_raises_breaks_nothing() -> None:
 async def test_without_observers_nothing_stands_between() -> None:
     """The ledger tells the telemetry itself, and the transport reports to the worker itself."""
     async with measured() as found:
-        assert found.runtime.ledger._moves.observer is found.runtime.observers
+        assert found.runtime.ledger.moves.observer is found.runtime.observers
     plain = type(found.runtime)(found.runtime.config, found.runtime.transport.backend.regions[0].tensor)
-    assert plain.ledger._moves.observer is plain.telemetry
+    assert plain.ledger.moves.observer is plain.telemetry
     assert plain.observers.hearing(plain.worker.copies.deliver) == plain.worker.copies.deliver
 
 

@@ -114,11 +114,11 @@ def spoken(
         ledger.allocate_nowait(record)
         hits.append((record.match.num_device_tokens // BLOCK_TOKENS, record.match.num_host_tokens // BLOCK_TOKENS))
         land(ledger, ledger.plan_load(record))
-        land(ledger, chain(ledger.commit(record, len(said), answer[:1]), ledger.plan_write_back()))
+        land(ledger, chain(ledger.commit(record, len(said), answer[:1]), ledger.write_back.plan()))
         for at, token in enumerate(answer[1:], len(said) + 1):
             ledger.extend_nowait(record, at)
-            land(ledger, chain(ledger.commit(record, at, (token,)), ledger.plan_write_back()))
-        land(ledger, chain(ledger.release(record), ledger.plan_write_back()))
+            land(ledger, chain(ledger.commit(record, at, (token,)), ledger.write_back.plan()))
+        land(ledger, chain(ledger.release(record), ledger.write_back.plan()))
         heard.append(said + answer)
     return hits
 

@@ -130,7 +130,7 @@ def test_forks_are_not_recorded(tmp_path: Path) -> None:
         ledger.allocate_nowait(record)
         ledger.plan_load(record)
         ledger.commit(record, 8, (1,))
-        child = ledger.fork(record, num_tokens=12).request
+        child = ledger.forks.fork(record, num_tokens=12).request
         ledger.commit(child, 9, (2,))
         for each in (child, record):
             ledger.release(each)

@@ -69,7 +69,7 @@ async def stored(engine: Engine) -> None:
     runtime = engine.runtime
     await runtime.wait_restored()
     await runtime.flush()
-    while plans := runtime.ledger.plan_disk_flush(1000):
+    while plans := runtime.ledger.disk.plan_flush(1000):
         runtime.worker.submit(plans)
         await runtime.flush()
 

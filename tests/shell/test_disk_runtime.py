@@ -316,7 +316,7 @@ async def test_what_is_being_stored_while_it_is_taken_back_is_found_by_nobody() 
             engine.compute(request, B, 0)
             request.commit(len(A))
             await runtime.flush()
-            runtime.worker.submit(runtime.ledger.plan_disk_flush(1000))
+            runtime.worker.submit(runtime.ledger.disk.plan_flush(1000))
             await hanging.wait_for()
             written: list[bool] = []
             disk.wrote = lambda name, offset, data: written.append(any(data)) if name == "table" else None

@@ -85,7 +85,7 @@ async def test_what_was_declined_is_explained() -> None:
             await request.resume()
             assert await request.load() == 16
             assert engine.runtime.requests()[0].declined is None
-        assert not engine.runtime.ledger.situation.declined
+        assert not engine.runtime.ledger.reports.declined
         await assert_at_rest(engine.runtime)
 
 

@@ -394,7 +394,7 @@ async def test_a_pending_load_of_before_starts_nothing_on_another_load() -> None
             await before.wait()
             await request.preempt()
             await engine.evict_device()
-            engine.runtime.ledger.resume(request._live())
+            engine.runtime.ledger.preemption.resume(request._live())
             pending = await loading(request, transport)
             assert before.region(0).query() and not pending.region(0).query()
             assert pending.can_start and not before.can_start

@@ -205,7 +205,7 @@ async def test_behind_a_disk(tmp_path: Any) -> None:
         await engine.runtime.wait_restored()
         await engine.serve(long[:17], reads_cache=False)
         await engine.runtime.flush()
-        while plans := engine.runtime.ledger.plan_disk_flush(1000):
+        while plans := engine.runtime.ledger.disk.plan_flush(1000):
             engine.runtime.worker.submit(plans)
             await engine.runtime.flush()
         await forget_locally(engine)
@@ -284,7 +284,7 @@ async def test_a_question_that_hangs_is_waited_for_no_longer_than_said() -> None
             await turns(20)
             assert not found
             await goes_on_after(10.0, found)
-        assert found == [0] and not engine.runtime.ledger.situation.asking
+        assert found == [0] and not engine.runtime.ledger.reports.asking
         await assert_quiet(engine.runtime)
 
 
@@ -307,7 +307,7 @@ async def test_who_is_cancelled_while_it_asks_leaves_nothing(num_waits: int) -> 
         finally:
             hanging.let_go()
         await assert_quiet(engine.runtime)
-        assert not engine.runtime.ledger.situation.asking
+        assert not engine.runtime.ledger.reports.asking
         assert await engine.serve(A) > 0
         await assert_quiet(engine.runtime)
 

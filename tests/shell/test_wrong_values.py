@@ -212,7 +212,7 @@ def allocated(cache: Cache) -> Any:
 def preempted(cache: Cache) -> Any:
     record = allocated(cache)
     cache.ledger.plan_load(record)
-    cache.ledger.preempt_nowait(record)
+    cache.ledger.preemption.preempt(record)
     return record
 
 
@@ -280,10 +280,10 @@ LEDGER: dict[str, Row] = {
     ),
     "accept": Row(lambda c, v: c.ledger.accept(v), "waiter"),
     "withdraw": Row(lambda c, v: c.ledger.withdraw(v), "waiter"),
-    "num_shared_tokens": Row(lambda c, v: c.ledger.num_shared_tokens(v), REQUEST),
-    "fork": Row(lambda c, v: c.ledger.fork(v), REQUEST),
-    "fork request_id": Row(lambda c, v: c.ledger.fork(c.running, v), "request_id", "None '' 'x' surrogate"),
-    "fork num_tokens": Row(lambda c, v: c.ledger.fork(c.running, num_tokens=v), "num_tokens", "0 1", (OutOfBlocks,)),
+    "num_shared_tokens": Row(lambda c, v: c.ledger.forks.num_shared_tokens(v), REQUEST),
+    "fork": Row(lambda c, v: c.ledger.forks.fork(v), REQUEST),
+    "fork request_id": Row(lambda c, v: c.ledger.forks.fork(c.running, v), "request_id", "None '' 'x' surrogate"),
+    "fork num_tokens": Row(lambda c, v: c.ledger.forks.fork(c.running, num_tokens=v), "num_tokens", "0 1", (OutOfBlocks,)),
     "plan_load max_tokens": Row(
         with_holding(allocated, lambda one, h, v: one.plan_load(h, v)), "max_tokens", ANY_COUNT
     ),
@@ -320,54 +320,54 @@ LEDGER: dict[str, Row] = {
     "check_commit new_token_ids": Row(
         lambda c, v: c.ledger.check_commit(c.running, 20, v), "new_token_ids", "[] () range memoryview"
     ),
-    "invalidate": Row(lambda c, v: c.ledger.invalidate(v, 0), REQUEST),
-    "invalidate from_token": Row(lambda c, v: c.ledger.invalidate(c.running, v), "from_token", "0", skip="1"),
+    "invalidate": Row(lambda c, v: c.ledger.invalidation.invalidate(v, 0), REQUEST),
+    "invalidate from_token": Row(lambda c, v: c.ledger.invalidation.invalidate(c.running, v), "from_token", "0", skip="1"),
     "step": Row(lambda c, v: entered(c.ledger.step(v)), "requests request", EMPTY),
     "step of one": Row(lambda c, v: entered(c.ledger.step([v])), REQUEST),
-    "step arriving": Row(lambda c, v: entered(c.ledger.step([], v)), "arriving request", EMPTY),
-    "can_start_early": Row(lambda c, v: c.ledger.can_start_early(v), REQUEST),
+    "step arriving": Row(lambda c, v: entered(c.ledger.overlap.step([], v)), "arriving request", EMPTY),
+    "can_start_early": Row(lambda c, v: c.ledger.overlap.can_start(v), REQUEST),
     "lost_to_reset": Row(lambda c, v: c.ledger.lost_to_reset(v), REQUEST),
-    "num_expected_tokens": Row(lambda c, v: c.ledger.num_expected_tokens(v), REQUEST),
-    "expected_block_ids": Row(lambda c, v: c.ledger.expected_block_ids(v), REQUEST),
-    "begin_again": Row(lambda c, v: c.ledger.begin_again(v), REQUEST),
-    "first_invalid_token": Row(lambda c, v: c.ledger.first_invalid_token(v), REQUEST),
+    "num_expected_tokens": Row(lambda c, v: c.ledger.overlap.num_expected_tokens(v), REQUEST),
+    "expected_block_ids": Row(lambda c, v: c.ledger.overlap.block_ids(v), REQUEST),
+    "begin_again": Row(lambda c, v: c.ledger.overlap.begin_again(v), REQUEST),
+    "first_invalid_token": Row(lambda c, v: c.ledger.overlap.first_invalid_token(v), REQUEST),
     "block_ids": Row(lambda c, v: c.ledger.block_ids(v), REQUEST),
     "release": Row(lambda c, v: c.ledger.release(v), REQUEST),
     "release reason": Row(
         with_holding(lambda c: c.fresh, lambda one, h, v: one.release(h, v)), "reason", "'' 'x' surrogate"
     ),
-    "preempt_nowait": Row(lambda c, v: c.ledger.preempt_nowait(v), REQUEST),
-    "resume": Row(lambda c, v: c.ledger.resume(v), REQUEST),
+    "preempt_nowait": Row(lambda c, v: c.ledger.preemption.preempt(v), REQUEST),
+    "resume": Row(lambda c, v: c.ledger.preemption.resume(v), REQUEST),
     "resume num_tokens": Row(
         with_holding(preempted, lambda one, h, v: one.resume(h, v)), "num_tokens", "None 1", (OutOfBlocks,)
     ),
-    "pin": Row(lambda c, v: c.ledger.pin(v), PREFIX),
-    "pin expires_at": Row(lambda c, v: c.ledger.pin(prefix(8), expires_at=v), "expires_at", f"-1 0 {NUMBERS}"),
-    "unpin": Row(lambda c, v: c.ledger.unpin(v), "pin"),
+    "pin": Row(lambda c, v: c.ledger.pins.hold(v), PREFIX),
+    "pin expires_at": Row(lambda c, v: c.ledger.pins.hold(prefix(8), expires_at=v), "expires_at", f"-1 0 {NUMBERS}"),
+    "unpin": Row(lambda c, v: c.ledger.pins.release(v), "pin"),
     "lapse": Row(lambda c, v: c.ledger.lapse(v), "now", f"-1 0 {NUMBERS}"),
-    "prefetch": Row(lambda c, v: c.ledger.prefetch(v), PREFIX),
-    "prefetch wake": Row(lambda c, v: c.ledger.prefetch(prefix(8), v), "wake", CALLABLES),
-    "fetch": Row(lambda c, v: c.ledger.fetch(v), PREFIX),
-    "num_fetch_blocks": Row(lambda c, v: c.ledger.num_fetch_blocks(v), PREFIX),
-    "num_remote_fetch_blocks": Row(lambda c, v: c.ledger.num_remote_fetch_blocks(v, 8), PREFIX),
+    "prefetch": Row(lambda c, v: c.ledger.transfers.prefetch(v), PREFIX),
+    "prefetch wake": Row(lambda c, v: c.ledger.transfers.prefetch(prefix(8), v), "wake", CALLABLES),
+    "fetch": Row(lambda c, v: c.ledger.fetches.fetch(v), PREFIX),
+    "num_fetch_blocks": Row(lambda c, v: c.ledger.fetches.num_blocks(v), PREFIX),
+    "num_remote_fetch_blocks": Row(lambda c, v: c.ledger.fetches.num_remote_blocks(v, 8), PREFIX),
     "num_remote_fetch_blocks num_remote_tokens": Row(
-        lambda c, v: c.ledger.num_remote_fetch_blocks(prefix(8), v), "num_remote_tokens", skip="0 1 2**70 huge"
+        lambda c, v: c.ledger.fetches.num_remote_blocks(prefix(8), v), "num_remote_tokens", skip="0 1 2**70 huge"
     ),
-    "match_fetched": Row(lambda c, v: c.ledger.match_fetched(v), REQUEST),
-    "plan_disk_stores": Row(lambda c, v: c.ledger.plan_disk_stores(v), "max_blocks", "0 1 2**70 huge"),
-    "plan_disk_stores is_idle": Row(lambda c, v: c.ledger.plan_disk_stores(1, is_idle=v), "is_idle", "True"),
+    "match_fetched": Row(lambda c, v: c.ledger.fetches.match_again(v), REQUEST),
+    "plan_disk_stores": Row(lambda c, v: c.ledger.disk.plan_stores(v), "max_blocks", "0 1 2**70 huge"),
+    "plan_disk_stores is_idle": Row(lambda c, v: c.ledger.disk.plan_stores(1, is_idle=v), "is_idle", "True"),
     "plan_disk_stores only_requested_twice": Row(
-        lambda c, v: c.ledger.plan_disk_stores(1, only_requested_twice=v), "only_requested_twice", "True"
+        lambda c, v: c.ledger.disk.plan_stores(1, only_requested_twice=v), "only_requested_twice", "True"
     ),
-    "plan_disk_flush": Row(lambda c, v: c.ledger.plan_disk_flush(v), "max_blocks", "0 1 2**70 huge"),
+    "plan_disk_flush": Row(lambda c, v: c.ledger.disk.plan_flush(v), "max_blocks", "0 1 2**70 huge"),
     "fetch num_remote_tokens": Row(
-        lambda c, v: c.ledger.fetch(prefix(8), num_remote_tokens=v), "num_remote_tokens", skip="0"
+        lambda c, v: c.ledger.fetches.fetch(prefix(8), num_remote_tokens=v), "num_remote_tokens", skip="0"
     ),
-    "plan_remote_stores": Row(lambda c, v: c.ledger.plan_remote_stores(v, bool), "max_blocks", "0 1 2**70 huge"),
-    "plan_remote_stores is_wanted": Row(lambda c, v: c.ledger.plan_remote_stores(1, v), "is_wanted", CALLABLES),
-    "demote": Row(lambda c, v: c.ledger.demote(v), PREFIX),
-    "demote wake": Row(lambda c, v: c.ledger.demote(prefix(8), v), "wake", CALLABLES),
-    "cancel": Row(lambda c, v: c.ledger.cancel(v), "transfer"),
+    "plan_remote_stores": Row(lambda c, v: c.ledger.remote.plan_stores(v, bool), "max_blocks", "0 1 2**70 huge"),
+    "plan_remote_stores is_wanted": Row(lambda c, v: c.ledger.remote.plan_stores(1, v), "is_wanted", CALLABLES),
+    "demote": Row(lambda c, v: c.ledger.transfers.demote(v), PREFIX),
+    "demote wake": Row(lambda c, v: c.ledger.transfers.demote(prefix(8), v), "wake", CALLABLES),
+    "cancel": Row(lambda c, v: c.ledger.transfers.cancel(v), "transfer"),
     "reset": Row(lambda c, v: c.ledger.reset(v), "tier", "None"),
     "watch": Row(lambda c, v: c.ledger.watch(v), "watcher", "None"),
 }  # fmt: skip
@@ -458,10 +458,10 @@ ENGINE: dict[str, Row] = {
         "[] () range memoryview",
     ),
     "offer is_last": Row(lambda c, v: c.ledger.offer(c.running, 16, [range(500, 504)], is_last=v), "is_last", "True"),
-    "invalidate": Row(lambda c, v: c.ledger.invalidate(v, 0), REQUEST),
-    "invalidate from_token": Row(lambda c, v: c.ledger.invalidate(c.running, v), "from_token", "1 0"),
+    "invalidate": Row(lambda c, v: c.ledger.invalidation.invalidate(v, 0), REQUEST),
+    "invalidate from_token": Row(lambda c, v: c.ledger.invalidation.invalidate(c.running, v), "from_token", "1 0"),
     "release": Row(lambda c, v: c.ledger.release(v), REQUEST),
-    "pin": Row(lambda c, v: c.ledger.pin(v), PREFIX),
+    "pin": Row(lambda c, v: c.ledger.pins.hold(v), PREFIX),
 }  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def test_a_reader_that_is_not_told_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     """Who has computed on what a failed forward wrote has to hear of it."""
 
     def tells_nobody(self: Request, from_token: int) -> None:
-        self._session.ledger.invalidate(self._live(), from_token)
+        self._session.ledger.invalidation.invalidate(self._live(), from_token)
 
     monkeypatch.setattr(Request, "invalidate", tells_nobody)
     assert_found({"not told", "wrong bytes"})

@@ -25,7 +25,7 @@ from functools import partial
 import anyio
 import attrs
 
-from ..._assembly import Ledger
+from ..._assembly import AnyLedger
 from ..._kernel.plans import RestoredRun, TransferPlan
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import Direction, JobState, NoEpoch, Tier
@@ -55,7 +55,7 @@ class DiskState(enum.Enum):
 class DiskWork:
     """The disk tier of one runtime, in its event loop's thread."""
 
-    ledger: Ledger
+    ledger: AnyLedger
     worker: CopyWorker
     disk: TransportDisk
     block_bytes: int
@@ -118,7 +118,7 @@ class DiskWork:
         while self._found:
             run = self._found.popleft()
             if self.state is DiskState.READING:  # after a reset, the ledger restores none of them
-                self.num_restored += self.worker.copies.call_ledger(self.ledger.restore, run) or 0
+                self.num_restored += self.worker.copies.call_ledger(self.ledger.disk.restore, run) or 0
             if self.env.now() >= until_s:
                 self._ask_for_turn()
                 return
@@ -155,13 +155,13 @@ class DiskWork:
         for move in self.disk.take_moves():
             self.telemetry.storage_moved(move)
         self._forget_more()
-        if self.state is not DiskState.READY or not self.ledger.disk_stores_are_due:
+        if self.state is not DiskState.READY or not self.ledger.disk.stores_are_due:
             return
         if not (most := self._num_storable()):
             return
         copies, is_low = self.worker.copies, self.budget.is_low(self.env.now())
         is_busy = copies.num_under_way(Tier.HOST, Tier.DISK) or copies.num_under_way(Tier.DISK, Tier.HOST)
-        plan = partial(self.ledger.plan_disk_stores, most, is_idle=not is_busy, only_requested_twice=is_low)
+        plan = partial(self.ledger.disk.plan_stores, most, is_idle=not is_busy, only_requested_twice=is_low)
         self._store(copies.call_ledger(plan) or ())
 
     def invalidate(self) -> None:
@@ -173,12 +173,12 @@ class DiskWork:
         ]
         self.worker.copies.invalidate_sources(plan.job_id for plan in wrong)
         on_their_way = [slot for plan in wrong for slot in plan.destination_ids]  # even if its copy has just ended
-        self._forget([*self.ledger.take_forgotten_slots(), *on_their_way])
+        self._forget([*self.ledger.disk.take_forgotten(), *on_their_way])
         self.store_more()
 
     def _forget_more(self) -> None:
         """Forget also the slots of copies that were given up and have ended since."""
-        if slots := self.ledger.take_forgotten_slots():
+        if slots := self.ledger.disk.take_forgotten():
             self._forget(slots)
 
     def _forget(self, slots: Sequence[int]) -> None:
@@ -192,7 +192,7 @@ class DiskWork:
     def _num_storable(self) -> int:
         """Blocks that may be stored now: none on a disk that fails or has not confirmed the last reset, and more only
         as the queued stores end."""
-        if self.disk.refuses(Direction.STORE) or self._num_resets < self.ledger.num_disk_resets:
+        if self.disk.refuses(Direction.STORE) or self._num_resets < self.ledger.disk.num_resets:
             return 0
         room = self.worker.copies.room_bytes(Tier.HOST, Tier.DISK)
         return min(MAX_BLOCKS, min(room, self.budget.left(self.env.now())) // self.block_bytes)
@@ -228,7 +228,7 @@ class DiskWork:
     def fetch_s(self, prefix: Prefix) -> float:
         """Seconds until a fetch of `prefix` that begins now would be over; 0 if the disk was not measured yet."""
         copies, link = self.worker.copies, (Tier.DISK, Tier.HOST)
-        num_blocks = self.worker.copies.call_ledger(self.ledger.num_fetch_blocks, prefix) or 0
+        num_blocks = self.worker.copies.call_ledger(self.ledger.fetches.num_blocks, prefix) or 0
         return copies.seconds(*link, num_blocks)
 
     # -- reset ----------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class DiskWork:
         """Wait until the disk has confirmed the ledger's last reset: from then on no restart finds blocks from before.
         `TransferRefused` if that takes longer than `timeout_s` seconds, or if the disk fails, which is turned off then.
         Nothing is stored before the confirmation."""
-        ended, problems, number = anyio.Event(), list[str](), self.ledger.num_disk_resets
+        ended, problems, number = anyio.Event(), list[str](), self.ledger.disk.num_resets
 
         def over(problem: str) -> None:
             self.worker.call_soon(partial(settle, problem))
@@ -281,7 +281,7 @@ class DiskWork:
         self._forget_more()
         while self.state is DiskState.FLUSHING and self.worker.copies.is_accepting:
             if most := self._num_storable():
-                self._store(self.worker.copies.call_ledger(self.ledger.plan_disk_flush, most) or ())
+                self._store(self.worker.copies.call_ledger(self.ledger.disk.plan_flush, most) or ())
             if not self.worker.copies.num_under_way(Tier.HOST, Tier.DISK):
                 return
             await self.worker.wait_settled()

@@ -39,7 +39,7 @@ async def fetch(request: Entered, record: LedgerRequest, prefix: Prefix) -> None
         request._wake()
 
     session = request._session
-    transfer = session.ledger.fetch(
+    transfer = session.ledger.fetches.fetch(
         found.wanted, arrived, num_remote_tokens=found.num_remote_tokens, for_request=record
     )
     session.worker.submit(transfer.plans)
@@ -50,7 +50,7 @@ async def fetch(request: Entered, record: LedgerRequest, prefix: Prefix) -> None
             request._live()  # raises if the request is over, or the runtime closed
     finally:
         if not transfer.is_over:
-            session.ledger.cancel(transfer)
+            session.ledger.transfers.cancel(transfer)
     request._live()
     _match_again(request, record)
 
@@ -130,14 +130,14 @@ class _Search:
 
         session = self.request._session
         question = remote.ask(labels, answered)
-        session.ledger.situation.asking[self.record] = session.now()
+        session.ledger.reports.asking[self.record] = session.now()
         try:
             while not answers:
                 await self.request._wait()
                 self.request._live()
         finally:
             question.cancel()
-            session.ledger.situation.asking.pop(self.record, None)
+            session.ledger.reports.asking.pop(self.record, None)
         if not remote.is_on:
             return 0  # a reset came meanwhile: the cells of the store are from before it
         num_cells = min(answers[0], len(labels))
@@ -168,5 +168,5 @@ def _may_match_again(record: LedgerRequest) -> bool:
 
 def _match_again(request: Entered, record: LedgerRequest) -> None:
     if _may_match_again(record):
-        request._session.ledger.match_fetched(record)
-        request._session.limit_hit(record, request._left_s())
+        request._session.ledger.fetches.match_again(record)
+        request._matched(record)

@@ -39,7 +39,7 @@ from ..remote.extension import RemoteExtension
 from ..remote.rules import cells_before, places_in_cells
 
 if TYPE_CHECKING:
-    from ..._assembly import Handles
+    from ..._assembly import AnyLedger
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Fetches(LedgerExtension):
         self._has_disk, self._remote = has_disk, remote
         self._kept: dict[LedgerRequest, _Kept] = {}
 
-    def on_attach(self, ledger: Handles) -> None:
+    def on_attach(self, ledger: AnyLedger) -> None:
         self._ledger, self.cache, self.request_leases = ledger, ledger.cache, ledger.request_leases
         self.max_share = ledger.config.max_fetch_share
         self.from_disk = self.from_remote = None

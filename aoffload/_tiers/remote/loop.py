@@ -17,7 +17,7 @@ from functools import partial
 import anyio
 import attrs
 
-from ..._assembly import Ledger
+from ..._assembly import AnyLedger
 from ..._kernel.plans import CellLabel
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import Direction, Tier
@@ -41,7 +41,7 @@ MAX_BYTES = 32 * 2**20
 class RemoteWork:
     """The remote tier of one runtime, in its event loop's thread."""
 
-    ledger: Ledger
+    ledger: AnyLedger
     worker: CopyWorker
     remote: TransportRemote
     block_bytes: int
@@ -63,11 +63,11 @@ class RemoteWork:
 
     @property
     def cell_tokens(self) -> int:
-        return self.ledger.cell_units * self.ledger.layout.unit_tokens
+        return self.ledger.remote.cell_units * self.ledger.layout.unit_tokens
 
     @property
     def cell_blocks(self) -> int:
-        return self.ledger.cell_units * self.ledger.layout.full.width
+        return self.ledger.remote.cell_units * self.ledger.layout.full.width
 
     # -- begin and end --------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class RemoteWork:
         """Seconds until the first `num_remote_tokens` tokens of `prefix` would be in host memory; 0 if the store was
         not measured yet."""
         copies, link = self.worker.copies, (Tier.REMOTE, Tier.HOST)
-        num_blocks = copies.call_ledger(self.ledger.num_remote_fetch_blocks, prefix, num_remote_tokens) or 0
+        num_blocks = copies.call_ledger(self.ledger.fetches.num_remote_blocks, prefix, num_remote_tokens) or 0
         return copies.seconds(*link, num_blocks)
 
     async def labels(self, prefix: Prefix, after: int) -> Sequence[CellLabel]:
@@ -137,7 +137,7 @@ class RemoteWork:
         return compute()
 
     def labels_nowait(self, prefix: Prefix, after: int) -> Sequence[CellLabel]:
-        cells = cells_of(prefix, self.ledger.layout.unit_tokens, self.ledger.cell_units)
+        cells = cells_of(prefix, self.ledger.layout.unit_tokens, self.ledger.remote.cell_units)
         return cells[after // self.cell_tokens :]
 
     def ask(self, labels: Sequence[CellLabel], answered: Callable[[int], object]) -> Question:
@@ -160,7 +160,7 @@ class RemoteWork:
         self._forget()  # also when it is off: others use the store
         is_refused = self.remote.refuses(Direction.STORE)  # removals are tried again with it
         if self.is_on and not is_refused and (most := self._num_storable()):
-            plans = self.worker.copies.call_ledger(self.ledger.plan_remote_stores, most, self.remote.is_wanted) or ()
+            plans = self.worker.copies.call_ledger(self.ledger.remote.plan_stores, most, self.remote.is_wanted) or ()
             self.worker.submit(plans)
 
     def _num_storable(self) -> int:
@@ -173,7 +173,7 @@ class RemoteWork:
 
     def _forget(self) -> None:
         """Remove the cells that hold blocks of a failed forward."""
-        if cells := self.ledger.take_forgotten_cells():
+        if cells := self.ledger.remote.take_forgotten():
             self.remote.forget(cells)
 
 

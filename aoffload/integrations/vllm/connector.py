@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from aoffload import KVRegion, Ledger
+from aoffload import HostCache, KVRegion
 
 from ...transport import LocalTransport, Transport
 from .groups import CachedGroups
@@ -103,7 +103,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return LocalTransport(regions, disk=self._config.disk, remote=self._config.remote)
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> HostCache:
         """The ledger, in the scheduler: for a look at it from outside."""
         return self._deciding.half.ledger
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from aoffload import DiskTier, Ledger, Tier
+from aoffload import DiskTier, HostCache, Tier
 
 from ..._tiers.disk.forgetting import DiskTrouble
 from ..._tiers.write_rate import DailyBudget
@@ -45,7 +45,7 @@ class DiskState(enum.Enum):
 class DiskSide:
     """One per engine with a disk. All calls come from the thread of vLLM's scheduler, and none waits."""
 
-    ledger: Ledger
+    ledger: HostCache
     queue: CopyQueue
     outbox: TieredOutbox
     counts: Counts
@@ -115,7 +115,7 @@ class DiskSide:
             return
         until = self.clock() + TURN_S
         while self._found:
-            self.counts.counted["restored_blocks"] += self.ledger.restore(self._found.popleft())
+            self.counts.counted["restored_blocks"] += self.ledger.disk.restore(self._found.popleft())
             if self.clock() >= until:
                 return
         if self._reading is None:
@@ -134,7 +134,7 @@ class DiskSide:
     def reset(self) -> None:
         """The ledger has forgotten all: no restart may find it. The worker hears of it in the next step."""
         if self.state is not DiskState.OFF:
-            self._num_resets = self.ledger.num_disk_resets
+            self._num_resets = self.ledger.disk.num_resets
             self.outbox.reset(self._num_resets)
 
     # -- storing --------------------------------------------------------------------------------------------------
@@ -143,18 +143,18 @@ class DiskSide:
         """Take in a part of what was read back. Store what host memory is about to evict; while the disk has nothing to
         do, also what was asked for twice."""
         self._take_in()
-        if forgotten := self.ledger.take_forgotten_slots():
+        if forgotten := self.ledger.disk.take_forgotten():
             self.outbox.forget(forgotten)
         if self.state is DiskState.READY and (most := self._num_storable()):
             is_low, is_idle = self.budget.is_low(self.clock()), not any(map(self._num_under_way, (LOADS, STORES)))
-            self._store(self.ledger.plan_disk_stores(most, is_idle=is_idle, only_requested_twice=is_low))
+            self._store(self.ledger.disk.plan_stores(most, is_idle=is_idle, only_requested_twice=is_low))
 
     def flush(self) -> bool:
         """The engine ends: store what the disk lacks. Returns whether there may be more to wait for."""
         if self.state is not DiskState.READY:
             return False
         if most := self._num_storable():
-            self._store(self.ledger.plan_disk_flush(most))
+            self._store(self.ledger.disk.plan_flush(most))
         return bool(self._num_under_way(STORES))
 
     def _num_under_way(self, link: tuple[Tier, Tier]) -> int:

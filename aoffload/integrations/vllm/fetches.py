@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import attrs
 
-from aoffload import Ledger, PrefixMatch, RequestState, Tier
+from aoffload import HostCache, PrefixMatch, RequestState, Tier
 
 from ..._kernel.prefix import TOKEN_BYTES
 from ..._runtime.costs import PrefillSpeed, fetch_bound_s
@@ -44,7 +44,7 @@ class Offer:
 class Fetches:
     """One per engine with a disk or a remote store."""
 
-    ledger: Ledger
+    ledger: HostCache
     queue: CopyQueue
     counts: Counts
     block_bytes: int
@@ -70,7 +70,7 @@ class Fetches:
                 return PENDING
             if not found.fetch.is_over:
                 self.counts.counted["late_fetches"] += 1
-                self.ledger.cancel(found.fetch)
+                self.ledger.transfers.cancel(found.fetch)
             match = found.ask_behind_fetch(self.ledger, self.counts.num_failed)
         if is_late:
             found.fetching = Fetching.OVER
@@ -122,9 +122,9 @@ class Fetches:
         stop, seconds = max(disk_stop, remote_stop), 0.0
         wanted = _first(found.prefix, stop)
         if disk_stop > match.num_tokens:
-            seconds = self._seconds(FROM_DISK, self.ledger.num_fetch_blocks(_first(found.prefix, disk_stop)))
+            seconds = self._seconds(FROM_DISK, self.ledger.fetches.num_blocks(_first(found.prefix, disk_stop)))
         if remote_stop:
-            num_blocks = self.ledger.num_remote_fetch_blocks(wanted, remote_stop)
+            num_blocks = self.ledger.fetches.num_remote_blocks(wanted, remote_stop)
             seconds = max(seconds, self._seconds(FROM_REMOTE, num_blocks))
         return Offer(stop, remote_stop, seconds)
 
@@ -159,10 +159,10 @@ class Fetches:
         def arrived() -> None:
             # In the step that ends the fetch: its blocks are evictable from now on.
             if record.state is RequestState.PINNED:
-                self.ledger.match_fetched(record)
+                self.ledger.fetches.match_again(record)
 
         wanted = _first(found.prefix, offer.stop)
-        fetch = self.ledger.fetch(wanted, arrived, num_remote_tokens=offer.remote_stop, for_request=record)
+        fetch = self.ledger.fetches.fetch(wanted, arrived, num_remote_tokens=offer.remote_stop, for_request=record)
         if found.num_tried < 0:
             found.fetch_until = self.clock() + self._bound_s(match, offer)
             self.counts.counted["fetches"] += 1

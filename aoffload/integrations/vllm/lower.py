@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from aoffload import Ledger, OffloadConfig, PrefixMatch
+from aoffload import HostCache, OffloadConfig, PrefixMatch
 
 from ..._runtime.costs import PrefillSpeed
 from ...ledger import Completion, CopyQueue
@@ -25,14 +25,14 @@ __all__ = ["Lower"]
 class Lower:
     """One per engine with such tiers. All calls come from the thread of vLLM's scheduler, and none waits."""
 
-    ledger: Ledger
+    ledger: HostCache
     disk: DiskSide | None
     remote: RemoteSide | None
     fetches: Fetches
 
     @classmethod
     def of(
-        cls, config: OffloadConfig, ledger: Ledger, queue: CopyQueue, outbox: TieredOutbox, counts: Counts,
+        cls, config: OffloadConfig, ledger: HostCache, queue: CopyQueue, outbox: TieredOutbox, counts: Counts,
         block_bytes: int, speed: PrefillSpeed, clock: Callable[[], float],
     ) -> Lower:  # fmt: skip
         most_s = config.fetch_bound_s

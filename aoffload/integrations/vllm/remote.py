@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import attrs
 
-from aoffload import Ledger, RemoteTier, Tier
+from aoffload import HostCache, RemoteTier, Tier
 
 from ..._tiers.remote.memory import CellMemory, Known
 from ..._tiers.remote.rules import cells_of
@@ -50,7 +50,7 @@ class Asked:
 class RemoteSide:
     """One per engine with a remote store. All calls come from the thread of vLLM's scheduler, and none waits."""
 
-    ledger: Ledger
+    ledger: HostCache
     queue: CopyQueue
     outbox: TieredOutbox
     counts: Counts
@@ -72,11 +72,11 @@ class RemoteSide:
 
     @property
     def _cell_bytes(self) -> int:
-        return self.ledger.cell_units * self.ledger.layout.full.width * self.block_bytes
+        return self.ledger.remote.cell_units * self.ledger.layout.full.width * self.block_bytes
 
     @property
     def cell_tokens(self) -> int:
-        return self.ledger.cell_units * self.ledger.layout.unit_tokens
+        return self.ledger.remote.cell_units * self.ledger.layout.unit_tokens
 
     def gauges(self) -> dict[str, float]:
         """Whether the store is off, and whether all of its nodes are left alone."""
@@ -114,7 +114,7 @@ class RemoteSide:
     def look(self) -> None:
         """Store what was asked for twice and the store lacks."""
         if self.is_on and not self._refusing.stores and (most := self._num_storable()):
-            plans = self.ledger.plan_remote_stores(most, self._is_wanted)
+            plans = self.ledger.remote.plan_stores(most, self._is_wanted)
             self.queue.submit(plans)
 
     def _is_wanted(self, label: CellLabel) -> bool:
@@ -141,7 +141,7 @@ class RemoteSide:
 
     def ask(self, prefix: Prefix, behind: int) -> Asked:
         """Ask for the whole cells of `prefix` behind its token `behind`. The answer comes with a later step."""
-        cells = cells_of(prefix, self.ledger.layout.unit_tokens, self.ledger.cell_units)
+        cells = cells_of(prefix, self.ledger.layout.unit_tokens, self.ledger.remote.cell_units)
         asked = Asked(cells[behind // self.cell_tokens :], self.clock() + self.answer_s)
         self._num_asked += 1
         self._questions[self._num_asked] = asked

@@ -8,9 +8,10 @@ from typing import Any
 
 import attrs
 
-from aoffload import Ledger, PrefixMatch, RequestState
+from aoffload import HostCache, PrefixMatch, RequestState
 
-from ...ledger import Fetch, LedgerRequest, Prefix
+from ..._host_cache.requests import HostCacheRequest
+from ...ledger import Fetch, Prefix
 from .keys import grown
 from .messages import AdapterUse
 from .remote import Asked
@@ -44,7 +45,7 @@ class EngineRequest:
     request_id: str
     prefix: Prefix
     """Its tokens when it was last admitted; a long list of ids is read once."""
-    record: LedgerRequest | None = None
+    record: HostCacheRequest | None = None
     """None before it asks, and once it was preempted or its load was lost."""
     num_known: int = 0
     """Tokens that the ledger knows."""
@@ -112,7 +113,7 @@ class EngineRequest:
             return None
         return record.match if record.state in _ASKING else None
 
-    def ask(self, ledger: Ledger, num_local: int, num_failed: int) -> PrefixMatch:
+    def ask(self, ledger: HostCache, num_local: int, num_failed: int) -> PrefixMatch:
         """Match what the host has behind `num_local` tokens, with all tokens that the request has by now."""
         record = self._match(ledger, num_local)
         self.num_failed = num_failed
@@ -120,7 +121,7 @@ class EngineRequest:
         self.ask_at = ledger.pending_until(record) if record.match.is_pending else math.inf
         return record.match
 
-    def _match(self, ledger: Ledger, num_local: int) -> LedgerRequest:
+    def _match(self, ledger: HostCache, num_local: int) -> HostCacheRequest:
         self.num_local = num_local
         record = self.record
         if record is not None and self.is_asking:
@@ -140,7 +141,7 @@ class EngineRequest:
         )
         return self.record
 
-    def ask_late(self, ledger: Ledger) -> None:
+    def ask_late(self, ledger: HostCache) -> None:
         """Admit it to the ledger although it runs already. It loads nothing."""
         self.is_late = False
         self.prefix = prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
@@ -149,13 +150,13 @@ class EngineRequest:
             prefix, request_id=self.request_id, reads_cache=False, num_device_tokens=self.num_local
         )
 
-    def bar(self, ledger: Ledger) -> None:
+    def bar(self, ledger: HostCache) -> None:
         """Cache nothing of it from now on. If vLLM waits for its load, that load counts as failed."""
         self.is_barred, self.is_late = True, False
         if self.wait is Wait.NONE:
             self.leave(ledger, "adapter_changed")
 
-    def ask_behind_fetch(self, ledger: Ledger, num_failed: int) -> PrefixMatch:
+    def ask_behind_fetch(self, ledger: HostCache, num_failed: int) -> PrefixMatch:
         """A fetch is over. Begin anew: by now, another request may be loading what it has brought."""
         kept = self.fetching, self.asked, self.fetch_until, self.num_tried, self.num_fetched
         self.leave(ledger, "fetched")
@@ -167,14 +168,14 @@ class EngineRequest:
         """What it has computed up to block `stop` is offered in this step."""
         self.wait, self.offered_stop, self.next_offer = Wait.NONE, stop, (stop + 1) * unit
 
-    def leave(self, ledger: Ledger, reason: str) -> None:
+    def leave(self, ledger: HostCache, reason: str) -> None:
         """Let the ledger forget the request. Copies that are under way hold their blocks themselves."""
         record, self.record = self.record, None
         fetch, self.fetch, self.fetching = self.fetch, None, Fetching.OPEN
         self.asked, self.fetch_until, self.num_tried, self.num_fetched = None, math.inf, -1, -1
         self.has_to_be_compared = False
         if fetch is not None:
-            ledger.cancel(fetch)
+            ledger.transfers.cancel(fetch)
         if record is not None:
             ledger.release(record, reason)
 

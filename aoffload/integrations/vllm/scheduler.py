@@ -22,7 +22,7 @@ from typing import Any
 
 import attrs
 
-from aoffload import Ledger, OffloadConfig
+from aoffload import HostCache, OffloadConfig
 
 from ..._kernel.prefix import Roots
 from ..._runtime.costs import PrefillSpeed
@@ -91,11 +91,11 @@ class SchedulerSide:
         self._pool = EnginePool(
             kv_cache_manager.block_pool, self._groups.ids, self._groups.block_sizes, self._hashes_of
         )
-        self.ledger = Ledger(
+        self.ledger = HostCache(
             self._config,
             self._num_blocks,
+            self._pool,
             block_bytes=self._block_bytes,
-            engine_blocks=self._pool,
             clock=self._clock,
             observer=self.counts,
         )

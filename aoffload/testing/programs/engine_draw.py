@@ -25,7 +25,6 @@ WEIGHTS = {
     "decline": 2, "offer_deferred": 2,
 }  # fmt: skip
 CORE = ("admit", "go_on", "transfer", "land", "serve", "evict", "offer_deferred")
-NOT_HERE = ("allocate_nowait", "queue_allocation", "preempt_nowait", "resume", "fork", "abandon_load", "block_ids")
 WRONG = (-1, True, 1.5, "x", 2**70)
 
 
@@ -224,7 +223,7 @@ class EngineDraw(RemoteDraw, JobDraw):
         if client is None:
             return None
         if self.rng.random() < 0.3:
-            return Call("wrong", {"method": self.rng.choice(NOT_HERE), "who": client.name})
+            return Call("wrong", {"method": "abandon_load", "who": client.name})
         method, argument, values = self.rng.choice((
             ("plan_load", "max_tokens", WRONG), ("plan_load", "into", ([], [[-1] * 50], "x", 3)),
             ("offer", "num_computed_tokens", WRONG), ("offer", "block_ids", ([], [[9**9] * 50], "x", 3)),

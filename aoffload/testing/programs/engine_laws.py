@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from ..._assembly import Ledger
+from ..._host_cache.host_cache import HostCache
 from ..._kernel.states import RequestState, Tier
 from ..violations import Violation
 from .engine_pool import EnginePool
@@ -17,7 +17,7 @@ from .program import Call
 __all__ = ["EngineLaws", "check_held", "check_written_to"]
 
 
-def check_held(ledger: Ledger, pool: EnginePool) -> None:
+def check_held(ledger: HostCache, pool: EnginePool) -> None:
     """A block is held once for each job that touches it, and no other block is held."""
     jobs, expected = ledger.jobs, Counter[int]()
     for job in (*jobs.unsettled.values(), *jobs.quarantined.values()):
@@ -30,7 +30,7 @@ def check_held(ledger: Ledger, pool: EnginePool) -> None:
         raise Violation("a job's blocks", f"held are {pool.held}, jobs touch {expected}")
 
 
-def check_written_to(ledger: Ledger, clients: Mapping[str, HasTables]) -> None:
+def check_written_to(ledger: HostCache, clients: Mapping[str, HasTables]) -> None:
     """A block that a copy may write to is in no block table but that of the copy's request."""
     for job in (*ledger.jobs.unsettled.values(), *ledger.jobs.quarantined.values()):
         for name, client in clients.items() if job.plan.destination is Tier.DEVICE else ():
@@ -48,11 +48,11 @@ class EngineLaws(Laws):
 
     def _held_by_jobs(self) -> None:
         """A block is held once for each job that touches it, and no other block is held."""
-        check_held(self._ledger, self._machine.pool)
+        check_held(self._machine.ledger, self._machine.pool)
 
     def _nobody_elses(self) -> None:
         """A block that a copy may write to is in no block table but that of the copy's request."""
-        check_written_to(self._ledger, {client.name: client for client in self._machine.clients.values()})
+        check_written_to(self._machine.ledger, {client.name: client for client in self._machine.clients.values()})
 
     def _readable(self) -> None:
         for client in self._machine.clients.values():

@@ -48,7 +48,7 @@ class EngineMachine(EngineState, Machine):
     ) -> str:
         key_spans = tuple(KeySpan(*span) for span in spans)
         text = self.bytes.text((salt,), tokens, key_spans)
-        client = EngineClient(who, None, text, len(tokens), born=self.bytes.weights)  # type: ignore[arg-type]
+        client = EngineClient(who, None, text, len(tokens), born=self.bytes.weights)
         num_hit, tables = self.own.hit(client.prefix, len(text.tokens), fewer)
         client.num_computed = num_hit
         prefix = Prefix.of(Root("programs", salt), tokens, key_spans)
@@ -252,7 +252,7 @@ class EngineMachine(EngineState, Machine):
         self.own.let_go(client)
         self._ended.append(who)
         self._forget_ended()
-        return client.record.state.name
+        return str(client.record.state.name)
 
     def _forget_ended(self) -> None:
         """The engine keeps the tokens of a request that is over until no block of it is deferred."""

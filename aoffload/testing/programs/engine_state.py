@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from ..._assembly import Ledger
+from ..._host_cache.host_cache import HostCache
 from .engine_pool import EnginePool, pool_of
 from .ledger_state import Client, LedgerState
 from .program import World
@@ -40,11 +40,11 @@ class EngineState(LedgerState):
     """A ledger on an engine's blocks, with the engine's pool and clock."""
 
     clients: dict[str, EngineClient]  # type: ignore[assignment]
+    ledger: HostCache  # type: ignore[assignment]
 
-    def _open(self, world: World) -> Ledger:
+    def _open(self, world: World) -> HostCache:  # type: ignore[override]
         self.now = 0.0
         self.pool: EnginePool = pool_of(world)
-        return Ledger(
-            world.config(), world.num_device_blocks, engine_blocks=self.pool.told(), clock=lambda: self.now,
-            observer=self.recorder,
-        )  # fmt: skip
+        return HostCache(
+            world.config(), world.num_device_blocks, self.pool.told(), clock=lambda: self.now, observer=self.recorder
+        )

@@ -35,14 +35,14 @@ class DiskCalls(JobCalls):
         """Of the first store of this process; records written so far."""
 
     def do_write_behind(self, most: int, is_idle: bool = False, only_requested_twice: bool = False) -> str:
-        plans = self.ledger.plan_disk_stores(most, is_idle=is_idle, only_requested_twice=only_requested_twice)
+        plans = self.ledger.disk.plan_stores(most, is_idle=is_idle, only_requested_twice=only_requested_twice)
         return self._stored("write behind", most, plans)
 
     def do_idle(self, most: int, only_requested_twice: bool = False) -> str:
         """No request comes, and each store to the disk that the ledger plans lands. These stores come to an end, and
         none stores a block twice, even if the stores evict blocks from the disk."""
         seen, num_blocks = set[tuple[bytes, int, int]](), 0
-        while plans := self.ledger.plan_disk_stores(most, is_idle=True, only_requested_twice=only_requested_twice):
+        while plans := self.ledger.disk.plan_stores(most, is_idle=True, only_requested_twice=only_requested_twice):
             num_blocks += sum(plan.num_blocks for plan in plans)
             self._stored("idle", most, plans)
             labels = [label for plan in plans for label in plan.labels if label is not None]
@@ -57,7 +57,7 @@ class DiskCalls(JobCalls):
         return f"{num_blocks}"
 
     def do_disk_flush(self, most: int) -> str:
-        return self._stored("disk flush", most, self.ledger.plan_disk_flush(most))
+        return self._stored("disk flush", most, self.ledger.disk.plan_flush(most))
 
     def _stored(self, feature: str, most: int, plans: Sequence[TransferPlan]) -> str:
         self.take(plans)
@@ -70,7 +70,7 @@ class DiskCalls(JobCalls):
 
     def do_fetch(self, name: str, tokens: Sequence[int], salt: str | None = None, told: int | None = None) -> str:
         prefix = Prefix.of(Root("programs", salt), tokens)
-        transfer = self.ledger.fetch(prefix, num_remote_tokens=self._told(prefix, told))
+        transfer = self.ledger.fetches.fetch(prefix, num_remote_tokens=self._told(prefix, told))
         self.cache_transfers[name] = transfer
         self.take(transfer.plans)
         self._note("fetch", transfer.plans)
@@ -89,18 +89,18 @@ class DiskCalls(JobCalls):
         if (client := self.clients.get(who)) is None:
             return "skipped"
         before = client.record.match
-        found = self.ledger.match_fetched(client.record)
+        found = self.ledger.fetches.match_again(client.record)
         self._note("match fetched", found.num_tokens > before.num_tokens)
         return f"{found}"
 
     def do_cancel(self, name: str) -> str:
         if name not in self.cache_transfers:
             return "skipped"
-        self.ledger.cancel(self.cache_transfers.pop(name))
+        self.ledger.transfers.cancel(self.cache_transfers.pop(name))
         return "cancelled"
 
     def do_cancel_cache_transfers(self) -> str:
-        self.ledger.cancel_cache_transfers()
+        self.ledger.transfers.cancel_all()
         return "cancelled"
 
     # -- what the disk keeps ----------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class DiskCalls(JobCalls):
 
     def erase_forgotten(self) -> None:
         """The shell erases what the ledger has forgotten before it does anything else."""
-        for slot in self.ledger.take_forgotten_slots():
+        for slot in self.ledger.disk.take_forgotten():
             self.records.pop(slot, None)
 
     def do_restart(self, at: int = 0, most: int = 0) -> str:
@@ -136,7 +136,7 @@ class DiskCalls(JobCalls):
                     num_landed = 0
                 self.bytes.spoil(plan.destination, plan.destination_ids[num_landed:])
                 self._copy(plan, num_landed)
-        self.generation += self.ledger.num_disk_resets
+        self.generation += self.ledger.disk.num_resets
         self.records = {slot: one for slot, one in self.records.items() if one.generation == self.generation}
         self.reopen()
         self.survivors = self._proven()
@@ -146,7 +146,7 @@ class DiskCalls(JobCalls):
     def do_survive(self, most: int) -> str:
         """The next `most` of what the last process has left are given to the ledger."""
         given, self.survivors = self.survivors[:most], self.survivors[most:]
-        taken = sum(self.ledger.restore(run) for run in given)
+        taken = sum(self.ledger.disk.restore(run) for run in given)
         self._note("restored", taken)
         return f"{taken}"
 

@@ -118,12 +118,12 @@ class LedgerDraw(RemoteDraw, JobDraw):
         if record.state is _S.ALLOCATED:
             return self._load(client) if rng.random() < 0.9 or has_holes(record) else self._compute(client)
         if record.state in (_S.LOADING, _S.DRAINING):
-            if self.starts_early and not record.num_steps and self.machine.ledger.can_start_early(record):
+            if self.starts_early and not record.num_steps and self.machine.ledger.overlap.can_start(record):
                 return Call("begin", {"step": self._name("s"), "who": [], "arriving": [who]})
             return self._transfer()
         if record.state is _S.PREEMPTED:
             return Call("resume", {"who": who})
-        if record.overlap is not None:
+        if record in self.machine.ledger.overlap:
             return Call("begin_again", {"who": who})
         return self._compute(client)
 
@@ -253,7 +253,7 @@ class LedgerDraw(RemoteDraw, JobDraw):
                 continue
             if record.state is _S.RUNNING or (record.state is _S.ALLOCATED and not has_holes(record)):
                 ready.append(client.name)
-            elif record.state in (_S.LOADING, _S.DRAINING) and self.machine.ledger.can_start_early(record):
+            elif record.state in (_S.LOADING, _S.DRAINING) and self.machine.ledger.overlap.can_start(record):
                 early.append(client.name)
         who = self.rng.sample(ready, self.rng.randint(0, len(ready)))
         arriving = self.rng.sample(early, self.rng.randint(0, len(early)))
@@ -330,8 +330,8 @@ class LedgerDraw(RemoteDraw, JobDraw):
             return None
         method, argument = self.rng.choice((
             ("allocate_nowait", "num_tokens"), ("extend_nowait", "num_tokens"), ("queue_extension", "num_tokens"),
-            ("commit", "num_computed_tokens"), ("invalidate", "from_token"), ("plan_load", "max_tokens"),
-            ("resume", "num_tokens"),
+            ("commit", "num_computed_tokens"), ("invalidation.invalidate", "from_token"),
+            ("plan_load", "max_tokens"), ("preemption.resume", "num_tokens"),
         ))  # fmt: skip
         value = self.rng.choice(WRONG[1:])
         return Call("wrong", {"method": method, "who": client.name, argument: value})

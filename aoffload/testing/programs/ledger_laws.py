@@ -140,7 +140,7 @@ class Laws:
 
 def _in_doubt(record: LedgerRequest) -> bool:
     """Whether its forward started early and the engine still has to begin again."""
-    return record.overlap is not None
+    return record in record.ledger.overlap
 
 
 class _Watcher:

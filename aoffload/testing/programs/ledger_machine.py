@@ -20,10 +20,12 @@ class LedgerMachine(RequestCalls, Machine):
     # -- prefetches, demotions and the watermark -------------------------------------------------------------------
 
     def do_prefetch(self, name: str, tokens: Sequence[int], salt: str | None = None) -> str:
-        return self._transfer("prefetch", name, self.ledger.prefetch(Prefix.of(Root("programs", salt), tokens)))
+        return self._transfer(
+            "prefetch", name, self.ledger.transfers.prefetch(Prefix.of(Root("programs", salt), tokens))
+        )
 
     def do_demote(self, name: str, tokens: Sequence[int], salt: str | None = None) -> str:
-        return self._transfer("demote", name, self.ledger.demote(Prefix.of(Root("programs", salt), tokens)))
+        return self._transfer("demote", name, self.ledger.transfers.demote(Prefix.of(Root("programs", salt), tokens)))
 
     def _transfer(self, kind: str, name: str, transfer: CacheTransfer) -> str:
         self.cache_transfers[name] = transfer
@@ -32,7 +34,7 @@ class LedgerMachine(RequestCalls, Machine):
         return f"{transfer}"
 
     def do_watermark(self) -> str:
-        plans = self.ledger.plan_write_back()
+        plans = self.ledger.write_back.plan() if self.ledger.writes_back else ()
         self.take(plans)
         self._note("watermark", plans)
         return f"{len(plans)}"

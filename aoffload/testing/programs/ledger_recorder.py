@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from ..._assembly import Ledger
+from ..._assembly import AnyLedger
 from ..._kernel.events import Event
 from ..._kernel.prefix import Prefix, Root
 from ...errors import AoffloadError
@@ -55,15 +55,15 @@ class Recorder:
                     self.problem = self.problem or f"told of {event} in the middle of a change: {error}"
             raise next(raised)("an observer")
 
-        def calls_to(ledger: Ledger) -> None:
+        def calls_to(ledger: AnyLedger) -> None:
             nonlocal calls
             calls = itertools.cycle(
                 (
                     ledger.statistics,
                     ledger.check_integrity,
                     lambda: ledger.lookup(PREFIX),
-                    ledger.requests,
-                    ledger.holders,
+                    ledger.reports.requests,
+                    ledger.reports.holders,
                 )
             )
 

@@ -54,7 +54,7 @@ class RemoteCalls(DiskCalls):
         def is_wanted(cell: CellLabel) -> bool:
             return blind or self.store.get(cell.digest) is None
 
-        plans = self.ledger.plan_remote_stores(most, is_wanted)
+        plans = self.ledger.remote.plan_stores(most, is_wanted)
         self.take(plans)
         self._note("remote store", plans)
         num_blocks, cells = sum(plan.num_blocks for plan in plans), [plan.cell for plan in plans]
@@ -193,7 +193,7 @@ class RemoteCalls(DiskCalls):
 
     def erase_forgotten(self) -> None:
         super().erase_forgotten()
-        self.removals.add(self.ledger.take_forgotten_cells())
+        self.removals.add(self.ledger.remote.take_forgotten())
         while (cell := self.removals.take(lambda cell: True, 0.0)) is not None:
             self._note("cell taken back", self.store.pop(cell.digest, None))
             self.removals.done(cell, True, 0.0)
@@ -203,7 +203,7 @@ class RemoteCalls(DiskCalls):
     def _check_store(self) -> None:
         """No object of invalidated KV is in the store or on its way there, unless the object is revoked or its cell
         waits for removal."""
-        remote = self.ledger._remote_stores
+        remote = self.ledger.remote.stores
         waiting = set() if remote is None else remote.forgotten.keys()
         for found in (*self.store.values(), *self.puts.values(), *self.on_their_way):
             if found is None or found.cell.digest in waiting or self._is_revoked(found):
@@ -213,7 +213,7 @@ class RemoteCalls(DiskCalls):
 
     def do_restart(self, at: int = 0, most: int = 0) -> str:
         """Of puts under way, those with an odd `at` arrive."""
-        remote = self.ledger._remote_stores
+        remote = self.ledger.remote.stores
         for name, plan in list(self.plans.items()) if remote is not None else ():
             job = self.job(name)
             if plan.cell is None or plan.destination is not Tier.REMOTE or job is None:

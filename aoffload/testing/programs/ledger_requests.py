@@ -118,7 +118,7 @@ class RequestCalls(StepCalls):
         if (client := self.clients.pop(who, None)) is None:
             return "skipped"
         self.take(self.ledger.release(client.record, reason))
-        return client.record.state.name
+        return str(client.record.state.name)
 
     def do_serve(self, tokens: Sequence[int], salt: str | None = None, new: Sequence[int] = ()) -> str:
         """Serve a whole request if there is room: load, compute, store as far as the policy wants it, release."""
@@ -154,7 +154,7 @@ class RequestCalls(StepCalls):
     def do_preempt(self, who: str) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        found = self.ledger.preempt_nowait(client.record)
+        found = self.ledger.preemption.preempt(client.record)
         self.take(found.plans)
         self.features.add("preempt")
         client.marks.clear()
@@ -163,14 +163,14 @@ class RequestCalls(StepCalls):
     def do_resume(self, who: str, num_tokens: int | None = None) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        self.ledger.resume(client.record, num_tokens)
+        self.ledger.preemption.resume(client.record, num_tokens)
         self.features.add("resume")
         return f"{client.record.match}"
 
     def do_fork(self, who: str, child: str, num_tokens: int = 0) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        fork = self.ledger.fork(client.record, child, num_tokens=num_tokens)
+        fork = self.ledger.forks.fork(client.record, child, num_tokens=num_tokens)
         for source, destination in fork.copies:
             self.bytes.copy(0, source, 0, destination)
         text = attrs.evolve(
@@ -188,7 +188,7 @@ class RequestCalls(StepCalls):
     def do_invalidate(self, who: str, from_token: int) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        told = self.ledger.invalidate(client.record, from_token)
+        told = self.ledger.invalidation.invalidate(client.record, from_token)
         self._forget(client, from_token, told)
         for other in self.clients.values():
             if other is not client and not other.is_told and other.text.marks & self.bytes.invalid:

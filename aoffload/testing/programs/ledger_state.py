@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import attrs
 
@@ -31,7 +32,8 @@ class Client:
     """One request as its engine knows it."""
 
     name: str
-    record: LedgerRequest
+    record: Any
+    """A `LedgerRequest`, or a `HostCacheRequest`."""
     text: Text
     num_prompt: int
     is_told: bool = False
@@ -110,7 +112,7 @@ class LedgerState:
 
     def read(self, client: Client, tables: Sequence[Sequence[int]], stop: int) -> int:
         """Read the KV that computing token `stop` of `client` reads, except for hits in an engine's own cache."""
-        start = client.record.engine_tokens
+        start = client.record.given_tokens
         return self.bytes.read(client.text, tables, stop, client.name, client.oldest, start)
 
     def note_answers(self, call: str) -> None:

@@ -53,7 +53,7 @@ class StepCalls(JobCalls):
         if step in self.steps or not (clients or early) or any(c.record.num_steps for c in (*clients, *early)):
             return "skipped"
         stack = ExitStack()
-        stack.enter_context(self.ledger.step([c.record for c in clients], [c.record for c in early]))
+        stack.enter_context(self.ledger.overlap.step([c.record for c in clients], [c.record for c in early]))
         forwards = [self._whole_forward(client, client in early) for client in (*clients, *early)]
         self.steps[step] = Step(stack, forwards)
         self.features.add("step")
@@ -81,18 +81,18 @@ class StepCalls(JobCalls):
     def do_begin_again(self, who: str) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        found = self.ledger.begin_again(client.record)
+        found = self.ledger.overlap.begin_again(client.record)
         self._note("begin again", found is not None)
         return f"{found}"
 
     def _whole_forward(self, client: Client, is_arriving: bool) -> Forward:
         record = client.record
         is_early = is_arriving and record.load is not None and bool(record.load.jobs)
-        start = self.ledger.num_expected_tokens(record) if is_early else record.num_computed_tokens
+        start = self.ledger.overlap.num_expected_tokens(record) if is_early else record.num_computed_tokens
         stop = max(start, min(len(client.text.tokens), record.num_units * self.unit))
         forward = self._forward(client, start, stop, is_early=is_early)
         if is_early:
-            forward.tables = self.ledger.expected_block_ids(record)
+            forward.tables = self.ledger.overlap.block_ids(record)
         return forward
 
     def _forward(self, client: Client, start: int, stop: int, *, is_early: bool) -> Forward:
@@ -124,7 +124,7 @@ class StepCalls(JobCalls):
     ) -> str:
         plans = self.ledger.commit(client.record, forward.stop, new)
         self.take(plans)
-        self.take(self.ledger.plan_write_back())
+        self.take(self.ledger.write_back.plan())
         client.computed(forward.start, marks)
         sampled = new[num_drafts:]
         self.bytes.append(client.text, sampled)

@@ -210,7 +210,7 @@ class LedgerStories(LedgerDraw):
 
     def _start_early(self, name: str) -> Call | None:
         client = self.machine.clients.get(name)
-        if client is None or client.record.num_steps or not self.machine.ledger.can_start_early(client.record):
+        if client is None or client.record.num_steps or not self.machine.ledger.overlap.can_start(client.record):
             return None
         return Call("begin", {"step": self._name("s"), "who": [], "arriving": [name]})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from ..._extensions.pins import PinState
@@ -79,8 +80,8 @@ class Machine(RemoteCalls):
         self.note_answers(call.name)
         if self.recorder.problem:
             raise Violation("events", self.recorder.problem)
-        if self.ledger._moves.unreported:
-            raise Violation("events", f"{call} has not reported {list(self.ledger._moves.unreported)}")
+        if self.ledger.moves.unreported:
+            raise Violation("events", f"{call} has not reported {list(self.ledger.moves.unreported)}")
         self.laws.after(call, number)
 
     def reopen(self) -> None:
@@ -110,7 +111,7 @@ class Machine(RemoteCalls):
     def do_pin(self, name: str, tokens: Sequence[int], salt: str | None = None, expires_at: float = 1e9) -> str:
         if name in self.pins:
             return "skipped"
-        self.pins[name] = self.ledger.pin(Prefix.of(Root("programs", salt), tokens), expires_at=expires_at)
+        self.pins[name] = self.ledger.pins.hold(Prefix.of(Root("programs", salt), tokens), expires_at=expires_at)
         self._note("pin", self.pins[name].match.num_tokens)
         return f"{self.pins[name]}"
 
@@ -118,15 +119,17 @@ class Machine(RemoteCalls):
         if name not in self.pins:
             return "skipped"
         pin = self.pins.pop(name)
-        self.ledger.unpin(pin)
+        self.ledger.pins.release(pin)
         self._require(pin.state is not PinState.HELD, "a pin is over when it is given back", pin)
         return "unpinned"
 
     def do_hint(self, tokens: Sequence[int], expires_at: float, salt: str | None = None, category: str = "") -> str:
         """It spares no more than is asked for, and pins nothing."""
+        if self.ledger.statistics().eviction is None:
+            return "skipped"
         before = [tier.statistics() for tier in self.ledger.cache.tiers]
         prefix = Prefix.of(Root("programs", salt), tokens)
-        spared = self.ledger.hint(prefix, expires_at=expires_at, category=category)
+        spared = self.ledger.eviction.hint(prefix, expires_at=expires_at, category=category)
         after = [tier.statistics() for tier in self.ledger.cache.tiers]
         self._require(before == after and 0 <= spared <= len(tokens), "a hint pins nothing", spared)
         self._note("hint", spared)
@@ -137,7 +140,7 @@ class Machine(RemoteCalls):
         return "lapsed"
 
     def do_drop_pins(self) -> str:
-        self.ledger.drop_pins()
+        self.ledger.pins.drop()
         return "dropped"
 
     # -- the whole ledger -----------------------------------------------------------------------------------------
@@ -163,5 +166,5 @@ class Machine(RemoteCalls):
         """A call with an argument that no caller should give."""
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        getattr(self.ledger, method)(client.record, **arguments)
+        attrgetter(method)(self.ledger)(client.record, **arguments)
         return "taken"

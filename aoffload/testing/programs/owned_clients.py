@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
 
 from ..._kernel.states import RequestState
-from ..._runtime.steps import Computed
 from ..violations import Violation
 from .owned_requests import EngineServed
 from .owned_stage import EngineStage
@@ -247,33 +246,6 @@ class EngineActor(Actor):
         for block_id in self._at.pool.all_cached():
             self._at.pool.forget(block_id)
         self.stage.met("evict")
-
-    async def _do_not_here(self, args: Any) -> None:
-        """A call for blocks of the package's own, which must be refused."""
-        if (served := self._own(args)) is None or served.is_told:
-            return
-        verb = args["verb"]
-        call = self._not_here(served)[verb]
-
-        async def made() -> bool:
-            if (found := call()) is not None and hasattr(found, "__await__"):
-                await found
-            return True
-
-        if await self.stage.attempt_async(verb, made, self._give_up_s(args)):
-            raise Violation("not refused", f"{verb}, with blocks of the engine's own")
-
-    def _not_here(self, served: EngineServed) -> Mapping[str, Callable[[], Any]]:
-        request, runtime, tokens = served.request, self.stage.runtime, tuple(served.tokens)
-        return {
-            "allocate": request.allocate, "allocate_nowait": request.allocate_nowait,
-            "extend": lambda: request.extend(99), "extend_nowait": lambda: request.extend_nowait(99),
-            "preempt": request.preempt, "preempt_nowait": request.preempt_nowait, "resume": request.resume,
-            "commit": lambda: request.commit(1), "commit_step": lambda: runtime.commit_step([Computed(request, 1)]),
-            "step": lambda: runtime.step([request]).__enter__(),
-            "prefetch": lambda: runtime.prefetch(tokens), "prefetch_nowait": lambda: runtime.prefetch_nowait(tokens),
-            "demote": lambda: runtime.demote(tokens), "demote_nowait": lambda: runtime.demote_nowait(tokens),
-        }  # fmt: skip
 
 
 class EngineDirector(EngineStage, Director):

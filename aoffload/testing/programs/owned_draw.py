@@ -12,7 +12,6 @@ from ..._kernel.states import RequestState
 from .program import Call, World, without_laziness
 from .runtime_draw import STATES, Drawing, draw_runtime_world
 from .runtime_odds import ENGINE_ODDS
-from .vocabulary import NOT_HERE
 
 __all__ = ["EngineDrawing", "draw_engine_options", "draw_engine_world"]
 
@@ -91,6 +90,3 @@ class EngineDrawing(Drawing):
 
     def _offer(self) -> dict[str, Any]:
         return {**self._commit(), **({"is_last": True} if self.rng.random() < 0.15 else {})}
-
-    def _not_here(self) -> dict[str, Any]:
-        return {"verb": self.rng.choice(NOT_HERE)}

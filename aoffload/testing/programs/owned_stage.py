@@ -126,7 +126,7 @@ class EngineStage(Stage):
 
     def _is_brought(self, record: LedgerRequest) -> bool:
         """Whether the next block of `record` comes with another request's load."""
-        waiting, stop = self._of(record), record.engine_tokens + self.own.unit
+        waiting, stop = self._of(record), record.given_tokens + self.own.unit
         return waiting is None or any(
             other.has_loaded and len(other.chain) >= stop and other.chain[stop - 1] == waiting.chain[stop - 1]
             for other in self._all()

@@ -295,7 +295,7 @@ class RequestCalls(Role):
         try:
             return await served.request.preempt()
         except WrongState as error:
-            if self.stage.runtime.ledger.is_engine_owned:
+            if not hasattr(served.request, "preempt"):
                 raise
             raise Violation("preempt", f"{served.name}: {error}") from error
 

@@ -129,7 +129,7 @@ ENGINE_ODDS = Odds(
     ),
     (
         "match_again", "match_again_nowait", "load", "load_nowait", "wait", "step", "end_step", "offer", "invalidate",
-        "abort", "abort", "abort", "not_here", "not_here", "wrong", "wrong",
+        "abort", "abort", "abort", "wrong", "wrong",
     ),
     (
         *WRONG_ANYWHERE, {"call": "request", "tokens": (1,), "salt": 3, "fewer": 9}, {"call": "offer", "num": 10**9},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from ..._kernel.states import RequestState
 from ..._runtime.loading import PendingLoad
-from ..._runtime.request import Request
 from ..._transfer.fences import LoadedRegion
 from ...errors import AoffloadError, CommitError, RegionNotLoaded
 from ..asks import Ask
@@ -24,7 +25,8 @@ class Served:
     """What an engine knows of one request. The engine never commits what it has not computed."""
 
     engine: ProgramEngine
-    request: Request
+    request: Any
+    """A `Request`, or an `EngineRequest`."""
     ask: Ask
     tokens: list[int]
     chain: list[int]
@@ -39,7 +41,7 @@ class Served:
     """Counts the preemptions and invalidations that void the result of a forward under way."""
     num_works: int = 0
     """Forwards under way."""
-    pending: PendingLoad | None = None
+    pending: Any = None
     early: Work | None = None
     """The forward that has computed before its load was over."""
     num_commits: int = 0
@@ -52,7 +54,7 @@ class Served:
 
     @property
     def name(self) -> str:
-        return self.request.request_id
+        return str(self.request.request_id)
 
     @property
     def is_told(self) -> bool:
@@ -105,7 +107,7 @@ class Served:
     def allocated(self) -> int:
         """Tokens that its block tables reach to."""
         sizes = [config.block_size for config in self.engine.runtime.config.groups]
-        return min(len(table) * size for table, size in zip(self.tables_of(None), sizes, strict=True))
+        return int(min(len(table) * size for table, size in zip(self.tables_of(None), sizes, strict=True)))
 
     # -- what was read --------------------------------------------------------------------------------------------
 
@@ -121,7 +123,7 @@ class Served:
         assert record is not None
         oldest = self.engine.oldest.get(record, 0)
         for forward, stop in read.forwards.items():
-            if forward.weights < oldest and stop > record.engine_tokens:  # not an engine's own hit
+            if forward.weights < oldest and stop > record.given_tokens:  # not an engine's own hit
                 raise Violation("old weights", f"{self.name} reads {forward}, from before a reset, {what}")
 
     def check_match(self, *, is_first: bool) -> None:
@@ -235,7 +237,7 @@ class Work:
     chain: list[int]
     start: int
     stop: int
-    pending: PendingLoad | None
+    pending: Any
     """The load, if the forward has begun before that was over."""
     regions: tuple[LoadedRegion, ...] = ()
     misread: str = ""

@@ -185,7 +185,11 @@ class Stage:
             raise Violation("a refusal changed something", f"{what}: {error!r}")
 
     def open(self, name: str, args: Any) -> Request:
-        return self.runtime.request(args["tokens"], name, deadline_s=args.get("deadline_s"), **self.options(args))
+        runtime: Any = self.runtime
+        request: Request = runtime.request(
+            args["tokens"], name, deadline_s=args.get("deadline_s"), **self.options(args)
+        )
+        return request
 
     def options(self, args: Any) -> dict[str, Any]:
         names = {
@@ -258,7 +262,7 @@ class Stage:
     def _note_calls(self) -> None:
         """Record resets and preemptions at the moment they happen: their caller may learn of them later."""
         ledger: Any = self.runtime.ledger
-        reset, preempt, plan_load = ledger.reset, ledger.preempt_nowait, ledger.plan_load
+        reset, preempt, plan_load = ledger.reset, ledger.preemption.preempt, ledger.plan_load
 
         def planned(record: LedgerRequest, *args: Any, **kwargs: Any) -> Any:
             before = record.state
@@ -282,7 +286,7 @@ class Stage:
             else:
                 self.engine.num_resets_of_tiers += 1
 
-        ledger.reset, ledger.preempt_nowait, ledger.plan_load = noted, preempted, planned
+        ledger.reset, ledger.preemption.preempt, ledger.plan_load = noted, preempted, planned
 
     def check_end(self) -> None:
         """The laws at rest."""
@@ -290,8 +294,8 @@ class Stage:
         self.told.check(self.runtime)
         if self.recorder.problem or self.runtime.observers.num_failures != self.recorder.num_told():
             raise Violation("told otherwise", self.recorder.problem or "an observer failed")
-        if self.runtime.ledger._moves.unreported:
-            raise Violation("told otherwise", f"not reported: {list(self.runtime.ledger._moves.unreported)}")
+        if self.runtime.ledger.moves.unreported:
+            raise Violation("told otherwise", f"not reported: {list(self.runtime.ledger.moves.unreported)}")
         if self.runtime.statistics().num_loads_declined:
             self.met("declined")
         if self.told.states:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ..._assembly import Ledger
+from ..._assembly import AnyLedger, Ledger
 from ..._extensions.overlap import OverlapMoved
 from ..._extensions.pins import PinMoved, PinState
 from ..._extensions.transfers import CacheTransferMoved, CacheTransferState
@@ -15,15 +15,16 @@ from ..._kernel.events import Event, JobMoved, RequestMoved
 from ..._kernel.records import Part
 from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import JobState, RequestState, Tier
-from ..._runtime.runtime import OffloadRuntime
+from ..._kernel.waiting import WaitQueue
+from ..._runtime.runtime import AnyRuntime
 from ..violations import Violation
 
 __all__ = ["Told", "picture"]
 
 
-def picture(ledger: Ledger) -> tuple[Any, ...]:
+def picture(ledger: AnyLedger) -> tuple[Any, ...]:
     """Everything that a call may change, except counters and how the index is cut into runs."""
-    line = ledger.admission.queue
+    line = ledger.admission.queue if isinstance(ledger, Ledger) else WaitQueue()
     return (
         [
             (tier.pool.num_free, tier.num_cached, tier.num_quarantined, _in_order(tier.order))
@@ -31,11 +32,11 @@ def picture(ledger: Ledger) -> tuple[Any, ...]:
         ],
         ledger.cache.epoch,
         [_of_request(record) for record in ledger.live_requests.values()],
-        [(record.request_id, record.num_steps) for record in ledger._closing if record.num_steps],
+        [(record.request_id, record.num_steps) for record in ledger.closing if record.num_steps],
         [(job.job_id, job.state, len(job.claims)) for job in ledger.jobs.unsettled.values()],
-        [(pin.pin_id, pin.state) for pin in ledger._pins.pins],
+        [(pin.pin_id, pin.state) for pin in ledger.pins.held],
         [(waiter.request.ticket, waiter.num_units) for waiter in (*line.extending, *line.allocating)],
-        len(ledger._cache_transfers.under_way),
+        len(ledger.transfers.under_way),
     )
 
 
@@ -109,7 +110,7 @@ class Told:
 
     # -- compared with the ledger ---------------------------------------------------------------------------------
 
-    def check(self, runtime: OffloadRuntime) -> None:
+    def check(self, runtime: AnyRuntime) -> None:
         """The reported states and counts are those of the ledger."""
         if self.problem:
             raise Violation("told otherwise", self.problem)

@@ -20,7 +20,6 @@ __all__ = [
     "ENGINE_CALLS",
     "ENGINE_RUNTIME_CALLS",
     "LEDGER_CALLS",
-    "NOT_HERE",
     "RUNTIME_CALLS",
     "Words",
     "calls_of",
@@ -120,15 +119,11 @@ AS_ON_A_RUNTIME = (
     "hint", "flush", "reset", "lookup", "statistics", "integrity", "pause", "fetch", "fetch_nowait", "request_fetch",
     "report_queue", "report_compute", "restored", "restart", "transfer_wait", "transfer_cancel",
 )  # fmt: skip
-NOT_HERE = (
-    "allocate", "allocate_nowait", "extend", "extend_nowait", "preempt", "preempt_nowait", "resume", "commit",
-    "commit_step", "step", "prefetch", "prefetch_nowait", "demote", "demote_nowait",
-)  # fmt: skip
 ENGINE_RUNTIME_CALLS = {name: RUNTIME_CALLS[name] for name in AS_ON_A_RUNTIME} | _table({
     "request": f"{CLIENT} {ASK} fewer", "serve": f"{CLIENT} {ASK} new fewer",
     "match_again": f"{CLIENT} fewer", "match_again_nowait": f"{CLIENT} fewer",
     "load": f"{CLIENT} max_tokens sparse", "load_nowait": f"{CLIENT} max_tokens sparse",
-    "offer": f"{CLIENT} num back new is_last", "offer_deferred": CLIENT, "evict": CLIENT, "not_here": f"{CLIENT} verb!",
+    "offer": f"{CLIENT} num back new is_last", "offer_deferred": CLIENT, "evict": CLIENT,
 })  # fmt: skip
 
 CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {
@@ -139,7 +134,6 @@ CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {
     ("leave", "how"): ("error",),
     ("step", "style"): ("inline", "thread", "held"),
     ("fault", "kind"): tuple(FAULTS),
-    ("not_here", "verb"): NOT_HERE,
 }
 """The values of arguments that the program itself interprets."""
 COUNTS = ("after", "at", "back", "fewer", "token", "stop", "most", "told")

@@ -50,7 +50,7 @@ def test_what_is_computed_sooner_is_not_loaded(measured: Callable[..., SmallEngi
     assert counted(engine, "declined_loads") == 1 and engine.connector.ledger.statistics().host.num_pinned == 0
     assert "computes 28 tokens that the host has" in engine.connector.ledger.explain()
     engine.run(request)
-    assert counted(engine, "copied_blocks|load|host") == 7 and not engine.connector.ledger.situation.declined
+    assert counted(engine, "copied_blocks|load|host") == 7 and not engine.connector.ledger.reports.declined
 
 
 def test_what_is_loaded_sooner_is_loaded(measured: Callable[..., SmallEngine]) -> None:
