@@ -19,6 +19,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from aoffload.ledger import TransferPlan
 from aoffload import KVCacheGroup, LazyStore, Ledger, OffloadConfig, SelectiveStore
 from aoffload.ledger import Prefix, Root
 from aoffload.plan.replay import land
@@ -36,6 +37,10 @@ HEADING = (
 )  # fmt: skip
 
 Tokens = NDArray[np.int32]
+
+
+def _write_back(ledger: Ledger) -> tuple[TransferPlan, ...]:
+    return ledger.write_back.plan() if ledger.writes_back else ()
 
 
 @attrs.define
@@ -85,8 +90,8 @@ def replay(
         found.num_host_hits += request.match.num_host_tokens // BLOCK_TOKENS
         ledger.allocate_nowait(request)
         found.num_loaded += land(ledger, ledger.plan_load(request))
-        found.num_stored += land(ledger, chain(ledger.commit(request, len(prompt)), ledger.write_back.plan()))
-        found.num_stored += land(ledger, chain(ledger.release(request), ledger.write_back.plan()))
+        found.num_stored += land(ledger, chain(ledger.commit(request, len(prompt)), _write_back(ledger)))
+        found.num_stored += land(ledger, chain(ledger.release(request), _write_back(ledger)))
     found.seconds = time.perf_counter() - begun
     return found
 

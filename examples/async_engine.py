@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 import torch
 
-from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request
+from aoffload import HostCacheRuntime, KVCacheGroup, OffloadConfig, OffloadRuntime, Request
 
 BLOCK, NUM_ROWS, NUM_NEW, VOCABULARY = 4, 41, 12, 64  # row 0 of the tensor is the null block
 torch.set_num_threads(1)  # more of them would only wait for each other: the model is tiny
@@ -171,7 +171,7 @@ async def main(**tiers) -> Engine:
     kv, pool = torch.zeros(NUM_ROWS, BLOCK, dtype=torch.int64), Pool()
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=400, **tiers)
     turns, done, outcomes = [Turn(f"r{n}", [n % 3] * 9 + [n]) for n in range(11)], [], []
-    async with OffloadRuntime(config, kv, engine_blocks=pool) as runtime:
+    async with HostCacheRuntime(config, kv, engine_blocks=pool) as runtime:
         await runtime.wait_restored()  # what an earlier process has left on the disk, if there is one
         engine = Engine(runtime, kv, pool)
         for question in ([7] * 5, [8] * 6):

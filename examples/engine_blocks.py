@@ -15,7 +15,7 @@ from time import monotonic
 
 import numpy as np
 
-from aoffload import KVCacheGroup, Ledger, OffloadConfig, Tier
+from aoffload import HostCache, KVCacheGroup, OffloadConfig, Tier
 from aoffload.ledger import Completion, Outcome, Prefix, Root
 
 BLOCK, NUM_ROWS, NUM_HOST_BLOCKS = 16, 40, 100
@@ -45,7 +45,7 @@ class Pool:
 
 pool, under_way = Pool(), deque()
 config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=NUM_HOST_BLOCKS)
-ledger = Ledger(config, NUM_ROWS, engine_blocks=pool, clock=monotonic)
+ledger = HostCache(config, NUM_ROWS, engine_blocks=pool, clock=monotonic)
 
 
 def launch(plans):

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState, SlidingWindow, Tier
+from aoffload import HostCache, KVCacheGroup, OffloadConfig, OutOfBlocks, RequestState, SlidingWindow, Tier
 from aoffload.ledger import Completion, Outcome, Prefix, Root, TransferPlan
 
 BLOCK, CHUNK, NUM_DRAFTS, VOCABULARY, WINDOW = 4, 12, 2, 5, 9
@@ -97,7 +97,7 @@ class Scheduler:
         self.memory = {Tier.DEVICE: np.zeros((num_rows, BLOCK), np.int64), Tier.HOST: np.zeros((num_host, BLOCK), int)}
         self.pool, self.counts = Pool(num_rows), Counter[str]()
         config = OffloadConfig(groups=GROUPS, num_host_blocks=num_host, pending_timeout_s=PATIENCE, **options)
-        self.ledger = Ledger(config, num_rows, engine_blocks=self.pool, clock=lambda: self.counts["steps"])
+        self.ledger = HostCache(config, num_rows, engine_blocks=self.pool, clock=lambda: self.counts["steps"])
         self.requests, self.done = list[Request](), list[Request]()  # waiting and running, oldest first; finished
         self.launched: dict[int, tuple[TransferPlan, int]] = {}  # copies not proven over, with the step of their launch
 

@@ -111,7 +111,14 @@ def things() -> Iterator[tuple[str, Any]]:
         ledger.statistics(),
         *ledger.reports.requests(),
     ]
-    made += [*ledger.reports.holders(), ledger.transfers.prefetch(prefix), ledger.transfers.demote(prefix), ledger.lookup(prefix), prefix, ROOT]
+    made += [
+        *ledger.reports.holders(),
+        ledger.transfers.prefetch(prefix),
+        ledger.transfers.demote(prefix),
+        ledger.lookup(prefix),
+        prefix,
+        ROOT,
+    ]
     with ledger.step([record]):
         made += ledger.steps.values()
     made += [world.allocated()[0].admit(Prefix.of(ROOT, TOKENS)).match, world.allocated()[0].plan_load]

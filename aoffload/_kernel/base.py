@@ -113,7 +113,7 @@ class CacheBase:
         def order_of(tier: Tier) -> EvictionOrder:
             if tier in orders:
                 return orders[tier]()
-            return LeastRecentlyUsed() if type(config.eviction) is str else new_order(config.eviction)
+            return new_order(config.eviction) if callable(config.eviction) else LeastRecentlyUsed()
 
         device = make_device(order_of(Tier.DEVICE), moves)
         host = TierBlocks(Tier.HOST, ExtentPool(sizes[Tier.HOST]), order_of(Tier.HOST))

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from aoffload import HostCache
+
 from .bench import Bench, Scenario, run_part
 from .hooks import HookTimes, mean, percentile
 from .models import DENSE
@@ -77,12 +79,12 @@ def offers(bench: Bench) -> Row:
 
 
 def _offers_us() -> list[float]:
-    from aoffload import KVCacheGroup, Ledger, OffloadConfig
+    from aoffload import KVCacheGroup, OffloadConfig
     from aoffload.ledger import Completion, Outcome, Prefix, Root
 
     groups, root = [KVCacheGroup("full", block_size=BLOCK_SIZE)], Root("offers")
     config = OffloadConfig(groups=groups, num_host_blocks=NUM_OFFERS * OFFERED)
-    ledger = Ledger(config, OFFERED + 1, engine_blocks=_Uncounted(), clock=time.monotonic)
+    ledger = HostCache(config, OFFERED + 1, engine_blocks=_Uncounted(), clock=time.monotonic)
     table = array("i", range(1, OFFERED + 1))
     found = []
     for seed in range(NUM_OFFERS):

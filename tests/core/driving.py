@@ -22,6 +22,11 @@ def prompt(name: int, num_tokens: int) -> list[int]:
     return [name * 1000 + i for i in range(num_tokens)]
 
 
+def write_back(ledger: Ledger) -> tuple[TransferPlan, ...]:
+    """Stores of what is about to be evicted, if the store policy has a watermark."""
+    return ledger.write_back.plan() if ledger.writes_back else ()
+
+
 class Driven:
     """Blocks of 4 tokens, unless told otherwise. After every call of its own it checks integrity."""
 
@@ -119,4 +124,4 @@ class Driven:
         return tiers, runs, list(line.extending), list(line.allocating), set(self.ledger.jobs.unsettled)
 
 
-__all__ = ["BLOCK", "ROOT", "Direction", "Driven", "Tier", "prompt"]
+__all__ = ["BLOCK", "ROOT", "Direction", "Driven", "Tier", "prompt", "write_back"]

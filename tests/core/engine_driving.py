@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from driving import BLOCK, ROOT, prompt
 
-from aoffload import KVCacheGroup, Ledger, OffloadConfig, RequestState, Tier
+from aoffload import HostCache, KVCacheGroup, OffloadConfig, RequestState, Tier
 from aoffload._kernel.events import Event, StoreSkipped
 from aoffload.ledger import Completion, Direction, JobState, LedgerRequest, Outcome, Prefix, TransferPlan
 
@@ -71,7 +71,7 @@ class EngineDriven:
         config.setdefault("groups", [KVCacheGroup("full", block_size=BLOCK)])
         self.engine: Any = Counted() if engine is None else engine
         self.now = 0.0
-        self.ledger = Ledger(
+        self.ledger = HostCache(
             OffloadConfig(num_host_blocks=num_host, **config), 1000, engine_blocks=self.engine, clock=lambda: self.now,
             observer=observer,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from walk import UNIT, groups_of
 
-from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState, SelectiveStore, Tier
+from aoffload import HostCache, KVCacheGroup, OffloadConfig, OutOfBlocks, RequestState, SelectiveStore, Tier
 from aoffload._kernel.prefix import TOKEN_BYTES
 from aoffload.ledger import Completion, Direction, LedgerRequest, Outcome, Prefix, Root, TransferPlan
 
@@ -128,7 +128,7 @@ class EngineWalk:
         self.clients: list[Client] = []
         if rng.random() < 0.5:
             self.pool.find = self.find  # type: ignore[attr-defined]
-        self.ledger = Ledger(config, num_device, engine_blocks=self.pool, clock=lambda: self.now)
+        self.ledger = HostCache(config, num_device, engine_blocks=self.pool, clock=lambda: self.now)
         self.memory: dict[Tier, dict[int, Tag]] = {Tier.DEVICE: {}, Tier.HOST: {}}
         self.stems = [[rng.randrange(3) for _ in range(48)] for _ in range(3)]
         self.lengths = [rng.randint(6, 40) for _ in range(2)] if with_windows else []

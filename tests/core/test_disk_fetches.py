@@ -233,7 +233,9 @@ def test_a_request_in_line_is_not_matched_by_a_fetch() -> None:
 def in_line_behind(disk: Disk, head: LedgerRequest, tokens: list[int]) -> Waiter:
     """A request that has fetched, and waits for room behind `head`."""
     found = disk.admit(tokens)
-    fetch = disk.ledger.fetches.fetch(disk.prefix(tokens), lambda: disk.ledger.fetches.match_again(found), for_request=found)
+    fetch = disk.ledger.fetches.fetch(
+        disk.prefix(tokens), lambda: disk.ledger.fetches.match_again(found), for_request=found
+    )
     disk.land(fetch.plans)
     assert found.match.num_host_tokens == 8 * BLOCK
     waiter = disk.ledger.queue_allocation(found)
@@ -269,7 +271,7 @@ def test_what_was_fetched_stays_while_its_request_waits_for_room(windows: bool) 
     disk.release(head, "cancelled")
     disk.release(running, "cancelled")
     disk.ledger.accept(waiter)
-    assert waiter.request.match.num_host_tokens == 8 * BLOCK and waiter.request.fetched is None
+    assert waiter.request.match.num_host_tokens == 8 * BLOCK and waiter.request not in disk.ledger.fetches._kept
     disk.land(disk.ledger.plan_load(waiter.request))
     assert waiter.request.num_computed_tokens == 8 * BLOCK
     disk.release(waiter.request, "cancelled")
@@ -312,7 +314,7 @@ def test_what_was_fetched_is_let_go_with_its_request_or_its_cache(how: str) -> N
         disk.ledger.check_integrity()
         disk.release(waiter.request, "cancelled")
     found = disk.ledger.statistics().host
-    assert (found.num_pinned, disk.ledger.request_leases.num_fetched) == (0, 0)
+    assert (found.num_pinned, len(disk.ledger.fetches._kept)) == (0, 0)
 
 
 def test_a_ledger_without_a_disk_refuses_to_fetch() -> None:

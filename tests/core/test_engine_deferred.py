@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from engine_driving import EngineDriven, Finding, Seen, loaded, prompt, sources
 
-from aoffload import InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, SlidingWindow, Tier, WrongState
+from aoffload import HostCache, InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, SlidingWindow, Tier, WrongState
 from aoffload._host_cache.offers import MOST_DEFERRED
 from aoffload.ledger import Outcome
 
@@ -210,7 +210,7 @@ def test_what_one_step_computes_is_in_flight_at_once(in_steps: bool) -> None:
 def test_copies_never_hold_most_of_the_engine_s_blocks() -> None:
     """What a step computes counts for a quarter of them at most."""
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=16)
-    offers = offers_of(Ledger(config, 40, engine_blocks=Finding(), clock=float))
+    offers = offers_of(HostCache(config, 40, engine_blocks=Finding(), clock=float))
     offers.computed(39)
     assert offers._step_blocks == 10
 

@@ -172,6 +172,6 @@ def test_a_fork_ends_as_soon_whatever_ended_before(num_published: int) -> None:
 
     calls = [come_and_go(token) for token in range(100, 400)]
     assert max(calls[200:]) <= max(calls[:100])
-    assert len(driven.ledger.forks.over) == (300 if num_published == 12 else 0)
+    assert len(driven.ledger.forks._over) == (300 if num_published == 12 else 0)
     driven.release(parent)
-    assert not driven.ledger.forks.over and not driven.ledger.forks._over_of
+    assert not driven.ledger.forks._over and not driven.ledger.forks._over_of

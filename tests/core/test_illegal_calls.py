@@ -21,6 +21,7 @@ from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import JobState, Outcome, RequestState
 from aoffload.errors import DuplicateRequest, IllegalTransition, InvalidArgument, OutOfBlocks, WrongState
 from aoffload.testing.programs.fingerprint import changes, fingerprint
+from aoffload.testing.watched import with_handles
 
 S = RequestState
 A = prompt(1, 9)
@@ -37,7 +38,10 @@ CALLS: dict[str, tuple[str, Call]] = {
     "commit": ("commit", lambda ledger, request: ledger.commit(request, request.num_computed_tokens)),
     "commit_all": ("commit", lambda ledger, request: ledger.commit_all([(request, request.num_computed_tokens, ())])),
     "check_commit": ("commit", lambda ledger, request: ledger.check_commit(request, request.num_computed_tokens)),
-    "invalidate": ("invalidate", lambda ledger, request: ledger.invalidation.invalidate(request, request.num_computed_tokens)),
+    "invalidate": (
+        "invalidate",
+        lambda ledger, request: ledger.invalidation.invalidate(request, request.num_computed_tokens),
+    ),
     "step": ("step", lambda ledger, request: enter(ledger.step([request]))),
     "preempt_nowait": ("preempt", lambda ledger, request: ledger.preemption.preempt(request)),
     "resume": ("resume", lambda ledger, request: ledger.preemption.resume(request)),
@@ -270,7 +274,7 @@ SITUATIONS: dict[str, tuple[tuple[str, str], Callable[[Driven], LedgerRequest]]]
 @contextmanager
 def refused(ledger: Ledger, *roots: object, error: type[Exception], says: tuple[str, ...]) -> Iterator[None]:
     """The call raises `error`, which names what is wrong, and leaves everything as it was."""
-    before = fingerprint(ledger, *roots)
+    before = fingerprint(with_handles(ledger), *roots)
     with pytest.raises(error) as refusal:
         yield
     assert all(word in str(refusal.value) for word in says), (str(refusal.value), says)

@@ -9,7 +9,7 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from driving import ROOT, Driven, prompt
+from driving import ROOT, Driven, prompt, write_back
 from engine_driving import EngineDriven, Finding
 
 from aoffload import AoffloadError, InvalidArgument, Ledger, RequestState
@@ -105,7 +105,7 @@ CALLS: dict[str, Callable[[Ledger, Any], object]] = {
     "launch": lambda ledger, told: ledger.launch(ledger.jobs.last_id),
     "settle": lambda ledger, told: ledger.settle(_landed(ledger)),
     "discard": lambda ledger, told: ledger.discard(ledger.jobs.last_id),
-    "write_back": lambda ledger, _: ledger.write_back.plan(),
+    "write_back": lambda ledger, _: write_back(ledger),
     "pin": lambda ledger, _: ledger.pins.hold(Prefix.of(ROOT, A)),
     "drop_pins": lambda ledger, _: ledger.pins.drop(),
     "lapse": lambda ledger, _: ledger.lapse(0.0),

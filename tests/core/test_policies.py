@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from driving import BLOCK, ROOT, Driven, prompt
+from driving import BLOCK, ROOT, Driven, prompt, write_back
 
 from aoffload import (
     ConfigError,
@@ -43,7 +43,7 @@ class Lazy(Driven):
         super().__init__(num_device, num_host, store_policy=LazyStore(watermark), **config)
 
     def watermark(self) -> list[Any]:
-        plans = list(self.ledger.write_back.plan())
+        plans = list(write_back(self.ledger))
         self.ledger.check_integrity()
         return plans
 
@@ -176,14 +176,14 @@ def test_a_look_at_the_watermark_costs_nothing_where_nothing_has_changed() -> No
 
     driven = Driven(8, store_policy=LazyStore(8), eviction=Watched)
     driven.serve(A)
-    driven.land(driven.ledger.write_back.plan())
+    driven.land(write_back(driven.ledger))
     before = len(looks)
-    driven.ledger.write_back.plan()
+    write_back(driven.ledger)
     assert len(looks) == before
     request = driven.ledger.admit(Prefix.of(ROOT, prompt(9, 4)))
     driven.ledger.allocate_nowait(request)
     before = len(looks)
-    driven.ledger.write_back.plan()
+    write_back(driven.ledger)
     assert len(looks) == before + 1
 
 
@@ -331,7 +331,7 @@ def test_another_root_is_another_prefix() -> None:
 
 
 def counts_of(driven: Driven) -> HitCounts:
-    counts = driven.ledger._commits.policy.counts  # type: ignore[attr-defined]
+    counts = driven.ledger.find(StorePolicies)._policy.counts  # type: ignore[union-attr]
     assert isinstance(counts, HitCounts)
     return counts
 
@@ -381,7 +381,7 @@ def live(driven: Driven, tokens: list[int], generated: int = 8, **options: Any) 
     driven.land(driven.commit(request, len(tokens) + generated, range(700, 700 + generated)))
     driven.land(driven.release(request))
     for _ in range(2):
-        driven.land(driven.ledger.write_back.plan())
+        driven.land(write_back(driven.ledger))
 
 
 @every_policy
@@ -418,9 +418,9 @@ def test_the_window_at_the_limit_is_stored(policy: Any, limit: int) -> None:
     request = driven.running(prompt(1, 41), max_store_tokens=limit)
     for stop in (8, 16, 24, 32, 41):
         driven.land(driven.commit(request, stop))
-        driven.land(driven.ledger.write_back.plan())
+        driven.land(write_back(driven.ledger))
     driven.land(driven.release(request))
-    driven.land(driven.ledger.write_back.plan())
+    driven.land(write_back(driven.ledger))
     driven.evict_device()
     assert driven.hit(prompt(1, 41)) == (0, limit)
 
@@ -430,10 +430,10 @@ def test_somebody_else_may_have_it_stored(policy: Any) -> None:
     """Not to store is one request's wish, not a property of the tokens: who hits them and may store, does."""
     driven = Driven(8, store_policy=policy)
     driven.serve(A, store="none")
-    driven.land(driven.ledger.write_back.plan())
+    driven.land(write_back(driven.ledger))
     assert in_host(driven) == 0
     driven.serve(A)
-    driven.land(driven.ledger.write_back.plan())
+    driven.land(write_back(driven.ledger))
     assert in_host(driven) == 4
 
 
@@ -503,9 +503,9 @@ def test_a_refused_store_is_offered_again(policy: Any, again: str) -> None:
 
     driven = Driven(9, 4, store_policy=policy, observer=Watcher())
     driven.serve(B, store="all")
-    driven.land(driven.ledger.write_back.plan())
+    driven.land(write_back(driven.ledger))
     driven.evict_device()
-    driven.land(driven.ledger.write_back.plan())
+    driven.land(write_back(driven.ledger))
     assert in_host(driven) == 4
     keeper = driven.admit(B)
     assert keeper.match.num_host_tokens == 16, "all of the host is pinned"
@@ -515,10 +515,10 @@ def test_a_refused_store_is_offered_again(policy: Any, again: str) -> None:
         driven.release(request, "left")
         request = driven.running(A)
         assert request.match.num_device_tokens == 16
-    assert driven.ledger.write_back.plan() == ()
+    assert write_back(driven.ledger) == ()
     driven.release(keeper, "left")
     plans = driven.commit(request) if again != "release" else []
-    plans += [*driven.release(request), *driven.ledger.write_back.plan()]
+    plans += [*driven.release(request), *write_back(driven.ledger)]
     assert sum(plan.num_blocks for plan in plans if plan.direction is Direction.STORE) == 4
     assert skipped or isinstance(policy, LazyStore)
 

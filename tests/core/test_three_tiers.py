@@ -9,13 +9,15 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._extensions.integrity import check_integrity
-from aoffload._extensions.pins import Pins
 from aoffload._kernel.cache import PrefixCache
+from aoffload._kernel.hooks import Hooks
 from aoffload._kernel.index import find_hit, held_stop, jobs_bringing, present_stop
 from aoffload._kernel.jobs import JobBook, Stores
 from aoffload._kernel.layout import Layout
@@ -57,11 +59,11 @@ class Parts:
         blocks = tuple(TierBlocks(tier, pool, LeastRecentlyUsed()) for tier, pool in zip(TIERS, pools, strict=True))
         self.cache = PrefixCache(self.layout, blocks, lambda _: LeastRecentlyUsed(), LastUses(0))
         self.moves = Moves(None)
-        self.leases = RequestLeases(self.cache)
-        self.jobs = JobBook(self.cache, self.moves, [3 for _ in self.layout.components])
-        self.pins = Pins(self.cache, self.moves, 0.5)
-        self.admission = Admission(self.cache, self.leases, self.moves, lambda: True, self.pins.yield_one)
-        self.loads = Loads(self.cache, self.leases, self.moves, self.jobs, self.admission)
+        self.hooks = Hooks()
+        self.leases = RequestLeases(self.cache, self.hooks)
+        self.jobs = JobBook(self.cache, self.moves, self.hooks, [3 for _ in self.layout.components])
+        self.admission = Admission(self.cache, self.leases, self.moves, lambda: True, self.hooks)
+        self.loads = Loads(self.cache, self.leases, self.moves, self.jobs, self.admission, self.hooks)
         ways = [(Tier.DEVICE, Tier.HOST), (Tier.HOST, DISK), (DISK, Tier.HOST)]
         self.copies = {way: Stores(self.cache, self.jobs, self.moves, *way) for way in ways}
         self.content: dict[tuple[Tier, int], object] = {}
@@ -110,7 +112,7 @@ class Parts:
         slide_windows(self.cache, record)
 
     def end(self, record: LedgerRequest) -> None:
-        for job in self.loads.abandon(record.load) if record.load is not None else ():
+        for job in self.jobs.abandon(record.load) if record.load is not None else ():
             assert job.state is JobState.DISCARDED
         if record.waiter is not None:
             self.admission.leave(record.waiter)
@@ -155,7 +157,7 @@ class Parts:
             self.content[plan.destination, block_id] = "torn"
         at = tuple(corrupt) if outcome is Outcome.CORRUPT else ()
         settled = self.jobs.settle(Completion(plan.job_id, outcome, num_landed, at))
-        self.loads.settled(settled)
+        self.jobs.end_claims(settled)
 
     def land(self) -> None:
         while self.jobs.unsettled:
@@ -171,7 +173,10 @@ class Parts:
 
     def check(self) -> None:
         """The conservation laws, and that each findable block holds what it is found for."""
-        check_integrity(self.cache, self.jobs, self.admission.queue, self.live, self.pins.pins)
+        whole: Any = SimpleNamespace(
+            cache=self.cache, jobs=self.jobs, hooks=self.hooks, live_requests=dict(enumerate(self.live)), closing=()
+        )
+        check_integrity(whole, self.admission.queue)
         for part in self.parts():
             ids = part.ids(part.first, part.stop)
             for at, block_id in enumerate(ids):

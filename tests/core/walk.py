@@ -13,6 +13,8 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
+from driving import write_back
+
 from aoffload import (
     ChunkedLocal,
     FullAttention,
@@ -320,7 +322,7 @@ class Walk:
                 self.device[table[position]] = self.tag(client, group, position)
         self.allow(client, num_computed)
         self.take(self.ledger.commit(request, num_computed, new))
-        self.take(self.ledger.write_back.plan())
+        self.take(write_back(self.ledger))
         self.counts["committed"] += 1
 
     def allow(self, client: Client, num_tokens: int) -> None:
@@ -352,7 +354,7 @@ class Walk:
         self.clients.remove(client)
         self.take(self.ledger.release(client.record, reason))
         if self.choices.random() < 0.9:  # it may be forgotten
-            self.take(self.ledger.write_back.plan())
+            self.take(write_back(self.ledger))
         self.counts[client.record.state.value] += 1
 
     def step(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import attrs
 from test_step_scheduler import Hostile
 
-from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState, SlidingWindow
+from aoffload import HostCache, KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState, SlidingWindow
 from aoffload.ledger import (
     Completion,
     Direction,
@@ -166,7 +166,7 @@ class EngineSteps(Hostile):
         super().__init__(seed)
         self.told_pending: set[LedgerRequest] = set()
         self.between, config = between, self.ledger.config
-        self.ledger = Ledger(
+        self.ledger = HostCache(
             config, self.num_rows, engine_blocks=self.pool, clock=lambda: self.counts["steps"], observer=observer
         )
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from made_traces import BLOCK_TOKENS, MOST_OF_ONE, REQUESTS, Request, conversations, made, trace_of, write_trace
 
 from aoffload import ConfigError, KVCacheGroup, LazyStore, Ledger, OffloadConfig
-from aoffload.ledger import Prefix, Root
+from aoffload.ledger import Prefix, Root, TransferPlan
 from aoffload.plan import Recorder
 from aoffload.plan.cautions import cautions
 from aoffload.plan.forecast import Forecast, Prices, Row, Sizes
@@ -29,6 +29,10 @@ BLOCK_BYTES = KV_BYTES * BLOCK_TOKENS
 NUM_DEVICE = 150
 SIZES = (60, 140, 200, 400, 800, 1600)
 """Host blocks: below the device, about as many, and several times as many; the last one holds everything."""
+
+
+def _write_back(ledger: Ledger) -> tuple[TransferPlan, ...]:
+    return ledger.write_back.plan() if ledger.writes_back else ()
 
 
 def forecast_of(trace: Trace, **options: Any) -> Forecast:
@@ -114,11 +118,11 @@ def spoken(
         ledger.allocate_nowait(record)
         hits.append((record.match.num_device_tokens // BLOCK_TOKENS, record.match.num_host_tokens // BLOCK_TOKENS))
         land(ledger, ledger.plan_load(record))
-        land(ledger, chain(ledger.commit(record, len(said), answer[:1]), ledger.write_back.plan()))
+        land(ledger, chain(ledger.commit(record, len(said), answer[:1]), _write_back(ledger)))
         for at, token in enumerate(answer[1:], len(said) + 1):
             ledger.extend_nowait(record, at)
-            land(ledger, chain(ledger.commit(record, at, (token,)), ledger.write_back.plan()))
-        land(ledger, chain(ledger.release(record), ledger.write_back.plan()))
+            land(ledger, chain(ledger.commit(record, at, (token,)), _write_back(ledger)))
+        land(ledger, chain(ledger.release(record), _write_back(ledger)))
         heard.append(said + answer)
     return hits
 

@@ -12,7 +12,7 @@ import anyio
 import attrs
 from serving import BLOCK, config, tag
 
-from aoffload import OffloadRuntime, Request
+from aoffload import HostCacheRuntime, OffloadRuntime, Request
 from aoffload._transfer.backends.scripted import ScriptedTransport
 
 __all__ = ["OwnEngine", "OwnPool", "own_engine"]
@@ -173,5 +173,5 @@ async def own_engine(
     """A runtime over a pool of the engine's, of `num_blocks` blocks; copies land as the test says."""
     transport, pool = ScriptedTransport(num_blocks + 1, auto=auto), OwnPool(num_blocks + 1)
     options.setdefault("num_host_blocks", 64)
-    async with OffloadRuntime(config(**options), transport=transport, engine_blocks=pool, logger=logger) as runtime:
+    async with HostCacheRuntime(config(**options), transport=transport, engine_blocks=pool, logger=logger) as runtime:
         yield OwnEngine(runtime, transport, pool, num_blocks + 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aoffload import DiskTier, KVCacheGroup, OffloadConfig, OffloadRuntime, RuntimeClosed, WrongThread
+from aoffload import DiskTier, HostCacheRuntime, KVCacheGroup, OffloadConfig, OffloadRuntime, RuntimeClosed, WrongThread
 
 pytestmark = pytest.mark.filterwarnings("default::ResourceWarning", "default::RuntimeWarning")
 GUARD_S = 30.0
@@ -227,7 +227,7 @@ def test_an_abandoned_runtime_over_an_engines_blocks_is_collected() -> None:
     async def enter() -> None:
         group = KVCacheGroup("all", block_size=4)
         config = OffloadConfig(groups=[group], num_host_blocks=8)
-        runtime = OffloadRuntime(config, torch.zeros(17, 4, 16), engine_blocks=Owned())
+        runtime = HostCacheRuntime(config, torch.zeros(17, 4, 16), engine_blocks=Owned())
         await runtime.__aenter__()
         async with runtime.request(range(30)) as request:
             assert request.match.num_tokens == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from serving import ASYNCIO, TRIO, assert_at_rest, config, prompt
 
-from aoffload import Computed, EagerStore, OffloadRuntime, RequestState
+from aoffload import Computed, EagerStore, HostCacheRuntime, OffloadRuntime, RequestState
 from aoffload._kernel.requests import LedgerRequest
 
 pytestmark = pytest.mark.anyio
@@ -135,7 +135,7 @@ async def test_a_load_choice_that_raises_on_entering_leaves_no_request() -> None
     """With `engine_blocks` the choice is made on entering. If it raises, nothing is entered, pinned or named."""
     choice, table = Choice(), [[1, 2, 3, 4, 5]]
     taken = config(load_choice=choice)
-    async with OffloadRuntime(taken, torch.zeros(20, 16), engine_blocks=Pool()) as runtime:
+    async with HostCacheRuntime(taken, torch.zeros(20, 16), engine_blocks=Pool()) as runtime:
         runtime.report_compute(1000, 1.0)
         tokens = prompt(3, 20)
         async with runtime.request(tokens, "a", num_device_tokens=0) as request:

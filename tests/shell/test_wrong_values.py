@@ -24,6 +24,7 @@ from aoffload import (
     AoffloadError,
     ChunkedLocal,
     Computed,
+    HostCache,
     InvalidArgument,
     KeySpan,
     KVCacheGroup,
@@ -402,7 +403,7 @@ class EngineCache:
     """A ledger over blocks that an engine keeps."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger(config(), 1000, engine_blocks=Kept(), clock=lambda: 0.0)
+        self.ledger = HostCache(config(), 1000, engine_blocks=Kept(), clock=lambda: 0.0)
         first = self.ledger.admit(prefix(1, 17))
         (plan,) = self.ledger.offer(first, 17, [range(1, 5)])
         self.ledger.launch(plan.job_id)
@@ -519,11 +520,11 @@ MADE: dict[str, Row] = {
     "Ledger block_bytes": Row(lambda _, v: Ledger(config(), 17, block_bytes=v), "block_bytes", "1 huge 2**70"),
     "Ledger device_pool": Row(lambda _, v: Ledger(config(), 17, device_pool=v), "device_pool", "None"),
     "Ledger engine_blocks": Row(
-        lambda _, v: Ledger(config(), 17, engine_blocks=v, clock=lambda: 0.0), "engine_blocks", "None"
+        lambda _, v: HostCache(config(), 17, engine_blocks=v, clock=lambda: 0.0), "engine_blocks", "None"
     ),
     "Ledger clock": Row(lambda _, v: Ledger(config(), 17, clock=v), "clock", f"None {CALLABLES}"),
     "Ledger clock of an engine": Row(
-        lambda _, v: Ledger(config(), 17, engine_blocks=Kept(), clock=v), "clock", CALLABLES
+        lambda _, v: HostCache(config(), 17, engine_blocks=Kept(), clock=v), "clock", CALLABLES
     ),
     "Ledger observer": Row(lambda _, v: Ledger(config(), 17, observer=v), "observer", "None"),
     "groups": Row(lambda _, v: made_with(groups=v), "groups"),

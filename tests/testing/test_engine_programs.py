@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from aoffload._host_cache.host_cache import HostCache
 from aoffload._host_cache.matches import Arrivals, EngineTier
 from aoffload._kernel.requests import LedgerRequest
 from aoffload.testing.programs import Broken, GroupShape, Program, World, call, check_program, explore_programs
@@ -66,10 +65,10 @@ def test_what_the_engine_is_told_wrongly_is_noticed(name: str, law: str, monkeyp
 def test_who_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever goes on with what a failed forward has left in the engine's cache breaks a law."""
 
-    def nobody(self: EngineOwned, other: LedgerRequest, record: LedgerRequest, from_token: int) -> bool:
+    def nobody(self: HostCache, other: LedgerRequest, record: LedgerRequest, from_token: int) -> bool:
         return False
 
-    monkeypatch.setattr(EngineOwned, "_may_have_read", nobody)
+    monkeypatch.setattr(HostCache, "_may_have_read", nobody)
     assert found().violation.startswith(("not told", "bytes taken back"))
 
 

@@ -17,7 +17,7 @@ import trio.testing
 from anyio.abc import TaskGroup, TaskStatus
 from prometheus_client import CollectorRegistry
 
-from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
+from aoffload import HostCacheRuntime, KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload.env import Env
 from aoffload.metrics import Metrics, MetricsCollector
 
@@ -94,7 +94,7 @@ async def stuck(program: Callable[[OffloadRuntime, TaskGroup], Any], **options: 
     env, registry = LoopEnv(), CollectorRegistry()
     metrics = Metrics(env)
     kv_cache = torch.zeros(NUM_BLOCKS + 1, 4)
-    async with OffloadRuntime(
+    async with HostCacheRuntime(
         config, kv_cache, engine_blocks=engine_blocks, env=env, logger=logger, observers=[metrics]
     ) as runtime:
         registry.register(MetricsCollector(runtime, metrics))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from ..._host_cache.host_cache import HostCache
+from ..watched import with_handles
 from .engine_pool import EnginePool, pool_of
 from .ledger_state import Client, LedgerState
 from .program import World
@@ -45,6 +46,8 @@ class EngineState(LedgerState):
     def _open(self, world: World) -> HostCache:  # type: ignore[override]
         self.now = 0.0
         self.pool: EnginePool = pool_of(world)
-        return HostCache(
+        cache = HostCache(
             world.config(), world.num_device_blocks, self.pool.told(), clock=lambda: self.now, observer=self.recorder
         )
+        with_handles(cache)
+        return cache

@@ -117,7 +117,7 @@ class DiskCalls(JobCalls):
 
     def erase_forgotten(self) -> None:
         """The shell erases what the ledger has forgotten before it does anything else."""
-        for slot in self.ledger.disk.take_forgotten():
+        for slot in self.ledger.disk.take_forgotten() if self.ledger.cache.has_disk else ():
             self.records.pop(slot, None)
 
     def do_restart(self, at: int = 0, most: int = 0) -> str:

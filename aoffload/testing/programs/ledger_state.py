@@ -17,6 +17,7 @@ from ..._kernel.records import Job
 from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import RequestState, Tier
 from ..violations import Violation
+from ..watched import with_handles
 from .ledger_recorder import Recorder
 from .program import World
 from .provenance import Bytes, Text
@@ -100,7 +101,9 @@ class LedgerState:
         """Blocks that hold other bytes than were stored, each with the job that has reported it."""
 
     def _open(self, world: World) -> Ledger:
-        return Ledger(world.config(), world.num_device_blocks, block_bytes=1, observer=self.recorder)
+        ledger = Ledger(world.config(), world.num_device_blocks, block_bytes=1, observer=self.recorder)
+        with_handles(ledger)
+        return ledger
 
     def _note(self, feature: str, happened: object) -> None:
         if happened:

@@ -124,7 +124,7 @@ class StepCalls(JobCalls):
     ) -> str:
         plans = self.ledger.commit(client.record, forward.stop, new)
         self.take(plans)
-        self.take(self.ledger.write_back.plan())
+        self.take(self.ledger.write_back.plan() if self.ledger.writes_back else ())
         client.computed(forward.start, marks)
         sampled = new[num_drafts:]
         self.bytes.append(client.text, sampled)
