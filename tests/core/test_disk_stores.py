@@ -7,13 +7,13 @@ import random
 
 import pytest
 from disk_driving import HUGE, Disk
-from driving import BLOCK, ROOT, Driven, prompt
+from driving import BLOCK, ROOT, prompt
 
 from aoffload import KVCacheGroup, SlidingWindow
 from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.prefix import KeySpan, encode_tokens
 from aoffload._kernel.states import Outcome, Tier
-from aoffload.errors import InvalidArgument
+from aoffload.errors import ConfigError, InvalidArgument
 
 
 def test_nothing_goes_down_while_the_host_has_room() -> None:
@@ -287,7 +287,6 @@ def test_what_a_failed_forward_has_left_there_is_told(when: str) -> None:
     expected = plan.destination_ids[4:] if when == "landed" else plan.destination_ids
     assert sorted(disk.ledger.disk.take_forgotten()) == sorted(expected)
     assert not disk.ledger.disk.take_forgotten()
-    assert not Driven(4).ledger.disk.take_forgotten()
 
 
 @pytest.mark.parametrize("way", ["evicted", "given up", "reset"])
@@ -320,10 +319,11 @@ def test_slots_that_were_freed_may_hold_what_is_taken_back(way: str) -> None:
 
 
 def test_without_a_disk_nothing_is_planned() -> None:
-    """The calls are there in every ledger, so that a program need not ask what it has."""
+    """Its handle names the key of the configuration, and there is nothing to reset."""
     disk = Disk()
     disk.ledger = type(disk.ledger)(type(disk.ledger.config)(groups=disk.ledger.config.groups, num_host_blocks=4), 8)
-    assert disk.ledger.disk.plan_stores(8) == disk.ledger.disk.plan_flush(8) == ()
+    with pytest.raises(ConfigError, match=r"^disk: "):
+        disk.ledger.disk.plan_stores(8)
     assert disk.ledger.statistics().disk is None
     with pytest.raises(InvalidArgument, match="tier"):
         disk.ledger.reset(Tier.DISK)

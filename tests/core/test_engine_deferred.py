@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from engine_driving import EngineDriven, Finding, Seen, loaded, prompt, sources
 
-from aoffload import HostCache, InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, SlidingWindow, Tier, WrongState
+from aoffload import HostCache, InvalidArgument, KVCacheGroup, OffloadConfig, SlidingWindow, Tier
 from aoffload._host_cache.offers import MOST_DEFERRED
 from aoffload.ledger import Outcome
 
@@ -15,9 +15,8 @@ A, B, C = prompt(1, 17), prompt(2, 17), prompt(3, 17)
 BLOCK = 4
 
 
-def offers_of(ledger: Ledger) -> Any:
-    assert ledger._engine is not None
-    return ledger._engine.offers
+def offers_of(ledger: HostCache) -> Any:
+    return ledger.offers
 
 
 class Caching(EngineDriven):
@@ -213,13 +212,6 @@ def test_copies_never_hold_most_of_the_engine_s_blocks() -> None:
     offers = offers_of(HostCache(config, 40, engine_blocks=Finding(), clock=float))
     offers.computed(39)
     assert offers._step_blocks == 10
-
-
-def test_a_ledger_with_blocks_of_its_own_defers_nothing() -> None:
-    ledger = Ledger(OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=4), 8)
-    assert ledger.deferred_requests == ()
-    with pytest.raises(WrongState, match="offer_deferred"):
-        ledger.offer_deferred()
 
 
 def test_a_store_that_fails_does_not_come_back_by_itself() -> None:

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driving import Driven
 from engine_driving import BLOCK, Counted, EngineDriven, Finding, prompt
-from test_illegal_calls import ENGINE_CALLS, enter, refused
+from test_illegal_calls import refused
 
-from aoffload import KVCacheGroup, LazyStore, Ledger, OffloadConfig, RequestState, SlidingWindow, Tier
-from aoffload._kernel.pools import FreeList
+from aoffload import HostCache, KVCacheGroup, LazyStore, OffloadConfig, RequestState, SlidingWindow, Tier
 from aoffload.errors import CommitError, ConfigError, InvalidArgument, WrongState
 from aoffload.ledger import Completion, LedgerRequest, Outcome, Prefix, Root
 
@@ -21,42 +19,7 @@ S = RequestState
 ROOT = Root("test")
 
 
-# -- whose device it is -------------------------------------------------------------------------------------------
-
-
-OWN_DEVICE: dict[str, tuple[str, Callable[[Ledger, LedgerRequest], object]]] = {
-    "allocate_nowait": ("allocate", lambda ledger, request: ledger.allocate_nowait(request)),
-    "queue_allocation": ("allocate", lambda ledger, request: ledger.queue_allocation(request)),
-    "extend_nowait": ("extend", lambda ledger, request: ledger.extend_nowait(request, 16)),
-    "queue_extension": ("extend", lambda ledger, request: ledger.queue_extension(request, 16)),
-    "num_shared_tokens": ("fork", lambda ledger, request: ledger.forks.num_shared_tokens(request)),
-    "fork": ("fork", lambda ledger, request: ledger.forks.fork(request)),
-    "commit": ("commit", lambda ledger, request: ledger.commit(request, 8)),
-    "commit_all": ("commit", lambda ledger, request: ledger.commit_all([(request, 8, ())])),
-    "check_commit": ("commit", lambda ledger, request: ledger.check_commit(request, 8)),
-    "step": ("step", lambda ledger, request: enter(ledger.step([request]))),
-    "can_start_early": ("can_start_early", lambda ledger, request: ledger.overlap.can_start(request)),
-    "num_expected_tokens": ("num_expected_tokens", lambda ledger, request: ledger.overlap.num_expected_tokens(request)),
-    "expected_block_ids": ("expected_block_ids", lambda ledger, request: ledger.overlap.block_ids(request)),
-    "begin_again": ("begin_again", lambda ledger, request: ledger.overlap.begin_again(request)),
-    "first_invalid_token": ("first_invalid_token", lambda ledger, request: ledger.overlap.first_invalid_token(request)),
-    "preempt_nowait": ("preempt", lambda ledger, request: ledger.preemption.preempt(request)),
-    "resume": ("resume", lambda ledger, request: ledger.preemption.resume(request)),
-    "prefetch": ("prefetch", lambda ledger, _: ledger.transfers.prefetch(Prefix.of(ROOT, A))),
-    "demote": ("demote", lambda ledger, _: ledger.transfers.demote(Prefix.of(ROOT, A))),
-    "block_ids": ("block_ids", lambda ledger, request: ledger.block_ids(request)),
-}
-"""Calls about device blocks of our own: what each is called when it is refused, and how it is made."""
-EVERYWHERE = {
-    "lookup", "admit", "plan_load", "launch", "settle", "discard", "invalidate", "release", "pin", "unpin", "lapse",
-    "hint", "drop_pins", "reset", "statistics", "check_integrity", "watch", "abandon_load", "loadable",
-    "lost_to_reset",
-    "requests", "holders", "explain", "fetch", "match_fetched", "plan_disk_stores", "plan_disk_flush",
-    "take_forgotten_slots", "restore", "num_fetch_blocks", "num_remote_fetch_blocks", "plan_remote_stores",
-    "take_forgotten_cells", "offer_deferred",
-}  # fmt: skip
-IDLE = {"accept", "withdraw", "cancel", "cancel_cache_transfers", "last_step", "plan_write_back"}
-"""Calls about what is never made there."""
+# -- when -----------------------------------------------------------------------------------------------------------
 
 
 def pinned(driven: EngineDriven) -> LedgerRequest:
@@ -90,40 +53,12 @@ def over(driven: EngineDriven) -> LedgerRequest:
 SITUATIONS = {"PINNED": pinned, "MATCHED": pending, "LOADING": loading, "RUNNING": running, "DONE": over}
 
 
-def test_every_call_is_somewhere() -> None:
-    """A new call of the ledger fails here until somebody has said whether an engine with blocks of its own has it."""
-    public = {name for name in dir(Ledger) if not name.startswith("_") and callable(getattr(Ledger, name))}
-    assert public == set(OWN_DEVICE) | EVERYWHERE | IDLE | ENGINE_CALLS
-
-
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_calls_about_device_blocks_of_ours_are_refused(situation: str) -> None:
-    """Whatever state the request is in: `WrongState` says which call, and that the blocks are an engine's."""
+def test_the_device_is_the_engine_s_to_forget() -> None:
+    """A reset of the device alone is refused: nothing of it is known here."""
     driven = EngineDriven()
-    request = SITUATIONS[situation](driven)
-    assert request.state.name == situation
-    for word, call in OWN_DEVICE.values():
-        with refused(driven.ledger, request, error=WrongState, says=(f"{word}: ", "an engine has the device blocks")):
-            call(driven.ledger, request)
-    with refused(driven.ledger, request, error=WrongState, says=("reset", "an engine has the device blocks")):
+    request = running(driven)
+    with refused(driven.ledger, request, error=InvalidArgument, says=("tier: ", "HOST")):
         driven.ledger.reset(Tier.DEVICE)
-
-
-def test_an_engines_calls_are_refused_where_the_blocks_are_ours() -> None:
-    """And so is what it hands in."""
-    driven = Driven(8)
-    request = driven.admit(A)
-    with refused(driven.ledger, request, error=WrongState, says=("offer: ", "device blocks itself")):
-        driven.ledger.offer(request, 4, [[1]])
-    with refused(driven.ledger, request, error=WrongState, says=("match_again: ", "device blocks itself")):
-        driven.ledger.match_again(request, num_device_tokens=0)
-    with refused(driven.ledger, request, error=WrongState, says=("pending_until: ", "device blocks itself")):
-        driven.ledger.pending_until(request)
-    with refused(driven.ledger, request, error=InvalidArgument, says=("num_device_tokens: ", "engine_blocks")):
-        driven.ledger.admit(Prefix.of(ROOT, B), num_device_tokens=4)
-    driven.ledger.allocate_nowait(request)
-    with refused(driven.ledger, request, error=InvalidArgument, says=("into: ", "engine_blocks")):
-        driven.ledger.plan_load(request, into=[[1, 2, 3, 4]])
 
 
 @pytest.mark.parametrize(
@@ -172,10 +107,10 @@ def test_requests_of_another_ledger_are_refused() -> None:
 # -- what a ledger is made with -----------------------------------------------------------------------------------
 
 
-def made(**options: Any) -> Ledger:
+def made(**options: Any) -> HostCache:
     policy = options.pop("store_policy", "eager")
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=8, store_policy=policy)
-    return Ledger(config, 17, **options)
+    return HostCache(config, 17, **options)
 
 
 def clock() -> float:
@@ -185,19 +120,15 @@ def clock() -> float:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"engine_blocks": Counted()}, InvalidArgument, "clock: "),
         ({"engine_blocks": Counted(), "clock": 3.0}, InvalidArgument, "clock: "),
-        ({"clock": 3.0}, InvalidArgument, "clock: "),
         ({"engine_blocks": Counted, "clock": clock}, ConfigError, "engine_blocks: "),
         ({"engine_blocks": [1, 2, 3], "clock": clock}, ConfigError, "engine_blocks: "),
-        ({"engine_blocks": Counted(), "device_pool": FreeList(17), "clock": clock}, ConfigError, "device_pool: "),
         ({"engine_blocks": Counted(), "clock": clock, "store_policy": "lazy"}, ConfigError, "store_policy: "),
         ({"engine_blocks": Counted(), "clock": clock, "store_policy": LazyStore(4)}, ConfigError, "store_policy: "),
     ],
 )
-def test_what_a_ledger_is_made_with(options: dict[str, Any], error: type[Exception], says: str) -> None:
-    """Blocks of an engine's come with its clock, without a pool of ours, and without a policy that needs to know what
-    the device evicts next."""
+def test_what_a_host_cache_is_made_with(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    """Blocks of an engine's come with a clock, and without a policy that needs to know what the device evicts next."""
     with pytest.raises(error, match=f"^{says}"):
         made(**options)
     assert made(engine_blocks=Counted(), clock=clock).statistics().device.num_blocks == 0

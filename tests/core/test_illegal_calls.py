@@ -5,14 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import pytest
+from disk_driving import disk_of
 from driving import Driven, prompt
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from remote_driving import remote_tier
 from test_match_machine import WHICH, MatchMachine
+from verbs import verbs_of
 
 from aoffload._assembly import Ledger
 from aoffload._kernel.plans import Completion, RequestOptions
@@ -30,7 +34,7 @@ Call = Callable[[Ledger, LedgerRequest], object]
 CALLS: dict[str, tuple[str, Call]] = {
     "allocate_nowait": ("allocate", lambda ledger, request: ledger.allocate_nowait(request)),
     "queue_allocation": ("allocate", lambda ledger, request: ledger.queue_allocation(request)),
-    "match_fetched": ("match_fetched", lambda ledger, request: ledger.fetches.match_again(request)),
+    "fetches.match_again": ("match_again", lambda ledger, request: ledger.fetches.match_again(request)),
     "extend_nowait": ("extend", lambda ledger, request: ledger.extend_nowait(request, 16)),
     "queue_extension": ("extend", lambda ledger, request: ledger.queue_extension(request, 16)),
     "plan_load": ("load", lambda ledger, request: ledger.plan_load(request)),
@@ -38,68 +42,73 @@ CALLS: dict[str, tuple[str, Call]] = {
     "commit": ("commit", lambda ledger, request: ledger.commit(request, request.num_computed_tokens)),
     "commit_all": ("commit", lambda ledger, request: ledger.commit_all([(request, request.num_computed_tokens, ())])),
     "check_commit": ("commit", lambda ledger, request: ledger.check_commit(request, request.num_computed_tokens)),
-    "invalidate": (
+    "invalidation.invalidate": (
         "invalidate",
         lambda ledger, request: ledger.invalidation.invalidate(request, request.num_computed_tokens),
     ),
     "step": ("step", lambda ledger, request: enter(ledger.step([request]))),
-    "preempt_nowait": ("preempt", lambda ledger, request: ledger.preemption.preempt(request)),
-    "resume": ("resume", lambda ledger, request: ledger.preemption.resume(request)),
+    "preemption.preempt": ("preempt", lambda ledger, request: ledger.preemption.preempt(request)),
+    "preemption.resume": ("resume", lambda ledger, request: ledger.preemption.resume(request)),
     "release": ("release", lambda ledger, request: ledger.release(request)),
     "block_ids": ("block_ids", lambda ledger, request: ledger.block_ids(request)),
-    "can_start_early": ("block_ids", lambda ledger, request: ledger.overlap.can_start(request)),
-    "num_expected_tokens": ("block_ids", lambda ledger, request: ledger.overlap.num_expected_tokens(request)),
+    "overlap.can_start": ("block_ids", lambda ledger, request: ledger.overlap.can_start(request)),
+    "overlap.num_expected_tokens": ("block_ids", lambda ledger, request: ledger.overlap.num_expected_tokens(request)),
     "lost_to_reset": ("lost_to_reset", lambda ledger, request: ledger.lost_to_reset(request)),
     "loadable": ("loadable", lambda ledger, request: ledger.loadable(request)),
-    "expected_block_ids": ("block_ids", lambda ledger, request: ledger.overlap.block_ids(request)),
-    "first_invalid_token": ("block_ids", lambda ledger, request: ledger.overlap.first_invalid_token(request)),
-    "begin_again": ("begin_again", lambda ledger, request: ledger.overlap.begin_again(request)),
-    "num_shared_tokens": ("fork", lambda ledger, request: ledger.forks.num_shared_tokens(request)),
-    "fork": ("fork", lambda ledger, request: ledger.forks.fork(request)),
+    "overlap.block_ids": ("block_ids", lambda ledger, request: ledger.overlap.block_ids(request)),
+    "overlap.first_invalid_token": ("block_ids", lambda ledger, request: ledger.overlap.first_invalid_token(request)),
+    "overlap.begin_again": ("begin_again", lambda ledger, request: ledger.overlap.begin_again(request)),
+    "forks.num_shared_tokens": ("fork", lambda ledger, request: ledger.forks.num_shared_tokens(request)),
+    "forks.fork": ("fork", lambda ledger, request: ledger.forks.fork(request)),
 }
 """Every call about a request: what it calls itself when it is refused, and how it is made."""
-ENGINE_CALLS = {"match_again", "offer", "pending_until", "decline"}
-"""Calls that a ledger with blocks of its own never takes: see test_engine_owned.py."""
 OTHER_CALLS = {
     "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",
-    "plan_remote_stores", "take_forgotten_cells", "last_step", "offer_deferred",
-    "pin", "unpin", "lapse", "drop_pins", "hint", "prefetch", "demote", "cancel", "cancel_cache_transfers",
-    "plan_write_back", "watch", "requests", "holders", "explain", "fetch", "plan_disk_stores", "plan_disk_flush",
-    "restore", "take_forgotten_slots", "num_fetch_blocks", "num_remote_fetch_blocks",
+    "last_step", "lapse", "watch", "unwatch", "explain", "pins.hold", "pins.release", "pins.drop", "eviction.hint",
+    "eviction.statistics", "transfers.prefetch", "transfers.demote", "transfers.cancel", "transfers.cancel_all",
+    "write_back.plan", "reports.requests", "reports.holders", "fetches.fetch", "fetches.num_blocks",
+    "fetches.num_remote_blocks", "disk.plan_stores", "disk.plan_flush", "disk.restore", "disk.take_forgotten",
+    "remote.plan_stores", "remote.take_forgotten", "overlap.step",
 }  # fmt: skip
 
-LOOKING = "block_ids can_start_early num_expected_tokens first_invalid_token loadable expected_block_ids lost_to_reset"
+LOOKING = "block_ids overlap.can_start overlap.num_expected_tokens overlap.first_invalid_token loadable overlap.block_ids lost_to_reset"
 ALWAYS = f"release {LOOKING}"
 COMMITS = "commit commit_all check_commit"
-COMPUTED = f"{ALWAYS} plan_load {COMMITS} invalidate step num_shared_tokens begin_again"
+COMPUTED = f"{ALWAYS} plan_load {COMMITS} invalidation.invalidate step forks.num_shared_tokens overlap.begin_again"
 LEGAL: dict[tuple[str, str], str] = {
     ("QUEUED", ""): ALWAYS,
     ("MATCHED", ""): ALWAYS,
-    ("PINNED", ""): f"{ALWAYS} allocate_nowait queue_allocation match_fetched",
+    ("PINNED", ""): f"{ALWAYS} allocate_nowait queue_allocation fetches.match_again",
     ("PINNED", "waiting"): ALWAYS,
     (
         "ALLOCATED",
         "",
-    ): f"{ALWAYS} extend_nowait queue_extension plan_load {COMMITS} step preempt_nowait",
+    ): f"{ALWAYS} extend_nowait queue_extension plan_load {COMMITS} step preemption.preempt",
     ("ALLOCATED", "waiting"): f"{ALWAYS} {COMMITS} step",
     ("ALLOCATED", "stepping"): f"{ALWAYS} extend_nowait queue_extension {COMMITS} step",
-    ("LOADING", ""): f"{ALWAYS} plan_load abandon_load preempt_nowait".replace(" expected_block_ids", ""),
+    ("LOADING", ""): f"{ALWAYS} plan_load abandon_load preemption.preempt".replace(" overlap.block_ids", ""),
     ("DRAINING", "stepping"): f"{ALWAYS} plan_load abandon_load",
-    ("REQUEUED", "waiting"): f"{ALWAYS} plan_load abandon_load preempt_nowait",
-    ("STRANDED", ""): f"{ALWAYS} abandon_load preempt_nowait",
+    ("REQUEUED", "waiting"): f"{ALWAYS} plan_load abandon_load preemption.preempt",
+    ("STRANDED", ""): f"{ALWAYS} abandon_load preemption.preempt",
     (
         "RUNNING",
         "",
-    ): f"{COMPUTED} extend_nowait queue_extension preempt_nowait fork",
+    ): f"{COMPUTED} extend_nowait queue_extension preemption.preempt forks.fork",
     ("RUNNING", "waiting"): COMPUTED,
     ("RUNNING", "stepping"): f"{COMPUTED} extend_nowait queue_extension",
-    ("PREEMPTED", ""): f"{ALWAYS} resume",
+    ("PREEMPTED", ""): f"{ALWAYS} preemption.resume",
     ("DONE", ""): LOOKING,
     ("DONE", "stepping"): LOOKING,
     ("ABORTED", ""): LOOKING,
     ("ABORTED", "stepping"): LOOKING,
 }
 """What may be called when; everything else is refused."""
+
+
+def everything(num_device: int, **config: Any) -> Driven:
+    """A ledger with a disk and a remote store, of which nothing is stored by itself."""
+    config = {"disk": disk_of(64), "remote": remote_tier(), "max_fetch_share": 1.0, "namespace": "test", **config}
+    return Driven(num_device, **config)
 
 
 def row_of(request: LedgerRequest) -> tuple[str, str]:
@@ -293,11 +302,10 @@ def refuse(ledger: Ledger, request: LedgerRequest, call: str) -> None:
 def test_the_table_is_whole() -> None:
     """Every state of a request has a row and a way to get there; every call of the ledger is in the table, or is not
     about a request. A new call or a new state fails here until somebody has said when it is legal."""
-    calls = {name: getattr(Ledger, name) for name in dir(Ledger) if not name.startswith("_")}
-    public = {name: value for name, value in calls.items() if callable(value)}
-    assert set(public) == set(CALLS) | OTHER_CALLS | ENGINE_CALLS
+    public = verbs_of(Ledger)
+    assert set(public) == set(CALLS) | OTHER_CALLS
     about = {name for name, call in public.items() if list(inspect.signature(call).parameters)[1:2] == ["request"]}
-    assert about | {"step", "commit_all"} == set(CALLS) | ENGINE_CALLS
+    assert about | {"step", "commit_all"} == set(CALLS)
     assert {state for state, _ in LEGAL} == {state.name for state in RequestState}
     assert {row for row, _ in SITUATIONS.values()} == set(LEGAL)
     assert set(" ".join(LEGAL.values()).split()) == set(CALLS)
@@ -309,7 +317,7 @@ def test_what_the_table_does_not_allow_is_refused(situation: str) -> None:
     table allows happens."""
     row, build = SITUATIONS[situation]
     for call in CALLS:
-        driven = Driven(8)
+        driven = everything(8)
         request = build(driven)
         assert row_of(request) == row
         driven.ledger.check_integrity()
@@ -333,8 +341,7 @@ def test_nothing_about_a_step_happens_if_one_of_its_requests_may_not_step() -> N
 HUGE = 2**70
 NO_COUNT: tuple[object, ...] = (-1, -HUGE, True, False, 1.0, float("nan"), float("inf"), "4", b"4", [4], (), 4j)
 BAD: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {
-    ("admit", "num_device_tokens"): ("pinned", (*NO_COUNT, 1, HUGE, None)),
-    ("fork", "num_tokens"): ("running", (*NO_COUNT, HUGE, 36, None)),
+    ("forks.fork", "num_tokens"): ("running", (*NO_COUNT, HUGE, 36, None)),
     ("admit", "max_hit_tokens"): ("pinned", NO_COUNT),
     ("admit", "hit_alignment"): ("pinned", (*NO_COUNT, 0, None)),
     ("admit", "max_store_tokens"): ("pinned", NO_COUNT),
@@ -347,13 +354,13 @@ BAD: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {
     ("plan_load", "max_job_bytes"): ("allocated", (*NO_COUNT, 0)),
     ("commit", "num_computed_tokens"): ("running", (*NO_COUNT, None, HUGE, 8, 11, 13)),
     ("check_commit", "num_computed_tokens"): ("running", (*NO_COUNT, None, HUGE, 8, 11, 13)),
-    ("resume", "num_tokens"): ("preempted", (*NO_COUNT, 0, HUGE, 33)),
-    ("invalidate", "from_token"): ("running", (*NO_COUNT, None, HUGE, 0, 7, 10)),
-    ("plan_disk_stores", "max_blocks"): ("running", (*NO_COUNT, None)),
-    ("plan_disk_flush", "max_blocks"): ("running", (*NO_COUNT, None)),
-    ("plan_remote_stores", "max_blocks"): ("running", (*NO_COUNT, None)),
-    ("fetch", "num_remote_tokens"): ("running", (*NO_COUNT, None, 16, HUGE)),
-    ("num_remote_fetch_blocks", "num_remote_tokens"): ("running", (*NO_COUNT, None)),
+    ("preemption.resume", "num_tokens"): ("preempted", (*NO_COUNT, 0, HUGE, 33)),
+    ("invalidation.invalidate", "from_token"): ("running", (*NO_COUNT, None, HUGE, 0, 7, 10)),
+    ("disk.plan_stores", "max_blocks"): ("running", (*NO_COUNT, None)),
+    ("disk.plan_flush", "max_blocks"): ("running", (*NO_COUNT, None)),
+    ("remote.plan_stores", "max_blocks"): ("running", (*NO_COUNT, None)),
+    ("fetches.fetch", "num_remote_tokens"): ("running", (*NO_COUNT, None, 12, HUGE)),
+    ("fetches.num_remote_blocks", "num_remote_tokens"): ("running", (*NO_COUNT, None)),
 }
 """For each number that a call takes: when the call is legal, and what may not be handed in then."""
 BAD_TOKENS = [[-1], [2**31], [HUGE], [1.5], [True], ["7"], [None], "12", b"12", [[1]], 7, None, [1, [2]]]
@@ -362,14 +369,15 @@ BAD_TOKENS = [[-1], [2**31], [HUGE], [1.5], [True], ["7"], [None], "12", b"12", 
 def with_argument(ledger: Ledger, request: LedgerRequest, call: str, name: str, value: object) -> object:
     if call == "admit":
         return ledger.admit(Prefix.of(Root("test"), A), **{name: value})  # type: ignore[arg-type]
-    if "fetch" in call:
-        return getattr(ledger, call)(Prefix.of(Root("test"), A), **{name: value})
-    if call == "plan_remote_stores":
-        return ledger.remote.plan_stores(value, bool)  # type: ignore[arg-type]
-    if call.startswith("plan_disk"):
-        return getattr(ledger, call)(**{name: value})
+    verb = attrgetter(call)(ledger)
+    if call.startswith("fetches."):
+        return verb(Prefix.of(Root("test"), A), **{name: value})
+    if call == "remote.plan_stores":
+        return verb(value, bool)
+    if call.startswith("disk."):
+        return verb(**{name: value})
     more = {"new_token_ids": [7]} if call in ("commit", "check_commit") else {}
-    return getattr(ledger, call)(request, **{name: value}, **more)
+    return verb(request, **{name: value}, **more)
 
 
 def refuse_argument(ledger: Ledger, request: LedgerRequest, call: str, name: str, value: object) -> None:
@@ -381,8 +389,8 @@ def test_every_number_that_a_call_takes_is_checked() -> None:
     """A new argument fails here until somebody has said what it may not be. Job ids are looked up, not checked."""
     taken = {
         (name, parameter.name)
-        for name in {*CALLS, *OTHER_CALLS}
-        for parameter in inspect.signature(getattr(Ledger, name)).parameters.values()
+        for name, call in verbs_of(Ledger).items()
+        for parameter in inspect.signature(call).parameters.values()
         if parameter.annotation in ("int", "int | None") and parameter.name != "job_id"
     }
     options = {name: kind.__forward_arg__ for name, kind in RequestOptions.__annotations__.items()}
@@ -402,7 +410,7 @@ def test_an_unknown_option_is_refused_by_name() -> None:
 def test_a_bad_number_is_refused_by_name(call: str, name: str) -> None:
     """Negative, a bool, a float, text, beyond every pool: an error that names the argument, and nothing is changed."""
     situation, values = BAD[call, name]
-    driven = Driven(8)
+    driven = everything(8)
     request = SITUATIONS[situation][1](driven)
     for value in values:
         refuse_argument(driven.ledger, request, call, name, value)
@@ -417,7 +425,7 @@ SMALLEST: dict[tuple[str, str], tuple[str, int]] = {
     ("extend_nowait", "num_tokens"): ("running", 1),
     ("queue_extension", "num_tokens"): ("running", 1),
     ("plan_load", "max_tokens"): ("allocated", 0),
-    ("resume", "num_tokens"): ("preempted", 1),
+    ("preemption.resume", "num_tokens"): ("preempted", 1),
 }
 
 
@@ -465,12 +473,11 @@ BAD_HINTS: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("eviction", ["lru", "learned"])
 @pytest.mark.parametrize("name", BAD_HINTS)
-def test_a_bad_hint_is_refused_by_name(name: str, eviction: str) -> None:
-    """Whether eviction learns or not: nothing is spared, and no hint is kept. The longest category, and none, are fine,
-    and so is a time that is over already or never comes."""
-    driven = Driven(8, eviction=eviction)
+def test_a_bad_hint_is_refused_by_name(name: str) -> None:
+    """Nothing is spared, and no hint is kept. The longest category, and none, are fine, and so is a time that is over
+    already or never comes."""
+    driven = Driven(8, eviction="learned")
     driven.on_host_only(A)
     good: dict[str, Any] = {"prefix": Prefix.of(Root("test"), A), "expires_at": 9.0, "category": "search"}
     for value in BAD_HINTS[name]:
@@ -478,7 +485,7 @@ def test_a_bad_hint_is_refused_by_name(name: str, eviction: str) -> None:
             driven.ledger.eviction.hint(**{**good, name: value})
     assert driven.ledger.statistics().num_hints == 0
     for more in ({"category": ""}, {"category": "x" * 256}, {"expires_at": -1.0}, {"expires_at": float("inf")}):
-        assert driven.ledger.eviction.hint(**{**good, **more}) == (8 if eviction == "learned" else 0)
+        assert driven.ledger.eviction.hint(**{**good, **more}) == 8
     driven.ledger.check_integrity()
 
 

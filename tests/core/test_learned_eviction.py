@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from driving import BLOCK, Driven, prompt
 
-from aoffload import InvalidArgument, KVCacheGroup, SlidingWindow
+from aoffload import ConfigError, InvalidArgument, KVCacheGroup, SlidingWindow
 from aoffload._config.groups import FullAttention
 from aoffload._eviction.counts import CountedRun, HitCounts
 from aoffload._eviction.learned import (
@@ -222,8 +222,7 @@ class Heard:
 
 def hit_lately(driven: Driven, learned: float, last_use: float) -> None:
     """So often, in the small caches of the host's guard."""
-    learning = driven.ledger._commits.learning
-    assert learning is not None
+    learning = driven.ledger.eviction.learning
     guard = learning.guards[Tier.HOST]
     guard.learned_hits, guard.last_used_hits = learned, last_use
 
@@ -372,10 +371,10 @@ def test_hints_that_never_come_true_spare_nothing() -> None:
     assert driven.ledger.eviction.hint(driven.prefix(A), expires_at=100.0, category="shell") == 16
 
 
-def test_a_hint_without_learned_eviction_spares_nothing() -> None:
-    driven = Driven(8)
-    driven.serve(A)
-    assert driven.ledger.eviction.hint(driven.prefix(A), expires_at=10.0) == 0
+def test_a_hint_without_learned_eviction_is_refused() -> None:
+    """The handle names the key of the configuration."""
+    with pytest.raises(ConfigError, match=r"^eviction: "):
+        Driven(8).ledger.eviction.hint(Driven.prefix(A), expires_at=10.0)
 
 
 def test_what_becomes_of_hints_is_told() -> None:
@@ -401,8 +400,7 @@ def test_what_becomes_of_hints_is_told() -> None:
     [("expires_at", {"expires_at": "soon"}), ("category", {"expires_at": 1.0, "category": 5})],
 )
 def test_a_bad_hint_is_refused_by_name(argument: str, options: dict[str, Any]) -> None:
-    """Whether eviction learns or not."""
-    for driven in (learned(), Driven(8)):
-        with pytest.raises(InvalidArgument) as refused:
-            driven.ledger.eviction.hint(driven.prefix(A), **options)
-        assert refused.value.argument == argument
+    driven = learned()
+    with pytest.raises(InvalidArgument) as refused:
+        driven.ledger.eviction.hint(driven.prefix(A), **options)
+    assert refused.value.argument == argument

@@ -273,8 +273,7 @@ def test_a_policy_that_raises_leaves_no_request_behind() -> None:
         def seen(self, *_: object) -> None:
             raise Own
 
-    driven = Driven(8, 8)
-    driven.ledger._policy = Raising()
+    driven = Driven(8, 8, store_policy=Raising())
     with pytest.raises(Own):
         driven.ledger.admit(driven.prefix(A), request_id="a")
     assert driven.ledger.statistics().num_requests == 0 and driven.num_pinned() == (0, 0)

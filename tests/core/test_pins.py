@@ -656,7 +656,7 @@ def test_what_the_host_has_no_room_for_stays() -> None:
 
 
 def pin_all_of_the_host(driven: Driven) -> Pin:
-    driven.ledger._pins.max_share = 1.0
+    driven.ledger.pins.max_share = 1.0
     return pin(driven, B)
 
 

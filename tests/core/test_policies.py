@@ -22,6 +22,7 @@ from aoffload import (
 )
 from aoffload._config.groups import FullAttention
 from aoffload._eviction.counts import RUN_TOKENS, HitCounts
+from aoffload._extensions.store_policies import StorePolicies
 from aoffload._kernel.events import Event, StoreSkipped
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.pools import LeastRecentlyUsed

@@ -136,7 +136,8 @@ class DiskCalls(JobCalls):
                     num_landed = 0
                 self.bytes.spoil(plan.destination, plan.destination_ids[num_landed:])
                 self._copy(plan, num_landed)
-        self.generation += self.ledger.disk.num_resets
+        if self.ledger.cache.has_disk:
+            self.generation += self.ledger.disk.num_resets
         self.records = {slot: one for slot, one in self.records.items() if one.generation == self.generation}
         self.reopen()
         self.survivors = self._proven()

@@ -193,7 +193,8 @@ class RemoteCalls(DiskCalls):
 
     def erase_forgotten(self) -> None:
         super().erase_forgotten()
-        self.removals.add(self.ledger.remote.take_forgotten())
+        if self.world.cell_units:
+            self.removals.add(self.ledger.remote.take_forgotten())
         while (cell := self.removals.take(lambda cell: True, 0.0)) is not None:
             self._note("cell taken back", self.store.pop(cell.digest, None))
             self.removals.done(cell, True, 0.0)
@@ -203,7 +204,7 @@ class RemoteCalls(DiskCalls):
     def _check_store(self) -> None:
         """No object of invalidated KV is in the store or on its way there, unless the object is revoked or its cell
         waits for removal."""
-        remote = self.ledger.remote.stores
+        remote = self.ledger.remote.stores if self.world.cell_units else None
         waiting = set() if remote is None else remote.forgotten.keys()
         for found in (*self.store.values(), *self.puts.values(), *self.on_their_way):
             if found is None or found.cell.digest in waiting or self._is_revoked(found):
@@ -213,7 +214,7 @@ class RemoteCalls(DiskCalls):
 
     def do_restart(self, at: int = 0, most: int = 0) -> str:
         """Of puts under way, those with an odd `at` arrive."""
-        remote = self.ledger.remote.stores
+        remote = self.ledger.remote.stores if self.world.cell_units else None
         for name, plan in list(self.plans.items()) if remote is not None else ():
             job = self.job(name)
             if plan.cell is None or plan.destination is not Tier.REMOTE or job is None:
