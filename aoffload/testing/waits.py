@@ -13,7 +13,7 @@ import attrs
 from .._extensions.transfers import Fetch
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import RequestState
-from .._runtime.request import Request
+from .._runtime.request import RequestBase
 from .._runtime.runtime import AnyRuntime
 from .._tiers.remote.loop import LATE_S
 from .._tiers.remote.rules import cells_before
@@ -69,7 +69,7 @@ class Waits:
         since = self._since
         self._since = {}
         for request in tuple(self.runtime._session.requests.values()):
-            assert isinstance(request, Request)
+            assert isinstance(request, RequestBase)
             for event in request._waiting:
                 if not event.is_set():
                     began_s = since.get(id(event), (event, self.now()))[1]
@@ -77,7 +77,7 @@ class Waits:
                     self._check_wait(request, began_s, until)
         self._check_copies(until)
 
-    def _check_wait(self, request: Request, began_s: float, until: float) -> None:
+    def _check_wait(self, request: RequestBase[Any, Any], began_s: float, until: float) -> None:
         record = request._record
         assert record is not None
         if record.match.is_pending:

@@ -14,6 +14,7 @@ from ..._extensions.pins import PinState
 from ..._kernel.states import Tier
 from ..._runtime.pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 from ..._runtime.request import Request
+from ..._runtime.runtime import OffloadRuntime
 from ...errors import RuntimeClosed, WrongThread
 from ..violations import Violation
 from .runtime_calls import RequestCalls
@@ -152,7 +153,8 @@ class ClientCalls(RequestCalls):
 
     def _ask_elsewhere(self) -> None:
         """A second thread makes one call of each kind. The runtime refuses each of them, and none changes anything."""
-        runtime, answers = self.stage.runtime, dict[str, Any]()
+        runtime: Any = self.stage.runtime
+        answers: dict[str, Any] = {}
         if runtime._session.is_over:
             return
         calls: dict[str, Callable[[], object]] = {
@@ -161,9 +163,11 @@ class ClientCalls(RequestCalls):
             "explain": runtime.explain,
             "holders": runtime.holders,
             "lookup": lambda: runtime.lookup((1, 2)),
-            "prefetch_nowait": lambda: runtime.prefetch_nowait((1, 2)),
-            "step": lambda: runtime.step([]),
+            "cancel": lambda: runtime.cancel("nobody"),
         }
+        if isinstance(runtime, OffloadRuntime):
+            calls["prefetch_nowait"] = lambda: runtime.prefetch_nowait((1, 2))
+            calls["step"] = lambda: runtime.step([])
 
         def ask() -> None:
             for what, call in calls.items():

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import anyio
 import attrs
 
+from ..._assembly import Ledger
 from ..._kernel.plans import Preemption
 from ..._kernel.prefix import KeySpan
 from ..._kernel.requests import LedgerRequest
@@ -262,7 +263,8 @@ class Stage:
     def _note_calls(self) -> None:
         """Record resets and preemptions at the moment they happen: their caller may learn of them later."""
         ledger: Any = self.runtime.ledger
-        reset, preempt, plan_load = ledger.reset, ledger.preemption.preempt, ledger.plan_load
+        reset, plan_load = ledger.reset, ledger.plan_load
+        preempt = ledger.preemption.preempt if isinstance(ledger, Ledger) else None
 
         def planned(record: LedgerRequest, *args: Any, **kwargs: Any) -> Any:
             before = record.state
@@ -272,6 +274,7 @@ class Stage:
             return plans
 
         def preempted(record: LedgerRequest) -> Preemption:
+            assert preempt is not None
             found: Preemption = preempt(record)
             for served in self.live:
                 if served.name == record.request_id:
@@ -286,7 +289,9 @@ class Stage:
             else:
                 self.engine.num_resets_of_tiers += 1
 
-        ledger.reset, ledger.preemption.preempt, ledger.plan_load = noted, preempted, planned
+        ledger.reset, ledger.plan_load = noted, planned
+        if preempt is not None:
+            ledger.preemption.preempt = preempted
 
     def check_end(self) -> None:
         """The laws at rest."""
