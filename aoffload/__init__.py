@@ -3,7 +3,7 @@
 Each request is a task. It holds blocks until its `async with` block ends. See docs/architecture.md.
 
 Here is what a program around `OffloadRuntime` names. What programs around the `Ledger`, and plug-ins, need beside it is
-in modules of its own: `aoffload.ledger`, `aoffload.transport`, `aoffload.ranks`, `aoffload.cuda`, `aoffload.pins`,
+in modules of its own: `aoffload.ledger`, `aoffload.host_cache`, `aoffload.transport`, `aoffload.ranks`, `aoffload.cuda`, `aoffload.pins`,
 `aoffload.stores` and `aoffload.env`. docs/api.md has every name.
 """
 
@@ -17,20 +17,19 @@ from ._config.config import OffloadConfig
 from ._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from ._config.models import fingerprint
 from ._config.tiers import DiskTier, RemoteTier
+from ._extensions.preemption import Preemption
 from ._extensions.store_policies import EagerStore, LazyStore, NoStore, SelectiveStore
 from ._host_cache.host_cache import HostCache
-from ._kernel.extension import LedgerExtension
-from ._kernel.plans import Extension, Preemption, PrefixMatch
+from ._kernel.plans import Extension, PrefixMatch
 from ._kernel.prefix import KeySpan
 from ._kernel.states import RequestState, Tier
 from ._runtime.loading import PendingLoad
-from ._runtime.request import EngineRequest, Request
+from ._runtime.request import Request
 from .errors import (
     AoffloadError,
     CommitError,
     ConfigError,
     DuplicateRequest,
-    ExtensionError,
     IntegrityError,
     InvalidArgument,
     OutOfBlocks,
@@ -83,10 +82,8 @@ __all__ = [
     "ConfigError",
     "DiskTier",
     "DuplicateRequest",
-    "EngineRequest",
     "EagerStore",
     "Extension",
-    "ExtensionError",
     "FullAttention",
     "HostCache",
     "HostCacheRuntime",
@@ -97,7 +94,6 @@ __all__ = [
     "KeySpan",
     "LazyStore",
     "Ledger",
-    "LedgerExtension",
     "NoStore",
     "OffloadConfig",
     "OffloadRuntime",

@@ -28,6 +28,7 @@ from ._arguments import check_type, shown
 from ._config.config import OffloadConfig
 from ._config.tiers import LearnedEviction
 from ._eviction.extension import Eviction
+from ._eviction.status import EvictionStatistics
 from ._extensions.explain import Reports
 from ._extensions.forks import Forks
 from ._extensions.integrity import check_integrity
@@ -38,6 +39,7 @@ from ._extensions.overlap import Overlap
 from ._extensions.pins import Pins
 from ._extensions.preemption import Preemptions
 from ._extensions.prefetch import DeviceTransfers
+from ._extensions.status import explained, plain
 from ._extensions.store_policies import (
     EagerStore,
     LazyStore,
@@ -58,7 +60,6 @@ from ._kernel.pools import LeastRecentlyUsed
 from ._kernel.protocols import DevicePool
 from ._kernel.requests import LedgerRequest
 from ._kernel.states import Tier
-from ._kernel.status import EvictionStatistics, explained, plain
 from ._tiers.disk.extension import DiskExtension
 from ._tiers.fetch.rules import Fetches
 from ._tiers.remote.extension import RemoteCounts, RemoteExtension

@@ -4,31 +4,35 @@ What it takes and hands out, the states of that, the protocols of observers, pol
 bookkeeping. Nothing here needs torch.
 """
 
-from ._assembly import LedgerStatistics
+from ._assembly import AnyLedger, LedgerStatistics
 from ._config.groups import AttentionKind
 from ._config.tiers import LearnedEviction
+from ._eviction.status import (
+    EvictionRule,
+    EvictionStatistics,
+    EvictionSwitched,
+    HintEnd,
+    HintEnded,
+    HintGiven,
+    TierEviction,
+)
 from ._extensions.forks import Fork
 from ._extensions.load_choice import CostChoice, Loadable, LoadChoice, LoadOffer
 from ._extensions.overlap import LoadOverlap, OverlapMoved, OverlapState
 from ._extensions.pins import Pin, PinMoved, PinState
 from ._extensions.prefetch import Demotion, Prefetch
+from ._extensions.status import Holder, RequestStatus, SlowStep, SlowWait, WaitsFor
 from ._extensions.store_policies import StorePolicy
 from ._extensions.transfers import CacheTransfer, CacheTransferMoved, CacheTransferState, Fetch
-from ._host_cache.matches import LoadsPaused, LoadsResumed
 from ._kernel.events import (
     CacheTurnedOff,
     CompletionDelivered,
     Event,
-    EvictionSwitched,
     ExtensionRefused,
-    HintEnded,
-    HintGiven,
     JobMoved,
     Observer,
     RequestCancelled,
     RequestMoved,
-    SlowStep,
-    SlowWait,
     StepBegun,
     StepEnded,
     StoreSkipped,
@@ -37,6 +41,8 @@ from ._kernel.events import (
     WaitedForBlocks,
     WorkerFailed,
 )
+from ._kernel.extension import Build, LedgerExtension
+from ._kernel.ledger import CoreLedger
 from ._kernel.plans import (
     Answer,
     BlockLabel,
@@ -49,31 +55,24 @@ from ._kernel.plans import (
     TransferPlan,
 )
 from ._kernel.prefix import Prefix, Root
-from ._kernel.protocols import BlockWatcher, DevicePool, EngineBlocks, EvictionOrder
+from ._kernel.protocols import BlockWatcher, DevicePool, EvictionOrder
 from ._kernel.requests import LedgerRequest, Step, Waiter
 from ._kernel.states import Direction, JobState, Outcome, is_compiled
-from ._kernel.status import (
-    EvictionRule,
-    EvictionStatistics,
-    HintEnd,
-    Holder,
-    RequestStatus,
-    TierEviction,
-    WaitsFor,
-)
 from ._observe.log import LedgerLog
 from ._observe.observers import Observers
 from ._runtime.costs import LoadCosts
 from ._tiers.remote.extension import RemoteCounts
 from ._tiers.remote.rules import cells_of
 from ._transfer.copy_queue import CopyQueue, Launches
-from .errors import IllegalTransition, LeaseError
+from .errors import ExtensionError, IllegalTransition, LeaseError
 
 __all__ = [
+    "AnyLedger",
     "Answer",
     "AttentionKind",
     "BlockLabel",
     "BlockWatcher",
+    "Build",
     "CacheTransfer",
     "CacheTransferMoved",
     "CacheTransferState",
@@ -82,16 +81,17 @@ __all__ = [
     "Completion",
     "CompletionDelivered",
     "CopyQueue",
+    "CoreLedger",
     "CostChoice",
     "Demotion",
     "DevicePool",
     "Direction",
-    "EngineBlocks",
     "Event",
     "EvictionOrder",
     "EvictionRule",
     "EvictionStatistics",
     "EvictionSwitched",
+    "ExtensionError",
     "ExtensionRefused",
     "Fetch",
     "Fork",
@@ -105,6 +105,7 @@ __all__ = [
     "Launches",
     "LearnedEviction",
     "LeaseError",
+    "LedgerExtension",
     "LedgerLog",
     "LedgerRequest",
     "LedgerStatistics",
@@ -113,8 +114,6 @@ __all__ = [
     "LoadOffer",
     "LoadOverlap",
     "Loadable",
-    "LoadsPaused",
-    "LoadsResumed",
     "Observer",
     "Observers",
     "Outcome",

@@ -19,9 +19,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from aoffload.ledger import TransferPlan
 from aoffload import KVCacheGroup, LazyStore, Ledger, OffloadConfig, SelectiveStore
-from aoffload.ledger import Prefix, Root
+from aoffload.ledger import Prefix, Root, TransferPlan
 from aoffload.plan.replay import land
 
 BLOCK_TOKENS = 16

@@ -11,10 +11,10 @@ from .._kernel.extension import Build, LedgerExtension
 from .._kernel.prefix import Prefix
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import Tier
-from .._kernel.status import EvictionStatistics
 from ..errors import InvalidArgument
 from .hints import Hints
 from .learned import Learning, Rulings
+from .status import EvictionStatistics
 
 MAX_CATEGORY = 256
 """Maximum characters of the category of a hint, because the ledger keeps it."""

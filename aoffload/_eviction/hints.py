@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._kernel.cache import PrefixCache
-from .._kernel.events import HintEnded, HintGiven
 from .._kernel.moves import Moves
 from .._kernel.records import Run
 from .._kernel.requests import LedgerRequest
-from .._kernel.status import HintEnd
 from .._kernel.tokens import TokenSequence
 from .counts import CountedRun
 from .learned import Learning, Rulings
+from .status import HintEnd, HintEnded, HintGiven
 
 MAX_HINTS = 1024
 """With more, the one that expires first ends."""

@@ -38,7 +38,6 @@ from itertools import accumulate
 from math import inf
 
 from .._kernel.cache import PrefixCache
-from .._kernel.events import EvictionSwitched
 from .._kernel.layout import Layout
 from .._kernel.moves import Moves
 from .._kernel.pools import LeastRecentlyUsed
@@ -47,8 +46,8 @@ from .._kernel.protocols import EvictionOrder
 from .._kernel.records import Part, Run
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import Tier
-from .._kernel.status import EvictionRule, EvictionStatistics, TierEviction
 from .counts import CountedRun, HitCounts
+from .status import EvictionRule, EvictionStatistics, EvictionSwitched, TierEviction
 
 NUM_CLASSES = 4
 NUM_BINS = 24

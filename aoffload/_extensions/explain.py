@@ -18,8 +18,8 @@ from .._kernel.records import Job, Lease
 from .._kernel.requests import LedgerRequest, Step, Waiter
 from .._kernel.states import RequestState as State
 from .._kernel.states import Tier
-from .._kernel.status import Declined, Fetching, Holder, RequestStatus, WaitsFor
 from .pins import Pins, pinned_parts
+from .status import Declined, Fetching, Holder, RequestStatus, WaitsFor
 from .transfers import CacheTransfer, CacheTransfers, Fetch
 
 NUM_BIGGEST = 3

@@ -79,7 +79,9 @@ class Forks(LedgerExtension):
         ledger.enrol(fork.request, request)
         for state in (State.MATCHED, State.PINNED, State.ALLOCATED, State.RUNNING):
             ledger.moves.request(fork.request, state)
-        ledger.end_admission(fork.request)
+        ledger.moves.report()
+        if ledger.hooks.error is not None:
+            ledger.release(fork.request, "error: ExtensionError")  # nobody gets the fork
         return fork
 
     # -- hooks ----------------------------------------------------------------------------------------------------

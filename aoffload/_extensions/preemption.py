@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import attrs
+
 from .._kernel.extension import LedgerExtension
-from .._kernel.plans import Preemption
+from .._kernel.plans import TransferPlan
 from .._kernel.records import Job
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import Computing, Tier, require
@@ -22,6 +24,20 @@ from .invalidation import Invalidation
 
 if TYPE_CHECKING:
     from .._kernel.ledger import CoreLedger
+
+
+@attrs.frozen
+class Preemption:
+    """The device blocks that a preempted request has given up."""
+
+    num_freed: int
+    """Number of device blocks that became available, without those of an abandoned load. Blocks shared with other
+    requests stay in use."""
+    num_pending: int
+    """Blocks that copies still read: released when the jobs in `job_ids` are over."""
+    job_ids: tuple[int, ...]
+    plans: tuple[TransferPlan, ...] = ()
+    """Stores to launch."""
 
 
 class Preemptions(LedgerExtension):

@@ -94,6 +94,7 @@ class HostCache(AnyLedger):
         self._num_rows = num_device_blocks
         most = max(1, config.bytes_in_flight // block_bytes)
         most_of_step = num_device_blocks // MOST_OF_POOL if config.max_bytes_in_flight is None else 0
+        self.end_call = self._end_call
         self._attach()
         eviction = self.find(Eviction)
         self.offers = EngineOffers(
@@ -109,10 +110,18 @@ class HostCache(AnyLedger):
     # -- how a call begins ----------------------------------------------------------------------------------------
 
     def own(self, request: object) -> HostCacheRequest:
-        """Refuse a request of another cache, and a call from inside a hook."""
-        found = super().own(request)
-        assert isinstance(found, HostCacheRequest)
-        return found
+        if not isinstance(request, HostCacheRequest) or request.ledger is not self:
+            raise self._foreign(request)
+        if self.hooks.calling:
+            self.hooks.refuse_verb()
+        return request
+
+    def _end_call(self, wakes: Iterable[Callable[[], object]] = ()) -> None:
+        """No block is granted here, because the engine grants them."""
+        self.moves.report()
+        call_all(iter(wakes))
+        if self.hooks.error is not None:
+            self._fail()
 
     def rematch(self, request: LedgerRequest) -> None:
         self.matches.match_again(self.own(request))
@@ -167,7 +176,9 @@ class HostCache(AnyLedger):
         self.enrol(request)
         self.offers.deferred.pop(request.request_id, None)  # left by an earlier request with this id
         self.matches.match(request, num_device_tokens, wake)
-        self.end_admission(request)
+        self.moves.report()
+        if self.hooks.error is not None:
+            self.release(request, "error: ExtensionError")  # nobody gets the request
         return request
 
     @staticmethod

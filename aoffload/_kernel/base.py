@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from .._arguments import (
     as_tuple,
@@ -42,7 +42,7 @@ from .._config.tiers import new_order
 from ..errors import ConfigError, DuplicateRequest, InvalidArgument
 from .cache import PrefixCache
 from .events import Observer
-from .extension import Build, LedgerExtension, earliest
+from .extension import Build, LedgerExtension
 from .hooks import Hooks
 from .jobs import JobBook, Stores
 from .layout import Layout
@@ -53,7 +53,7 @@ from .pools import ExtentPool, LastUses, LeastRecentlyUsed, TierBlocks
 from .prefix import Prefix, check_prefix
 from .protocols import BlockWatcher, EvictionOrder
 from .records import NO_LIMIT, Job
-from .requests import LedgerRequest, call_all
+from .requests import LedgerRequest
 from .states import BELOW, HIT_TIERS, JobState, NoEpoch, Tier, check_tier
 from .tokens import TokenSequence
 
@@ -65,6 +65,12 @@ def groups_of(config: OffloadConfig) -> list[KVCacheGroup]:
     if len(groups) != len(config.groups):
         raise ConfigError("groups", "must hold KVCacheGroup objects")
     return groups
+
+
+class EndsCall(Protocol):
+    """Ends a call of a ledger, and calls `wakes`, those of what is over."""
+
+    def __call__(self, wakes: Iterable[Callable[[], object]] = ()) -> None: ...
 
 
 class CacheBase:
@@ -94,7 +100,7 @@ class CacheBase:
         for extension in own:
             check_type("extensions", extension, LedgerExtension)
         self.config, self.layout, self.block_bytes = config, Layout.of(groups_of(config)), block_bytes
-        self.hooks = Hooks()
+        self.hooks = Hooks(self._fail)
         self.live_requests: dict[str, LedgerRequest] = {}
         self.closing: set[LedgerRequest] = set()
         """Requests that are over while a step still holds their blocks."""
@@ -160,21 +166,17 @@ class CacheBase:
 
     def own(self, request: object) -> LedgerRequest:
         """Refuse a request of another ledger, and a call from inside a hook."""
-        if not isinstance(request, LedgerRequest) or request.ledger is not self:
-            raise InvalidArgument("request", f"was not admitted by this ledger: {shown(request)}")
-        if self.hooks.calling:
-            self.hooks.refuse_verb()
-        return request
+        raise NotImplementedError
 
-    def end_call(self, wakes: Sequence[Callable[[], object]] = ()) -> None:
-        """The change is complete: report it, and call `wakes`. Every verb ends with it, also those of extensions."""
-        self.moves.report()
-        call_all(iter(wakes))
-        if self.hooks.error is not None:
-            self._raise_hook_error()
+    def _foreign(self, request: object) -> InvalidArgument:
+        return InvalidArgument("request", f"was not admitted by this ledger: {shown(request)}")
 
-    def _raise_hook_error(self) -> None:
-        """A hook has failed: the call gives no answer, so nobody would launch the copies that it has planned."""
+    end_call: EndsCall
+    """The change is complete: grant blocks to waiters, report the change, and call the callbacks that are handed in.
+    Every verb ends with it, also those of extensions."""
+
+    def _fail(self) -> None:
+        """A hook has failed. The call gives no answer, so nobody would launch the copies that it has planned."""
         error, self.hooks.error = self.hooks.error, None
         assert error is not None
         wakes: list[Callable[[], object]] = []
@@ -211,7 +213,10 @@ class CacheBase:
         """The record of a request that is about to be admitted. Nothing has changed yet."""
         if options:
             check_names(f"{type(self).__name__}.admit", options, RequestOptions)
-        sequence, unit = self.sequence_of(prefix), self.layout.unit_tokens
+        if self.hooks.calling:
+            self.hooks.refuse_verb()
+        unit = self.layout.unit_tokens
+        sequence = TokenSequence(check_prefix(prefix), unit)
         reads_cache, max_hit_tokens = options.get("reads_cache", True), options.get("max_hit_tokens")
         store, max_store_tokens = options.get("store", StoreScope.ALL), options.get("max_store_tokens")
         hit_alignment = options.get("hit_alignment", 1)
@@ -251,12 +256,6 @@ class CacheBase:
         self.live_requests[request.request_id] = request
         for hook in self.hooks.on_admitted:
             hook(request, parent)
-
-    def end_admission(self, request: LedgerRequest) -> None:
-        """As `end_call`; a request that nobody gets because a hook has failed is released."""
-        self.moves.report()
-        if self.hooks.error is not None:
-            self.release(request, "error: ExtensionError")
 
     # -- verbs that differ ----------------------------------------------------------------------------------------
 
@@ -323,7 +322,8 @@ class CacheBase:
     @property
     def next_lapse(self) -> float:
         """The time at which `lapse` is to be called; infinity if there is none."""
-        return earliest(self.hooks.ask_next_lapse)
+        asks = self.hooks.ask_next_lapse
+        return min([ask() for ask in asks]) if asks else math.inf
 
     def lapse(self, now: float) -> None:
         """The time is `now`: end what ends by then, such as pins and hints."""

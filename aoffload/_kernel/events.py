@@ -29,7 +29,6 @@ from .plans import Completion, PrefixMatch
 from .records import Job
 from .requests import LedgerRequest, Step
 from .states import JobState, RequestState, Tier
-from .status import HintEnd, Holder, RequestStatus, TierEviction
 
 
 class Event:
@@ -112,32 +111,6 @@ class ExtensionRefused(Event):
     num_available: int
 
 
-@attrs.frozen
-class EvictionSwitched(Event):
-    """Learned eviction has switched between the learned order and LRU. `tier.rule` is the order from now on."""
-
-    tier: TierEviction
-
-
-@attrs.frozen
-class HintGiven(Event):
-    """A hint spares a prompt from eviction."""
-
-    hint_id: int
-    category: str
-    num_tokens: int
-    """The tokens that it spares. 0 also if too few hints of its category come true."""
-
-
-@attrs.frozen
-class HintEnded(Event):
-    """A hint spares nothing any more."""
-
-    hint_id: int
-    category: str
-    end: HintEnd
-
-
 # -- of a copy queue ---------------------------------------------------------------------------------------------------
 
 
@@ -189,20 +162,6 @@ class WaitedForBlocks(Event):
 
     request: LedgerRequest
     seconds: float
-
-
-@attrs.frozen
-class SlowWait(Event):
-    """A request has waited for free blocks for `slow_wait_s`. Reported once a wait."""
-
-    status: RequestStatus
-
-
-@attrs.frozen
-class SlowStep(Event):
-    """A step has been open for `slow_step_s`. Reported once a step."""
-
-    step: Holder
 
 
 @attrs.frozen

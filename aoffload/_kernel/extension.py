@@ -29,7 +29,6 @@ Extensions are interpreted where the kernel is compiled, so programs may derive 
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -190,8 +189,3 @@ class Build:
         if tier in self.orders:
             raise ConfigError("extensions", f"two of them set the eviction order of {tier.name}")
         self.orders[tier] = make
-
-
-def earliest(hooks: Iterable[Callable[[], float]]) -> float:
-    """The minimum of the answers; infinity without any."""
-    return min([hook() for hook in hooks], default=math.inf)

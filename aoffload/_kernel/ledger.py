@@ -81,22 +81,17 @@ class CoreLedger(CacheBase):
         self.admission = Admission(self.cache, leases, moves, self._others_hold_blocks, hooks)
         self.loads = Loads(self.cache, leases, moves, self.jobs, self.admission, hooks)
         self._commits = Commits(self.cache, leases, self.stores, moves, hooks)
+        self.end_call = self.admission.serve_queue
         self._attach()
 
-    # -- how a call ends ------------------------------------------------------------------------------------------
+    # -- about its requests -----------------------------------------------------------------------------------------
 
-    def end_call(self, wakes: Sequence[Callable[[], object]] = ()) -> None:
-        """The change is complete: grant blocks to waiters, report it, and call the `wake` of each waiter that is over,
-        then `wakes`."""
-        self.admission.serve_queue(wakes)
-        if self.hooks.error is not None:
-            self._raise_hook_error()
-
-    def _report(self) -> None:
-        """As `end_call`, after a change that has freed no block and left the wait queue as it was."""
-        self.moves.report()
-        if self.hooks.error is not None:
-            self._raise_hook_error()
+    def own(self, request: object) -> LedgerRequest:
+        if not isinstance(request, LedgerRequest) or request.ledger is not self:
+            raise self._foreign(request)
+        if self.hooks.calling:
+            self.hooks.refuse_verb()
+        return request
 
     def rematch(self, request: LedgerRequest) -> None:
         self.request_leases.match_again(request)
@@ -140,13 +135,17 @@ class CoreLedger(CacheBase):
         self.request_leases.pin(request)
         self.moves.request(request, State.MATCHED)
         self.moves.request(request, State.PINNED)
-        self.end_admission(request)
+        self.moves.report()
+        if self.hooks.error is not None:
+            self.release(request, "error: ExtensionError")  # nobody gets the request
         return request
 
     def allocate_nowait(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
         """Take blocks for `num_tokens` (None: the prompt), all or nothing. `OutOfBlocks` changes nothing."""
         self.admission.allocate_nowait(self.own(request), num_tokens)
-        self._report()
+        self.moves.report()
+        if self.hooks.error is not None:
+            self._fail()
 
     def queue_allocation(
         self, request: LedgerRequest, num_tokens: int | None = None, wake: Callable[[], object] = do_nothing
@@ -164,7 +163,7 @@ class CoreLedger(CacheBase):
         try:
             return self.admission.extend_nowait(self.own(request), num_tokens)
         finally:
-            self._report()
+            self.moves.report()
 
     def queue_extension(
         self, request: LedgerRequest, num_tokens: int, wake: Callable[[], object] = do_nothing
@@ -181,7 +180,7 @@ class CoreLedger(CacheBase):
         try:
             return self.admission.accept(waiter)
         finally:
-            self._report()
+            self.end_call()
 
     def withdraw(self, waiter: Waiter) -> None:
         """Stop waiting: give back an unused grant and serve the wait queue."""
@@ -309,7 +308,7 @@ class CoreLedger(CacheBase):
         self.steps[self._num_steps] = step = Step(self._num_steps, held)
         self.moves.step_begun(step)
         try:
-            self._report()
+            self.moves.report()
             yield
         finally:
             wakes: list[Callable[[], object]] = []

@@ -1,7 +1,7 @@
 """Plans and answers: the values that go in and out of the ledger.
 
 A `TransferPlan` names the blocks to copy, and a `Completion` says how the copy ended. Only these two cross to a
-transport. `PrefixMatch`, `Extension` and `Preemption` are answers of verbs, and `RestoredRun` is what a restart has
+transport. `PrefixMatch` and `Extension` are answers of verbs, and `RestoredRun` is what a restart has
 found on disk. All are frozen, can be copied and pickled, and hold no reference into the ledger.
 
 `check_completion` checks a completion field by field, because a transport may be third-party code.
@@ -168,20 +168,6 @@ class Extension:
     """Ids appended."""
     nulled: list[list[int]]
     """Positions that became null because they left the window of their group."""
-
-
-@attrs.frozen
-class Preemption:
-    """The device blocks that a preempted request has given up."""
-
-    num_freed: int
-    """Number of device blocks that became available, without those of an abandoned load. Blocks shared with other
-    requests stay in use."""
-    num_pending: int
-    """Blocks that copies still read: released when the jobs in `job_ids` are over."""
-    job_ids: tuple[int, ...]
-    plans: tuple[TransferPlan, ...] = ()
-    """Stores to launch."""
 
 
 @attrs.frozen

@@ -274,6 +274,8 @@ class Admission:
         except BaseException:
             call_all(rest)
             raise
+        if self.hooks.error is not None:
+            self.hooks.fail()
 
     def _serve(self, over: list[Waiter]) -> None:
         """Grant what can be granted, and fail waiters that never can be; both are added to `over`."""

@@ -19,23 +19,20 @@ import attrs
 
 from .._arguments import check_has
 from .._assembly import AnyLedger, check_ledger
+from .._eviction.status import EvictionSwitched, HintEnded, HintGiven
 from .._extensions.overlap import OverlapMoved, OverlapState
 from .._extensions.pins import PinMoved, PinState
 from .._extensions.prefetch import Demotion, Prefetch
+from .._extensions.status import SlowStep, SlowWait
 from .._extensions.transfers import CacheTransferMoved, CacheTransferState, Fetch
 from .._host_cache.matches import LoadsPaused, LoadsResumed
 from .._kernel.events import (
     CacheTurnedOff,
     Event,
-    EvictionSwitched,
     ExtensionRefused,
-    HintEnded,
-    HintGiven,
     JobMoved,
     RequestCancelled,
     RequestMoved,
-    SlowStep,
-    SlowWait,
     StepBegun,
     StepEnded,
     StoreSkipped,

@@ -23,11 +23,11 @@ import attrs
 from .._arguments import check_int, check_type, number_of, shown
 from .._assembly import AnyLedger, check_ledger
 from .._extensions.load_choice import CostChoice, LoadChoice, LoadOffer, chosen_stop, load_choice_of
+from .._extensions.status import Declined
 from .._host_cache.host_cache import HostCache
 from .._host_cache.requests import HostCacheRequest
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import BELOW, RequestState, Tier
-from .._kernel.status import Declined
 from .._transfer.copy_queue import CopyQueue, Link
 from .._transfer.rates import TransferRate
 from ..errors import InvalidArgument

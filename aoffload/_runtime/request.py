@@ -39,10 +39,11 @@ import anyio
 
 from .._arguments import check_text
 from .._assembly import Ledger
+from .._extensions.preemption import Preemption
 from .._host_cache.host_cache import HostCache
 from .._host_cache.requests import HostCacheRequest
 from .._kernel.events import RequestCancelled, WaitedForBlocks
-from .._kernel.plans import NO_MATCH, Extension, Preemption, PrefixMatch, TransferPlan
+from .._kernel.plans import NO_MATCH, Extension, PrefixMatch, TransferPlan
 from .._kernel.prefix import LongList, Prefix, TokenIds
 from .._kernel.requests import LedgerRequest, Waiter
 from .._kernel.states import RequestState, require
@@ -355,11 +356,10 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
 
     async def _hash(self, record: AnyRecord) -> None:
         """Compute the digests of a long hit in a thread, while its load is under way."""
-        if record.sequence.has_much_to_hash(record.hit_stop):
-            await self._session.env.run_in_thread(
-                partial(record.sequence.hash_ahead, record.hit_stop), self._session.hashing
-            )
-            self._live()
+        await self._session.env.run_in_thread(
+            partial(record.sequence.hash_ahead, record.hit_stop), self._session.hashing
+        )
+        self._live()
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
@@ -493,7 +493,8 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         await anyio.lowlevel.checkpoint_if_cancelled()
         record = self._live()
         load = PendingLoad(self, record, max_tokens, has_fences=False)
-        await self._hash(record)
+        if record.sequence.has_much_to_hash(record.hit_stop):
+            await self._hash(record)
         return await load._until_over(record)
 
     def _plan_load(
@@ -516,7 +517,9 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         `after` is the fence after the compute that wrote it; None: after all work on the current stream so far.
         """
         record, session = self._live(), self._session
-        _commit(session, record, num_computed_tokens, new_token_ids, session.fence_after(after))
+        fence, before = session.fence_after(after), record.num_computed_tokens
+        plans = session.ledger.commit(record, num_computed_tokens, new_token_ids)
+        session.was_committed(record, before, plans, fence)
 
     def invalidate(self, from_token: int) -> None:
         """Invalidate what a failed forward committed from `from_token` on. Aborts requests that may have read it."""
@@ -577,20 +580,6 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         record = self._live()
         require(record, "block_ids", *WITH_TABLES)
         return record
-
-
-def _commit(
-    session: Session[Ledger],
-    record: LedgerRequest,
-    num_computed_tokens: int,
-    new_token_ids: TokenIds,
-    fence: Fence | None,
-) -> None:
-    """Publish the KV of the first `num_computed_tokens` tokens; store it once `fence` has passed, or not at all without
-    a fence."""
-    before = record.num_computed_tokens
-    plans = session.ledger.commit(record, num_computed_tokens, new_token_ids)
-    session.was_committed(record, before, plans, fence)
 
 
 def commit_all(
@@ -684,7 +673,8 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
         await anyio.lowlevel.checkpoint_if_cancelled()
         record = self._live()
         load = EnginePendingLoad(self, record, max_tokens, into, has_fences=False)
-        await self._hash(record)
+        if record.sequence.has_much_to_hash(record.hit_stop):
+            await self._hash(record)
         return await load._until_over(record)
 
     def _plan_load(

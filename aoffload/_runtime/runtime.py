@@ -46,6 +46,7 @@ from .._arguments import (
 )
 from .._assembly import Ledger, LedgerStatistics
 from .._config.config import OffloadConfig
+from .._extensions.status import Holder, RequestStatus, printable
 from .._host_cache.host_cache import HostCache
 from .._kernel.events import Observer
 from .._kernel.extension import LedgerExtension
@@ -53,7 +54,6 @@ from .._kernel.plans import PrefixMatch
 from .._kernel.prefix import Identity, KeySpan, Prefix, Roots, TokenIds, prompt_of
 from .._kernel.protocols import DevicePool, EngineBlocks
 from .._kernel.states import Tier
-from .._kernel.status import Holder, RequestStatus, printable
 from .._observe.log import Telemetry
 from .._observe.observers import Observers
 from .._tiers.disk.loop import DiskWork

@@ -281,6 +281,8 @@ class Session(Generic[AnyFace]):
         """Register `request`, whose record was admitted just now."""
         self._entered[record.request_id] = reference = ref(request)
         record.when_idle = partial(_wake, reference)
+        if self.costs is None:
+            return
         try:
             request._matched(record)
         except BaseException as error:  # a load choice of the program's own raised: the request is not entered

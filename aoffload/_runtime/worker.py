@@ -29,10 +29,10 @@ import attrs
 
 from .._assembly import AnyLedger
 from .._config.config import OffloadConfig
-from .._kernel.events import SlowStep, SlowWait, WorkerFailed
+from .._extensions.status import Holder, SlowStep, SlowWait
+from .._kernel.events import WorkerFailed
 from .._kernel.plans import TransferPlan
 from .._kernel.requests import Step, Waiter
-from .._kernel.status import Holder
 from .._observe.log import Telemetry
 from .._observe.observers import Observers
 from .._transfer.copy_queue import CopyQueue

@@ -23,11 +23,11 @@ from aoffload._eviction.learned import (
     num_sampled,
     sample_of,
 )
+from aoffload._eviction.status import EvictionRule, HintEnd, TierEviction
 from aoffload._kernel.events import Observer
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.states import Tier
-from aoffload._kernel.status import EvictionRule, HintEnd, TierEviction
 from aoffload._kernel.tokens import TokenSequence
 from aoffload.ledger import Event, EvictionSwitched, HintEnded, HintGiven, LearnedEviction
 

@@ -59,7 +59,7 @@ class Parts:
         blocks = tuple(TierBlocks(tier, pool, LeastRecentlyUsed()) for tier, pool in zip(TIERS, pools, strict=True))
         self.cache = PrefixCache(self.layout, blocks, lambda _: LeastRecentlyUsed(), LastUses(0))
         self.moves = Moves(None)
-        self.hooks = Hooks()
+        self.hooks = Hooks(lambda: None)
         self.leases = RequestLeases(self.cache, self.hooks)
         self.jobs = JobBook(self.cache, self.moves, self.hooks, [3 for _ in self.layout.components])
         self.admission = Admission(self.cache, self.leases, self.moves, lambda: True, self.hooks)

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stuck import NUM_BLOCKS, START_S, Stuck, a_forward_hangs, a_task_holds_all, jumping, logger_into, stuck
 
 from aoffload import OffloadRuntime, OutOfBlocks, RequestState
-from aoffload._kernel.status import Holder, WaitsFor
+from aoffload._extensions.status import Holder, WaitsFor
 from aoffload.trace.command import main as trace
 
 pytestmark = pytest.mark.anyio

@@ -18,13 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..._arguments import check_callable, check_int
 from ..._extensions.transfers import CacheTransfers, CacheTransferState, Fetch
+from ..._kernel.cache import PrefixCache
 from ..._kernel.extension import LedgerExtension
 from ..._kernel.index import accepted, covered_stop, fetchable_path, find_hit, stretches
 from ..._kernel.jobs import Stores, left_of
+from ..._kernel.leases import RequestLeases
 from ..._kernel.ledger import CoreLedger
 from ..._kernel.plans import CellLabel, PrefixMatch
 from ..._kernel.prefix import Prefix
@@ -37,9 +39,6 @@ from ..._kernel.waiting import waiting_error
 from ...errors import InvalidArgument
 from ..remote.extension import RemoteExtension
 from ..remote.rules import cells_before, places_in_cells
-
-if TYPE_CHECKING:
-    from ..._assembly import AnyLedger
 
 
 @dataclass(slots=True)
@@ -58,8 +57,10 @@ class Fetches(LedgerExtension):
         self._has_disk, self._remote = has_disk, remote
         self._kept: dict[LedgerRequest, _Kept] = {}
 
-    def on_attach(self, ledger: AnyLedger) -> None:
-        self._ledger, self.cache, self.request_leases = ledger, ledger.cache, ledger.request_leases
+    def on_attach(self, ledger: Any) -> None:
+        self._ledger = ledger
+        self.cache: PrefixCache = ledger.cache
+        self.request_leases: RequestLeases = ledger.request_leases
         self.max_share = ledger.config.max_fetch_share
         self.from_disk = self.from_remote = None
         if self._has_disk:
@@ -69,7 +70,8 @@ class Fetches(LedgerExtension):
 
     @property
     def transfers(self) -> CacheTransfers:
-        return self._ledger.transfers
+        found: CacheTransfers = self._ledger.transfers
+        return found
 
     # -- the verbs ------------------------------------------------------------------------------------------------
 

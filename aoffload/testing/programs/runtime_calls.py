@@ -173,7 +173,9 @@ class RequestCalls(Role):
 
     def _hold(self, requests: list[Served], named: list[Any]) -> AbstractContextManager[None]:
         """Around a forward: keeps the blocks that it touches."""
-        return self.stage.runtime.step(named)
+        runtime: Any = self.stage.runtime
+        step: AbstractContextManager[None] = runtime.step(named)
+        return step
 
     def _pending(self, requests: list[Served], early: bool) -> list[Any]:
         return [served.startable() if early else None for served in requests]

@@ -38,7 +38,7 @@ class ClientCalls(RequestCalls):
 
     async def _do_pin(self, args: Any) -> None:
         def pin() -> PinScope:
-            scope = self.stage.runtime.pin(args["tokens"], args["ttl_s"], **self.stage.identity(args))
+            scope: PinScope = self.stage.runtime.pin(args["tokens"], args["ttl_s"], **self.stage.identity(args))
             scope.__enter__()
             return scope
 

@@ -12,7 +12,7 @@ import anyio
 import attrs
 
 from ..._assembly import Ledger
-from ..._kernel.plans import Preemption
+from ..._extensions.preemption import Preemption
 from ..._kernel.prefix import KeySpan
 from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import RequestState, Tier

@@ -1,7 +1,5 @@
 """Status reports for diagnosing a stall: which request waits for what, since when, and which owners hold it. As values,
 and as text.
-
-`Fork` is the result of `Ledger.fork`.
 """
 
 from __future__ import annotations
@@ -11,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
-from .states import RequestState, Tier
+from .._kernel.events import Event
+from .._kernel.states import RequestState, Tier
 
 NUM_NAMED = 4
 """Request ids listed for a step; the rest are only counted."""
@@ -66,70 +65,6 @@ def _estimate(value: float) -> str:
 
 def _for(age_s: float | None) -> str:
     return "" if age_s is None else f" for {seconds(age_s)}"
-
-
-class EvictionRule(enum.Enum):
-    """The eviction order of a tier."""
-
-    LRU = "lru"
-    """Least recently used first."""
-    LEARNED = "learned"
-    """The least likely to return first, as learned from the traffic."""
-    OWN = "own"
-    """An order of the program's own."""
-
-
-_RULES = {EvictionRule.LRU: "the last use", EvictionRule.LEARNED: "what was learned"}
-
-
-@attrs.frozen
-class TierEviction:
-    """A tier with learned eviction, and the measurements that decide between the learned order and LRU. The guard
-    simulates both orders on an eighth of the traffic, and the tier uses the order with more hits. Older hits count
-    less."""
-
-    tier: Tier
-    rule: EvictionRule
-    """LEARNED, or LRU."""
-    learned_hits: float
-    lru_hits: float
-    num_switches: int
-    """From one order to the other; the first is LEARNED."""
-    num_evicted_learned: int
-    """Blocks evicted while the learned order was in use."""
-    num_evicted_lru: int
-    """Blocks evicted while LRU was in use."""
-
-
-@attrs.frozen
-class EvictionStatistics:
-    """The state of learned eviction."""
-
-    tiers: tuple[TierEviction, ...]
-    num_remembered_runs: int
-    """Stretches of prompts of which it counts the requests."""
-    num_remembered_bytes: int
-    """Approximate memory that these counts use in this process."""
-
-    def __str__(self) -> str:
-        ruled = ", ".join(f"{each.tier.name.lower()} by {_RULES[each.rule]}" for each in self.tiers)
-        return f"eviction: {ruled}, as the guard has it"
-
-    @property
-    def learned(self) -> tuple[Tier, ...]:
-        """The tiers that use the learned order now."""
-        return tuple(each.tier for each in self.tiers if each.rule is EvictionRule.LEARNED)
-
-
-class HintEnd(enum.Enum):
-    """Why a hint has ended."""
-
-    TRUE = "true"
-    """The prompt was requested."""
-    LAPSED = "lapsed"
-    """The prompt was not requested in time."""
-    DROPPED = "dropped"
-    """Another hint for the same prompt, too many other hints, or a reset has ended it."""
 
 
 @attrs.frozen
@@ -234,6 +169,20 @@ class RequestStatus:
             place = f"place {self.place} in the queue"
             return f"{blocks(self.num_missing)}{_for(self.waited_s)}, {place}; held by {held}"
         return f"{self.waits_for.value}: {held}"
+
+
+@attrs.frozen
+class SlowWait(Event):
+    """A request has waited for free blocks for `slow_wait_s`. Reported once a wait."""
+
+    status: RequestStatus
+
+
+@attrs.frozen
+class SlowStep(Event):
+    """A step has been open for `slow_step_s`. Reported once a step."""
+
+    step: Holder
 
 
 def _named(names: Sequence[str], over: Sequence[str]) -> str:

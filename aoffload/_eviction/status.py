@@ -1,0 +1,100 @@
+"""What learned eviction reports: which order each tier uses, and what becomes of hints."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+from .._kernel.events import Event
+from .._kernel.states import Tier
+
+
+class EvictionRule(enum.Enum):
+    """The eviction order of a tier."""
+
+    LRU = "lru"
+    """Least recently used first."""
+    LEARNED = "learned"
+    """The least likely to return first, as learned from the traffic."""
+    OWN = "own"
+    """An order of the program's own."""
+
+
+_RULES = {EvictionRule.LRU: "the last use", EvictionRule.LEARNED: "what was learned"}
+
+
+@attrs.frozen
+class TierEviction:
+    """A tier with learned eviction, and the measurements that decide between the learned order and LRU. The guard
+    simulates both orders on an eighth of the traffic, and the tier uses the order with more hits. Older hits count
+    less."""
+
+    tier: Tier
+    rule: EvictionRule
+    """LEARNED, or LRU."""
+    learned_hits: float
+    lru_hits: float
+    num_switches: int
+    """From one order to the other; the first is LEARNED."""
+    num_evicted_learned: int
+    """Blocks evicted while the learned order was in use."""
+    num_evicted_lru: int
+    """Blocks evicted while LRU was in use."""
+
+
+@attrs.frozen
+class EvictionStatistics:
+    """The state of learned eviction."""
+
+    tiers: tuple[TierEviction, ...]
+    num_remembered_runs: int
+    """Stretches of prompts of which it counts the requests."""
+    num_remembered_bytes: int
+    """Approximate memory that these counts use in this process."""
+
+    def __str__(self) -> str:
+        ruled = ", ".join(f"{each.tier.name.lower()} by {_RULES[each.rule]}" for each in self.tiers)
+        return f"eviction: {ruled}, as the guard has it"
+
+    @property
+    def learned(self) -> tuple[Tier, ...]:
+        """The tiers that use the learned order now."""
+        return tuple(each.tier for each in self.tiers if each.rule is EvictionRule.LEARNED)
+
+
+class HintEnd(enum.Enum):
+    """Why a hint has ended."""
+
+    TRUE = "true"
+    """The prompt was requested."""
+    LAPSED = "lapsed"
+    """The prompt was not requested in time."""
+    DROPPED = "dropped"
+    """Another hint for the same prompt, too many other hints, or a reset has ended it."""
+
+
+@attrs.frozen
+class EvictionSwitched(Event):
+    """Learned eviction has switched between the learned order and LRU. `tier.rule` is the order from now on."""
+
+    tier: TierEviction
+
+
+@attrs.frozen
+class HintGiven(Event):
+    """A hint spares a prompt from eviction."""
+
+    hint_id: int
+    category: str
+    num_tokens: int
+    """The tokens that it spares. 0 also if too few hints of its category come true."""
+
+
+@attrs.frozen
+class HintEnded(Event):
+    """A hint spares nothing any more."""
+
+    hint_id: int
+    category: str
+    end: HintEnd

@@ -1,0 +1,21 @@
+"""Public names around `HostCache`, which `aoffload` itself has.
+
+For engines that have a block pool and a prefix cache of their own: what they hand in, and what they are told.
+docs/engines.md is the guide. Nothing here needs torch.
+"""
+
+from ._host_cache.matches import LoadsPaused, LoadsResumed
+from ._host_cache.requests import HostCacheRequest
+from ._kernel.protocols import EngineBlocks, FindsBlocks
+from ._runtime.loading import EnginePendingLoad
+from ._runtime.request import EngineRequest
+
+__all__ = [
+    "EngineBlocks",
+    "EnginePendingLoad",
+    "EngineRequest",
+    "FindsBlocks",
+    "HostCacheRequest",
+    "LoadsPaused",
+    "LoadsResumed",
+]
