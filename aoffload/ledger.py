@@ -39,11 +39,8 @@ from ._kernel.events import (
 from ._kernel.ledger import LedgerStatistics, RemoteCounts
 from ._kernel.plans import (
     Answer,
-    BlockLabel,
-    CellLabel,
     Completion,
     RequestOptions,
-    RestoredRun,
     StoreScope,
     TierStatistics,
     TransferPlan,
@@ -64,6 +61,8 @@ from ._kernel.status import (
 from ._observe.log import LedgerLog
 from ._observe.observers import Observers
 from ._runtime.costs import LoadCosts
+from ._tiers.disk.plans import BlockLabel, DiskPayload, RestoredRun
+from ._tiers.remote.plans import CellLabel
 from ._tiers.remote.rules import cells_of
 from ._transfer.copy_queue import CopyQueue, Launches
 from .errors import IllegalTransition, LeaseError
@@ -85,6 +84,7 @@ __all__ = [
     "Demotion",
     "DevicePool",
     "Direction",
+    "DiskPayload",
     "EngineBlocks",
     "Event",
     "EvictionOrder",

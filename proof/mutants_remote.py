@@ -197,7 +197,7 @@ _STORES = (
         "if not left:",
         "while nothing changes, nobody is asked",
         Patch(STORES, "            if there + self.cell_units <= asked:\n", "            if asked:\n"),
-        Patch(STORES, "min(len(recent) - self._num_seen, MAX_LOOKED_AT)", "min(len(recent), MAX_LOOKED_AT)"),
+        Patch(STORES, "min(len(recent) - self._num_seen, MAX_SCANNED)", "min(len(recent), MAX_SCANNED)"),
     ),
     _met_by(
         OF_STORES + "what_has_failed_has_no_second_turn[4]",
@@ -219,8 +219,8 @@ _STORES = (
         OF_STORES + "a_store_that_fails_quarantines_nothing",
         "a quarantine of nothing",
         JOBS,
-        "if outcome is Outcome.UNPROVEN and plan.destination is Tier.REMOTE:",
-        "if outcome is Outcome.UNPROVEN and plan.source is Tier.REMOTE:",
+        "if outcome is Outcome.UNPROVEN and not TIERS[plan.destination].leaves_doubt:",
+        "if outcome is Outcome.UNPROVEN and not TIERS[plan.source].leaves_doubt:",
         "a store without a destination quarantines nothing",
     ),
 )

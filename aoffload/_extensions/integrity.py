@@ -14,6 +14,7 @@ from .._kernel.requests import LedgerRequest, Pin
 from .._kernel.states import NoEpoch, Tier
 from .._kernel.tokens import TokenSequence
 from .._kernel.waiting import WaitQueue
+from .._tiers.remote.plans import CellLabel
 from .._tiers.remote.rules import cells_before, places_in_cells
 from ..errors import IntegrityError
 
@@ -115,7 +116,8 @@ def _check_blocks(
     number = sum(len(job.plan.destination_ids) for job in quarantined)
     _demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
     plans = [job.plan for job in jobs.unsettled.values() if job.plan.source is tier]
-    stored = sum(plan.num_blocks for plan in plans if tier < plan.destination < Tier.REMOTE)
+    known = {there.tier for there in cache.tiers if not there.is_outside}
+    stored = sum(plan.num_blocks for plan in plans if tier < plan.destination and plan.destination in known)
     _demand(jobs.num_stored_now(tier) == stored, f"{tier.name} blocks being stored are miscounted", stored)
     if cache.tiers[tier].is_outside:
         # Only jobs hold engine-owned blocks, and no two jobs write to the same block.
@@ -139,8 +141,8 @@ def _check_blocks(
 
 def _check_cell(cache: PrefixCache, job: Job) -> None:
     """A job from or to a remote store copies units of one cell, and the cell has the digest of their tokens."""
-    plan, cell, width = job.plan, job.plan.cell, cache.layout.components[job.component].width
-    if cell is None:
+    plan, cell, width = job.plan, job.plan.payload, cache.layout.components[job.component].width
+    if not isinstance(cell, CellLabel):
         _demand(Tier.REMOTE not in plan.link, "a copy from or to a remote store without a cell", job)
         return
     num_units = cell.stop - cell.start

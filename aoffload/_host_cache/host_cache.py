@@ -284,12 +284,14 @@ class EngineOwned:
         return has_more and other.sequence.begins_alike(request.sequence, from_token + 1)
 
     def _queued_behind(self, wrong: Iterable[Run]) -> list[Job]:
-        """Queued stores of `wrong` runs and of runs behind them, the last one first; not those of cells, which may end
-        before what is wrong."""
+        """Queued stores of `wrong` runs and of runs after them, the last one first. Not stores to a tier that the index
+        does not know, which has rules of its own (`RemoteStores.invalidate`): such a store may end before a wrong
+        unit."""
         heads = set(wrong)
         queued = [job for job in self.jobs.unsettled.values() if job.state is JobState.QUEUED]
-        stores = [job for job in reversed(queued) if job.plan.direction is Direction.STORE and job.plan.cell is None]
-        return [job for job in stores if not heads.isdisjoint(job.run.path())]
+        stores = [job for job in reversed(queued) if job.plan.direction is Direction.STORE]
+        known = [job for job in stores if job.destination_lease is not None]
+        return [job for job in known if not heads.isdisjoint(job.run.path())]
 
 
 def _is_alike(run: Run, request: LedgerRequest, start: int, from_token: int) -> bool:

@@ -56,7 +56,7 @@ class RequestLeases:
 
     def pin(self, request: LedgerRequest, *, islands: bool = True) -> None:
         """Match the known tokens of `request` and lease the hit, in one step. `islands`: see `find_hit`."""
-        cache, unit, on_disk = self.cache, self.cache.layout.unit_tokens, 0
+        cache, unit, fetchable = self.cache, self.cache.layout.unit_tokens, 0
         hit = self._find(request, islands=islands)
         if hit.stop:
             last = hit.path[-1]
@@ -68,15 +68,15 @@ class RequestLeases:
                     request.reserve = cache.lease(Tier.DEVICE, last)
             if hit.device_stop:
                 request.leases[Tier.DEVICE] = cache.lease(Tier.DEVICE, cache.cut(last, hit.device_stop))
-        if cache.has_disk:
-            on_disk = self.num_fetchable(request, hit.stop) * unit
+        if cache.has_lower_tiers:
+            fetchable = self.num_fetchable(request, hit.stop) * unit
         request.published = request.ready_stop = hit.device_stop
         request.hit_stop, num_host_tokens = hit.stop, (hit.stop - hit.device_stop) * unit
-        request.match = PrefixMatch(hit.device_stop * unit, num_host_tokens, num_disk_tokens=on_disk)
+        request.match = PrefixMatch(hit.device_stop * unit, num_host_tokens, num_disk_tokens=fetchable)
 
     def num_fetchable(self, request: LedgerRequest, hit_stop: int) -> int:
         """Units that a fetch would add to the hit of `request`, which ends at `hit_stop`."""
-        if not self.cache.has_disk or request.epoch != self.cache.epoch:
+        if not self.cache.has_lower_tiers or request.epoch != self.cache.epoch:
             return 0
         layout, sequence = self.cache.layout, request.sequence
         limit = min((sequence.num_tokens - 1) // layout.unit_tokens, request.hit_limit)

@@ -63,8 +63,10 @@ from .._extensions.store_policies import CountingPolicy, LearningPolicy, NoStore
 from .._host_cache.host_cache import EngineOwned
 from .._host_cache.matches import Arrivals, EngineMatches, EngineTier
 from .._host_cache.offers import MOST_OF_POOL, EngineOffers
-from .._tiers.disk.rules import STEPS, DiskStores, Restores, check_restored
+from .._tiers.disk.plans import RestoredRun
+from .._tiers.disk.rules import STEPS, DiskBlocks, DiskStores, Restores, SlotPool, check_restored
 from .._tiers.fetch.rules import Fetches
+from .._tiers.remote.plans import CellLabel
 from .._tiers.remote.rules import RemoteStores
 from ..errors import ConfigError, DuplicateRequest, InvalidArgument, WrongState
 from .cache import PrefixCache
@@ -77,19 +79,17 @@ from .leases import RequestLeases, slide_windows
 from .loads import Loads, require_no_holes
 from .moves import Moves
 from .plans import (
-    CellLabel,
     Completion,
     Extension,
     Preemption,
     PrefixMatch,
     RequestOptions,
-    RestoredRun,
     StoreScope,
     TierStatistics,
     TransferPlan,
     check_completion,
 )
-from .pools import DiskBlocks, ExtentPool, FreeList, LastUses, LeastRecentlyUsed, SlotPool, TierBlocks
+from .pools import ExtentPool, FreeList, LastUses, LeastRecentlyUsed, TierBlocks
 from .prefix import Prefix, TokenIds, check_prefix
 from .protocols import BlockWatcher, DevicePool, EngineBlocks, EvictionOrder
 from .records import NO_LIMIT, Job
@@ -386,7 +386,7 @@ class Ledger:
         else:
             hit = find_hit(self.cache.index, sequence, self.layout, limit)
         on_disk = 0
-        if self.cache.has_disk:
+        if self.cache.has_lower_tiers:
             on_disk = max(0, fetchable_path(self.cache.index, sequence, self.layout, limit)[1] - hit.stop) * unit
         return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_disk_tokens=on_disk)
 
@@ -1046,8 +1046,8 @@ class Ledger:
 
     @property
     def num_disk_resets(self) -> int:
-        """How often the disk was reset since this ledger was made: see `TransferPlan.generation`."""
-        return self.cache.tiers[Tier.DISK].num_resets if self.cache.has_disk else 0
+        """How often the disk was reset since this ledger was made: see `DiskPayload.generation`."""
+        return self.cache.tiers[Tier.DISK].num_resets if self.cache.has_lower_tiers else 0
 
     def restore(self, run: RestoredRun) -> int:
         """Restore a run that an earlier process has left on disk. Returns how many of its slots are in use now.
@@ -1055,7 +1055,7 @@ class Ledger:
         Restore a prefix before the runs that follow it. Requests may go on meanwhile, but restore all runs before the
         first store to disk: after that, and after a reset, nothing is restored. A run that follows no cached run is
         skipped, and so are units that are cached already."""
-        if not self.cache.has_disk:
+        if not self.cache.has_lower_tiers:
             raise WrongState("restore: this ledger has no disk: see `OffloadConfig.disk`")
         found = check_restored(run, self.cache)
         return 0 if self._restores is None else self._restores.restore(found)
@@ -1189,7 +1189,7 @@ class Ledger:
         nothing any more, unless only a tier below the device is reset."""
         if tier is not None and check_tier("tier", tier) is Tier.DEVICE:
             self._require_own_device("reset of this tier")
-        if tier is Tier.DISK and not self.cache.has_disk:
+        if tier is Tier.DISK and not self.cache.has_lower_tiers:
             raise InvalidArgument("tier", "is not there: this ledger has no disk")
         if tier is Tier.REMOTE:
             raise InvalidArgument("tier", "must not be REMOTE: other processes share the store; use another namespace")

@@ -1,8 +1,7 @@
 """Pools and tiers: which block ids of a tier are free, which blocks may be evicted, and which step used a block last.
 
 A pool hands out block ids: `FreeList` for the device (the warmest block first), `ExtentPool` for the host (few
-contiguous extents, so that one call copies many blocks), `SlotPool` for a disk. `TierBlocks` adds the eviction order
-and the counts of a tier:
+contiguous extents, so that one call copies many blocks). `TierBlocks` adds the eviction order and the counts of a tier:
 
     free + cached (evictable) + pinned + quarantined = num_blocks
 
@@ -27,6 +26,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .index import Stretch
+from .layout import Component
 from .plans import TierStatistics
 from .protocols import BlockWatcher, DevicePool, EvictionOrder
 from .records import MIN_FOR_NUMPY, Part
@@ -193,31 +194,6 @@ def extents(block_ids: array[int]) -> Sequence[tuple[int, int]]:
     return found
 
 
-class SlotPool(ExtentPool):
-    """Slots of a disk. After a slot is given back, a restart may find its old block, until another block is stored
-    there.
-
-    `used` are the free slots that this process has had in use.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self.used: set[int] = set()
-
-    def take(self, num_blocks: int) -> array[int]:
-        taken = super().take(num_blocks)
-        self.used.difference_update(taken)
-        return taken
-
-    def give(self, block_ids: array[int]) -> None:
-        super().give(block_ids)
-        self.used.update(block_ids)
-
-    def take_ids(self, block_ids: array[int]) -> None:
-        super().take_ids(block_ids)
-        self.used.difference_update(block_ids)
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class TierBlocks:
     """The blocks of one tier: the pool of the free ones, the eviction order of the cached ones, and their counts.
@@ -241,11 +217,16 @@ class TierBlocks:
     num_resets: int = 0
     """How often all that the tier held was made unfindable."""
     is_outside: bool = field(default=False, kw_only=True)
-    """Whether the blocks belong to an engine or to a remote store: copies read and write them, and the index knows none
-    of them. Leases protect no such block, and none can be quarantined in a remote store."""
+    """Whether the blocks belong to others, such as an engine or a store: copies read and write them, and the index
+    knows none of them. Leases protect no such block."""
 
     def __repr__(self) -> str:
         return f"<TierBlocks {self.tier.name} {self.statistics()}>"
+
+    def payload_of(self, pieces: list[Stretch], component: Component) -> object:
+        """The payload of a plan that copies `pieces` of `component` to this tier; None if its transport needs none. A
+        tier whose transport needs more than block ids overrides this."""
+        return None
 
     def hold(self, block_ids: array[int]) -> None:
         """A job begins to use `block_ids`, of a tier that `is_outside`. `EngineTier` tells its engine; in other tiers,
@@ -307,11 +288,11 @@ class TierBlocks:
         self.num_changes += 1
 
     def invalidated(self, block_ids: array[int]) -> None:
-        """The contents of these blocks are wrong, and were withdrawn from the index. Does nothing here. On a disk, a
-        restart would find them again: see `DiskBlocks`."""
+        """The contents of these blocks are wrong, and were withdrawn from the index. Does nothing here. A tier that
+        outlives the process overrides this, because a restart would find the blocks again."""
 
     def free_blocks_invalidated(self) -> None:
-        """The contents that free blocks had may be wrong, too. Does nothing here; see `DiskBlocks`."""
+        """The contents that free blocks had may be wrong, too. Does nothing here; see `invalidated`."""
 
     def trim(self, part: Part, num_units: int) -> None:
         """Free the blocks of the last `num_units` of an unpinned part: a prefix loses its tail before its head."""
@@ -346,38 +327,6 @@ class TierBlocks:
     def end_quarantine(self, block_ids: array[int]) -> None:
         self.num_quarantined -= len(block_ids)
         self.pool.give(block_ids)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class DiskBlocks(TierBlocks):
-    """The blocks of a tier that outlives the process."""
-
-    used: set[int] = field(default_factory=set, kw_only=True)
-    """The free blocks that were in use since the last reset: a restart may find what they held."""
-    forgotten: array[int] = field(default_factory=lambda: array("i"), init=False)
-    """Blocks whose contents were invalidated, until `take_forgotten`: the caller erases their records on the disk."""
-
-    def invalidated(self, block_ids: array[int]) -> None:
-        self.forgotten.extend(block_ids)
-
-    def free_blocks_invalidated(self) -> None:
-        """The ledger does not know what a free slot held. So the records of all used free slots are erased."""
-        self.forgotten.extend(sorted(self.used))
-        self.used.clear()
-
-    def end_quarantine(self, block_ids: array[int]) -> None:
-        """The copy that wrote there was given up, and its KV may have been invalidated meanwhile."""
-        TierBlocks.end_quarantine(self, block_ids)
-        self.forgotten.extend(block_ids)
-
-    def count_reset(self) -> None:
-        TierBlocks.count_reset(self)
-        self.used.clear()  # no restart finds what these held
-
-    def take_forgotten(self) -> array[int]:
-        """Return and clear `forgotten`."""
-        forgotten, self.forgotten = self.forgotten, array("i")
-        return forgotten
 
 
 _COMPUTING = (RequestState.ALLOCATED, RequestState.RUNNING)

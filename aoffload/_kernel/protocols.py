@@ -35,7 +35,7 @@ class DevicePool(Protocol):
 
 
 class TakesIds(DevicePool, Protocol):
-    """A pool of slots on a disk. A restart takes the slots whose blocks it has found, by their ids."""
+    """A pool from which given ids can be taken, such as those of blocks that a restart has found."""
 
     def are_free(self, block_ids: Sequence[int]) -> bool: ...
 

@@ -9,9 +9,11 @@ import attrs
 
 from .._config.tiers import DiskTier, RemoteTier
 from .._kernel.layout import Layout
-from .._kernel.plans import CellLabel, Completion, RestoredRun, TransferPlan
+from .._kernel.plans import Completion, TransferPlan
 from .._kernel.states import Direction
 from .._tiers.disk.forgetting import DiskTrouble
+from .._tiers.disk.plans import RestoredRun
+from .._tiers.remote.plans import CellLabel
 from ..env import Env
 from .breaker import LeftAlone, StorageMove
 from .fences import Fence

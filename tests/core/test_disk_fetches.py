@@ -34,7 +34,7 @@ def test_a_fetch_brings_it_into_the_host() -> None:
     request = disk.admit(TOKENS)
     fetch = disk.ledger.fetch(disk.prefix(TOKENS))
     assert [(plan.link, plan.num_blocks) for plan in fetch.plans] == [((Tier.DISK, Tier.HOST), n) for n in (3, 3, 2)]
-    assert (fetch.state, fetch.num_blocks, all(plan.labels == () for plan in fetch.plans)) == (
+    assert (fetch.state, fetch.num_blocks, all(plan.payload is None for plan in fetch.plans)) == (
         CacheTransferState.MOVING, 8, True,
     )  # fmt: skip
     disk.land(fetch.plans)

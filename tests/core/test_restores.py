@@ -9,14 +9,14 @@ from typing import Any
 
 import attrs
 import pytest
-from disk_driving import HUGE, Disk
+from disk_driving import HUGE, Disk, labels_of
 from driving import BLOCK, ROOT, prompt
 
 from aoffload import KVCacheGroup, SlidingWindow
-from aoffload._kernel.plans import BlockLabel, RestoredRun
 from aoffload._kernel.pools import ExtentPool
 from aoffload._kernel.prefix import Root, encode_tokens
 from aoffload._kernel.states import Tier
+from aoffload._tiers.disk.plans import BlockLabel, RestoredRun
 from aoffload.errors import InvalidArgument
 
 WINDOWS = (
@@ -35,7 +35,7 @@ class Records:
     def write(self, disk: Disk) -> None:
         plans = disk.ledger.plan_disk_flush(HUGE)
         for plan in plans:
-            for slot, label in zip(plan.destination_ids, plan.labels, strict=True):
+            for slot, label in zip(plan.destination_ids, labels_of([plan]), strict=True):
                 assert label is not None
                 self.labels[slot] = label
         disk.land(plans)

@@ -15,9 +15,9 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 from disks import DiskCopies, Hanging, simulated
 
 from aoffload import ConfigError
-from aoffload._kernel.plans import RestoredRun
 from aoffload._kernel.states import Direction, Outcome, Tier
 from aoffload._tiers.disk.forgetting import ERASES
+from aoffload._tiers.disk.plans import RestoredRun
 from aoffload.errors import TransferRefused
 from aoffload.testing.simulated_disk import DiskFault, SimulatedDisk
 

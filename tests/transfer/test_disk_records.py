@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
-from aoffload._kernel.plans import BlockLabel
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.tokens import TokenSequence
 from aoffload._tiers.disk import recovery
 from aoffload._tiers.disk.files import MAX_BUFFERS, stretch_at
+from aoffload._tiers.disk.plans import BlockLabel
 from aoffload._tiers.disk.records import RecordFormat, SlotLayout, Superblock
 from aoffload._tiers.disk.recovery import Chains, Survivors
 from aoffload.errors import ConfigError, InvalidArgument

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._kernel.plans import Completion, RestoredRun, TransferPlan
+from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import Direction, Outcome, Tier
 from ..._transfer.breaker import MAX_MOVES, Breaker, LeftAlone, StorageMove, Use
 from ..._transfer.lane import BlockChecksums
@@ -24,6 +24,7 @@ from ..._transfer.turns import started_thread, wait_precisely
 from ...env import Env
 from ...errors import TransferRefused
 from .forgetting import DiskTrouble
+from .plans import DiskPayload, RestoredRun
 from .recovery import Survivors
 from .slots import DiskOutcome, DiskSlots
 
@@ -213,9 +214,9 @@ class DiskLanes:
         )
 
     def _stored(self, plan: TransferPlan) -> DiskOutcome:
-        labels = plan.labels or (None,) * plan.num_blocks
-        generation, stop = self._generation_after(plan.generation), self._first_changed(plan.source_ids)
-        front = plan.destination_ids[:stop], plan.source_ids[:stop], labels[:stop]
+        payload, stop = DiskPayload.of(plan), self._first_changed(plan.source_ids)
+        generation = self._generation_after(payload.generation)
+        front = plan.destination_ids[:stop], plan.source_ids[:stop], payload.labels[:stop]
         found = self.slots.store(*front, generation, lambda: self._is_given_up(plan.job_id))
         if stop == plan.num_blocks or found.outcome is not Outcome.LANDED:
             return found

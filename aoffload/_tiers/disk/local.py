@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..._config.tiers import DiskTier
 from ..._kernel.layout import Layout
-from ..._kernel.plans import Completion, RestoredRun, TransferPlan
+from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import Direction
 from ..._transfer.breaker import StorageMove, taken
 from ..._transfer.lane import BlockChecksums
@@ -25,6 +25,7 @@ from ...errors import ConfigError, TransferRefused, WrongState
 from .files import DiskDirectory
 from .forgetting import DiskTrouble
 from .lanes import DiskCounts, DiskLanes
+from .plans import RestoredRun
 from .posix import PosixDirectory
 from .records import SlotLayout
 from .slots import DiskSlots

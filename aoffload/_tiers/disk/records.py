@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from ..._arguments import as_tuple, check_int
 from ..._config.tiers import SUPERBLOCK_BYTES, record_bytes
-from ..._kernel.plans import BlockLabel
 from ..._kernel.prefix import TOKEN_BYTES
 from ...errors import ConfigError, InvalidArgument
+from .plans import BlockLabel
 from .sums import DATA_SUM_BYTES, record_sum
 
 FORMAT_VERSION = 1

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from ..._arguments import check_int
 from ..._config.tiers import num_slots_in
-from ..._kernel.plans import BlockLabel
 from ..._kernel.states import Outcome
 from ...errors import ConfigError, InvalidArgument
 from .files import READ_BYTES, WRITE_BYTES, DiskDirectory, DiskFile, Slab, Stretch, neighbours
 from .forgetting import DiskTrouble, forgotten
+from .plans import BlockLabel
 from .records import RecordFormat, SlotLayout, Superblock
 from .recovery import Chains, Survivors
 from .sums import SlotSums, SumThreads, as_rows, data_sum

@@ -1,7 +1,7 @@
 """Fetches: cache transfers from the disk and from a remote store into the host.
 
-A request hits only on the device and in the host. What only a lower tier has of its prompt is fetched into the host
-first; then the request is matched again (`Ledger.match_fetched`).
+A request hits only on the device and in the host. KV of its prompt that only a lower tier holds is fetched into the
+host first; then the request is matched again (`Ledger.match_fetched`).
 
     unit 0 [ in the host, or on its way there | on the disk | in cells of the remote store )
 
@@ -23,11 +23,11 @@ from ..._kernel.cache import PrefixCache
 from ..._kernel.index import accepted, covered_stop, fetchable_path, find_hit, stretches
 from ..._kernel.jobs import Stores, left_of
 from ..._kernel.leases import RequestLeases
-from ..._kernel.plans import CellLabel
 from ..._kernel.records import Job, Run
 from ..._kernel.requests import Fetch, LedgerRequest
-from ..._kernel.states import CACHE_TIERS, Tier
+from ..._kernel.states import Tier
 from ..._kernel.tokens import TokenSequence
+from ..remote.plans import CellLabel
 from ..remote.rules import RemoteStores, cells_before, places_in_cells
 
 
@@ -72,8 +72,11 @@ class Fetches:
                 jobs = self.from_disk.offer(request, run, 0, on_disk, with_windows=True, most=most)
             if self.from_remote is not None and cells:
                 over = stretches(run, start, stop)
-                places = places_in_cells(start, stop, cells[0].stop - cells[0].start, layout.full.width)
-                jobs += self.from_remote.store(request, layout.full, over, places, left_of(most, jobs), cells)
+                cell_units = cells[0].stop - cells[0].start
+                places = places_in_cells(start, stop, cell_units, layout.full.width)
+                jobs += self.from_remote.store(
+                    request, layout.full, over, places, left_of(most, jobs), (cell_units,), cells
+                )
             transfer.num_blocks = sum(job.plan.num_blocks for job in jobs)
             transfer.plans = tuple(job.plan for job in jobs)
             self.transfers.wait_for_jobs(transfer)
@@ -92,13 +95,14 @@ class Fetches:
         return self._num_lacking(path[-1], stop) if stop else 0
 
     def num_remote_blocks(self, sequence: TokenSequence, remote_stop: int) -> int:
-        """Blocks that it would load from cells before unit `remote_stop`, without those that jobs under way bring."""
+        """Blocks that a fetch of `sequence` would load from the cells before unit `remote_stop`, without those that the
+        disk holds or that jobs under way bring."""
         limit = min(self._limit(sequence), remote_stop)
         start = max(self._on_disk(sequence, limit, self._num_allowed())[1], self._in_host(sequence, limit))
         return (limit - start) * self.cache.layout.full.width
 
     def _limit(self, sequence: TokenSequence) -> int:
-        """Units that a request may hit. It computes at least one token."""
+        """Units that a request may hit, because it computes at least one token."""
         return (sequence.num_tokens - 1) // self.cache.layout.unit_tokens
 
     def _num_allowed(self) -> int:
@@ -116,7 +120,7 @@ class Fetches:
         layout = self.cache.layout
         path, stop = fetchable_path(self.cache.index, sequence, layout, limit)
         while stop > 0 and (excess := self._num_lacking(path[-1], stop) - most) > 0:
-            stop = accepted(layout, path, stop - -(-excess // layout.width), CACHE_TIERS)
+            stop = accepted(layout, path, stop - -(-excess // layout.width), self.cache.index.tiers)
         return path, max(0, stop)
 
     def _num_lacking(self, run: Run, stop: int) -> int:

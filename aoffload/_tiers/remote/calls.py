@@ -13,13 +13,13 @@ from typing import TypeVar
 import attrs
 
 from ..._config.tiers import ObjectStore
-from ..._kernel.plans import CellLabel
 from ..._kernel.states import Tier
 from ..._transfer.breaker import MAX_MOVES, BreakerMove, LeftAlone, StorageMove, Use
 from ...env import Env
 from ...errors import StoreError
 from .cells import Cells
 from .nodes import Nodes
+from .plans import CellLabel
 from .threads import Steps
 
 ASK_THREADS = 2

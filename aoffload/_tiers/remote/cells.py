@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..._config.tiers import cell_units
 from ..._extras import needed
 from ..._kernel.layout import Layout
-from ..._kernel.plans import CellLabel
+from .plans import CellLabel
 
 FORMAT = 1
 HEADER = struct.Struct("<8sHHIIIQ32s32s12s")

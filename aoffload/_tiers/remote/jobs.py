@@ -12,8 +12,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._kernel.plans import CellLabel, TransferPlan
+from ..._kernel.plans import TransferPlan
 from ..._transfer.lane import BlockChecksums
+from .plans import CellLabel
 
 
 @attrs.define(eq=False)

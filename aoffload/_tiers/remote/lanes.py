@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 
 from ..._config.tiers import RemoteTier
-from ..._kernel.plans import CellLabel, Completion, TransferPlan
+from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import Direction, Outcome
 from ..._transfer.breaker import Use
 from ...env import Env
@@ -29,6 +29,7 @@ from .calls import LOAD_THREADS, STORE_THREADS, StoreCalls
 from .cells import Cells
 from .jobs import CellJob, HostCells
 from .memory import CellMemory, Known
+from .plans import CellLabel
 from .questions import Questions
 from .removals import Removals
 from .threads import MakesThreads, Steps, Threads
@@ -93,8 +94,8 @@ class RemoteLanes:
 
     def launch(self, plan: TransferPlan) -> None:
         """Have a thread run the job. `TransferRefused` after closing, and for what is no cell."""
-        label = plan.cell
-        if label is None or not self.cells.is_cell(label):
+        label = plan.payload
+        if not isinstance(label, CellLabel) or not self.cells.is_cell(label):
             raise TransferRefused(f"job {plan.job_id}: {label!r} is no cell of this tier")
         positions = plan.source_ids if plan.direction is Direction.LOAD else plan.destination_ids
         first, num_blocks = positions[0] if positions else 0, self.cells.shape.num_blocks

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..._config.tiers import RemoteTier
 from ..._kernel.layout import Layout
-from ..._kernel.plans import CellLabel, Completion, TransferPlan
+from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import Direction
 from ..._transfer.breaker import StorageMove, taken
 from ..._transfer.lane import BlockChecksums
@@ -21,6 +21,7 @@ from ...errors import TransferRefused, WrongState
 from .cells import CellShape, cells_of_tier
 from .jobs import HostRows
 from .lanes import RemoteLanes
+from .plans import CellLabel
 
 
 @attrs.define(eq=False)

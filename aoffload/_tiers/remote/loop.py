@@ -18,7 +18,6 @@ import anyio
 import attrs
 
 from ..._kernel.ledger import Ledger
-from ..._kernel.plans import CellLabel
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import Direction, Tier
 from ..._observe.log import Telemetry
@@ -27,6 +26,7 @@ from ..._transfer.breaker import in_lines
 from ..._transfer.transport import TransportRemote
 from ...env import Env
 from ..write_rate import WriteRate
+from .plans import CellLabel
 from .rules import cells_of
 
 LATE_S = 0.01

@@ -7,7 +7,7 @@ import threading
 
 import attrs
 
-from ..._kernel.plans import CellLabel
+from .plans import CellLabel
 
 MAX_CELLS = 2**16
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from ..._kernel.plans import CellLabel
 from ...env import Env
 from ...errors import TransferRefused
 from .calls import ASK_THREADS, StoreCalls
 from .memory import CellMemory, Known
+from .plans import CellLabel
 from .removals import Removals
 from .threads import MakesThreads, Steps, Threads
 

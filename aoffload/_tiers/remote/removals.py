@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from itertools import chain
 
-from ..._kernel.plans import CellLabel
+from .plans import CellLabel
 
 MAX_CELLS = 2**16
 AGAIN_S = 10.0
