@@ -10,7 +10,7 @@ STORES, FETCHES, RESTORES = "aoffload._tiers.disk.rules", "aoffload._tiers.fetch
 MATCHING, LEDGER_DISK, LABELS, INDEX = (
     "aoffload._kernel.index",
     "aoffload._kernel.ledger",
-    "aoffload._tiers.disk.rules",
+    "aoffload._tiers.disk.blocks",
     "aoffload._kernel.index",
 )
 OF_STORES = "tests/core/test_disk_stores.py::test_"
@@ -234,7 +234,7 @@ _RESTORES = (
     _met_by(
         OF_RESTORES + "what_is_restored_is_evicted_first_and_from_its_tail",
         "disk: what is restored is evicted head first",
-        "aoffload._kernel.pools",
+        "aoffload._tiers.disk.blocks",
         "                self.order.remove(oldest)\n                self.order.add_newer(oldest, part)\n",
         "                self.order.remove(part)\n                self.order.add(part)\n",
         "a prefix loses its tail before its head",
@@ -250,7 +250,7 @@ _RESTORES = (
     _met_by(
         OF_RESTORES + "what_was_stored_is_found_after_a_restart",
         "disk: what is restored is counted as pinned",
-        "aoffload._kernel.pools",
+        "aoffload._tiers.disk.blocks",
         "            self.num_cached += len(block_ids)\n        self.part_changed",
         "        self.part_changed",
         "blocks by state add up",

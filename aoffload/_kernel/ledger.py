@@ -63,8 +63,9 @@ from .._extensions.store_policies import CountingPolicy, LearningPolicy, NoStore
 from .._host_cache.host_cache import EngineOwned
 from .._host_cache.matches import Arrivals, EngineMatches, EngineTier
 from .._host_cache.offers import MOST_OF_POOL, EngineOffers
+from .._tiers.disk.blocks import DiskBlocks, SlotPool
 from .._tiers.disk.plans import RestoredRun
-from .._tiers.disk.rules import STEPS, DiskBlocks, DiskStores, Restores, SlotPool, check_restored
+from .._tiers.disk.rules import STEPS, DiskStores, Restores, check_restored
 from .._tiers.fetch.rules import Fetches
 from .._tiers.remote.plans import CellLabel
 from .._tiers.remote.rules import RemoteStores
@@ -327,9 +328,9 @@ class Ledger:
     def _wire_disk(self, counts: CountingPolicy) -> Stores:
         cache, jobs, moves = self.cache, self.jobs, self._moves
         down, up = (Stores(cache, jobs, moves, *link) for link in ((Tier.HOST, Tier.DISK), (Tier.DISK, Tier.HOST)))
-        pool = cache.tiers[Tier.DISK].pool
-        assert isinstance(pool, ExtentPool)
-        self._restores = Restores(cache, pool)
+        blocks = cache.tiers[Tier.DISK]
+        assert isinstance(blocks, DiskBlocks) and isinstance(blocks.pool, SlotPool)
+        self._restores = Restores(cache, blocks, blocks.pool)
         host, disk = cache.tiers[Tier.HOST].pool.num_blocks, cache.tiers[Tier.DISK].pool.num_blocks
         most = min(max(self.layout.width, host // HOST_WATERMARK), disk)
         # The step: a scan for blocks that were requested twice walks the host's order, so skip it after small changes.

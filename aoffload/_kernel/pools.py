@@ -20,7 +20,6 @@ waits for all compute so far. After one commit that no step covers, every later 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -75,8 +74,6 @@ class ExtentPool:
         self._stop_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         self._classes: list[dict[int, None]] = [{} for _ in range(num_blocks.bit_length() + 1)]
-        self._starts: list[int] = []
-        """Cache of `_extent_with`: the starts of the free extents when it last sorted them."""
         if num_blocks:
             self._add(0, num_blocks)
 
@@ -109,34 +106,6 @@ class ExtentPool:
     def free_ids(self) -> Iterable[int]:
         for start, stop in self._stop_of.items():
             yield from range(start, stop)
-
-    def are_free(self, block_ids: Sequence[int]) -> bool:
-        return all(
-            self._stop_of.get(self._extent_with(start), 0) >= stop for start, stop in extents(array("i", block_ids))
-        )
-
-    def take_ids(self, block_ids: array[int]) -> None:
-        """Take exactly these ids. The caller has checked that they are free."""
-        for first, last in extents(block_ids):
-            start = self._extent_with(first)
-            stop = self._remove(start)
-            if start < first:
-                self._add(start, first)
-            else:
-                del self._starts[bisect_left(self._starts, start)]
-            if last < stop:
-                self._add(last, stop)
-                insort(self._starts, last)
-
-    def _extent_with(self, block_id: int) -> int:
-        """The start of the free extent that holds `block_id`; -1 if it is not free."""
-        for starts in (self._starts, None):
-            if starts is None:  # not found in the cache: extents have changed since, or the block is not free
-                self._starts = starts = sorted(self._stop_of)
-            at = bisect_right(starts, block_id) - 1
-            if at >= 0 and self._stop_of.get(starts[at], 0) > block_id:
-                return starts[at]
-        return -1
 
     def _find(self, wanted: int) -> int:
         """The start of a free extent of at least `wanted` blocks; otherwise of one in the largest size class."""
@@ -304,22 +273,6 @@ class TierBlocks:
         if not part.blocks:
             self.order.remove(part)
         self.pool.give(freed)
-
-    def restore(self, part: Part, block_ids: array[int]) -> None:
-        """Let the empty `part` hold `block_ids`, which are taken from the pool, for all units of its run. An unpinned
-        part is put first in the eviction order, because this process has not used it yet."""
-        held, run = (part.first, part.stop), part.run
-        part.enter(run.start, run.stop, block_ids)
-        if not part.num_references:
-            oldest = self.order.oldest()
-            if oldest is None:
-                self.order.add(part)
-            else:
-                self.order.add_newer(part, oldest)  # the order has no verb for "before the oldest": swap both
-                self.order.remove(oldest)
-                self.order.add_newer(oldest, part)
-            self.num_cached += len(block_ids)
-        self.part_changed(part, *held)
 
     def quarantine(self, block_ids: array[int]) -> None:
         self.num_quarantined += len(block_ids)

@@ -34,14 +34,6 @@ class DevicePool(Protocol):
     def free_ids(self) -> Iterable[int]: ...
 
 
-class TakesIds(DevicePool, Protocol):
-    """A pool from which given ids can be taken, such as those of blocks that a restart has found."""
-
-    def are_free(self, block_ids: Sequence[int]) -> bool: ...
-
-    def take_ids(self, block_ids: array[int]) -> None: ...
-
-
 class EngineBlocks(Protocol):
     """An engine's pool of device blocks, as the ledger calls it.
 

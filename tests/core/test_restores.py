@@ -13,9 +13,9 @@ from disk_driving import HUGE, Disk, labels_of
 from driving import BLOCK, ROOT, prompt
 
 from aoffload import KVCacheGroup, SlidingWindow
-from aoffload._kernel.pools import ExtentPool
 from aoffload._kernel.prefix import Root, encode_tokens
 from aoffload._kernel.states import Tier
+from aoffload._tiers.disk.blocks import SlotPool
 from aoffload._tiers.disk.plans import BlockLabel, RestoredRun
 from aoffload.errors import InvalidArgument
 
@@ -255,7 +255,7 @@ def test_what_no_restart_can_leave_is_refused(name: str, change: Any) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_pool_hands_out_the_ids_that_are_asked_for(seed: int) -> None:
     """Against a set of the free ids: those that are free are taken, none else, and extents stay whole."""
-    chance, pool, free = random.Random(seed), ExtentPool(200), set(range(200))
+    chance, pool, free = random.Random(seed), SlotPool(200), set(range(200))
     for _ in range(300):
         first = chance.randrange(200)
         ids = array("i", range(first, min(200, first + chance.randint(1, 12))))

@@ -1,15 +1,19 @@
 """Values that cross to and from the disk: what a store writes beside its blocks, and what a restart has found.
 
-All are frozen and can be copied and pickled. They hold no reference into the ledger.
+All are frozen and can be copied and pickled. They hold no reference into the ledger. This file is never compiled, so it
+also has the protocol of a pool of slots.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from typing import Protocol
 
 import attrs
 
 from ..._kernel.plans import TransferPlan
+from ..._kernel.protocols import DevicePool
 from ...errors import InvalidArgument
 
 
@@ -65,3 +69,13 @@ class RestoredRun:
     slots: tuple[array[int], ...]
     """For each component, the slots of these units on the disk, in order; empty if the disk has none in that
     component."""
+
+
+class TakesIds(DevicePool, Protocol):
+    """A pool of slots. A restart takes the slots whose blocks it has found, by their ids. By default a `SlotPool`."""
+
+    def are_free(self, block_ids: Sequence[int]) -> bool: ...
+
+    def take_ids(self, block_ids: array[int]) -> None:
+        """Take exactly these ids. The caller has checked that they are free."""
+        ...

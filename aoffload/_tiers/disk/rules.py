@@ -1,8 +1,4 @@
-"""The rules of the disk tier: its blocks, what is stored there, and what a restart brings back.
-
-**Blocks** (`SlotPool`, `DiskBlocks`, `labels_of`). A block of the disk is a slot, and it outlives the process: for each
-slot the disk keeps a record, made from the label of the block, by which a restart finds the block again. So invalidated
-blocks have to be forgotten on the disk, too, even if their slots are free.
+"""The rules of the disk tier: what is stored there, and what a restart brings back.
 
 **Stores** (`DiskStores`). Blocks that the host is about to evict are stored, then blocks that were requested twice, and
 at the end all others. A prefix is stored whole: the disk holds no suffix whose prefix it lacks. The caller decides how
@@ -17,7 +13,7 @@ prefix loses its tail before its head.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -25,111 +21,21 @@ from ..._arguments import as_tuple, check_int, check_type, shown
 from ..._extensions.lazy import EvictionWatermark
 from ..._extensions.store_policies import CountingPolicy
 from ..._kernel.cache import PrefixCache
-from ..._kernel.index import Stretch, covered_stop
+from ..._kernel.index import covered_stop
 from ..._kernel.jobs import left_of
-from ..._kernel.layout import Component
-from ..._kernel.pools import ExtentPool, TierBlocks
+from ..._kernel.pools import TierBlocks
 from ..._kernel.prefix import TOKEN_BYTES, Hasher, Prefix, Root
-from ..._kernel.protocols import TakesIds
 from ..._kernel.records import NO_LIMIT, Job, Part, Run
 from ..._kernel.states import Tier
-from ..._kernel.tokens import TokenSequence, hash_run, unit_digests
+from ..._kernel.tokens import TokenSequence, hash_run
 from ...errors import InvalidArgument
-from .plans import BlockLabel, DiskPayload, RestoredRun
+from .blocks import DiskBlocks
+from .plans import RestoredRun, TakesIds
 
 STEPS = 16
 """The watermark has this many steps: the host is scanned again once it has used one step of free blocks."""
 MAX_SCANNED = 64
 """Maximum parts that one call scans for blocks that were requested twice."""
-
-
-class SlotPool(ExtentPool):
-    """Slots of a disk. After a slot is given back, a restart may find its old block, until another block is stored
-    there."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self.used: set[int] = set()
-        """The free slots that this process has had in use."""
-
-    def take(self, num_blocks: int) -> array[int]:
-        taken = super().take(num_blocks)
-        self.used.difference_update(taken)
-        return taken
-
-    def give(self, block_ids: array[int]) -> None:
-        super().give(block_ids)
-        self.used.update(block_ids)
-
-    def take_ids(self, block_ids: array[int]) -> None:
-        super().take_ids(block_ids)
-        self.used.difference_update(block_ids)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class DiskBlocks(TierBlocks):
-    """The blocks of a disk, which outlive the process."""
-
-    used: set[int] = field(default_factory=set, kw_only=True)
-    """`SlotPool.used`, cleared by a reset: the free blocks whose old contents a restart may find."""
-    forgotten: array[int] = field(default_factory=lambda: array("i"), init=False)
-    """Blocks whose contents were invalidated, until `take_forgotten`: the caller erases their records on the disk."""
-
-    def payload_of(self, pieces: list[Stretch], component: Component) -> DiskPayload:
-        return DiskPayload(labels_of(pieces, component), self.num_resets)
-
-    def invalidated(self, block_ids: array[int]) -> None:
-        self.forgotten.extend(block_ids)
-
-    def free_blocks_invalidated(self) -> None:
-        """The ledger does not know what a free slot held. So the records of all used free slots are erased."""
-        self.forgotten.extend(sorted(self.used))
-        self.used.clear()
-
-    def end_quarantine(self, block_ids: array[int]) -> None:
-        """The copy that wrote there was given up, and its KV may have been invalidated meanwhile."""
-        TierBlocks.end_quarantine(self, block_ids)
-        self.forgotten.extend(block_ids)
-
-    def count_reset(self) -> None:
-        TierBlocks.count_reset(self)
-        self.used.clear()  # no restart finds what these held
-
-    def take_forgotten(self) -> array[int]:
-        """Return and clear `forgotten`."""
-        forgotten, self.forgotten = self.forgotten, array("i")
-        return forgotten
-
-
-def labels_of(pieces: list[Stretch], component: Component) -> tuple[BlockLabel | None, ...]:
-    """A label for each block of `component` in `pieces`, in prefix order. A restart proves from the labels which KV the
-    blocks hold.
-
-    From the first unit on that a key span touches, the labels are None, because the tokens do not identify the content
-    of the span, such as an image."""
-    if any(run.spans for run in pieces[0][0].path()):
-        return (None,) * (sum(stop - start for _, start, stop in pieces) * component.width)
-    found: list[BlockLabel | None] = []
-    for stretch in pieces:
-        if stretch[0].spans:
-            left = sum(stop - start for _, start, stop in pieces) * component.width - len(found)
-            return (*found, *(None,) * left)
-        found += _labels(stretch, component)
-    return tuple(found)
-
-
-def _labels(stretch: Stretch, component: Component) -> Iterator[BlockLabel]:
-    run, start, stop = stretch
-    unit_bytes = len(run.tokens) // (run.stop - run.start)
-    first, last = (start - run.start) * unit_bytes, (stop - run.start) * unit_bytes
-    tokens, root = bytes(run.tokens[first:last]), run.root.digest
-    hasher = hash_run(run.hash_before, run.tokens[:first], (), unit_bytes)
-    before = hasher.digest() if start else b""
-    for number, digest in enumerate(unit_digests(hasher, tokens, unit_bytes)):
-        of_unit = tokens[number * unit_bytes : (number + 1) * unit_bytes]
-        for place in range(component.width):
-            yield BlockLabel(component.number, place, start + number, root, digest, before, of_unit)
-        before = digest
 
 
 @dataclass(slots=True, eq=False)
@@ -273,7 +179,9 @@ class DiskStores:
 @dataclass(slots=True, eq=False)
 class Restores:
     cache: PrefixCache
+    disk: DiskBlocks
     pool: TakesIds
+    """The pool of `disk`."""
     _ends: dict[bytes, Run] = field(default_factory=dict)
     """By the digest of the prefix up to its end: the run that ended there when it was restored."""
     _bare: dict[bytes, RestoredRun] = field(default_factory=dict)
@@ -354,7 +262,7 @@ class Restores:
             return 0
         ids = found.slots[number][(run.start - found.start) * width : (run.stop - found.start) * width]
         self.pool.take_ids(ids)
-        self.cache.tiers[Tier.DISK].restore(part, ids)
+        self.disk.restore(part, ids)
         return len(ids)
 
 
