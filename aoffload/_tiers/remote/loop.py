@@ -32,7 +32,7 @@ from .rules import cells_of
 LATE_S = 0.01
 """Time for an answer that is given just in time to arrive."""
 MUCH_TO_HASH = 65_536
-"""From this number of tokens on, a thread computes the digests."""
+"""Tokens from which on a thread computes the digests."""
 MAX_BYTES = 32 * 2**20
 """Maximum bytes stored at once, because the event loop computes their digests."""
 
