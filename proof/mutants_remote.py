@@ -70,6 +70,22 @@ _CELLS = (
         "[at % num_blocks for at in range((stop - start) * width)]",
         "a block lies at its own place of the cell",
     ),
+    _met_by(
+        OF_FETCHES + "a_load_begins_in_the_middle_of_a_cell",
+        "jobs that begin with their load, and not with a cell",
+        JOBS,
+        "range(start - start % most if payloads else start, stop, most)",
+        "range(start, stop, most)",
+        "a job copies units of one cell",
+    ),
+    _met_by(
+        OF_STORES + "the_source_is_what_the_host_has",
+        "a store that no match will find counts as on its way",
+        JOBS,
+        "            if not is_use and not to_tier.is_outside:\n",
+        "            if not is_use:\n",
+        "blocks that stores under way read are counted",
+    ),
 )
 
 _FETCHES = (

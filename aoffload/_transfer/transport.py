@@ -303,6 +303,8 @@ class Transport(Protocol):
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         """Start copying once `after` has passed. `TransferRefused`: nothing was started, and no completion follows.
+        `plan.payload` is None, except in a store to the disk (`DiskPayload`) and in a copy from or to a remote store
+        (`CellLabel`).
 
         A load, and a store without `after`, also wait for all compute on the caller's stream so far: it may still read
         the load's destination, or write the store's source. With `OnlyAfter` as `after`, it waits for

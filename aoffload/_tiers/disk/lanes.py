@@ -99,7 +99,10 @@ class DiskLanes:
     # -- jobs -----------------------------------------------------------------------------------------------------
 
     def launch(self, plan: TransferPlan) -> None:
-        """Have a thread run the job. `TransferRefused` after closing, or if the files must not be used any more."""
+        """Have a thread run the job. `TransferRefused` after closing, if the files must not be used any more, or if a
+        store has no labels."""
+        if plan.direction is Direction.STORE and not isinstance(plan.payload, DiskPayload):
+            raise TransferRefused(f"job {plan.job_id}: {plan.payload!r} is no payload of a store to the disk")
         with self._turn:
             if self._refusal:
                 raise TransferRefused(self._refusal)
