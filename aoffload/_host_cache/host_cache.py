@@ -248,7 +248,7 @@ class EngineOwned:
         wrong = self._runs_from(request, from_token)
         others = [other for other in others if other is not request]
         tainted = [other for other in others if self._may_have_read(other, request, from_token)]
-        queued = self._queued_behind(wrong)
+        queued = self._queued_after(wrong)
         self.cache.withdraw_all(wrong)  # first: releasing leases may merge runs
         settled = [job for one in queued if not one.is_settled for job in self.jobs.discard(one)]
         self.pins.renew()
@@ -283,7 +283,7 @@ class EngineOwned:
         has_more = max(other.engine_tokens, loaded) > from_token
         return has_more and other.sequence.begins_alike(request.sequence, from_token + 1)
 
-    def _queued_behind(self, wrong: Iterable[Run]) -> list[Job]:
+    def _queued_after(self, wrong: Iterable[Run]) -> list[Job]:
         """Queued stores of `wrong` runs and of runs after them, the last one first. Not stores to a tier that the index
         does not know, which has rules of its own (`RemoteStores.invalidate`): such a store may end before a wrong
         unit."""

@@ -1048,7 +1048,7 @@ class Ledger:
     @property
     def num_disk_resets(self) -> int:
         """How often the disk was reset since this ledger was made: see `DiskPayload.generation`."""
-        return self.cache.tiers[Tier.DISK].num_resets if self.cache.has_lower_tiers else 0
+        return 0 if self.config.disk is None else self.cache.tiers[Tier.DISK].num_resets
 
     def restore(self, run: RestoredRun) -> int:
         """Restore a run that an earlier process has left on disk. Returns how many of its slots are in use now.
@@ -1056,7 +1056,7 @@ class Ledger:
         Restore a prefix before the runs that follow it. Requests may go on meanwhile, but restore all runs before the
         first store to disk: after that, and after a reset, nothing is restored. A run that follows no cached run is
         skipped, and so are units that are cached already."""
-        if not self.cache.has_lower_tiers:
+        if self.config.disk is None:
             raise WrongState("restore: this ledger has no disk: see `OffloadConfig.disk`")
         found = check_restored(run, self.cache)
         return 0 if self._restores is None else self._restores.restore(found)
@@ -1190,7 +1190,7 @@ class Ledger:
         nothing any more, unless only a tier below the device is reset."""
         if tier is not None and check_tier("tier", tier) is Tier.DEVICE:
             self._require_own_device("reset of this tier")
-        if tier is Tier.DISK and not self.cache.has_lower_tiers:
+        if tier is Tier.DISK and self.config.disk is None:
             raise InvalidArgument("tier", "is not there: this ledger has no disk")
         if tier is Tier.REMOTE:
             raise InvalidArgument("tier", "must not be REMOTE: other processes share the store; use another namespace")

@@ -127,7 +127,7 @@ class DiskCalls(JobCalls):
     def do_restart(self, at: int = 0, most: int = 0) -> str:
         """The process is killed and starts again. Of each store under way, the first blocks were written, `at` at most.
         `most` of what the disk still proves is restored at once, the rest by `survive`."""
-        if not (self.ledger.cache.has_lower_tiers or self.world.cell_units):
+        if self.ledger.config.disk is None and not self.world.cell_units:
             return "skipped"
         for name, plan in list(self.plans.items()):
             job = self.job(name)
