@@ -1,4 +1,4 @@
-"""A request fetches into host memory what only tiers below have, before it allocates blocks.
+"""A request fetches KV that only lower tiers hold into host memory, before it allocates blocks.
 
     ask     how many of the cells after the hit does the remote store have? For at most `ask_timeout_s`
     gate    would the blocks arrive before they could be computed? If not, the request computes them
