@@ -3,8 +3,8 @@
 Each request is a task. It holds blocks until its `async with` block ends. See docs/architecture.md.
 
 Here is what a program around `OffloadRuntime` names. What programs around the `Ledger`, and plug-ins, need beside it is
-in modules of its own: `aoffload.ledger`, `aoffload.host_cache`, `aoffload.transport`, `aoffload.ranks`, `aoffload.cuda`, `aoffload.pins`,
-`aoffload.stores` and `aoffload.env`. docs/api.md has every name.
+in modules of its own: `aoffload.ledger`, `aoffload.host_cache`, `aoffload.transport`, `aoffload.ranks`,
+`aoffload.cuda`, `aoffload.pins`, `aoffload.stores` and `aoffload.env`. docs/api.md has every name.
 """
 
 from importlib import import_module as _import_module

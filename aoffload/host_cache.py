@@ -5,8 +5,8 @@ docs/engines.md is the guide. Nothing here needs torch.
 """
 
 from ._host_cache.matches import LoadsPaused, LoadsResumed
+from ._host_cache.protocols import EngineBlocks, FindsBlocks
 from ._host_cache.requests import HostCacheRequest
-from ._kernel.protocols import EngineBlocks, FindsBlocks
 from ._runtime.loading import EnginePendingLoad
 from ._runtime.request import EngineRequest
 

@@ -45,11 +45,8 @@ from ._kernel.extension import Build, LedgerExtension
 from ._kernel.ledger import CoreLedger
 from ._kernel.plans import (
     Answer,
-    BlockLabel,
-    CellLabel,
     Completion,
     RequestOptions,
-    RestoredRun,
     StoreScope,
     TierStatistics,
     TransferPlan,
@@ -61,7 +58,9 @@ from ._kernel.states import Direction, JobState, Outcome, is_compiled
 from ._observe.log import LedgerLog
 from ._observe.observers import Observers
 from ._runtime.costs import LoadCosts
+from ._tiers.disk.plans import BlockLabel, DiskPayload, RestoredRun
 from ._tiers.remote.extension import RemoteCounts
+from ._tiers.remote.plans import CellLabel
 from ._tiers.remote.rules import cells_of
 from ._transfer.copy_queue import CopyQueue, Launches
 from .errors import ExtensionError, IllegalTransition, LeaseError
@@ -86,6 +85,7 @@ __all__ = [
     "Demotion",
     "DevicePool",
     "Direction",
+    "DiskPayload",
     "Event",
     "EvictionOrder",
     "EvictionRule",

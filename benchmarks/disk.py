@@ -30,6 +30,7 @@ from aoffload._kernel.layout import Layout
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Outcome, Tier
 from aoffload._tiers.disk.files import READ_BYTES, WRITE_BYTES
+from aoffload._tiers.disk.plans import DiskPayload
 from aoffload.env import Env
 from aoffload.transport import LocalTransport
 
@@ -161,8 +162,8 @@ class Sides:
             slots, host = array("i", range(slot + at, slot + at + len(rows))), array("i", rows.tolist())
             is_store = destination is Tier.DISK
             source_ids, destination_ids = (host, slots) if is_store else (slots, host)
-            given = tuple(self._labels[at : at + len(rows)]) if is_store else ()
-            plan = TransferPlan(next(self._numbers), source, destination, source_ids, destination_ids, given, 0)
+            payload = DiskPayload(tuple(self._labels[at : at + len(rows)]), 0) if is_store else None
+            plan = TransferPlan(next(self._numbers), source, destination, source_ids, destination_ids, payload)
             self._transport.launch(plan, None)
             at += len(rows)
         for _ in self._rows:

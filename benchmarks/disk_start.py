@@ -22,7 +22,7 @@ import torch
 
 from aoffload import DiskTier, KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_bytes
-from aoffload._kernel.plans import BlockLabel
+from aoffload._tiers.disk.plans import BlockLabel
 from aoffload._tiers.disk.slots import DiskSlots
 from aoffload.transport import LocalTransport
 

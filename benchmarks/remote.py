@@ -26,11 +26,12 @@ import numpy as np
 
 from aoffload import RemoteTier
 from aoffload._config.tiers import MAX_CELL_BYTES, ObjectStore
-from aoffload._kernel.plans import CellLabel, Completion, TransferPlan
+from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Outcome, Tier
 from aoffload._tiers.remote.cells import CellShape, cells_of_tier
 from aoffload._tiers.remote.jobs import HostRows
 from aoffload._tiers.remote.lanes import RemoteLanes
+from aoffload._tiers.remote.plans import CellLabel
 from aoffload.env import Env
 from aoffload.errors import MissingExtra
 from aoffload.stores import RedisClusterStore, RedisStore
@@ -83,9 +84,9 @@ class Jobs:
         ids, positions = array("i", range(place * BLOCKS, (place + 1) * BLOCKS)), array("i", range(BLOCKS))
         job_id = next(self._job_ids)
         if is_load:
-            plan = TransferPlan(job_id, Tier.REMOTE, Tier.HOST, positions, ids, cell=label)
+            plan = TransferPlan(job_id, Tier.REMOTE, Tier.HOST, positions, ids, payload=label)
         else:
-            plan = TransferPlan(job_id, Tier.HOST, Tier.REMOTE, ids, positions, cell=label)
+            plan = TransferPlan(job_id, Tier.HOST, Tier.REMOTE, ids, positions, payload=label)
         self.lanes.launch(plan)
         return job_id
 

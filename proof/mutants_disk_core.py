@@ -10,7 +10,7 @@ STORES, FETCHES, RESTORES = "aoffload._tiers.disk.rules", "aoffload._tiers.fetch
 MATCHING, LEDGER_DISK, LABELS, INDEX = (
     "aoffload._kernel.index",
     "aoffload._kernel.ledger",
-    "aoffload._kernel.jobs",
+    "aoffload._tiers.disk.blocks",
     "aoffload._kernel.index",
 )
 OF_STORES = "tests/core/test_disk_stores.py::test_"
@@ -115,8 +115,8 @@ _STORES = (
         OF_STORES + "the_front_of_what_was_used_together_goes_down_where_its_tail_has_nothing_to_store",
         "disk: a tail that stands for its front",
         STORES,
-        "if part.last_use > looked_at)",
-        "if part.last_use > self._looked_at)",
+        "if part.last_use > scanned)",
+        "if part.last_use > self._scanned)",
         "what was used together is looked at together",
     ),
 )
@@ -193,7 +193,7 @@ _FETCHES = (
         OF_FETCHES + "a_corrupt_block_is_forgotten_on_the_disk",
         "disk: what the device lacks counts as on the disk",
         MATCHING,
-        "stop = min(max(run.parts[Tier.HOST].stop, run.parts[Tier.DISK].stop), agreed) if has_full else agreed",
+        "stop = min(max([run.parts[tier].stop for tier in below]), agreed) if has_full else agreed",
         "stop = agreed",
         "a match says what a fetch can bring",
     ),
@@ -234,7 +234,7 @@ _RESTORES = (
     _met_by(
         OF_RESTORES + "what_is_restored_is_evicted_first_and_from_its_tail",
         "disk: what is restored is evicted head first",
-        "aoffload._kernel.pools",
+        "aoffload._tiers.disk.blocks",
         "                self.order.remove(oldest)\n                self.order.add_newer(oldest, part)\n",
         "                self.order.remove(part)\n                self.order.add(part)\n",
         "a prefix loses its tail before its head",
@@ -250,7 +250,7 @@ _RESTORES = (
     _met_by(
         OF_RESTORES + "what_was_stored_is_found_after_a_restart",
         "disk: what is restored is counted as pinned",
-        "aoffload._kernel.pools",
+        "aoffload._tiers.disk.blocks",
         "            self.num_cached += len(block_ids)\n        self.part_changed",
         "        self.part_changed",
         "blocks by state add up",

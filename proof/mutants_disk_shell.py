@@ -44,8 +44,8 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "idle threads are not told of the end",
         LANES,
-        "                    self._turn.notify_all()  # else",
-        "                    pass  # else",
+        "                    self._turn.notify_all()  # otherwise",
+        "                    pass  # otherwise",
         "closing ends all threads",
         f"{TRANSPORT}::test_closing_waits_no_longer_than_it_is_told_to",
     ),
@@ -164,7 +164,7 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "an opening without a thread keeps the directory",
         LANES,
-        "            self._close_behind_the_last()  # perhaps none could be started\n",
+        "            self._close_after_the_last()  # perhaps none could be started\n",
         "",
         "who fails to open leaves nothing open",
         f"{SHORT}::test_an_opening_that_is_short_of_a_thread_leaves_nothing",

@@ -61,7 +61,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "queued stores launched after all was taken back",
         ENGINE,
-        "        queued = self._queued_behind(wrong)\n",
+        "        queued = self._queued_after(wrong)\n",
         "        queued = list[Job]()\n",
         "what a failed forward has written is not copied any more",
         test=f"{TAKEN_BACK}test_queued_stores_of_what_is_taken_back_are_discarded",

@@ -101,7 +101,7 @@ _ERASURES = (
     Mutant(
         "disk: opened though it takes no writes",
         SLOTS,
-        "            table.replace(known)  # a disk that takes no writes could not forget anything: it is not opened\n",
+        "            table.replace(known)  # a disk that refuses writes could forget nothing: do not open it\n",
         "",
         "a disk that takes no writes is not opened",
         test=f"{ON_DISK}::test_a_disk_on_which_nothing_works_is_used_no_more",

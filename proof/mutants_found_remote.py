@@ -76,7 +76,7 @@ FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "remote late: what is met again stays in the store",
         LANES,
-        "            self.removals.add([job.label])  # its put arrived after the removal\n",
+        "            self.removals.add([job.label])  # the put of this object arrived after the removal\n",
         "            pass\n",
         _OTHERS,
         test=f"{TRANSPORT}a_put_that_arrives_after_the_removal_is_never_loaded[sum]",

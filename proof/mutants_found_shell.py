@@ -202,8 +202,8 @@ _ERRORS_SAY = (
     Mutant(
         "match that hides the disk",
         "aoffload._kernel.plans",
-        'if self.num_disk_tokens else ""',
-        'if self.num_disk_tokens < 0 else ""',
+        'if self.num_lower_tokens else ""',
+        'if self.num_lower_tokens < 0 else ""',
         _SAYS,
         test=f"{_ERRORS}a_match_shows_what_only_the_disk_has",
     ),

@@ -70,6 +70,22 @@ _CELLS = (
         "[at % num_blocks for at in range((stop - start) * width)]",
         "a block lies at its own place of the cell",
     ),
+    _met_by(
+        OF_FETCHES + "a_load_begins_in_the_middle_of_a_cell",
+        "jobs that begin with their load, and not with a cell",
+        JOBS,
+        "range(start - start % most if payloads else start, stop, most)",
+        "range(start, stop, most)",
+        "a job copies units of one cell",
+    ),
+    _met_by(
+        OF_STORES + "the_source_is_what_the_host_has",
+        "a store that no match will find counts as on its way",
+        JOBS,
+        "            if not is_use and not to_tier.is_outside:\n",
+        "            if not is_use:\n",
+        "blocks that stores under way read are counted",
+    ),
 )
 
 _FETCHES = (
@@ -197,7 +213,7 @@ _STORES = (
         "if not left:",
         "while nothing changes, nobody is asked",
         Patch(STORES, "            if there + self.cell_units <= asked:\n", "            if asked:\n"),
-        Patch(STORES, "min(len(recent) - self._num_seen, MAX_LOOKED_AT)", "min(len(recent), MAX_LOOKED_AT)"),
+        Patch(STORES, "min(len(recent) - self._num_seen, MAX_SCANNED)", "min(len(recent), MAX_SCANNED)"),
     ),
     _met_by(
         OF_STORES + "what_has_failed_has_no_second_turn[4]",
@@ -219,8 +235,8 @@ _STORES = (
         OF_STORES + "a_store_that_fails_quarantines_nothing",
         "a quarantine of nothing",
         JOBS,
-        "if outcome is Outcome.UNPROVEN and plan.destination is Tier.REMOTE:",
-        "if outcome is Outcome.UNPROVEN and plan.source is Tier.REMOTE:",
+        "if outcome is Outcome.UNPROVEN and not TIERS[plan.destination].leaves_doubt:",
+        "if outcome is Outcome.UNPROVEN and not TIERS[plan.source].leaves_doubt:",
         "a store without a destination quarantines nothing",
     ),
 )

@@ -62,8 +62,8 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "what is forgotten is copied",
         LANES,
-        "            job.give_up()  # a load",
-        "            pass  # a load",
+        "            job.give_up()  # loads",
+        "            pass  # loads",
         "a load under way does not bring what is forgotten",
         f"{TRANSPORT}::test_a_load_under_way_does_not_bring_what_is_forgotten",
     ),
@@ -126,8 +126,8 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a panic of a store",
         f"{REMOTE}.threads",
-        "            except BaseException as error:  # noqa: BLE001 - somebody's store, and",
-        "            except Exception as error:  # noqa: BLE001 - somebody's store, and",
+        "            except BaseException as error:  # noqa: BLE001 - third-party code, which",
+        "            except Exception as error:  # noqa: BLE001 - third-party code, which",
         "whatever a store raises, its thread goes on",
         f"{WRONG}::test_whatever_get_does_is_a_miss[Panic]",
     ),
@@ -238,7 +238,7 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a late job is in doubt",
         "aoffload._transfer.copy_queue",
-        "return Outcome.FAILED if Tier.REMOTE in (self.source, self.destination) else Outcome.UNPROVEN",
+        "return Outcome.UNPROVEN if is_doubtful else Outcome.FAILED",
         "return Outcome.UNPROVEN",
         "a remote store never leaves host memory in doubt",
         f"{TRANSPORT}::test_a_hop_of_a_remote_store_is_never_in_doubt",

@@ -45,10 +45,15 @@ def answers(ledger: Any, plans: Any = ()) -> str:
     """What a program sees of a ledger after a call: its statistics, and the plans that are not over."""
     each = plans.values() if isinstance(plans, dict) else plans
     about = [
-        (one.job_id, one.source.name, one.destination.name, [*one.source_ids], [*one.destination_ids], one.generation)
+        (one.job_id, one.source.name, one.destination.name, [*one.source_ids], [*one.destination_ids], planned_in(one))
         for one in each
     ]
     return f"{MARK}{ledger.statistics()!r} {about}"
+
+
+def planned_in(plan: Any) -> int:
+    """The generation of the disk that a plan names; 0 for any other plan. Earlier versions have it in the plan."""
+    return int(getattr(getattr(plan, "payload", plan), "generation", 0))
 
 
 ERROR = re.compile(rf"(?<=')({'|'.join(errors.__all__)})', .*")

@@ -161,7 +161,7 @@ class Forks(LedgerExtension):
             name, parent.sequence.copy(), parent.epoch, ticket, parent.hit_limit, parent.hit_alignment,
             store_limit=parent.store_limit, ledger=parent.ledger, evictions_before=parent.evictions_before,
         )  # fmt: skip
-        child.is_fork = True
+        child.has_parent = True
         if shared:
             lease = parent.leases[Tier.DEVICE]
             run = self._cache.cut(lease.run, shared)

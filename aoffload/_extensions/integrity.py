@@ -116,7 +116,8 @@ def _check_blocks(ledger: CacheBase, tier: Tier, runs: set[Run], requests: tuple
     number = sum(len(job.plan.destination_ids) for job in quarantined)
     demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
     plans = [job.plan for job in jobs.unsettled.values() if job.plan.source is tier]
-    stored = sum(plan.num_blocks for plan in plans if tier < plan.destination < Tier.REMOTE)
+    known = {there.tier for there in cache.tiers if not there.is_outside}
+    stored = sum(plan.num_blocks for plan in plans if tier < plan.destination and plan.destination in known)
     demand(jobs.num_stored_now(tier) == stored, f"{tier.name} blocks being stored are miscounted", stored)
     if cache.tiers[tier].is_outside:
         # Only jobs hold engine-owned blocks, and no two jobs write to the same block.

@@ -164,8 +164,8 @@ class Overlap(LedgerExtension):
     # -- the rules ------------------------------------------------------------------------------------------------
 
     def _can_start(self, request: LedgerRequest) -> bool:
-        """Whether a step may overlap the load: the device holds, or jobs of the load bring, all units that the step would
-        read, and the units after them have blocks. False after a reset, because then jobs publish nothing."""
+        """Whether a step may overlap the load: the device holds, or jobs of the load bring, all units that the step
+        would read, and the units after them have blocks. False after a reset, because then jobs publish nothing."""
         cache, load, overlap = self._cache, request.load, self._overlaps.get(request)
         if load is None or not load.jobs:
             return False  # DRAINING: the results of its steps cannot be committed
@@ -211,9 +211,9 @@ class Overlap(LedgerExtension):
         ]
 
     def _compare(self, request: LedgerRequest) -> None:
-        """The load is over, and units that it did not bring are null: CONFIRMED if the tables are as the step assumed, else
-        INVALID. Another copy of the same tokens counts as different, because the block that the step assumed, and may still
-        read, is free by then."""
+        """The load is over, and units that it did not bring are null: CONFIRMED if the tables are as the step assumed,
+        else INVALID. Another copy of the same tokens counts as different, because the block that the step assumed, and
+        may still read, is free by then."""
         overlap = self._overlaps.get(request)
         if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
             return
@@ -227,8 +227,8 @@ class Overlap(LedgerExtension):
 
     def _compare_job(self, request: LedgerRequest, job: Job) -> None:
         """A job of the load is settled: INVALID unless its blocks that the step reads are published. They are compared
-        while the load goes on, because a block that was not brought is free: it may return to the same position with other
-        bytes before the load ends."""
+        while the load goes on, because a block that was not brought is free: it may return to the same position with
+        other bytes before the load ends."""
         overlap, component = self._overlaps.get(request), self._cache.layout.components[job.component]
         if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
             return

@@ -52,6 +52,13 @@ class Preemptions(LedgerExtension):
         self._request_leases, self._stores, self._admission = ledger.request_leases, ledger.stores, ledger.admission
         ledger.add_once(Invalidation, Invalidation)  # it remembers what a preempted request has read
 
+    @staticmethod
+    def may_preempt(request: LedgerRequest) -> bool:
+        """Whether a preemption is allowed, if no step holds the blocks of `request`."""
+        has_blocks = bool(request.tables) or request.state in (State.REQUEUED, State.STRANDED)
+        waits = request.waiter is not None and request.state is not State.REQUEUED
+        return has_blocks and not waits and not request.is_over
+
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def preempt(self, request: LedgerRequest) -> Preemption:

@@ -206,4 +206,4 @@ def explained(about: str, requests: Iterable[RequestStatus], holders: Iterable[H
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
     for row in (head, *rows):
-        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+        yield ("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()

@@ -29,13 +29,13 @@ from .._extensions.load_choice import Loadable
 from .._kernel.base import groups_of
 from .._kernel.events import Observer
 from .._kernel.extension import LedgerExtension
-from .._kernel.index import fetchable_path
+from .._kernel.index import lower_path
 from .._kernel.layout import Component, Layout
 from .._kernel.moves import Moves
 from .._kernel.plans import PrefixMatch, RequestOptions, TransferPlan
 from .._kernel.pools import TierBlocks
 from .._kernel.prefix import TOKEN_BYTES, Prefix, TokenIds, encode_tokens
-from .._kernel.protocols import EngineBlocks, EvictionOrder
+from .._kernel.protocols import EvictionOrder
 from .._kernel.records import Job, Load, Run
 from .._kernel.requests import LedgerRequest, call_all, do_nothing
 from .._kernel.states import BELOW, Computing, Direction, JobState, NoEpoch, Outcome, Tier, require
@@ -44,6 +44,7 @@ from ..errors import CommitError, ConfigError, InvalidArgument, WrongState
 from .ids import EngineIds, has_null, named_rows
 from .matches import Arrival, Arrivals, EngineMatches, EngineTier
 from .offers import MOST_OF_POOL, EngineOffers
+from .protocols import EngineBlocks
 from .requests import HostCacheRequest
 
 _NEW = "new_token_ids"
@@ -149,10 +150,10 @@ class HostCache(AnyLedger):
         unit, sequence = self.layout.unit_tokens, self.sequence_of(prefix)
         limit = (sequence.num_tokens - 1) // unit
         hit = self.matches.hit_after(sequence, limit, 0)
-        on_disk = 0
-        if self.cache.has_disk:
-            on_disk = max(0, fetchable_path(self.cache.index, sequence, self.layout, limit)[1] - hit.stop) * unit
-        return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_disk_tokens=on_disk)
+        lower = 0
+        if self.cache.has_lower_tiers:
+            lower = max(0, lower_path(self.cache.index, sequence, self.layout, limit)[1] - hit.stop) * unit
+        return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_lower_tokens=lower)
 
     def admit(
         self,
@@ -538,7 +539,7 @@ class HostCache(AnyLedger):
         wrong = self._runs_from(request, from_token)
         others = [other for other in others if other is not request]
         tainted = [other for other in others if self._may_have_read(other, request, from_token)]
-        queued = self._queued_behind(wrong)
+        queued = self._queued_after(wrong)
         self.cache.withdraw_all(wrong)  # first: releasing leases may merge runs
         settled = [job for one in queued if not one.is_settled for job in self.jobs.discard(one)]
         for hook in self.hooks.on_withdrawn:
@@ -574,13 +575,15 @@ class HostCache(AnyLedger):
         has_more = max(other.engine_tokens, loaded) > from_token
         return has_more and other.sequence.begins_alike(request.sequence, from_token + 1)
 
-    def _queued_behind(self, wrong: Iterable[Run]) -> list[Job]:
-        """Queued stores of `wrong` runs and of runs behind them, the last one first; not those of cells, which may end
-        before what is wrong."""
+    def _queued_after(self, wrong: Iterable[Run]) -> list[Job]:
+        """Queued stores of `wrong` runs and of runs after them, the last one first. Not stores to a tier that the index
+        does not know, which has rules of its own (`RemoteStores.invalidate`): such a store may end before a wrong
+        unit."""
         heads = set(wrong)
         queued = [job for job in self.jobs.unsettled.values() if job.state is JobState.QUEUED]
-        stores = [job for job in reversed(queued) if job.plan.direction is Direction.STORE and job.plan.cell is None]
-        return [job for job in stores if not heads.isdisjoint(job.run.path())]
+        stores = [job for job in reversed(queued) if job.plan.direction is Direction.STORE]
+        known = [job for job in stores if job.destination_lease is not None]
+        return [job for job in known if not heads.isdisjoint(job.run.path())]
 
 
 def _is_alike(run: Run, request: HostCacheRequest, start: int, from_token: int) -> bool:

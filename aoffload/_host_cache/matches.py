@@ -33,12 +33,13 @@ from .._kernel.leases import RequestLeases
 from .._kernel.moves import Moves
 from .._kernel.plans import PrefixMatch
 from .._kernel.pools import TierBlocks
-from .._kernel.protocols import EngineBlocks, EvictionOrder
+from .._kernel.protocols import EvictionOrder
 from .._kernel.records import NO_LIMIT, Job
 from .._kernel.states import BELOW, Tier
 from .._kernel.states import RequestState as State
 from .._kernel.tokens import TokenSequence
 from ..errors import ConfigError
+from .protocols import EngineBlocks
 from .requests import HostCacheRequest
 
 
@@ -277,10 +278,10 @@ class EngineMatches:
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
             request.leases[BELOW] = self.cache.lease(BELOW, run)
-        on_disk = self.request_leases.num_fetchable(request, hit.stop) * unit
+        lower = self.request_leases.num_lower_units(request, hit.stop) * unit
         request.published, request.ready_stop, request.hit_stop = 0, 0, hit.stop
         num_host_tokens = (hit.stop - hit.device_stop) * unit
-        request.match = PrefixMatch(hit.device_stop * unit, num_host_tokens, num_disk_tokens=on_disk)
+        request.match = PrefixMatch(hit.device_stop * unit, num_host_tokens, num_lower_tokens=lower)
 
     def match_again(self, request: HostCacheRequest, at_most: int = NO_LIMIT) -> None:
         """Match a PINNED request again, after the same tokens of the engine's, up to unit `at_most`."""

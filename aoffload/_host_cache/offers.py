@@ -150,8 +150,8 @@ class EngineOffers:
         self, request: HostCacheRequest, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool
     ) -> Wanted:
         """Blocks that the policy wants, the host lacks and the engine has. Changes nothing, except that the last offer
-        reports the generated tokens to the extensions, once all `ids` are checked. `unwritten`: for each component, units
-        whose blocks were never written."""
+        reports the generated tokens to the extensions, once all `ids` are checked. `unwritten`: for each component,
+        units whose blocks were never written."""
         if request.epoch != self.cache.epoch or not request.store_limit:
             return Wanted([])
         if is_last:

@@ -41,7 +41,7 @@ from .layout import Component, Layout, outside
 from .pools import LastUses, TierBlocks
 from .protocols import BlockWatcher, EvictionOrder, Watchers
 from .records import Job, Lease, Part, Run
-from .states import NoEpoch, Tier
+from .states import HIT_TIERS, NoEpoch, Tier
 from .tokens import TokenSequence, max_run_units
 
 
@@ -279,7 +279,8 @@ class PrefixCache:
         self._watchers: tuple[BlockWatcher, ...] = ()
         self.epoch = self.index.epoch
         """Counts resets. Runs of another epoch are not findable."""
-        self.has_disk = len(tiers) > Tier.DISK
+        self.has_lower_tiers = len(tiers) > len(HIT_TIERS)
+        """Whether the index knows tiers that serve no hit. Their KV must be fetched first."""
 
     def is_cut(self, position: int) -> bool:
         """Whether unit `position` is a maximum boundary: no run crosses it."""
@@ -632,7 +633,7 @@ class PrefixCache:
         job, tier = part.incoming, self.tiers[part.tier]
         while job is not None and job.stop > part.run.start:
             job.epoch = NoEpoch.INVALIDATED
-            if job.parked is not None:  # it has landed, so a restart could find its blocks on the disk
+            if job.parked is not None:  # it has landed, so a restart could find its blocks
                 tier.invalidated(job.plan.destination_ids)
             job = job.predecessor
         part.incoming = None  # these jobs add nothing any more

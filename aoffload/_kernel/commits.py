@@ -115,7 +115,9 @@ class Commits:
     def check(self, request: LedgerRequest, num_computed_tokens: object, new_token_ids: TokenIds) -> tuple[int, bytes]:
         """Raise if the commit is invalid; returns `num_computed_tokens`, and the new tokens, encoded."""
         if request.computing is Computing.LOST_BLOCKS:
-            problem = f"cannot count: {request} was preempted since its last step: compute again in a new step"
+            problem = (
+                f"cannot count: {request} has given up its blocks since its last step: compute again in a new step"
+            )
             raise CommitError("num_computed_tokens", problem)
         if request.state is not State.RUNNING:
             require(request, "commit", State.ALLOCATED, State.RUNNING)

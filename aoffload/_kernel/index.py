@@ -29,7 +29,7 @@ from typing import TypeAlias
 from .layout import Component, Layout
 from .prefix import TOKEN_BYTES
 from .records import Job, Part, Run
-from .states import BELOW, CACHE_TIERS, HIT_TIERS, Tier
+from .states import BELOW, HIT_TIERS, Tier
 from .tokens import TokenSequence, hash_run
 
 
@@ -431,21 +431,21 @@ def find_hit_after(
     return Hit(start, max(start, stop), tuple(path))
 
 
-def fetchable_path(
+def lower_path(
     index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int, alignment: int = 1
 ) -> tuple[list[Run], int]:
-    """The path of `sequence`, and the unit, at most `limit`, up to which a request would hit after a fetch: host and
-    disk together hold full attention up to there, and device, host and disk together what the windows need. Full
+    """The path of `sequence`, and the unit, at most `limit`, up to which a request would hit after a fetch: the tiers
+    below the device together hold full attention up to there, and all tiers together what the windows need. Full
     attention on the device does not count, because a fetch fills the host without a gap."""
     path: list[Run] = []
-    stop = 0
+    stop, below = 0, index.tiers[BELOW:]
     has_full = layout.full.width > 0
     for run, agreed in index.walk(sequence, limit):
         path.append(run)
-        stop = min(max(run.parts[Tier.HOST].stop, run.parts[Tier.DISK].stop), agreed) if has_full else agreed
+        stop = min(max([run.parts[tier].stop for tier in below]), agreed) if has_full else agreed
         if stop < run.stop:
             break
-    return path, accepted(layout, path, stop, CACHE_TIERS, alignment)
+    return path, accepted(layout, path, stop, index.tiers, alignment)
 
 
 def _full_path(

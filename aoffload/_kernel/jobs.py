@@ -56,43 +56,11 @@ from .hooks import Hooks
 from .index import Stretch, covered, held_ids, stretches
 from .layout import Component
 from .moves import Moves
-from .plans import BlockLabel, CellLabel, Completion, TransferPlan
+from .plans import Completion, TransferPlan
 from .pools import TierBlocks
 from .records import NO_LIMIT, Job, Lease, Load, Run
 from .requests import LedgerRequest
-from .states import Direction, JobState, NoEpoch, Outcome, Tier, require
-from .tokens import hash_run, unit_digests
-
-
-def labels_of(pieces: list[Stretch], component: Component) -> tuple[BlockLabel | None, ...]:
-    """A label for each block of `component` in `pieces`, in prefix order. A restart proves from the labels which KV the
-    blocks on the disk hold.
-
-    From the first unit on that a key span touches, the labels are None, because the tokens do not identify the content
-    of the span, such as an image."""
-    if any(run.spans for run in pieces[0][0].path()):
-        return (None,) * (sum(stop - start for _, start, stop in pieces) * component.width)
-    found: list[BlockLabel | None] = []
-    for stretch in pieces:
-        if stretch[0].spans:
-            left = sum(stop - start for _, start, stop in pieces) * component.width - len(found)
-            return (*found, *(None,) * left)
-        found += _labels(stretch, component)
-    return tuple(found)
-
-
-def _labels(stretch: Stretch, component: Component) -> Iterator[BlockLabel]:
-    run, start, stop = stretch
-    unit_bytes = len(run.tokens) // (run.stop - run.start)
-    first, last = (start - run.start) * unit_bytes, (stop - run.start) * unit_bytes
-    tokens, root = bytes(run.tokens[first:last]), run.root.digest
-    hasher = hash_run(run.hash_before, run.tokens[:first], (), unit_bytes)
-    before = hasher.digest() if start else b""
-    for number, digest in enumerate(unit_digests(hasher, tokens, unit_bytes)):
-        of_unit = tokens[number * unit_bytes : (number + 1) * unit_bytes]
-        for place in range(component.width):
-            yield BlockLabel(component.number, place, start + number, root, digest, before, of_unit)
-        before = digest
+from .states import BELOW, TIERS, Direction, JobState, NoEpoch, Outcome, Tier, require
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -105,7 +73,7 @@ class JobBook:
     units_per_job: Sequence[int]
     """The most units of one job, for each component."""
     tiers: dict[Tier, TierBlocks] = field(init=False)
-    """The tiers of the cache, and the remote store if there is one."""
+    """The tiers of the cache, and those that the cache does not know."""
     unsettled: dict[int, Job] = field(default_factory=dict)
     """By job id: queued, launched and parked jobs."""
     quarantined: dict[int, Job] = field(default_factory=dict)
@@ -138,14 +106,15 @@ class JobBook:
         units_per_job: Sequence[int] = (),
         source_ids: array[int] | None = None,
         pin: Lease | None = None,
-        cells: Sequence[CellLabel] = (),
+        payloads: Sequence[object] = (),
     ) -> list[Job]:
         """Plan jobs that bring units `[start, stop)` of `component`, on the path of `run`, into `blocks` of
         `destination`. From now on the jobs own these blocks.
 
-        `units_per_job` replaces the limit of the book. `source_ids`: the blocks to copy from, if an engine owns the
-        device or the source is a remote store. `pin`: a lease on `run` in `destination`, which the last job takes over.
-        `cells`: the cells of a remote store that hold the units, one for each job."""
+        `units_per_job` replaces the limit of the book. `source_ids`: the blocks to copy from, if the index does not
+        know those of `source`. `pin`: a lease on `run` in `destination`, which the last job takes over. `payloads`: one
+        for each plan, in place of those that `destination` makes. Each of these jobs then ends at a multiple of its
+        most units, or at `stop`."""
         jobs: list[Job] = []
         cache, windows, is_use = self.cache, self.cache.layout.windows, destination < source
         from_tier, to_tier, place = (
@@ -155,20 +124,19 @@ class JobBook:
         )
         if component.number and not to_tier.is_outside:
             self._make_adjoin(run, component, destination, start, stop)
-        most = cells[0].stop - cells[0].start if cells else (units_per_job or self.units_per_job)[component.number]
-        for begin in range(cells[0].start if cells else start, stop, most):
+        most = (units_per_job or self.units_per_job)[component.number]
+        for begin in range(start - start % most if payloads else start, stop, most):
             first, last = max(begin, start), min(begin + most, stop)
             at, end = (first - start) * component.width, (last - start) * component.width
             into = blocks if end - at == len(blocks) else blocks[at:end]
             pieces = stretches(run, first, last)
             held = held_ids(run, source, component.number, first, last) if source_ids is None else source_ids[at:end]
-            if destination is Tier.DISK:
-                labels = labels_of(pieces, component)
-                plan = TransferPlan(self._next_id, source, destination, held, into, labels, to_tier.num_resets)
-            elif cells:
-                plan = TransferPlan(self._next_id, source, destination, held, into, cell=cells[len(jobs)])
-            else:
-                plan = TransferPlan(self._next_id, source, destination, held, into)
+            payload: object = None
+            if payloads:
+                payload = payloads[len(jobs)]
+            elif destination > BELOW:  # copies of the device and the host have none
+                payload = to_tier.payload_of(pieces, component)
+            plan = TransferPlan(self._next_id, source, destination, held, into, payload)
             self._next_id += 1
 
             # Both leases pin full attention and, of the windows, only the job's own component, from the start of its
@@ -202,7 +170,7 @@ class JobBook:
                 for each, _, _ in pieces:
                     each.parts[place].incoming = job
             self.unsettled[plan.job_id] = job
-            if source < destination < Tier.REMOTE:
+            if not is_use and not to_tier.is_outside:
                 self._num_stored[source] += len(held)
             jobs.append(job)
         return jobs
@@ -228,8 +196,8 @@ class JobBook:
         return True
 
     def num_stored_now(self, source: Tier) -> int:
-        """Blocks of `source` that stores under way read. Stores to a remote tier do not count: the index will not find
-        their copies."""
+        """Blocks of `source` that stores under way read. Stores to a tier that `is_outside` do not count, because the
+        index will not find their copies."""
         return self._num_stored[source]
 
     def ids_being_read(self, tier: Tier) -> list[array[int]]:
@@ -260,8 +228,8 @@ class JobBook:
             problem = f"reported as landed, with {named} of {plan.num_blocks} blocks"
             proven = named if named < plan.num_blocks else 0
             completion = attrs.evolve(completion, outcome=outcome, num_landed=proven, error=problem)
-        if outcome is Outcome.UNPROVEN and plan.destination is Tier.REMOTE:
-            outcome = Outcome.FAILED  # the cell may still arrive, but it proves itself: no block is in doubt here
+        if outcome is Outcome.UNPROVEN and not TIERS[plan.destination].leaves_doubt:
+            outcome = Outcome.FAILED  # what may still arrive proves itself: no block is in doubt here
             completion = attrs.evolve(completion, outcome=outcome)
         before = job.predecessor
         if before is not None and not before.is_settled and outcome is not Outcome.UNPROVEN:
@@ -358,8 +326,8 @@ class JobBook:
             self.quarantined[plan.job_id] = job
             destination.quarantine(plan.destination_ids)
         if completion is not None:
-            # A corrupt store damages only its destination: requests compute with its source. A remote store forgets a
-            # corrupt cell by itself.
+            # A corrupt store damages only its destination: requests compute with its source. A tier that the index does
+            # not know forgets corrupt blocks by itself.
             is_bad = outcome is Outcome.CORRUPT and plan.direction is Direction.LOAD and job.source_lease is not None
             if is_bad and job.run.epoch == self.cache.epoch:
                 self._forget_corrupt(job, completion)
@@ -368,7 +336,7 @@ class JobBook:
             else:
                 self.moves.job(job, JobState.FAILED, completion.outcome.value)
         del self.unsettled[plan.job_id]
-        if plan.source < plan.destination < Tier.REMOTE:
+        if plan.source < plan.destination and not destination.is_outside:
             self._num_stored[plan.source] -= len(plan.source_ids)
         if job.source_lease is not None:
             self.cache.release(job.source_lease)
@@ -468,10 +436,11 @@ class Stores:
         pieces: list[Stretch],
         source_ids: array[int] | None = None,
         most: int = NO_LIMIT,
-        cells: Sequence[CellLabel] = (),
+        units_per_job: Sequence[int] = (),
+        payloads: Sequence[object] = (),
     ) -> list[Job]:
-        """Store `pieces`, at most `most` blocks, and no more than `destination` can take. If an engine owns the source,
-        `source_ids` names its blocks. If the source is a remote store, `source_ids` names places in `cells`."""
+        """Copy `pieces`, at most `most` blocks, and no more than `destination` can take. `source_ids`, `units_per_job`
+        and `payloads`: see `JobBook.plan`."""
         # The path is pinned before blocks are taken, because the store must not evict the prefix of its own units. The
         # last job takes the pin over if it ends where the pin does.
         there, (_, start, _), (end, _, stop) = self.cache.tiers[self.destination], pieces[0], pieces[-1]
@@ -489,8 +458,8 @@ class Stores:
                 ]
             is_pin_taken = run is pin.run and not self.cache.windows
             jobs = self.jobs.plan(
-                request, self.source, self.destination, run, component, units.start, units.stop, blocks, (), source_ids,
-                pin if is_pin_taken else None, cells,
+                request, self.source, self.destination, run, component, units.start, units.stop, blocks, units_per_job,
+                source_ids, pin if is_pin_taken else None, payloads,
             )  # fmt: skip
         if fit < wanted:
             reason = f"{self.destination.name.lower()}_full"

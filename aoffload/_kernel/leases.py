@@ -38,7 +38,7 @@ from dataclasses import dataclass
 
 from .cache import PrefixCache
 from .hooks import Hooks
-from .index import Hit, fetchable_path, find_hit, held_ids, stretches
+from .index import Hit, find_hit, held_ids, lower_path, stretches
 from .plans import PrefixMatch
 from .records import BlockTable, Part, Run, nulls
 from .requests import LedgerRequest
@@ -54,7 +54,7 @@ class RequestLeases:
 
     def pin(self, request: LedgerRequest, *, islands: bool = True) -> None:
         """Match the known tokens of `request` and lease the hit, in one step. `islands`: see `find_hit`."""
-        cache, unit, on_disk = self.cache, self.cache.layout.unit_tokens, 0
+        cache, unit, lower = self.cache, self.cache.layout.unit_tokens, 0
         hit = self._find(request, islands=islands)
         if hit.stop:
             last = hit.path[-1]
@@ -66,23 +66,23 @@ class RequestLeases:
                     request.reserve = cache.lease(Tier.DEVICE, last)
             if hit.device_stop:
                 request.leases[Tier.DEVICE] = cache.lease(Tier.DEVICE, cache.cut(last, hit.device_stop))
-        if cache.has_disk:
-            on_disk = self.num_fetchable(request, hit.stop) * unit
+        if cache.has_lower_tiers:
+            lower = self.num_lower_units(request, hit.stop) * unit
         request.published = request.ready_stop = hit.device_stop
         request.hit_stop, num_host_tokens = hit.stop, (hit.stop - hit.device_stop) * unit
-        request.match = PrefixMatch(hit.device_stop * unit, num_host_tokens, num_disk_tokens=on_disk)
+        request.match = PrefixMatch(hit.device_stop * unit, num_host_tokens, num_lower_tokens=lower)
         for hook in self.hooks.on_matched:
             hook(request)
 
-    def num_fetchable(self, request: LedgerRequest, hit_stop: int) -> int:
+    def num_lower_units(self, request: LedgerRequest, hit_stop: int) -> int:
         """Units that a fetch would add to the hit of `request`, which ends at `hit_stop`."""
-        if not self.cache.has_disk or request.epoch != self.cache.epoch:
+        if not self.cache.has_lower_tiers or request.epoch != self.cache.epoch:
             return 0
         layout, sequence = self.cache.layout, request.sequence
         limit = min((sequence.num_tokens - 1) // layout.unit_tokens, request.hit_limit)
         if hit_stop >= limit:
             return 0
-        stop = fetchable_path(self.cache.index, sequence, layout, limit, request.hit_alignment)[1]
+        stop = lower_path(self.cache.index, sequence, layout, limit, request.hit_alignment)[1]
         return max(0, stop - hit_stop)
 
     def _find(self, request: LedgerRequest, *, islands: bool) -> Hit:

@@ -33,7 +33,7 @@ from .base import CacheBase
 from .commits import Commits
 from .events import Observer
 from .extension import LedgerExtension
-from .index import fetchable_path, find_hit
+from .index import find_hit, lower_path
 from .leases import slide_windows
 from .loads import Loads, require_no_holes
 from .moves import Moves
@@ -115,10 +115,10 @@ class CoreLedger(CacheBase):
         unit, sequence = self.layout.unit_tokens, self.sequence_of(prefix)
         limit = (sequence.num_tokens - 1) // unit
         hit = find_hit(self.cache.index, sequence, self.layout, limit)
-        on_disk = 0
-        if self.cache.has_disk:
-            on_disk = max(0, fetchable_path(self.cache.index, sequence, self.layout, limit)[1] - hit.stop) * unit
-        return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_disk_tokens=on_disk)
+        lower = 0
+        if self.cache.has_lower_tiers:
+            lower = max(0, lower_path(self.cache.index, sequence, self.layout, limit)[1] - hit.stop) * unit
+        return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_lower_tokens=lower)
 
     def admit(
         self, prefix: Prefix, *, request_id: str | None = None, **options: Unpack[RequestOptions]

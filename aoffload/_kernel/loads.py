@@ -32,8 +32,8 @@ So does a request whose load was over, if its caller does not know that yet (`lo
 A step may overlap the load. Its blocks cannot be given up before it ends: a request that should be REQUEUED is DRAINING
 until then, and the end of the step calls `conclude` again.
 
-A load is abandoned (`JobBook.abandon`) when its request stops waiting. Its queued jobs that no other load claims are discarded. Launched
-jobs go on and publish what they bring.
+A load is abandoned (`JobBook.abandon`) when its request stops waiting. Its queued jobs that no other load claims are
+discarded. Launched jobs go on and publish what they bring.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Plans and answers: the values that go in and out of the ledger.
 
 A `TransferPlan` names the blocks to copy, and a `Completion` says how the copy ended. Only these two cross to a
-transport. `PrefixMatch` and `Extension` are answers of verbs, and `RestoredRun` is what a restart has
-found on disk. All are frozen, can be copied and pickled, and hold no reference into the ledger.
+transport. `PrefixMatch` and `Extension` are answers of verbs. All are frozen, can be copied and pickled, and hold no
+reference into the ledger.
 
 `check_completion` checks a completion field by field, because a transport may be third-party code.
 """
@@ -45,36 +45,6 @@ class RequestOptions(TypedDict, total=False):
     """Maximum number of leading tokens that may be stored. None (the default): no limit."""
 
 
-@attrs.frozen(slots=True)
-class BlockLabel:
-    """What a block on a disk holds, so that a restart can find it again."""
-
-    component: int
-    place: int
-    """Number of the block among the `width` blocks that the unit has in the component."""
-    position: int
-    """The unit, counted from the start of the prompt."""
-    root: bytes
-    """Digest of the root keys."""
-    digest: bytes
-    """Digest of the prefix through this unit."""
-    before: bytes
-    """Digest of the prefix before this unit; empty for the first unit."""
-    tokens: bytes
-    """The tokens of this unit, as little-endian int32."""
-
-
-@attrs.frozen(slots=True)
-class CellLabel:
-    """Name of an object in a remote store: units `[start, stop)` of one component. `digest` is that of the prefix which
-    ends at unit `stop`. `stop - start` is a power of two, and `start` a multiple of it."""
-
-    component: int
-    digest: bytes
-    start: int
-    stop: int
-
-
 @attrs.frozen
 class TransferPlan:
     """Copy block `source_ids[i]` of tier `source` to block `destination_ids[i]` of tier `destination`, for every i.
@@ -87,13 +57,9 @@ class TransferPlan:
     destination: Tier
     source_ids: array[int]
     destination_ids: array[int]
-    labels: tuple[BlockLabel | None, ...] = ()
-    """For a store to the disk: what each block holds. None if the tokens alone do not prove it. Otherwise empty."""
-    generation: int = 0
-    """For a store to the disk: the number of resets of that tier when the job was planned."""
-    cell: CellLabel | None = None
-    """For a copy from or to a remote store: the one cell that it copies. The ids on the remote side are the places of
-    the blocks in the cell, in prefix order from 0. A load may leave out the front or the end of a cell."""
+    payload: object = None
+    """What the destination or the source tier needs beside block ids, such as the name of an object. The tier's rules
+    make it, and only the transport of that tier reads it. Most plans have none. It can be pickled."""
 
     @property
     def link(self) -> tuple[Tier, Tier]:
@@ -137,12 +103,12 @@ class PrefixMatch:
     num_device_tokens: int
     num_host_tokens: int
     is_pending: bool = False
-    num_disk_tokens: int = 0
+    num_lower_tokens: int = 0
     """Tokens after the hit that a fetch from the disk would add. They are not part of the hit."""
 
     def __repr__(self) -> str:
-        """Without a disk, `num_disk_tokens` and `is_pending` keep their defaults, so the text leaves them out."""
-        also = f", num_disk_tokens={self.num_disk_tokens}" if self.num_disk_tokens else ""
+        """Without a disk, `num_lower_tokens` and `is_pending` keep their defaults, so the text leaves them out."""
+        also = f", num_lower_tokens={self.num_lower_tokens}" if self.num_lower_tokens else ""
         also += ", is_pending=True" if self.is_pending else ""
         return f"PrefixMatch(num_device_tokens={self.num_device_tokens}, num_host_tokens={self.num_host_tokens}{also})"
 
@@ -168,23 +134,6 @@ class Extension:
     """Ids appended."""
     nulled: list[list[int]]
     """Positions that became null because they left the window of their group."""
-
-
-@attrs.frozen
-class RestoredRun:
-    """Units `[start, stop)` of one prefix that an earlier process has left on the disk, proven from their tokens."""
-
-    root: bytes
-    before: bytes
-    """The digest of the prefix before unit `start`; empty if there is nothing before it."""
-    digest: bytes
-    """The digest of the prefix up to `stop`."""
-    start: int
-    stop: int
-    tokens: bytes
-    slots: tuple[array[int], ...]
-    """For each component, the slots of these units on the disk, in order; empty if the disk has none in that
-    component."""
 
 
 @attrs.frozen

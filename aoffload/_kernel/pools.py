@@ -1,8 +1,7 @@
 """Pools and tiers: which block ids of a tier are free, which blocks may be evicted, and which step used a block last.
 
 A pool hands out block ids: `FreeList` for the device (the warmest block first), `ExtentPool` for the host (few
-contiguous extents, so that one call copies many blocks), `SlotPool` for a disk. `TierBlocks` adds the eviction order
-and the counts of a tier:
+contiguous extents, so that one call copies many blocks). `TierBlocks` adds the eviction order and the counts of a tier:
 
     free + cached (evictable) + pinned + quarantined = num_blocks
 
@@ -21,12 +20,13 @@ waits for all compute so far. After one commit that no step covers, every later 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from .index import Stretch
+from .layout import Component
 from .plans import TierStatistics
 from .protocols import BlockWatcher, DevicePool, EvictionOrder
 from .records import MIN_FOR_NUMPY, Part
@@ -74,8 +74,6 @@ class ExtentPool:
         self._stop_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         self._classes: list[dict[int, None]] = [{} for _ in range(num_blocks.bit_length() + 1)]
-        self._starts: list[int] = []
-        """Cache of `_extent_with`: the starts of the free extents when it last sorted them."""
         if num_blocks:
             self._add(0, num_blocks)
 
@@ -108,34 +106,6 @@ class ExtentPool:
     def free_ids(self) -> Iterable[int]:
         for start, stop in self._stop_of.items():
             yield from range(start, stop)
-
-    def are_free(self, block_ids: Sequence[int]) -> bool:
-        return all(
-            self._stop_of.get(self._extent_with(start), 0) >= stop for start, stop in extents(array("i", block_ids))
-        )
-
-    def take_ids(self, block_ids: array[int]) -> None:
-        """Take exactly these ids. The caller has checked that they are free."""
-        for first, last in extents(block_ids):
-            start = self._extent_with(first)
-            stop = self._remove(start)
-            if start < first:
-                self._add(start, first)
-            else:
-                del self._starts[bisect_left(self._starts, start)]
-            if last < stop:
-                self._add(last, stop)
-                insort(self._starts, last)
-
-    def _extent_with(self, block_id: int) -> int:
-        """The start of the free extent that holds `block_id`; -1 if it is not free."""
-        for starts in (self._starts, None):
-            if starts is None:  # not found in the cache: extents have changed since, or the block is not free
-                self._starts = starts = sorted(self._stop_of)
-            at = bisect_right(starts, block_id) - 1
-            if at >= 0 and self._stop_of.get(starts[at], 0) > block_id:
-                return starts[at]
-        return -1
 
     def _find(self, wanted: int) -> int:
         """The start of a free extent of at least `wanted` blocks; otherwise of one in the largest size class."""
@@ -193,31 +163,6 @@ def extents(block_ids: array[int]) -> Sequence[tuple[int, int]]:
     return found
 
 
-class SlotPool(ExtentPool):
-    """Slots of a disk. After a slot is given back, a restart may find its old block, until another block is stored
-    there.
-
-    `used` are the free slots that this process has had in use.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self.used: set[int] = set()
-
-    def take(self, num_blocks: int) -> array[int]:
-        taken = super().take(num_blocks)
-        self.used.difference_update(taken)
-        return taken
-
-    def give(self, block_ids: array[int]) -> None:
-        super().give(block_ids)
-        self.used.update(block_ids)
-
-    def take_ids(self, block_ids: array[int]) -> None:
-        super().take_ids(block_ids)
-        self.used.difference_update(block_ids)
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class TierBlocks:
     """The blocks of one tier: the pool of the free ones, the eviction order of the cached ones, and their counts.
@@ -241,11 +186,16 @@ class TierBlocks:
     num_resets: int = 0
     """How often all that the tier held was made unfindable."""
     is_outside: bool = field(default=False, kw_only=True)
-    """Whether the blocks belong to an engine or to a remote store: copies read and write them, and the index knows none
-    of them. Leases protect no such block, and none can be quarantined in a remote store."""
+    """Whether the blocks belong to others, such as an engine or a store: copies read and write them, and the index
+    knows none of them. Leases protect no such block."""
 
     def __repr__(self) -> str:
         return f"<TierBlocks {self.tier.name} {self.statistics()}>"
+
+    def payload_of(self, pieces: list[Stretch], component: Component) -> object:
+        """The payload of a plan that copies `pieces` of `component` to this tier; None if its transport needs none. A
+        tier whose transport needs more than block ids overrides this."""
+        return None
 
     def hold(self, block_ids: array[int]) -> None:
         """A job begins to use `block_ids`, of a tier that `is_outside`. `EngineTier` tells its engine; in other tiers,
@@ -307,11 +257,11 @@ class TierBlocks:
         self.num_changes += 1
 
     def invalidated(self, block_ids: array[int]) -> None:
-        """The contents of these blocks are wrong, and were withdrawn from the index. Does nothing here. On a disk, a
-        restart would find them again: see `DiskBlocks`."""
+        """The contents of these blocks are wrong, and were withdrawn from the index. Does nothing here. A tier that
+        outlives the process overrides this, because a restart would find the blocks again."""
 
     def free_blocks_invalidated(self) -> None:
-        """The contents that free blocks had may be wrong, too. Does nothing here; see `DiskBlocks`."""
+        """The contents that free blocks had may be wrong, too. Does nothing here; see `invalidated`."""
 
     def trim(self, part: Part, num_units: int) -> None:
         """Free the blocks of the last `num_units` of an unpinned part: a prefix loses its tail before its head."""
@@ -324,60 +274,12 @@ class TierBlocks:
             self.order.remove(part)
         self.pool.give(freed)
 
-    def restore(self, part: Part, block_ids: array[int]) -> None:
-        """Let the empty `part` hold `block_ids`, which are taken from the pool, for all units of its run. An unpinned
-        part is put first in the eviction order, because this process has not used it yet."""
-        held, run = (part.first, part.stop), part.run
-        part.enter(run.start, run.stop, block_ids)
-        if not part.num_references:
-            oldest = self.order.oldest()
-            if oldest is None:
-                self.order.add(part)
-            else:
-                self.order.add_newer(part, oldest)  # the order has no verb for "before the oldest": swap both
-                self.order.remove(oldest)
-                self.order.add_newer(oldest, part)
-            self.num_cached += len(block_ids)
-        self.part_changed(part, *held)
-
     def quarantine(self, block_ids: array[int]) -> None:
         self.num_quarantined += len(block_ids)
 
     def end_quarantine(self, block_ids: array[int]) -> None:
         self.num_quarantined -= len(block_ids)
         self.pool.give(block_ids)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class DiskBlocks(TierBlocks):
-    """The blocks of a tier that outlives the process."""
-
-    used: set[int] = field(default_factory=set, kw_only=True)
-    """The free blocks that were in use since the last reset: a restart may find what they held."""
-    forgotten: array[int] = field(default_factory=lambda: array("i"), init=False)
-    """Blocks whose contents were invalidated, until `take_forgotten`: the caller erases their records on the disk."""
-
-    def invalidated(self, block_ids: array[int]) -> None:
-        self.forgotten.extend(block_ids)
-
-    def free_blocks_invalidated(self) -> None:
-        """The ledger does not know what a free slot held. So the records of all used free slots are erased."""
-        self.forgotten.extend(sorted(self.used))
-        self.used.clear()
-
-    def end_quarantine(self, block_ids: array[int]) -> None:
-        """The copy that wrote there was given up, and its KV may have been invalidated meanwhile."""
-        TierBlocks.end_quarantine(self, block_ids)
-        self.forgotten.extend(block_ids)
-
-    def count_reset(self) -> None:
-        TierBlocks.count_reset(self)
-        self.used.clear()  # no restart finds what these held
-
-    def take_forgotten(self) -> array[int]:
-        """Return and clear `forgotten`."""
-        forgotten, self.forgotten = self.forgotten, array("i")
-        return forgotten
 
 
 _COMPUTING = (RequestState.ALLOCATED, RequestState.RUNNING)

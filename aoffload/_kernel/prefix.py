@@ -89,7 +89,7 @@ class Root:
     cache_salt: str | bytes | None = attrs.field(default=None, eq=False)
     adapter_key: str | bytes | None = attrs.field(default=None, eq=False)
     digest: bytes = attrs.field(init=False, repr=False)
-    """SHA-256 of the encoded keys: stands for them where they must not be written, such as on a disk."""
+    """SHA-256 of the encoded keys: stands for them where they must not be written, such as in a file."""
     hasher: Hasher = attrs.field(init=False, eq=False, repr=False)
     """The hash state from which every prefix under this root starts: that of `digest`. Copy it, never update it."""
 

@@ -1,5 +1,4 @@
-"""Protocols for programs: pools of device blocks, engines that own the device blocks, watchers of cached blocks,
-eviction orders.
+"""Protocols for programs: pools of device blocks, watchers of cached blocks, eviction orders.
 
 Objects of any class will do. This file is never compiled, so classes may also derive from the protocols here.
 """
@@ -7,7 +6,7 @@ Objects of any class will do. This file is never compiled, so classes may also d
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Protocol
 
@@ -32,42 +31,6 @@ class DevicePool(Protocol):
     def give(self, block_ids: array[int]) -> None: ...
 
     def free_ids(self) -> Iterable[int]: ...
-
-
-class TakesIds(DevicePool, Protocol):
-    """A pool of slots on a disk. A restart takes the slots whose blocks it has found, by their ids."""
-
-    def are_free(self, block_ids: Sequence[int]) -> bool: ...
-
-    def take_ids(self, block_ids: array[int]) -> None: ...
-
-
-class EngineBlocks(Protocol):
-    """An engine's pool of device blocks, as the ledger calls it.
-
-    Both methods are called in the middle of ledger calls, also of calls about other requests. They must neither raise
-    nor call the ledger: they only count references of each block. A block may be held several times, and is given back
-    as often.
-    """
-
-    def hold(self, block_ids: array[int]) -> object:
-        """A copy touches these blocks from now on: keep their contents, and do not reuse them, until `give`. vLLM:
-        `touch`."""
-        ...
-
-    def give(self, block_ids: array[int]) -> object:
-        """The copy does not touch them any more. vLLM: `free_blocks`."""
-        ...
-
-
-class FindsBlocks(EngineBlocks, Protocol):
-    """For an engine that can find, in its prefix cache, blocks that a request's table no longer names."""
-
-    def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
-        """The engine's ids of blocks `[start, stop)` of a request, in group number `group`. 0 for a block that the
-        engine does not have, or that a forward will write which is not submitted yet. The request may be over: of
-        several requests with this id, the last one is meant."""
-        ...
 
 
 class BlockWatcher(Protocol):

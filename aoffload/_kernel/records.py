@@ -342,8 +342,8 @@ class Job:
         self.source_lease = source_lease
         self.destination_lease = destination_lease
         """Keeps the run, and the blocks before the new ones, until the job is settled. Either lease is None if the
-        blocks are not in the index, because an engine or a remote store owns them: the job then holds the blocks
-        themselves (`TierBlocks.hold`)."""
+        blocks are not in the index, because their tier `is_outside`: the job then holds the blocks themselves
+        (`TierBlocks.hold`)."""
         self.predecessor: Job | None = None
         """The unsettled job that brings the units before this job's. Publishing waits for it, in prefix order."""
         self.request_id = request_id

@@ -50,10 +50,10 @@ class LedgerRequest:
         "epoch",
         "evictions_before",
         "has_committed",
+        "has_parent",
         "hit_alignment",
         "hit_limit",
         "hit_stop",
-        "is_fork",
         "last_step",
         "leases",
         "ledger",
@@ -87,7 +87,7 @@ class LedgerRequest:
         self.request_id = request_id
         self.sequence = sequence
         self.epoch = epoch
-        self.is_fork = False
+        self.has_parent = False
         """Whether it began with the tokens and blocks of another request."""
         self.ticket = ticket
         """Its place in the wait queue. The request keeps it when it has to wait again."""
@@ -150,13 +150,6 @@ class LedgerRequest:
     @property
     def is_over(self) -> bool:
         return self.state in (RequestState.DONE, RequestState.ABORTED)
-
-    @property
-    def may_be_preempted(self) -> bool:
-        """Whether a preemption is allowed, if no step holds its blocks."""
-        has_blocks = bool(self.tables) or self.state in (RequestState.REQUEUED, RequestState.STRANDED)
-        waits = self.waiter is not None and self.state is not RequestState.REQUEUED
-        return has_blocks and not waits and not self.is_over
 
     @property
     def given_tokens(self) -> int:

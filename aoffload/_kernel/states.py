@@ -41,21 +41,26 @@ class TierRow(NamedTuple):
     """The tier to which its loads copy, and from which its stores copy. None: there is none above."""
     lowest_id: int
     """The first usable block id: 1 in a tier whose block 0 is the null block."""
+    is_indexed: bool = True
+    """Whether the index knows the blocks of the tier. False: only the tier itself knows what it holds."""
+    leaves_doubt: bool = True
+    """Whether a copy from or to the tier leaves its destination in doubt when it is given up, so that the destination
+    goes into quarantine. False: what arrives later proves itself, and the copy touches no host memory any more."""
 
 
 TIERS = (
     TierRow(Tier.DEVICE, above=None, lowest_id=1),
     TierRow(Tier.HOST, above=Tier.DEVICE, lowest_id=0),
     TierRow(Tier.DISK, above=Tier.HOST, lowest_id=0),
-    TierRow(Tier.REMOTE, above=Tier.HOST, lowest_id=0),
+    TierRow(Tier.REMOTE, above=Tier.HOST, lowest_id=0, is_indexed=False, leaves_doubt=False),
 )
 """The tiers, by number."""
 BELOW: Final = next(row.tier for row in TIERS if row.above is Tier.DEVICE)
 """The tier right below the device: loads onto the device come from it, stores from the device go to it."""
 HIT_TIERS: Final = (Tier.DEVICE, BELOW)
 """Tiers that can serve a hit directly; KV of lower tiers must be fetched first."""
-CACHE_TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.DISK)
-"""Tiers whose blocks the index knows. Only a remote store itself knows what it holds."""
+CACHE_TIERS: Final = tuple(row.tier for row in TIERS if row.is_indexed)
+"""Tiers whose blocks the index knows, if they are configured."""
 
 
 class Direction(enum.Enum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -224,12 +224,3 @@ def hash_run(hasher: Hasher, tokens: bytes | memoryview, spans: tuple[KeySpan, .
         after.update(tokens[at : at + unit_bytes])
         after.update(record)
     return after
-
-
-def unit_digests(hasher: Hasher, tokens: bytes, unit_bytes: int) -> Iterator[bytes]:
-    """The digest of the prefix through each unit of `tokens`, which no span touches. `hasher` covers all units before
-    `tokens`."""
-    after = hasher.copy()
-    for at in range(0, len(tokens), unit_bytes):
-        after.update(tokens[at : at + unit_bytes])
-        yield after.digest()

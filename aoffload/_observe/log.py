@@ -110,7 +110,7 @@ def _levels_heard(logger: Any) -> Callable[[int], bool]:
 
 def _below_host(found: PrefixMatch) -> dict[str, int]:
     """What a fetch would add; most logs are of runtimes without anything below host memory."""
-    return {"num_disk_tokens": found.num_disk_tokens} if found.num_disk_tokens else {}
+    return {"num_disk_tokens": found.num_lower_tokens} if found.num_lower_tokens else {}
 
 
 def _request_moved(log: Any, event: RequestMoved) -> None:

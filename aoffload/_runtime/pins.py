@@ -183,7 +183,7 @@ class PendingFetch(_Pending[Fetch]):
         if remote is None or not remote.may_fetch:
             return
         match = ledger.lookup(prefix)
-        labels = remote.labels_nowait(prefix, match.num_tokens + match.num_disk_tokens)
+        labels = remote.labels_nowait(prefix, match.num_tokens + match.num_lower_tokens)
 
         def answered(num_cells: int) -> None:
             if num_cells and session.is_open:

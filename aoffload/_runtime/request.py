@@ -431,7 +431,7 @@ class Request(RequestBase[Ledger, LedgerRequest]):
 
     async def _allocate(self, record: LedgerRequest, num_tokens: int | None) -> None:
         ledger = self._session.ledger
-        if record.match.num_disk_tokens or self._session.remote is not None:
+        if record.match.num_lower_tokens or self._session.remote is not None:
             await self._fetch(record)
         try:
             ledger.allocate_nowait(record, num_tokens)
@@ -556,7 +556,7 @@ class Request(RequestBase[Ledger, LedgerRequest]):
             await self._wait()
         if record.reason == "runtime_closed":
             self._live()  # raises
-        if not record.may_be_preempted:
+        if not self._session.ledger.preemption.may_preempt(record):
             return Preemption(0, 0, ())  # no error: the caller cannot know what another task has done
         found = self.preempt_nowait()
         await self._session.worker.wait_over(max(found.job_ids, default=0))

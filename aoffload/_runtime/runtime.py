@@ -48,11 +48,12 @@ from .._assembly import Ledger, LedgerStatistics
 from .._config.config import OffloadConfig
 from .._extensions.status import Holder, RequestStatus, printable
 from .._host_cache.host_cache import HostCache
+from .._host_cache.protocols import EngineBlocks
 from .._kernel.events import Observer
 from .._kernel.extension import LedgerExtension
 from .._kernel.plans import PrefixMatch
 from .._kernel.prefix import Identity, KeySpan, Prefix, Roots, TokenIds, prompt_of
-from .._kernel.protocols import DevicePool, EngineBlocks
+from .._kernel.protocols import DevicePool
 from .._kernel.states import Tier
 from .._observe.log import Telemetry
 from .._observe.observers import Observers

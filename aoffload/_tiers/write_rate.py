@@ -1,4 +1,4 @@
-"""A rate for writes: stores of a cache must not fill a network or a device that others share."""
+"""Budgets for writes, because the stores of a cache must not wear out a disk or fill a network that others share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import attrs
 
 DAY_S = 86_400.0
 SLICE_S = 600.0
-"""What was written within so long is counted together, and forgotten together."""
+"""Writes within this number of seconds are counted together, and forgotten together."""
 LOW_SHARE = 0.25
+"""Share of the budget below which it is low."""
 
 
 @attrs.define(eq=False)
@@ -20,12 +21,12 @@ class Slice:
 
 @attrs.define(eq=False)
 class DailyBudget:
-    """At most `num_bytes` within any `DAY_S` seconds, whenever they begin. `now` is seconds on a clock that does not go
-    back. What was written in an earlier process does not count."""
+    """At most `num_bytes` within any `DAY_S` seconds, whenever they begin. `now` is seconds on a monotonic clock.
+    Writes of an earlier process do not count."""
 
     num_bytes: int
     num_written: int = attrs.field(default=0, init=False)
-    """Bytes of `_slices` together."""
+    """Sum of the bytes of `_slices`."""
     _slices: deque[Slice] = attrs.field(factory=deque, init=False)
     """The oldest first."""
 
@@ -36,11 +37,11 @@ class DailyBudget:
         return max(0, self.num_bytes - self.num_written)
 
     def is_low(self, now: float) -> bool:
-        """Whether less than a quarter is left: then only what is worth it should be written."""
+        """Whether less than `LOW_SHARE` of the budget is left. Then write only blocks that were requested twice."""
         return self.left(now) < self.num_bytes * LOW_SHARE
 
     def spend(self, num_bytes: int, now: float) -> None:
-        """So many bytes are going to be written."""
+        """Count `num_bytes` bytes that are about to be written."""
         if not self._slices or now >= self._slices[-1].begins_s + SLICE_S:
             self._slices.append(Slice(now))
         self._slices[-1].num_bytes += num_bytes

@@ -30,7 +30,7 @@ from .._config.tiers import parse_bytes
 from .._kernel.events import CacheTurnedOff, Event, Observer, TransportRecovered, TransportStalled, WorkerFailed
 from .._kernel.plans import Completion, TransferPlan, check_completion
 from .._kernel.requests import do_nothing
-from .._kernel.states import JobState, Outcome, Tier
+from .._kernel.states import TIERS, JobState, Outcome, Tier
 from ..errors import DeviceGone, TransferRefused
 from .fences import Fence, RegionWatch
 from .rates import TransferRate
@@ -170,9 +170,9 @@ class Link:
 
     @property
     def late_outcome(self) -> Outcome:
-        """The outcome of a job that is given up. FAILED for a remote store, because its copies never leave host memory
-        in doubt."""
-        return Outcome.FAILED if Tier.REMOTE in (self.source, self.destination) else Outcome.UNPROVEN
+        """The outcome of a job that is given up: FAILED if it leaves neither side in doubt."""
+        is_doubtful = TIERS[self.source].leaves_doubt and TIERS[self.destination].leaves_doubt
+        return Outcome.UNPROVEN if is_doubtful else Outcome.FAILED
 
     @property
     def next_deadline(self) -> float:

@@ -9,9 +9,11 @@ import attrs
 
 from .._config.tiers import DiskTier, RemoteTier
 from .._kernel.layout import Layout
-from .._kernel.plans import CellLabel, Completion, RestoredRun, TransferPlan
+from .._kernel.plans import Completion, TransferPlan
 from .._kernel.states import Direction
 from .._tiers.disk.forgetting import DiskTrouble
+from .._tiers.disk.plans import RestoredRun
+from .._tiers.remote.plans import CellLabel
 from ..env import Env
 from .breaker import LeftAlone, StorageMove
 from .fences import Fence
@@ -301,6 +303,8 @@ class Transport(Protocol):
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         """Start copying once `after` has passed. `TransferRefused`: nothing was started, and no completion follows.
+        `plan.payload` is None, except in a store to the disk (`DiskPayload`) and in a copy from or to a remote store
+        (`CellLabel`).
 
         A load, and a store without `after`, also wait for all compute on the caller's stream so far: it may still read
         the load's destination, or write the store's source. With `OnlyAfter` as `after`, it waits for

@@ -127,7 +127,7 @@ class Recorder:
             self._arrived[record] = self._env.now()
         elif event.new in _OVER:
             at_s = self._arrived.pop(record, None)
-            if at_s is not None and record.has_committed and not record.is_fork:
+            if at_s is not None and record.has_committed and not record.has_parent:
                 self._add(at_s, record)
 
     def _add(self, at_s: float, record: LedgerRequest) -> None:

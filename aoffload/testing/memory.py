@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from .._kernel.pools import ExtentPool
 from .._kernel.protocols import DevicePool
 from .._kernel.states import Tier
+from .._tiers.disk.blocks import SlotPool
 from .violations import Violation
 
 __all__ = ["POISON", "TORN", "Memory", "OwnedPool", "OwnedSlots", "Tags"]
@@ -124,13 +124,13 @@ class OwnedSlots(OwnedPool):
     until it is written to."""
 
     @property
-    def _extents(self) -> ExtentPool:
-        assert isinstance(self.pool, ExtentPool)
+    def _slots(self) -> SlotPool:
+        assert isinstance(self.pool, SlotPool)
         return self.pool
 
     def take_ids(self, block_ids: array[int]) -> None:
         self.memory.hand_out(block_ids)
-        self._extents.take_ids(block_ids)
+        self._slots.take_ids(block_ids)
 
     def are_free(self, block_ids: Sequence[int]) -> bool:
-        return self._extents.are_free(block_ids)
+        return self._slots.are_free(block_ids)

@@ -18,8 +18,8 @@ import attrs
 
 from .._config.config import OffloadConfig
 from .._config.groups import AttentionKind, FullAttention, KVCacheGroup
+from .._host_cache.protocols import EngineBlocks
 from .._kernel.events import Observer
-from .._kernel.protocols import EngineBlocks
 from .._kernel.states import NoEpoch, Tier
 from .._runtime.runtime import AnyRuntime, HostCacheRuntime, OffloadRuntime
 from .._transfer.ranks.rank import LocalRank

@@ -12,7 +12,8 @@ import attrs
 from .._config.config import OffloadConfig
 from .._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
 from .._kernel.layout import Component
-from .._kernel.plans import BlockLabel, RestoredRun, TransferPlan
+from .._kernel.plans import TransferPlan
+from .._tiers.disk.plans import BlockLabel, DiskPayload, RestoredRun
 from .memory import POISON, TORN, Memory
 
 __all__ = ["SlotCopy", "SlotRecord", "Slots", "disk_of", "tier_of"]
@@ -105,12 +106,13 @@ class Slots:
         return found
 
     def _go_on(self, copy: SlotCopy, host: Memory, is_right: Callable[[int], bool], rng: random.Random) -> None:
-        plan, stop = copy.plan, rng.randint(copy.num_moved, copy.plan.num_blocks)
+        plan, labels = copy.plan, DiskPayload.of(copy.plan).labels
+        stop = rng.randint(copy.num_moved, plan.num_blocks)
         for index in range(copy.num_moved, stop):
             if not is_right(plan.source_ids[index]):
                 return
             content = host.content[plan.source_ids[index]]
-            self.write(plan.destination_ids[index], content, content, plan.labels[index], self.generation)
+            self.write(plan.destination_ids[index], content, content, labels[index], self.generation)
         if stop < plan.num_blocks and rng.random() < 0.5:
             self.tear(plan.destination_ids[stop])
 

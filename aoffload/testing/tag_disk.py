@@ -12,9 +12,10 @@ import attrs
 
 from .._config.tiers import DiskTier
 from .._kernel.layout import Component, Layout
-from .._kernel.plans import Completion, RestoredRun, TransferPlan
+from .._kernel.plans import Completion, TransferPlan
 from .._kernel.states import Direction, Outcome, Tier
 from .._tiers.disk.forgetting import DiskTrouble, forgotten
+from .._tiers.disk.plans import DiskPayload, RestoredRun
 from .._transfer.breaker import Breaker, StorageMove, Use, taken
 from .._transfer.transport import DiskStatistics
 from ..errors import TransferRefused
@@ -236,10 +237,11 @@ class TagDisk:
 
     def _store(self, copy: SlotCopy, stop: int) -> bool:
         """Write blocks up to `stop`, and their records. False: the job is over."""
-        plan = copy.plan
+        plan, payload = copy.plan, DiskPayload.of(copy.plan)
         if copy.is_given_up:
             self._fail(copy, "given up")
             return False
+        generation = self._first_generation + payload.generation
         for index in range(copy.num_moved, stop):
             host_id, slot = plan.source_ids[index], plan.destination_ids[index]
             self.memory.check_owner(copy.name, slot, copy.destination_generations[index])
@@ -249,9 +251,7 @@ class TagDisk:
                 return False
             right = self.host.content[host_id]
             is_lost = self.faults.fire("disk_lost")
-            self.slots.write(
-                slot, TORN if is_lost else right, right, plan.labels[index], self._first_generation + plan.generation
-            )
+            self.slots.write(slot, TORN if is_lost else right, right, payload.labels[index], generation)
             self._sums[slot] = right
             if self.faults.fire("disk_rot"):
                 self.slots.tear(slot)

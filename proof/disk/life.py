@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aoffload._kernel.states import Outcome
-from aoffload._tiers.disk.recovery import Survivors
+from aoffload._tiers.disk.plans import RestoredRun
 from aoffload._tiers.disk.slots import DiskOutcome, DiskSlots
 from aoffload._tiers.disk.sums import data_sum
 from aoffload.testing.simulated_disk import SimulatedDisk
@@ -114,7 +114,7 @@ class Life:
         self.num_survivors += len(used)
         self.check_room()
 
-    def _take_over(self, found: Survivors, digests: dict[bytes, tuple[int, Path]]) -> None:
+    def _take_over(self, found: RestoredRun, digests: dict[bytes, tuple[int, Path]]) -> None:
         world = self.world
         roots = [world.root_digest(root) for root in range(2)]
         hold("survivors", found.root in roots and found.start < found.stop, found)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES
-from aoffload._kernel.plans import BlockLabel
+from aoffload._tiers.disk.plans import BlockLabel
 from aoffload._tiers.disk.records import RecordFormat, SlotLayout
 
 __all__ = ["Key", "World"]

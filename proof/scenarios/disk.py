@@ -66,7 +66,7 @@ async def only_on_disk(sim: Simulation) -> None:
     async with engine.runtime:
         await put_away(sim, engine, PROMPT)
         found = engine.runtime.lookup((*PROMPT, 7))
-        expect(sim, found.num_disk_tokens == 8 and not found.num_tokens, f"not on the disk alone: {found}")
+        expect(sim, found.num_lower_tokens == 8 and not found.num_tokens, f"not on the disk alone: {found}")
         twins = [serve(sim, engine, f"twin{number}", (*PROMPT, number)) for number in range(2)]
         bystanders(sim, engine, 2)
         await after(sim, engine)

@@ -93,7 +93,7 @@ def _prompt(number: int) -> list[int]:
 def _whole(runtime: OffloadRuntime, number: int) -> int:
     """Tokens of a prompt that would hit, after a fetch."""
     found = runtime.lookup(_prompt(number))
-    return found.num_tokens + found.num_disk_tokens
+    return found.num_tokens + found.num_lower_tokens
 
 
 def _on_disk(runtime: OffloadRuntime, number: int) -> int:

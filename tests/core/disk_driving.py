@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from driving import BLOCK, Driven
@@ -10,6 +11,7 @@ from aoffload import KVCacheGroup
 from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
 from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.states import Tier
+from aoffload._tiers.disk.plans import BlockLabel, DiskPayload
 
 HUGE = 10**6
 
@@ -18,6 +20,11 @@ def disk_of(num_slots: int, unit_tokens: int = BLOCK, block_bytes: int = 1) -> D
     """A disk that holds exactly `num_slots` blocks."""
     size = SUPERBLOCK_BYTES + ROUNDING_BYTES + num_slots * (block_bytes + record_bytes(unit_tokens))
     return DiskTier("nowhere", size)
+
+
+def labels_of(plans: Iterable[TransferPlan]) -> list[BlockLabel | None]:
+    """The labels of stores to the disk, in order."""
+    return [label for plan in plans for label in DiskPayload.of(plan).labels]
 
 
 class Disk(Driven):
@@ -60,4 +67,4 @@ class Disk(Driven):
         return fetch.num_tokens
 
     def on_disk(self, tokens: list[int]) -> int:
-        return self.ledger.lookup(self.prefix(tokens)).num_disk_tokens
+        return self.ledger.lookup(self.prefix(tokens)).num_lower_tokens

@@ -9,11 +9,12 @@ from disk_driving import disk_of
 from driving import BLOCK, Driven, prompt
 
 from aoffload._config.tiers import RemoteTier
-from aoffload._kernel.plans import CellLabel, TransferPlan
+from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.states import Outcome, Tier
+from aoffload._tiers.remote.plans import CellLabel
 from aoffload._tiers.remote.rules import cells_of
 
-__all__ = ["BLOCK", "CELL", "CELL_UNITS", "LOAD", "STORE", "NoStore", "Remote", "prompt"]
+__all__ = ["BLOCK", "CELL", "CELL_UNITS", "LOAD", "STORE", "NoStore", "Remote", "cell_of", "prompt"]
 
 CELL_UNITS = 4
 CELL = CELL_UNITS * BLOCK
@@ -40,6 +41,12 @@ def remote_tier() -> RemoteTier:
     return RemoteTier(NoStore(), cell_bytes=CELL_UNITS)
 
 
+def cell_of(plan: TransferPlan) -> CellLabel:
+    """The cell that a plan from or to the store copies."""
+    assert isinstance(plan.payload, CellLabel)
+    return plan.payload
+
+
 class Remote(Driven):
     """Cells of 4 units, 16 tokens. `num_slots`: of a disk beside the store; 0: none."""
 
@@ -58,8 +65,8 @@ class Remote(Driven):
         self, plan: TransferPlan, outcome: Outcome = Outcome.LANDED, num_landed: int = 0, corrupt: Any = ()
     ) -> None:
         if plan.destination is Tier.REMOTE and outcome is Outcome.LANDED:
-            assert plan.cell is not None
-            self.there[plan.cell.digest] = plan.cell
+            cell = cell_of(plan)
+            self.there[cell.digest] = cell
         super().end(plan, outcome, num_landed, corrupt)
 
     def is_wanted(self, cell: CellLabel) -> bool:
@@ -123,7 +130,7 @@ def spans_of(plans: Iterable[TransferPlan]) -> list[tuple[int, int, list[int]]]:
     """Of loads and stores: the units of the cell, and the places that are copied."""
     found = []
     for plan in plans:
-        assert plan.cell is not None
+        cell = cell_of(plan)
         ids = plan.source_ids if plan.source is Tier.REMOTE else plan.destination_ids
-        found.append((plan.cell.start, plan.cell.stop, list(ids)))
+        found.append((cell.start, cell.stop, list(ids)))
     return found

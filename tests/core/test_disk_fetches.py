@@ -20,12 +20,12 @@ def test_what_the_disk_has_is_said_but_is_no_hit() -> None:
     disk = Disk()
     disk.on_disk_only(TOKENS)
     match = disk.ledger.lookup(disk.prefix(TOKENS))
-    assert (match.num_tokens, match.num_disk_tokens) == (0, 8 * BLOCK)
+    assert (match.num_tokens, match.num_lower_tokens) == (0, 8 * BLOCK)
     request = disk.admit(TOKENS)
-    assert (request.match.num_tokens, request.match.num_disk_tokens) == (0, 8 * BLOCK)
-    assert disk.admit(TOKENS, max_hit_tokens=3 * BLOCK).match.num_disk_tokens == 3 * BLOCK
-    assert disk.admit(TOKENS, hit_alignment=3 * BLOCK).match.num_disk_tokens == 6 * BLOCK
-    assert disk.admit(prompt(2, 8)).match.num_disk_tokens == 0
+    assert (request.match.num_tokens, request.match.num_lower_tokens) == (0, 8 * BLOCK)
+    assert disk.admit(TOKENS, max_hit_tokens=3 * BLOCK).match.num_lower_tokens == 3 * BLOCK
+    assert disk.admit(TOKENS, hit_alignment=3 * BLOCK).match.num_lower_tokens == 6 * BLOCK
+    assert disk.admit(prompt(2, 8)).match.num_lower_tokens == 0
 
 
 def test_a_fetch_brings_it_into_the_host() -> None:
@@ -35,14 +35,14 @@ def test_a_fetch_brings_it_into_the_host() -> None:
     request = disk.admit(TOKENS)
     fetch = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
     assert [(plan.link, plan.num_blocks) for plan in fetch.plans] == [((Tier.DISK, Tier.HOST), n) for n in (3, 3, 2)]
-    assert (fetch.state, fetch.num_blocks, all(plan.labels == () for plan in fetch.plans)) == (
+    assert (fetch.state, fetch.num_blocks, all(plan.payload is None for plan in fetch.plans)) == (
         CacheTransferState.MOVING, 8, True,
     )  # fmt: skip
     disk.land(fetch.plans)
     assert (fetch.state, fetch.num_tokens) == (CacheTransferState.DONE, 8 * BLOCK)
     assert request.match.num_tokens == 0, "it is not matched behind its back"
     match = disk.ledger.fetches.match_again(request)
-    assert (match.num_host_tokens, match.num_disk_tokens) == (8 * BLOCK, 0)
+    assert (match.num_host_tokens, match.num_lower_tokens) == (8 * BLOCK, 0)
     assert disk.num_pinned()[1] == 8
     disk.ledger.allocate_nowait(request)
     disk.land(disk.ledger.plan_load(request))

@@ -6,13 +6,14 @@ import hashlib
 import random
 
 import pytest
-from disk_driving import HUGE, Disk
+from disk_driving import HUGE, Disk, labels_of
 from driving import BLOCK, ROOT, prompt
 
 from aoffload import KVCacheGroup, SlidingWindow
 from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.prefix import KeySpan, encode_tokens
 from aoffload._kernel.states import Outcome, Tier
+from aoffload._tiers.disk.plans import DiskPayload
 from aoffload.errors import ConfigError, InvalidArgument
 
 
@@ -43,11 +44,11 @@ def test_a_budget_cuts_the_end_off_not_the_front() -> None:
     disk.on_host_only(prompt(1, 16 * BLOCK))
     first = disk.write_behind(3)
     assert [plan.num_blocks for plan in first] == [3]
-    assert first[0].labels[0] is not None and first[0].labels[0].position == 0
+    assert [label.position for label in labels_of(first) if label] == [0, 1, 2]
     assert disk.write_behind(0) == []
     disk.land(first)
     second = disk.write_behind(4)
-    assert [label.position for plan in second for label in plan.labels if label] == [3, 4, 5, 6]
+    assert [label.position for label in labels_of(second) if label] == [3, 4, 5, 6]
     disk.land(second)
     assert disk.on_disk(prompt(1, 16 * BLOCK)) == 0, "the host has it"
     disk.forget_host()
@@ -62,7 +63,7 @@ def test_a_label_says_what_a_restart_can_prove() -> None:
     digests = [b""]
     for stop in (1, 2, 3):
         digests.append(hashlib.sha256(ROOT.digest + encode_tokens(tokens[: stop * BLOCK])).digest())
-    for position, label in enumerate(plan.labels):
+    for position, label in enumerate(labels_of([plan])):
         assert label is not None
         assert (label.component, label.place, label.position, label.root) == (0, 0, position, ROOT.digest)
         assert (label.before, label.digest) == (digests[position], digests[position + 1])
@@ -78,7 +79,7 @@ def test_a_store_behind_another_has_the_labels_of_its_place() -> None:
     for _ in range(8):
         plans = disk.ledger.disk.plan_flush(3)
         disk.land(plans)
-        labels.update({label.digest: label for plan in plans for label in plan.labels if label})
+        labels.update({label.digest: label for label in labels_of(plans) if label})
     whole = hashlib.sha256(ROOT.digest + encode_tokens(tokens)).digest()
     for stop in range(8, 1, -1):
         label = labels[whole]
@@ -93,8 +94,8 @@ def test_units_that_a_span_touches_have_no_label(flush: bool) -> None:
     """What an image stands for is not in the tokens, so no restart can prove it, nor what is behind it."""
     disk, tokens = Disk(num_host=6), prompt(1, 6 * BLOCK)
     disk.on_host_only(tokens, key_spans=[KeySpan(2 * BLOCK + 1, 3 * BLOCK, b"image")])
-    labels = [label for plan in (disk.flush() if flush else disk.write_behind()) for label in plan.labels]
-    assert [label is None for label in labels] == [False, False, True, True, True, True]
+    plans = disk.flush() if flush else disk.write_behind()
+    assert [label is None for label in labels_of(plans)] == [False, False, True, True, True, True]
 
 
 def test_a_plan_says_how_often_the_disk_was_reset() -> None:
@@ -104,13 +105,13 @@ def test_a_plan_says_how_often_the_disk_was_reset() -> None:
     (before,) = disk.write_behind(2)
     disk.ledger.reset(Tier.DISK)
     (after,) = disk.write_behind(2)
-    assert (before.generation, after.generation) == (0, 1)
+    assert [DiskPayload.of(plan).generation for plan in (before, after)] == [0, 1]
     disk.land([before, after])
     disk.forget_host()
     assert disk.on_disk(prompt(1, 32 * BLOCK)) == 2 * BLOCK, "of the second one"
     disk.ledger.reset()
     disk.on_host_only(prompt(2, 32 * BLOCK))
-    assert disk.write_behind(2)[0].generation == 2
+    assert DiskPayload.of(disk.write_behind(2)[0]).generation == 2
 
 
 def test_the_disk_evicts_its_oldest() -> None:
@@ -183,7 +184,7 @@ def test_the_front_of_what_was_used_together_goes_down_where_its_tail_has_nothin
     tail, front = disk.ledger.cache.tiers[Tier.HOST].order
     assert (tail.first, front.first, tail.last_use) == (4, 0, front.last_use)
     (plan,) = disk.write_behind(is_idle=True)
-    assert [label.position for label in plan.labels if label] == [0, 1, 2, 3]
+    assert [label.position for label in labels_of([plan]) if label] == [0, 1, 2, 3]
     disk.land([plan])
     assert disk.write_behind(is_idle=True) == [], "the front is there already, and so is all that was asked for twice"
 
@@ -347,9 +348,7 @@ def test_an_idle_ledger_comes_to_rest(eviction: str, groups: str, num_slots: int
         disk.on_host_only(prompt(number, 4 * BLOCK))
     seen = list[bytes]()
     while plans := disk.write_behind(most, is_idle=True):
-        seen += [
-            label.digest + bytes([label.component]) for plan in plans for label in plan.labels if label is not None
-        ]
+        seen += [label.digest + bytes([label.component]) for label in labels_of(plans) if label is not None]
         disk.land(plans)
         assert len(set(seen)) == len(seen)
     assert num_slots < 4 or seen

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from engine_driving import BLOCK, EngineDriven, loaded, prompt
-from remote_driving import CELL, CELL_UNITS, remote_tier
+from remote_driving import CELL, CELL_UNITS, cell_of, remote_tier
 
-from aoffload._kernel.plans import CellLabel, TransferPlan
+from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.states import Outcome, Tier
+from aoffload._tiers.remote.plans import CellLabel
 from aoffload._tiers.remote.rules import cells_of
 from aoffload.ledger import Prefix, Root
 
@@ -25,12 +26,11 @@ class Engine(EngineDriven):
 
     def put_and_get(self, plans: Any, outcome: Outcome = Outcome.LANDED) -> None:
         for plan in self.launch(plans):
-            assert plan.cell is not None
-            host = self.memory[Tier.HOST]
+            cell, host = cell_of(plan), self.memory[Tier.HOST]
             if plan.destination is Tier.REMOTE:
-                self.there[plan.cell.digest] = [host[block_id] for block_id in plan.source_ids]
+                self.there[cell.digest] = [host[block_id] for block_id in plan.source_ids]
             elif outcome is Outcome.LANDED:
-                content = self.there[plan.cell.digest]
+                content = self.there[cell.digest]
                 host.update({to: content[at] for at, to in zip(plan.source_ids, plan.destination_ids, strict=True)})
             self.settle(plan, outcome)
 

@@ -67,7 +67,7 @@ def test_a_fetch_loads_cell_by_cell() -> None:
     fetch = remote.fetch(TOKENS)
     assert {plan.link for plan in fetch.plans} == {LOAD}
     assert spans_of(fetch.plans) == [(0, 4, ALL), (4, 8, ALL), (8, 12, ALL)]
-    assert [plan.cell for plan in fetch.plans] == list(remote.cells(TOKENS))
+    assert [plan.payload for plan in fetch.plans] == list(remote.cells(TOKENS))
     assert (fetch.num_blocks, remote.ledger.statistics().remote.num_loads) == (12, 3)
     remote.land(fetch.plans)
     assert (fetch.state, fetch.num_tokens) == (CacheTransferState.DONE, 3 * CELL)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from remote_driving import BLOCK, CELL, CELL_UNITS, HUGE, STORE, Remote, prompt, spans_of
+from remote_driving import BLOCK, CELL, CELL_UNITS, HUGE, STORE, Remote, cell_of, prompt, spans_of
 
 from aoffload._eviction import counts as hit_counts
-from aoffload._kernel.plans import CellLabel
 from aoffload._kernel.prefix import KeySpan
 from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import JobState, Outcome, Tier
 from aoffload._tiers.remote import rules as remote_stores
+from aoffload._tiers.remote.plans import CellLabel
 from aoffload.errors import InvalidArgument
 
 TOKENS = [*prompt(1, 3 * CELL), 7]
@@ -27,7 +27,7 @@ def test_what_was_asked_for_once_stays() -> None:
     plans = remote.write_behind()
     assert {plan.link for plan in plans} == {STORE}
     assert spans_of(plans) == [(0, 4, ALL), (4, 8, ALL), (8, 12, ALL)]
-    assert [plan.cell for plan in plans] == list(remote.cells(TOKENS))
+    assert [cell_of(plan) for plan in plans] == list(remote.cells(TOKENS))
     assert remote.ledger.statistics().remote.num_stores == 3
     assert remote.num_pinned()[1] == 12, "the source stays until the copies are over"
     remote.land(plans)
@@ -42,8 +42,8 @@ def test_the_source_is_what_the_host_has() -> None:
     held = {run.start + at: block for run in remote.ledger.cache.index.runs.values()
             for at, block in enumerate(run.parts[Tier.HOST].blocks)}  # fmt: skip
     for plan in remote.write_behind():
-        assert plan.cell is not None
-        assert list(plan.source_ids) == [held[unit] for unit in range(plan.cell.start, plan.cell.stop)]
+        cell = cell_of(plan)
+        assert list(plan.source_ids) == [held[unit] for unit in range(cell.start, cell.stop)]
 
 
 def test_only_the_part_that_was_asked_for_twice_goes() -> None:
@@ -72,9 +72,9 @@ def test_what_was_asked_for_last_goes_first() -> None:
     remote = Remote()
     remote.ask_for(TOKENS, OTHER)
     first = remote.write_behind(CELL_UNITS + 1)
-    assert [plan.cell for plan in first] == [remote.cells(OTHER)[0]]
+    assert [cell_of(plan) for plan in first] == [remote.cells(OTHER)[0]]
     second = remote.write_behind(2 * CELL_UNITS)
-    assert [plan.cell for plan in second] == [remote.cells(OTHER)[1], remote.cells(TOKENS)[0]]
+    assert [cell_of(plan) for plan in second] == [remote.cells(OTHER)[1], remote.cells(TOKENS)[0]]
     assert remote.write_behind(CELL_UNITS - 1) == [], "no cell fits"
     assert len(remote.write_behind()) == 2
     assert remote.write_behind() == []
@@ -181,7 +181,7 @@ def test_looking_again_is_cheap() -> None:
 
 def test_many_prompts_are_looked_at_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call's time is bounded; all have their turn."""
-    monkeypatch.setattr(remote_stores, "MAX_LOOKED_AT", 2)
+    monkeypatch.setattr(remote_stores, "MAX_SCANNED", 2)
     remote = Remote(num_host=128)
     prompts = [[*prompt(name, CELL), 7] for name in range(1, 6)]
     remote.ask_for(*prompts)
@@ -193,7 +193,7 @@ def test_many_prompts_are_looked_at_a_few_at_a_time(monkeypatch: pytest.MonkeyPa
 def test_what_has_failed_has_no_second_turn(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """More prompts than a call looks at, of which the host lacks the end, and whose stores all fail: each cell is tried
     once, then nobody is asked any more. After the next request each has one more turn."""
-    monkeypatch.setattr(remote_stores, "MAX_LOOKED_AT", 2)
+    monkeypatch.setattr(remote_stores, "MAX_SCANNED", 2)
     remote = Remote(num_host=128)
     prompts = [[*prompt(name, 3 * CELL), 7] for name in range(1, 6)]
     for tokens in prompts:
@@ -202,10 +202,10 @@ def test_what_has_failed_has_no_second_turn(monkeypatch: pytest.MonkeyPatch, mos
         ask_once_more(remote, tokens)
     wanted = {cell for tokens in prompts for cell in remote.cells(tokens)[:2]}
     for _ in range(2):
-        tried: list[CellLabel | None] = []
+        tried: list[CellLabel] = []
         for _ in range(30):
             for plan in remote.launch(remote.write_behind(most)):
-                tried.append(plan.cell)
+                tried.append(cell_of(plan))
                 remote.end(plan, Outcome.FAILED)
         assert len(tried) == len(wanted) and set(tried) == wanted
         assert remote.write_behind(most, is_wanted=_nobody_asks) == []
@@ -224,7 +224,7 @@ def test_what_is_remembered_of_prompts_is_bounded(monkeypatch: pytest.MonkeyPatc
         remote = Remote()
         prompts = [[*prompt(number, CELL), 7] for number in range(1, 6)]
         remote.ask_for(*prompts)
-        stored = [plan.cell for plan in remote.write_behind()]
+        stored = [cell_of(plan) for plan in remote.write_behind()]
         assert stored == [remote.cells(tokens)[0] for tokens in (prompts[4], prompts[3])]
 
 
@@ -323,7 +323,7 @@ def test_what_was_there_already_hands_the_wrong_on() -> None:
     request = computed(remote, TOKENS[:BLOCK])
     remote.ask_for(longer)
     stored = remote.write_behind(is_wanted=lambda cell: cell.start > 0)
-    assert [plan.cell for plan in stored] == [remote.cells(longer)[1]]
+    assert [cell_of(plan) for plan in stored] == [remote.cells(longer)[1]]
     remote.land(stored)
     remote.ledger.reset(Tier.HOST)
     remote.evict_device()
@@ -366,10 +366,10 @@ def test_a_store_under_way_is_waited_for(outcome: Outcome) -> None:
     invalidate(remote, request, CELL)
     assert remote.removed() == []
     remote.end(third, outcome)
-    assert remote.removed() == [third.cell]
+    assert remote.removed() == [cell_of(third)]
     remote.end(second, outcome)
     remote.end(first)
-    assert remote.removed() == [second.cell]
+    assert remote.removed() == [cell_of(second)]
     assert remote.told(TOKENS) == CELL
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import attrs
 import pytest
-from disk_driving import HUGE, Disk
+from disk_driving import HUGE, Disk, labels_of
 from driving import BLOCK, ROOT, prompt
 
 from aoffload import KVCacheGroup, SlidingWindow
-from aoffload._kernel.plans import BlockLabel, RestoredRun
-from aoffload._kernel.pools import ExtentPool
 from aoffload._kernel.prefix import Root, encode_tokens
 from aoffload._kernel.states import Tier
+from aoffload._tiers.disk.blocks import SlotPool
+from aoffload._tiers.disk.plans import BlockLabel, RestoredRun
 from aoffload.errors import InvalidArgument
 
 WINDOWS = (
@@ -35,7 +35,7 @@ class Records:
     def write(self, disk: Disk) -> None:
         plans = disk.ledger.disk.plan_flush(HUGE)
         for plan in plans:
-            for slot, label in zip(plan.destination_ids, plan.labels, strict=True):
+            for slot, label in zip(plan.destination_ids, labels_of([plan]), strict=True):
                 assert label is not None
                 self.labels[slot] = label
         disk.land(plans)
@@ -95,7 +95,7 @@ def _after_a_restart(groups: list[KVCacheGroup], most_units: int) -> tuple[Disk,
 def _reach(disk: Disk, tokens: list[int]) -> int:
     """Tokens that hit, or would once they are fetched."""
     match = disk.ledger.lookup(disk.prefix(tokens))
-    return match.num_tokens + match.num_disk_tokens
+    return match.num_tokens + match.num_lower_tokens
 
 
 def _restore(disk: Disk, runs: list[RestoredRun]) -> int:
@@ -125,7 +125,7 @@ def test_another_root_finds_nothing() -> None:
     disk, runs = _after_a_restart(WINDOWS[0], 100)
     _restore(disk, runs)
     salted = Root("test", "another tenant")
-    assert disk.ledger.lookup(disk.prefix(PROMPTS[0], salted)).num_disk_tokens == 0
+    assert disk.ledger.lookup(disk.prefix(PROMPTS[0], salted)).num_lower_tokens == 0
     assert Root.of_digest(ROOT.digest) == ROOT != Root.of_digest(salted.digest)
 
 
@@ -255,7 +255,7 @@ def test_what_no_restart_can_leave_is_refused(name: str, change: Any) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_pool_hands_out_the_ids_that_are_asked_for(seed: int) -> None:
     """Against a set of the free ids: those that are free are taken, none else, and extents stay whole."""
-    chance, pool, free = random.Random(seed), ExtentPool(200), set(range(200))
+    chance, pool, free = random.Random(seed), SlotPool(200), set(range(200))
     for _ in range(300):
         first = chance.randrange(200)
         ids = array("i", range(first, min(200, first + chance.randint(1, 12))))

@@ -18,9 +18,9 @@ from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._extensions.integrity import check_integrity
 from aoffload._kernel.cache import PrefixCache
 from aoffload._kernel.hooks import Hooks
-from aoffload._kernel.index import find_hit, held_stop, jobs_bringing, present_stop
+from aoffload._kernel.index import Stretch, find_hit, held_stop, jobs_bringing, present_stop
 from aoffload._kernel.jobs import JobBook, Stores
-from aoffload._kernel.layout import Layout
+from aoffload._kernel.layout import Component, Layout
 from aoffload._kernel.leases import RequestLeases, publish, slide_windows
 from aoffload._kernel.loads import Loads
 from aoffload._kernel.moves import Moves
@@ -53,10 +53,14 @@ LAYOUTS = {
 class Parts:
     """What a ledger is made of, with three tiers, and what each block holds."""
 
-    def __init__(self, layout: str = "full", num_device: int = 40, num_host: int = 40, num_disk: int = 60) -> None:
+    def __init__(
+        self, layout: str = "full", num_device: int = 40, num_host: int = 40, num_disk: int = 60,
+        third: type[TierBlocks] = TierBlocks,
+    ) -> None:  # fmt: skip
         self.layout = Layout.of(LAYOUTS[layout])
         pools = (FreeList(num_device + 1), ExtentPool(num_host), ExtentPool(num_disk))
-        blocks = tuple(TierBlocks(tier, pool, LeastRecentlyUsed()) for tier, pool in zip(TIERS, pools, strict=True))
+        kinds = zip((TierBlocks, TierBlocks, third), TIERS, pools, strict=True)
+        blocks = tuple(kind(tier, pool, LeastRecentlyUsed()) for kind, tier, pool in kinds)
         self.cache = PrefixCache(self.layout, blocks, lambda _: LeastRecentlyUsed(), LastUses(0))
         self.moves = Moves(None)
         self.hooks = Hooks(lambda: None)
@@ -268,6 +272,25 @@ def test_stores_are_counted_where_they_read() -> None:
     parts.evict(Tier.HOST)
     parts.copy(DISK, Tier.HOST, tokens)
     assert [parts.jobs.num_stored_now(tier) for tier in TIERS] == [0, 0, 0]
+
+
+@pytest.mark.pure("derives from a class of the core")
+def test_a_tier_makes_the_payload_of_each_store() -> None:
+    """A plan that copies to the tier carries it, one for each job. Plans to other tiers have none."""
+
+    class Named(TierBlocks):
+        def payload_of(self, pieces: list[Stretch], component: Component) -> object:
+            return component.number, pieces[0][1], pieces[-1][2]
+
+    parts, tokens = Parts(third=Named), prompt(1, 8)
+    parts.serve(tokens)
+    assert {job.plan.payload for job in parts.copy(Tier.DEVICE, Tier.HOST, tokens)} == {None}
+    parts.land()
+    jobs = parts.copy(Tier.HOST, DISK, tokens)
+    assert [job.plan.payload for job in jobs] == [(0, 0, 3), (0, 3, 6), (0, 6, 8)]
+    parts.land()
+    parts.evict(Tier.HOST)
+    assert {job.plan.payload for job in parts.copy(DISK, Tier.HOST, tokens)} == {None}
 
 
 @each_layout

@@ -63,11 +63,11 @@ async def test_a_prompt_that_only_the_disk_has_is_hit(place: Any, verify: bool) 
     """`allocate` fetches it and matches again; `match` says so before and after."""
     async with with_disk(place, verify=verify) as engine:
         await on_the_disk_only(engine, A)
-        assert engine.runtime.lookup(A).num_disk_tokens == 16
+        assert engine.runtime.lookup(A).num_lower_tokens == 16
         async with engine.runtime.request(A) as request:
-            assert (request.match.num_tokens, request.match.num_disk_tokens) == (0, 16)
+            assert (request.match.num_tokens, request.match.num_lower_tokens) == (0, 16)
             await request.allocate()
-            assert (request.match.num_host_tokens, request.match.num_disk_tokens) == (16, 0)
+            assert (request.match.num_host_tokens, request.match.num_lower_tokens) == (16, 0)
             assert await request.load() == 16
             engine.check(request, A, 16)
         await assert_quiet(engine.runtime)
@@ -374,7 +374,7 @@ async def test_a_disk_that_fails_is_not_fetched_from() -> None:
             assert await runtime.fetch(A) == 0
         num_calls = disk.num_calls
         async with runtime.request(A) as request:
-            assert request.match.num_disk_tokens == 16
+            assert request.match.num_lower_tokens == 16
             await request.allocate()
             assert request.match.num_tokens == 0
         assert disk.num_calls == num_calls
@@ -523,7 +523,7 @@ async def test_a_reset_outlives_the_process(place: Any, tier: Tier | None) -> No
     async with with_disk(place) as engine:
         await on_the_disk_only(engine, A)
         assert await engine.runtime.reset(tier) == ()
-        assert engine.runtime.lookup(A).num_disk_tokens == 0
+        assert engine.runtime.lookup(A).num_lower_tokens == 0
         await engine.serve(B)
     async with with_disk(place) as engine:
         assert await engine.runtime.wait_restored() == 4

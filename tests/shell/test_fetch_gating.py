@@ -74,7 +74,7 @@ async def test_a_slow_disk_is_not_fetched_from() -> None:
         assert await pending.wait() == 16
         num_calls = disk.num_calls
         async with runtime.request(B) as request:
-            assert request.match.num_disk_tokens == 16
+            assert request.match.num_lower_tokens == 16
             await request.allocate()
             assert request.match.num_tokens == 0
         assert disk.num_calls == num_calls and runtime.statistics().num_fetches_declined == 1

@@ -145,8 +145,8 @@ def test_a_host_pool_of_an_impossible_size_says_what_is_possible() -> None:
 def test_a_match_shows_what_only_the_disk_has() -> None:
     """Who prints a match sees tokens on the disk, and an answer that is pending. Without them nothing is added."""
     assert repr(PrefixMatch(1, 2)) == "PrefixMatch(num_device_tokens=1, num_host_tokens=2)"
-    shown = repr(PrefixMatch(1, 2, is_pending=True, num_disk_tokens=3))
-    assert shown == "PrefixMatch(num_device_tokens=1, num_host_tokens=2, num_disk_tokens=3, is_pending=True)"
+    shown = repr(PrefixMatch(1, 2, is_pending=True, num_lower_tokens=3))
+    assert shown == "PrefixMatch(num_device_tokens=1, num_host_tokens=2, num_lower_tokens=3, is_pending=True)"
 
 
 def drop(_: object) -> None:

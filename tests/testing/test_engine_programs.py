@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from aoffload._host_cache.host_cache import HostCache
 from aoffload._host_cache.matches import Arrivals, EngineTier
 from aoffload._kernel.requests import LedgerRequest
 from aoffload.testing.programs import Broken, GroupShape, Program, World, call, check_program, explore_programs

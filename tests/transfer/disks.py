@@ -15,9 +15,10 @@ from copies import GUARD_S
 
 from aoffload import DiskTier, KVCacheGroup
 from aoffload._kernel.layout import Layout
-from aoffload._kernel.plans import BlockLabel, Completion, RestoredRun, TransferPlan
+from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Tier
 from aoffload._tiers.disk.forgetting import DiskTrouble
+from aoffload._tiers.disk.plans import BlockLabel, DiskPayload, RestoredRun
 from aoffload._transfer.local import LocalTransport
 from aoffload.env import Env
 from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
@@ -67,7 +68,9 @@ class DiskCopies:
         labels: list[BlockLabel] | None = None, generation: int = 0,
     ) -> int:  # fmt: skip
         ids = array("i", sources), array("i", destinations)
-        plan = TransferPlan(next(self._job_ids), source, destination, *ids, tuple(labels or ()), generation)
+        given = tuple(labels or [None] * len(sources))
+        payload = DiskPayload(given, generation) if destination is Tier.DISK else None
+        plan = TransferPlan(next(self._job_ids), source, destination, *ids, payload)
         self.transport.launch(plan, None)
         return plan.job_id
 

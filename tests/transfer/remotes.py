@@ -15,8 +15,9 @@ from copies import GUARD_S
 from aoffload import KVCacheGroup, RemoteTier
 from aoffload._config.tiers import ObjectStore
 from aoffload._kernel.layout import Layout
-from aoffload._kernel.plans import CellLabel, Completion, TransferPlan
+from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Tier
+from aoffload._tiers.remote.plans import CellLabel
 from aoffload._transfer.local import LocalTransport
 from aoffload.env import Env
 from aoffload.testing import SimulatedStore, StoreCall, StoreFault
@@ -76,7 +77,7 @@ class RemoteCopies:
         label: CellLabel | None,
     ) -> int:  # fmt: skip
         ids = array("i", sources), array("i", destinations)
-        plan = TransferPlan(next(self._job_ids), source, destination, *ids, cell=label)
+        plan = TransferPlan(next(self._job_ids), source, destination, *ids, payload=label)
         self.transport.launch(plan, None)
         return plan.job_id
 

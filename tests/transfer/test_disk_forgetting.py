@@ -15,9 +15,9 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 from disks import DiskCopies, Hanging, simulated
 
 from aoffload import ConfigError
-from aoffload._kernel.plans import RestoredRun
 from aoffload._kernel.states import Direction, Outcome, Tier
 from aoffload._tiers.disk.forgetting import ERASES
+from aoffload._tiers.disk.plans import RestoredRun
 from aoffload.errors import TransferRefused
 from aoffload.testing.simulated_disk import DiskFault, SimulatedDisk
 
@@ -155,7 +155,7 @@ def test_a_disk_on_which_nothing_works_is_used_no_more(open_disk: Callable[[Simu
     disk.fault = lambda call: DiskFault.ERROR if call.kind != "read" else None
     with suppress(TransferRefused):
         forget(copies, 4)
-    assert copies.troubles[0].is_off and "a restart may find it: delete the files" in copies.troubles[0].reason
+    assert copies.troubles[0].is_off and "a restart may find them: delete the files" in copies.troubles[0].reason
     assert copies.disk.refuses(Direction.LOAD) and copies.disk.refuses(Direction.STORE)
     with pytest.raises(TransferRefused, match="could not be erased"):
         copies.launch(HOST, DISK, [0], [1])

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
-from aoffload._kernel.plans import BlockLabel
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.tokens import TokenSequence
 from aoffload._tiers.disk import recovery
 from aoffload._tiers.disk.files import MAX_BUFFERS, stretch_at
+from aoffload._tiers.disk.plans import BlockLabel, RestoredRun
 from aoffload._tiers.disk.records import RecordFormat, SlotLayout, Superblock
-from aoffload._tiers.disk.recovery import Chains, Survivors
+from aoffload._tiers.disk.recovery import Chains
 from aoffload.errors import ConfigError, InvalidArgument
 
 UNIT = 4
@@ -46,7 +46,7 @@ def prompt(*units: int) -> list[int]:
 
 def recovered(
     given: Sequence[tuple[int, BlockLabel]], layout: SlotLayout = FULL, generation: int = 7, num_slots: int = 64
-) -> list[Survivors]:
+) -> list[RestoredRun]:
     """What survives of a table with these labels in these slots, the last one written last."""
     table = bytearray(FORM.zeros(num_slots))
     for number, (slot, label) in enumerate(given):
@@ -57,7 +57,7 @@ def recovered(
     return [each for part in chains.proven(8) for each in part]
 
 
-def slots_of(found: Sequence[Survivors], component: int = 0) -> list[list[int]]:
+def slots_of(found: Sequence[RestoredRun], component: int = 0) -> list[list[int]]:
     return [each.slots[component].tolist() for each in found]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 from disks import BLOCK, DiskCopies, Hanging, simulated
 
 from aoffload import ConfigError, DiskTier
+from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.states import Direction, Outcome, Tier
 from aoffload._transfer.backends.base import RegionBackend
 from aoffload._transfer.breaker import Closed, Opened, Use
@@ -286,6 +288,17 @@ def test_the_disk_has_ways_to_the_host_only(open_disk: Callable[..., DiskCopies]
         copies.launch(*link, [1], [2])
     with pytest.raises(TransferRefused, match="destination_ids must be in"):
         copies.launch(HOST, DISK, [1], [copies.disk.num_slots])
+
+
+@pytest.mark.parametrize("payload", [None, LABELS[0], tuple(LABELS[:1])])
+def test_a_store_without_a_payload_is_refused(open_disk: Callable[..., DiskCopies], payload: object) -> None:
+    """Before anything is written: the disk would not know what the slots hold. A load needs none."""
+    copies = open_disk()
+    plan = TransferPlan(1, HOST, DISK, array("i", [0]), array("i", [3]), payload)
+    with pytest.raises(TransferRefused, match="no payload of a store"):
+        copies.transport.launch(plan, None)
+    assert copies.move(HOST, DISK, [0], [3], LABELS[:1]).outcome is Outcome.LANDED
+    assert copies.move(DISK, HOST, [3], [5]).outcome is Outcome.LANDED
 
 
 def test_a_transport_without_a_disk_has_no_way_there(tmp_path: Path) -> None:

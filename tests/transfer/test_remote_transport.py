@@ -18,9 +18,10 @@ pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 from remotes import BLOCK, CELL, SECRET, RemoteCopies, Waiting, cell
 
 from aoffload import ConfigError, InvalidArgument, KVCacheGroup, OffloadConfig, RemoteTier
-from aoffload._kernel.plans import CellLabel, TransferPlan
+from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.states import Direction, Outcome, Tier
 from aoffload._tiers.remote.cells import HEADER, OVERHEAD_BYTES
+from aoffload._tiers.remote.plans import CellLabel
 from aoffload._tiers.remote.questions import positions
 from aoffload._tiers.remote.removals import Removals
 from aoffload._transfer.breaker import Closed, Opened, Use
@@ -945,7 +946,7 @@ def test_a_transport_without_a_remote_tier_refuses_its_hops() -> None:
     """As it does before it is open; and a tier that nobody has identified does not open."""
     transport = LocalTransport(torch.zeros(4, 64))
     assert transport.remote is None
-    plan = TransferPlan(1, Tier.REMOTE, Tier.HOST, array("i", [0]), array("i", [0]), cell=cell(0))
+    plan = TransferPlan(1, Tier.REMOTE, Tier.HOST, array("i", [0]), array("i", [0]), payload=cell(0))
     from aoffload.env import Env
 
     transport.open(4, verify=False, deliver=lambda done: None, env=Env())

@@ -1,17 +1,25 @@
-"""The disk tier: one file of slots, one of records, and what a restart finds in them.
+"""The disk tier: one file of slots, one file of records, and what a restart finds in them.
 
-    rules       what the ledger stores and restores                                pure
-    sums        xxh3 of records and of data
-    records     one record a slot, and the superblock, as bytes                     pure
-    recovery    which records of a table prove themselves, from their tokens       pure
-    files       the file system as the tier needs it, and the data: blocks between slots and host memory
-    posix       the file system of the operating system; a simulated one is in `aoffload.testing`
-    table       the records on disk
-    slots       `DiskSlots`: data and records, opened together
-    forgetting  how a failed erasure is made good
-    lanes       threads for loads, stores and erasures
+Rules: pure, called by the ledger.
+
+    plans       the payload of a store, labels of blocks, and runs that a restart has found
+    blocks      slots and their labels, as the ledger sees them
+    rules       what is stored on the disk, and what a restart brings back
+
+Loop side: runs in the event loop.
+
+    loop        `DiskWork`: restores, stores within the budget, erasures and resets of one runtime
+
+Byte side: synchronous, called by the threads of `lanes`.
+
     local       `LocalDisk`: the disk of a local transport
-    loop        the event loop's side: restores, stores, budget
-
-Everything but `loop` is synchronous: lanes call it in their threads.
+    lanes       `DiskLanes`: threads for loads, stores, erasures, resets and the reading after a restart
+    slots       `DiskSlots`: data and records, opened together
+    table       the file of records
+    records     records and superblock as bytes; pure
+    recovery    the records that prove themselves from their tokens; pure
+    sums        xxh3 of records and of data, and threads that take sums
+    forgetting  what is done if records cannot be erased
+    files       the file system as the tier needs it, and the file of slots
+    posix       the file system of the operating system
 """

@@ -11,11 +11,12 @@ from ..._extensions.watermark import EvictionWatermark
 from ..._kernel.base import CacheBase
 from ..._kernel.extension import Build, LedgerExtension
 from ..._kernel.jobs import Stores
-from ..._kernel.plans import RestoredRun, TransferPlan
-from ..._kernel.pools import DiskBlocks, SlotPool
+from ..._kernel.plans import TransferPlan
 from ..._kernel.protocols import EvictionOrder
 from ..._kernel.records import Job
 from ..._kernel.states import Tier
+from .blocks import DiskBlocks, SlotPool
+from .plans import RestoredRun
 from .rules import STEPS, DiskStores, Restores, check_restored
 
 HOST_WATERMARK = 8
@@ -41,7 +42,7 @@ class DiskExtension(LedgerExtension):
     def on_attach(self, ledger: CacheBase) -> None:
         self._ledger = ledger
         cache, jobs = ledger.cache, ledger.jobs
-        self._restores: Restores | None = Restores(cache, self._pool)
+        self._restores: Restores | None = Restores(cache, self._blocks, self._pool)
         """None after the first store to disk or a reset, because the slots that an earlier process has written may have
         other contents from then on."""
         host, disk = cache.tiers[Tier.HOST].pool.num_blocks, self._pool.num_blocks
@@ -90,7 +91,7 @@ class DiskExtension(LedgerExtension):
 
     @property
     def num_resets(self) -> int:
-        """How often the disk was reset since this ledger was made."""
+        """How often the disk was reset since this ledger was made: see `DiskPayload.generation`."""
         return self._blocks.num_resets
 
     def restore(self, run: RestoredRun) -> int:

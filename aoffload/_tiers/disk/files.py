@@ -1,4 +1,7 @@
-"""What the disk tier needs of a file system. That of the operating system and a simulated one offer it."""
+"""The file system as the disk tier needs it, and the slab: blocks copied between slots and host memory.
+
+`posix` implements the protocols for the operating system, `aoffload.testing` for a simulated disk.
+"""
 
 from __future__ import annotations
 
@@ -15,57 +18,58 @@ class DiskFile(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """How long it is."""
+        """The length of the file."""
         ...
 
     def allocate(self, num_bytes: int) -> None:
-        """Make it `num_bytes` long, with space on the disk for all of it; what is new reads as zeros."""
+        """Make the file `num_bytes` long, with space on the disk for all of it. New bytes are zeros."""
         ...
 
     def write(self, offset: int, buffers: Sequence[Any]) -> int:
-        """Write `buffers` one behind the other; how many bytes were written, which may be fewer."""
+        """Write `buffers` one after the other. Returns the number of bytes written, which may be fewer."""
         ...
 
     def read(self, offset: int, buffers: Sequence[Any]) -> int:
-        """Fill `buffers` one after the other; how many bytes were read, which may be fewer."""
+        """Fill `buffers` one after the other. Returns the number of bytes read, which may be fewer."""
         ...
 
     def sync(self) -> None:
-        """Return when everything written, and the length, would outlive a loss of power."""
+        """On return, everything written and the length of the file outlive a loss of power."""
         ...
 
     def close(self) -> None: ...
 
 
 class DiskDirectory(Protocol):
-    """A directory that one process has for itself, until it is closed."""
+    """A directory that one process has to itself until it closes it."""
 
     def open(self, name: str) -> DiskFile:
-        """The file `name` as it is, or empty if there was none."""
+        """The file `name`; made, and empty, if it was missing."""
         ...
 
     def make_direct(self, file: DiskFile, block_bytes: int, address: int) -> DiskFile:
-        """The same file for blocks of `block_bytes` in memory at `address`: past the page cache where that works."""
+        """The same file, for blocks of `block_bytes` in memory at `address`. It goes past the page cache if that works
+        for them."""
         ...
 
     def close(self) -> None:
-        """Let another process have it. Files are closed before."""
+        """Let another process have the directory. Close its files before."""
         ...
 
 
 MAX_BUFFERS = 1024
-"""Of one call: IOV_MAX of Linux."""
+"""Maximum buffers of one call: IOV_MAX of Linux."""
 
 
 @attrs.frozen
 class Stretch:
-    """Blocks `[first, first + num_blocks)` of a job. Their slots begin at `slot` and follow each other."""
+    """Blocks `[first, first + num_blocks)` of a job, in neighbouring slots from `slot` on."""
 
     first: int
     num_blocks: int
     slot: int
     host: tuple[slice, ...]
-    """Where they are in host memory, in the order of their slots."""
+    """The rows of host memory, in the order of the slots."""
 
     @property
     def stop(self) -> int:
@@ -73,8 +77,8 @@ class Stretch:
 
 
 def stretch_at(slots: Sequence[int], host_ids: Sequence[int], first: int, most: int) -> Stretch:
-    """The blocks that move in one call with block `first`, at most `most`. Plain integers, in lists: for so few, arrays
-    would take longer than a fast disk leaves time for."""
+    """The blocks that move in one call with block `first`, at most `most`. Works on lists of integers, because arrays
+    would take too long for so few, compared with a fast disk."""
     at, stop = first, min(first + most, len(slots))
     buffers, begin = list[slice](), host_ids[first]
     while (at := at + 1) < stop and slots[at] == slots[at - 1] + 1:
@@ -88,7 +92,7 @@ def stretch_at(slots: Sequence[int], host_ids: Sequence[int], first: int, most: 
 
 
 def neighbours(slots: Sequence[int]) -> Iterator[slice]:
-    """The parts of a job whose slots follow each other."""
+    """The parts of a job with neighbouring slots."""
     first = 0
     for at in range(1, len(slots) + 1):
         if at == len(slots) or slots[at] != slots[at - 1] + 1:
@@ -97,16 +101,17 @@ def neighbours(slots: Sequence[int]) -> Iterator[slice]:
 
 
 READ_BYTES = 4 * 2**20
-"""Bytes of a call that reads: what one has brought is compared beside the next, while the processor has it cached."""
+"""Maximum bytes of one read. The blocks of a read are verified beside the next read, while the processor has them in
+its cache."""
 WRITE_BYTES = 32 * 2**20
-"""Bytes of a call that writes. Sums of small blocks, taken beside it, keep the interpreter's lock, for which the thread
-that writes waits once a call."""
+"""Maximum bytes of one write. Sums of small blocks, taken beside it, hold the interpreter's lock. The thread that
+writes waits for that lock once in each call."""
 
 
 class Slab:
     """Moves blocks between slots and `host`, the host memory: `uint8 [num_host_blocks, block_bytes]`, contiguous.
 
-    Slot `s` is at byte `s * block_bytes`, so that neighbours are one call. Straight: no buffer lies between them.
+    Slot `s` is at byte `s * block_bytes`, so neighbours move in one call. There is no buffer in between.
     """
 
     def __init__(self, file: DiskFile, host: NDArray[np.uint8]) -> None:
@@ -116,16 +121,17 @@ class Slab:
         self.num_host = len(host)
 
     def stretch_at(self, slots: Sequence[int], host_ids: Sequence[int], first: int, call_bytes: int) -> Stretch:
-        """The blocks that move in one call with block `first` of a job, of `call_bytes` at most or one block."""
+        """The blocks that move in one call with block `first` of a job: at most `call_bytes`, but at least one
+        block."""
         return stretch_at(slots, host_ids, first, max(1, call_bytes // self._block_bytes))
 
     def write(self, stretch: Stretch) -> int:
-        """Write one stretch; how many whole blocks of it were written. Raises `OSError`."""
+        """Write one stretch. Returns the number of whole blocks that were written. Raises `OSError`."""
         written = self._file.write(stretch.slot * self._block_bytes, [self._host[part] for part in stretch.host])
         return written // self._block_bytes
 
     def read(self, stretch: Stretch) -> int:
-        """Read one stretch; how many whole blocks of it were read. Raises `OSError`."""
+        """Read one stretch. Returns the number of whole blocks that were read. Raises `OSError`."""
         found = self._file.read(stretch.slot * self._block_bytes, [self._host[part] for part in stretch.host])
         return found // self._block_bytes
 

@@ -1,7 +1,7 @@
 """Invalidated blocks on a disk whose writes may fail: three ways to hide them from a restart, tried in this order.
 
     erase the records             a restart does not find the blocks
-    raise the generation          a restart finds nothing of what was stored until then
+    raise the generation          a restart finds nothing that was stored until then
     drop the table                the same; this process stops using the disk, because it cannot raise the generation
     all of these have failed      a restart may find the blocks, so the log has to say it
 
@@ -36,7 +36,7 @@ def forgotten(
         try:
             erase()
         except OSError as error:
-            reason = f"what was taken back could not be erased: {error.strerror or error}"
+            reason = f"invalidated blocks could not be erased: {error.strerror or error}"
         else:
             return None
     for empty, is_off in ((raise_generation, False), (drop, True)):
@@ -44,5 +44,5 @@ def forgotten(
             empty()
         except OSError:
             continue
-        return DiskTrouble(f"{reason}; a restart finds nothing of what was stored until now", is_off)
-    return DiskTrouble(f"{reason}; a restart may find it: delete the files before the next start", is_off=True)
+        return DiskTrouble(f"{reason}; a restart finds nothing that was stored until now", is_off)
+    return DiskTrouble(f"{reason}; a restart may find them: delete the files before the next start", is_off=True)

@@ -1,7 +1,7 @@
 """The threads of the disk: they run the jobs between host memory and slots, loads before stores.
 
-A disk that hangs keeps a thread each for a few jobs, never all threads for one direction, and never the process: the
-threads are daemons, and what they refer to lives as long as they do.
+A disk that hangs keeps one thread for each of a few jobs, but never all threads of one direction. It never keeps the
+process: the threads are daemons, and the memory and files that they use live as long as they do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._kernel.plans import Completion, RestoredRun, TransferPlan
+from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import Direction, Outcome, Tier
 from ..._transfer.breaker import MAX_MOVES, Breaker, LeftAlone, StorageMove, Use
 from ..._transfer.lane import BlockChecksums
@@ -24,20 +24,20 @@ from ..._transfer.turns import started_thread, wait_precisely
 from ...env import Env
 from ...errors import TransferRefused
 from .forgetting import DiskTrouble
-from .recovery import Survivors
+from .plans import DiskPayload, RestoredRun
 from .slots import DiskOutcome, DiskSlots
 
 NUM_THREADS = 4
 MOST_RUNNING = {Direction.LOAD: 3, Direction.STORE: 2}
-"""Jobs at a time, in the order in which they are begun. Neither direction has all threads: one that hangs would keep
-the other from its disk."""
+"""Maximum jobs at a time. Loads are begun before stores. Neither direction gets all threads, because a direction that
+hangs would keep the other one from the disk."""
 USES = {Direction.LOAD: Use.LOAD, Direction.STORE: Use.STORE}
 GENERATIONS = 2**64
 
 
 @attrs.define
 class DiskCounts:
-    """Of one direction, since the slots were opened."""
+    """Counts of one direction, since the slots were opened."""
 
     num_jobs: int = 0
     num_blocks: int = 0
@@ -45,14 +45,14 @@ class DiskCounts:
     num_failed: int = 0
     """Jobs that ended in an error of the disk."""
     seconds: float = 0.0
-    """Time of jobs, those at the same time counted each."""
+    """Sum of the times of all jobs, also of jobs at the same time."""
 
 
 class DiskLanes:
     """Runs jobs on `slots`. `host` is the host memory, `uint8 [num_host_blocks, block_bytes]`.
 
-    Every launched job gets one completion. With `checksums`, which loads to the device are compared with, a block is
-    compared before it is stored, and noted again when it has been read back.
+    Every launched job gets one completion. `checksums` are the sums of host blocks, which loads to the device verify:
+    each block is verified before it is stored, and its sum is recorded again after it was read back.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DiskLanes:
         self.slots = slots
         self.counts = {direction: DiskCounts() for direction in MOST_RUNNING}
         self.moves: deque[StorageMove] = deque(maxlen=MAX_MOVES)
-        """What is left alone from now on, or not any more, until somebody takes it. Threads append."""
+        """Changes of the breakers, until `take_moves`. Threads append."""
         self._host = host
         self._checksums = checksums
         self._deliver = deliver
@@ -70,7 +70,8 @@ class DiskLanes:
         self._first_generation = slots.generation
         self._hear_trouble: Callable[[DiskTrouble], None] = lambda trouble: None
         self._on_superblock = threading.Lock()
-        """Held while a reset or an erasure is written. A reset that gets it after a later reset has nothing to do."""
+        """Held while a reset or an erasure is written. A reset that gets the lock after a later reset writes
+        nothing."""
         self._num_resets = 0
         self._turn = threading.Condition()
         """Guards everything below."""
@@ -78,26 +79,30 @@ class DiskLanes:
         self._num_running = dict.fromkeys(MOST_RUNNING, 0)
         self._breakers = {direction: Breaker() for direction in MOST_RUNNING}
         self._to_forget: list[int] = []
-        """Slots of which a thread has to erase the records, before stores go on."""
+        """Slots whose records a thread has to erase before stores go on."""
         self._is_forgetting_due = self._is_forgetting = False
         self._num_forgets = 0
         self._given_up: set[int] = set()
         self._under_way: dict[int, int] = {}
-        """Launched jobs, each with the number of `forget` calls before its launch."""
+        """By id of a launched job: the number of `forget` calls before its launch."""
         self._refusal = ""
         self._is_abandoned = False
         self._is_closing = False
         self._threads: dict[threading.Thread, None] = {}
 
     def start(self) -> None:
-        """Start the threads. If it raises `TransferRefused`, closing ends those that run, and closes the files."""
+        """Start the threads. `TransferRefused` if one cannot be started: `stop_launching` then ends the others and
+        closes the files."""
         for number in range(NUM_THREADS):
             self._start(self._work, f"aoffload-disk-{number}")
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
     def launch(self, plan: TransferPlan) -> None:
-        """Have a thread run the job. `TransferRefused` after closing, or where the files must not be used any more."""
+        """Have a thread run the job. `TransferRefused` after closing, if the files must not be used any more, or if a
+        store has no labels."""
+        if plan.direction is Direction.STORE and not isinstance(plan.payload, DiskPayload):
+            raise TransferRefused(f"job {plan.job_id}: {plan.payload!r} is no payload of a store to the disk")
         with self._turn:
             if self._refusal:
                 raise TransferRefused(self._refusal)
@@ -106,14 +111,14 @@ class DiskLanes:
             self._turn.notify()
 
     def give_up(self, job_id: int) -> None:
-        """Nobody waits for this job any more, and others may write to its source once this has returned: a store
-        records nothing from here on. Its completion comes all the same, when it is over."""
+        """Give up a job. Others may write to its source once this has returned, so a store records nothing from then
+        on. The completion comes all the same, when the job is over."""
         with self._turn:
             if job_id in self._under_way:
                 self._given_up.add(job_id)
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Have neither a load nor a restart find the blocks in these slots, nor the old blocks in slots to which stores
+        """Let neither a load nor a restart find the blocks in these slots, nor the old blocks in slots to which stores
         are under way. Stores wait until this is done, because they may write to the same slots."""
         with self._turn:
             if self._is_closing:
@@ -124,7 +129,7 @@ class DiskLanes:
             self._turn.notify()
 
     def refuses(self, direction: Direction) -> bool:
-        """Whether jobs of this direction are better not asked for now: the disk has failed, and is left alone."""
+        """Whether the disk is off, or the breaker of this direction is open, because jobs have failed."""
         with self._turn:
             return bool(self._refusal) or self._breakers[direction].is_open(self._env.now())
 
@@ -134,7 +139,7 @@ class DiskLanes:
             return tuple(breaker.left_alone(use) for use, breaker in found if breaker.is_on_trial)
 
     def turn_off(self, reason: str) -> None:
-        """Launch nothing any more; jobs that were launched still run."""
+        """Refuse new jobs; launched jobs still run."""
         with self._turn:
             self._refusal = self._refusal or reason
             self._turn.notify_all()
@@ -156,7 +161,7 @@ class DiskLanes:
                     self._forget_before(plan, completion.num_landed)
                 self._given_up.discard(plan.job_id)
                 if self._is_closing:
-                    self._turn.notify_all()  # else nobody: what may run now is what this thread takes next
+                    self._turn.notify_all()  # otherwise this thread takes the next job itself
             self._deliver(completion)
 
     def _erase(self, slots: list[int]) -> None:
@@ -173,14 +178,14 @@ class DiskLanes:
             self._turn.notify_all()
 
     def _forget_before(self, plan: TransferPlan, num_landed: int) -> None:
-        """Something was forgotten during this store, and the old blocks in its slots may have been part of it. So erase
-        the records that the store has not replaced, and sync the others. Call this before the completion is delivered,
-        so that no other store writes to these slots first."""
+        """Blocks were forgotten during this store, perhaps the old blocks in its slots. So erase the records that the
+        store has not replaced, and sync the others. Called before the completion is delivered, so that no other store
+        writes to these slots first."""
         self._to_forget += plan.destination_ids[num_landed:]
         self._is_forgetting_due = True
 
     def _next(self) -> TransferPlan | list[int] | None:
-        """The job to run next, or the slots to forget, once there are some. None: there will be none."""
+        """Wait for the next job, or for slots to forget. None: the disk is closing, and nothing is left."""
         with self._turn:
             while True:
                 if self._is_forgetting_due and not self._is_forgetting:
@@ -213,17 +218,17 @@ class DiskLanes:
         )
 
     def _stored(self, plan: TransferPlan) -> DiskOutcome:
-        labels = plan.labels or (None,) * plan.num_blocks
-        generation, stop = self._generation_after(plan.generation), self._first_changed(plan.source_ids)
-        front = plan.destination_ids[:stop], plan.source_ids[:stop], labels[:stop]
+        payload, stop = DiskPayload.of(plan), self._first_changed(plan.source_ids)
+        generation = self._generation_after(payload.generation)
+        front = plan.destination_ids[:stop], plan.source_ids[:stop], payload.labels[:stop]
         found = self.slots.store(*front, generation, lambda: self._is_given_up(plan.job_id))
         if stop == plan.num_blocks or found.outcome is not Outcome.LANDED:
             return found
         return attrs.evolve(found, outcome=Outcome.FAILED, error="a block in host memory is not what was stored there")
 
     def _first_changed(self, host_ids: Sequence[int]) -> int:
-        """The first of these host blocks that is not what its checksum says: a sum of its own on the disk would make it
-        right for ever."""
+        """The index of the first host block whose checksum differs; the number of blocks if there is none. A corrupt
+        block must not be stored, because the disk would record a sum that makes it look right."""
         if self._checksums is not None:
             for index, host_id in enumerate(host_ids):
                 if not self._checksums.matches(host_id, self._host[host_id]):
@@ -259,8 +264,8 @@ class DiskLanes:
         self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None],
         hear_trouble: Callable[[DiskTrouble], None],
     ) -> None:  # fmt: skip
-        """Read, in a thread of its own, what an earlier process has left. `hear` is called there with each slice, and
-        `over` at the end, with the reason of a failure or with an empty text. Nothing may be stored before the end.
+        """Read the runs that an earlier process has left, in a thread of its own. `hear` is called there with each
+        slice, and `over` at the end, with the reason of a failure or with an empty text. Store nothing before the end.
         `hear_trouble` is called in some thread whenever records could not be erased."""
         self._hear_trouble = hear_trouble
 
@@ -272,8 +277,8 @@ class DiskLanes:
                         problem = "closed before everything was read"
                         break
                     if found:
-                        hear([_restored(one) for one in found])
-            except Exception as error:  # noqa: BLE001 - a lack of memory, say: what was not read is not used
+                        hear(found)
+            except Exception as error:  # noqa: BLE001 - such as a lack of memory: runs that were not read are not used
                 problem = repr(error)
             if problem:
                 self.turn_off(f"the disk was not read to its end: {problem}")
@@ -282,8 +287,8 @@ class DiskLanes:
         self._start(read, "aoffload-disk-reader")
 
     def reset(self, num_resets: int, over: Callable[[str], None]) -> None:
-        """Have no restart find anything that was planned before the reset of this number, in a thread of its own.
-        `over` is called there at the end: with why it failed, or with an empty text."""
+        """Let no restart find blocks that were planned before the reset of this number. A thread of its own writes
+        that, and calls `over` at the end, with the reason of a failure or with an empty text."""
 
         def reset() -> None:
             problem = ""
@@ -295,7 +300,7 @@ class DiskLanes:
         self._start(reset, "aoffload-disk-reset")
 
     def disown(self) -> None:
-        """Have no restart find what is stored after the next reset."""
+        """Let no restart find blocks that are stored after the next reset."""
         self.slots.disown()
 
     def _raise_generation(self, num_resets: int) -> str:
@@ -318,11 +323,11 @@ class DiskLanes:
             self._refusal = self._refusal or "the transport is closed"
             self._is_closing = True
             self._turn.notify_all()
-            self._close_behind_the_last()  # perhaps none could be started
+            self._close_after_the_last()  # perhaps none could be started
 
     def join(self, timeout_s: float) -> bool:
-        """Whether all threads ended within `timeout_s` seconds; then the files are closed. If not, no job is begun any
-        more, and the thread that ends last closes them."""
+        """Whether all threads ended within `timeout_s` seconds; then the files are closed. If not, no more jobs are
+        begun, and the thread that ends last closes the files."""
         deadline_s = time.monotonic() + timeout_s  # not the `Env`'s clock: joining a thread takes real time
         with self._turn:
             threads = list(self._threads)
@@ -339,23 +344,19 @@ class DiskLanes:
             finally:
                 self._ended()
 
-        with self._turn:  # held until the thread is noted: it may end at once
+        with self._turn:  # held until the thread is recorded, because it may end at once
             if self._is_closing:
                 raise TransferRefused(self._refusal)
             self._threads[started_thread(self._env, run, name)] = None
 
     def _ended(self) -> None:
         """The calling thread ends."""
-        with self._turn:  # held while they are closed: who has joined all threads finds them closed
+        with self._turn:  # held while the files are closed, so that they are closed when `join` returns True
             self._threads.pop(threading.current_thread(), None)
-            self._close_behind_the_last()
+            self._close_after_the_last()
 
-    def _close_behind_the_last(self) -> None:
-        """The last thread closes the files: a hung call may still have used them."""
+    def _close_after_the_last(self) -> None:
+        """The last thread closes the files, because a hung call of another thread may have used them until then."""
         if self._is_closing and not self._threads:
             with suppress(OSError):
                 self.slots.close()
-
-
-def _restored(found: Survivors) -> RestoredRun:
-    return RestoredRun(found.root, found.before, found.digest, found.start, found.stop, found.tokens, found.slots)

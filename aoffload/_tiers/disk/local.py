@@ -1,4 +1,4 @@
-"""The disk of a local transport: what it is, opened beside the host memory, and what the runtime asks of it."""
+"""`LocalDisk`: the disk of a local transport, opened together with the host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..._config.tiers import DiskTier
 from ..._kernel.layout import Layout
-from ..._kernel.plans import Completion, RestoredRun, TransferPlan
+from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import Direction
 from ..._transfer.breaker import StorageMove, taken
 from ..._transfer.lane import BlockChecksums
@@ -25,6 +25,7 @@ from ...errors import ConfigError, TransferRefused, WrongState
 from .files import DiskDirectory
 from .forgetting import DiskTrouble
 from .lanes import DiskCounts, DiskLanes
+from .plans import RestoredRun
 from .posix import PosixDirectory
 from .records import SlotLayout
 from .slots import DiskSlots
@@ -32,18 +33,18 @@ from .slots import DiskSlots
 
 @attrs.define(eq=False)
 class LocalDisk:
-    """Implements `TransportDisk`, in the files of `tier`. `regions` enter what its contents may be used for."""
+    """Implements `TransportDisk`, in the files of `tier`. `regions` are part of the identity of the KV there."""
 
     tier: DiskTier
     regions: Sequence[KVRegion]
     directory: Callable[[str], DiskDirectory] = PosixDirectory
-    """Opens the directory: of the system, or a simulated one."""
+    """Opens the directory, of the operating system or simulated."""
     _layout: SlotLayout | None = None
     _fingerprint: bytes = b""
     _lanes: DiskLanes | None = None
 
     def identify(self, layout: Layout, namespace: str) -> None:
-        """Called before `open`: how the groups share blocks, and what else identifies their KV."""
+        """Called before `open`. `layout` and `namespace` identify the KV, together with the regions."""
         block_bytes = sum(region.block_bytes for region in self.regions)
         widths = tuple(component.width for component in layout.components)
         leading = tuple(not component.number for component in layout.components)
@@ -53,12 +54,14 @@ class LocalDisk:
     def open(
         self, host: NDArray[np.uint8], checksums: BlockChecksums | None, deliver: Callable[[Completion], None], env: Env
     ) -> None:
-        """Open or make the files within `open_timeout_s`, and start the threads. `ConfigError` names what cannot be,
-        `TransferRefused` a thread that cannot be started: `stop_launching` and `join` close what is open then."""
+        """Open or make the files within `open_timeout_s`, and start the threads. `ConfigError` if the files cannot be
+        had. `TransferRefused` if a thread cannot be started: `stop_launching` and `join` then close the files."""
         if self._layout is None:
             raise WrongState("the disk does not know its layout: a runtime says it before it opens the transport")
         slots = opened_within(self.tier.open_timeout_s, partial(self._slots, self._layout, host, env), env)
-        self._lanes = DiskLanes(slots, host, checksums, deliver, env)  # known before it starts: whoever closes finds it
+        self._lanes = DiskLanes(
+            slots, host, checksums, deliver, env
+        )  # set before the start, so that `join` closes it if the start fails
         self._lanes.start()
 
     def _slots(self, layout: SlotLayout, host: NDArray[np.uint8], env: Env) -> DiskSlots:
@@ -137,9 +140,10 @@ class LocalDisk:
 
 
 def opened_within(timeout_s: float, open_slots: Callable[[], DiskSlots], env: Env) -> DiskSlots:
-    """What `open_slots` returns, called in a thread of its own. `ConfigError("path")` if it takes longer than
-    `timeout_s` seconds: the thread then closes what it opens in the end. Until that another opener is refused."""
-    is_over = threading.Lock()  # taken by the thread when it has opened, or by the caller when it has given up
+    """Call `open_slots` in a thread of its own, and return its result. `ConfigError("path")` if it takes longer than
+    `timeout_s` seconds. The thread then closes the slots as soon as they are open; until then, the directory stays
+    locked."""
+    is_over = threading.Lock()  # taken by the thread once the slots are open, or by the caller once it gives up
     has_ended = threading.Event()
     found: list[DiskSlots] = []
     errors: list[Exception] = []

@@ -26,7 +26,7 @@ import anyio
 import attrs
 
 from ..._assembly import AnyLedger
-from ..._kernel.plans import RestoredRun, TransferPlan
+from ..._kernel.plans import TransferPlan
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import Direction, JobState, NoEpoch, Tier
 from ..._observe.log import Telemetry
@@ -37,6 +37,7 @@ from ...env import Env
 from ...errors import TransferRefused
 from ..write_rate import DailyBudget
 from .forgetting import DiskTrouble
+from .plans import RestoredRun
 
 TURN_S = 0.001
 """Maximum time for restored runs in one turn of the event loop."""

@@ -21,7 +21,7 @@ from .files import DiskFile
 
 LOCK = "lock"
 ALIGNMENTS = (512, 4096)
-"""What offset, length and address of a direct call have to be a multiple of: the first that works is taken."""
+"""Alignments of offset, length and address of a direct call, in bytes: the first that works is taken."""
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _FILE = os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
@@ -118,8 +118,8 @@ class PosixDirectory:
         return PosixFile(os.open(self.path / name, _FILE | os.O_CREAT, 0o600))
 
     def make_direct(self, file: DiskFile, block_bytes: int, address: int) -> DiskFile:
-        """`file` with O_DIRECT, if `block_bytes` and `address` are aligned as a trial on the file finds that they have
-        to be; else through the page cache, from which every block is dropped again."""
+        """`file` with O_DIRECT, if `block_bytes` and `address` have the alignment that a trial on the file finds to be
+        needed. Otherwise the file goes through the page cache, and every block is dropped from the cache again."""
         assert isinstance(file, PosixFile)
         alignment = _alignment_of(file)
         if alignment and not block_bytes % alignment and not address % alignment:
@@ -136,7 +136,7 @@ class PosixDirectory:
 
 
 class PosixFile:
-    """A file by its descriptor. The system's calls let go of the interpreter lock."""
+    """A file by its descriptor. Its calls release the interpreter lock."""
 
     MAX_BEHIND = 8
 
@@ -144,7 +144,7 @@ class PosixFile:
         self._descriptor = descriptor
         self.is_direct = False
         self.drop_behind = False
-        """Whether what was written or read is dropped from the page cache."""
+        """Whether bytes that were written or read are dropped from the page cache."""
         self._behind: deque[tuple[int, int]] = deque()
 
     @property
@@ -181,7 +181,7 @@ class PosixFile:
         os.close(self._descriptor)
 
     def set_direct(self, on: bool) -> None:
-        """Go past the page cache from now on. `OSError` where the file system cannot."""
+        """Go past the page cache from now on. `OSError` if the file system cannot."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         direct = getattr(os, "O_DIRECT", 0)
         if not direct:
@@ -190,8 +190,8 @@ class PosixFile:
         self.is_direct = on
 
     def _drop(self, offset: int, num_bytes: int) -> None:
-        """Drop these bytes from the page cache. Written ones are clean only later: the call starts that, and one that
-        follows some writes behind drops them."""
+        """Drop these bytes from the page cache. Written bytes are clean only later: this call starts to write them
+        back, and a later call, `MAX_BEHIND` writes after it, drops them."""
         self._behind.append((offset, num_bytes))
         os.posix_fadvise(self._descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
         if len(self._behind) > self.MAX_BEHIND:
@@ -200,7 +200,7 @@ class PosixFile:
 
 
 def _alignment_of(file: PosixFile) -> int:
-    """What direct calls on `file` have to be aligned to; 0 where none works. Reads a little and writes it back."""
+    """The alignment of direct calls on `file`; 0 if no direct call works. Reads a little and writes it back."""
     memory = np.frombuffer(mmap.mmap(-1, 4 * ALIGNMENTS[-1]), dtype=np.uint8)
     for alignment in ALIGNMENTS:
         part = memory[alignment : 2 * alignment]

@@ -5,7 +5,7 @@
                  root digest, prefix digest through this unit, prefix digest before it,
                  xxh3-128 of the data, tokens of the unit
 
-The sum of a record covers everything behind it and the number of its slot. A record of zeros says "nothing here".
+The sum of a record covers all bytes after it and the number of its slot. A record of zeros stands for an empty slot.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from ..._arguments import as_tuple, check_int
 from ..._config.tiers import SUPERBLOCK_BYTES, record_bytes
-from ..._kernel.plans import BlockLabel
 from ..._kernel.prefix import TOKEN_BYTES
 from ...errors import ConfigError, InvalidArgument
+from .plans import BlockLabel
 from .sums import DATA_SUM_BYTES, record_sum
 
 FORMAT_VERSION = 1
@@ -31,8 +31,8 @@ _SUPERBLOCK = struct.Struct("<16sQ32sQQ")
 _SUM = struct.Struct("<Q")
 _HEAD = struct.Struct(f"<QQHHI{DIGEST_BYTES}s{DIGEST_BYTES}s{DIGEST_BYTES}s{DATA_SUM_BYTES}s")
 MAX_WIDTH = 2**16 - 1
-MAX_BANDS = 62
-"""As many as there are bits in a number of numpy."""
+MAX_COMPONENTS = 62
+"""Components are bits of an int64 of numpy."""
 
 
 @attrs.frozen
@@ -51,7 +51,7 @@ class SlotLayout:
         check_int("block_bytes", self.block_bytes, 1, error=ConfigError)
         for width in as_tuple("widths", self.widths, "integers", ConfigError):
             check_int("widths", width, 0, MAX_WIDTH, ConfigError)
-        if not 0 < len(self.widths) <= MAX_BANDS or len(self.leading) != len(self.widths):
+        if not 0 < len(self.widths) <= MAX_COMPONENTS or len(self.leading) != len(self.widths):
             raise ConfigError("leading", f"must have an item for each of the components, {len(self.widths)}")
 
     def encoded(self) -> bytes:
@@ -78,7 +78,7 @@ class RecordFormat:
         )  # fmt: skip
 
     def encoded(self, label: BlockLabel, slot: int, generation: int, number: int, data_sum: bytes) -> bytes:
-        """The record of `slot`. The label fits (`check`)."""
+        """The record of `slot`, for a label that `check` accepts."""
         place = (generation, number, label.component, label.place, label.position)
         head = _HEAD.pack(*place, label.root, label.digest, label.before or bytes(DIGEST_BYTES), data_sum)
         body = head + label.tokens + self._padding
@@ -95,15 +95,16 @@ class RecordFormat:
         check_int("labels", label.position, 0, 2**32 - 1)
 
     def zeros(self, num_records: int) -> bytes:
-        """Records that say that nothing is there."""
+        """Records of empty slots."""
         return bytes(num_records * self.num_bytes)
 
     def decoded(self, raw: Any) -> NDArray[Any]:
-        """The records in `raw`, sound or not, as a structured array."""
+        """The records in `raw` as a structured array, unchecked."""
         return np.frombuffer(raw, dtype=self.dtype)
 
     def sound(self, raw: Any, first_slot: int, generation: int) -> NDArray[np.int64]:
-        """Indices of the records in `raw`, that of `first_slot` first, that are of `generation` and whole."""
+        """Indices of the records in `raw` that are of `generation` and have the right sum. `first_slot`: the slot of
+        the first record."""
         records = self.decoded(raw)
         candidates = np.flatnonzero((records["generation"] == generation) & (records["sum"] != 0))
         sums, view, size = records["sum"].tolist(), memoryview(raw).cast("B"), self.num_bytes
@@ -122,7 +123,7 @@ def _check_digest(name: str, found: bytes) -> None:
 
 @attrs.frozen
 class Superblock:
-    """What a table was written for. Records of another generation count as nothing."""
+    """Identity of a table. Records of another generation do not count."""
 
     fingerprint: bytes
     generation: int
@@ -134,7 +135,7 @@ class Superblock:
 
     @classmethod
     def decoded(cls, raw: bytes) -> Superblock | None:
-        """The superblock in `raw`; None for anything else, such as one that was written in part."""
+        """The superblock in `raw`; None for other bytes, such as a superblock that was written in part."""
         if len(raw) < SUPERBLOCK_BYTES:
             return None
         body = raw[: _SUPERBLOCK.size]

@@ -1,11 +1,12 @@
-"""What a restart may trust of the records: units whose digest is that of their tokens, behind units that are, too.
+"""Records that a restart may trust: the digest of their unit is that of their tokens, and all units before it are
+there.
 
     records   [unit 0 | A] [unit 2 | A] [unit 1 | A] [unit 1 | B] [unit 0 | A, older] [unit 5 | C]
     proven    A: 0, 1, 2        not B, whose unit 0 is lost, nor C; of two slots for A's unit 0 the newer
 
-Pure: it reads nothing. numpy links all records at once, and cuts them into runs: units that follow each other and have
-no other children. Of a run only the last digest is computed: it is that of all its tokens, and each record names the
-digest of the one before. What loops in Python loops over runs, and is done in slices.
+Pure: it reads no file. numpy links all records at once, and cuts them into runs: units that follow each other and have
+no other children. Only the last digest of a run is computed: it covers all tokens of the run, and each record names the
+digest of the record before it. Loops in Python are over runs, and work in slices.
 """
 
 from __future__ import annotations
@@ -20,38 +21,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._kernel.prefix import TOKEN_BYTES, Hasher
+from .plans import RestoredRun
 from .records import DIGEST_BYTES, SlotLayout
 
 ORPHAN = -2
-"""In place of a parent: it is lost."""
+"""In place of the parent of a unit whose parent is lost."""
 NO_PARENT = -1
 RUN_UNITS = 512
-"""No run crosses a multiple of this: it bounds a slice."""
+"""No run crosses a multiple of this number of units, which bounds a slice."""
 Numbers: TypeAlias = NDArray[np.int64]
 
 
 @attrs.frozen
-class Survivors:
-    """Units `[start, stop)` of one prefix. The units before them were given before them.
-
-    `slots` has for each component the slots of these units, in order, or none. Units without any slot are included for
-    their tokens, because a later window needs them.
-    """
-
-    root: bytes
-    before: bytes
-    """The digest of the prefix before unit `start`; empty if there is nothing before it."""
-    digest: bytes
-    """The digest of the prefix up to `stop`."""
-    start: int
-    stop: int
-    tokens: bytes
-    slots: tuple[array[int], ...]
-
-
-@attrs.frozen
 class Run:
-    """Units that lie together in the arrays of `Chains`, from `first` on. `parent` is the run that they follow."""
+    """Neighbours in the arrays of `Chains`, from `first` on. `parent` is the run that they follow."""
 
     first: int
     num_units: int
@@ -64,7 +47,7 @@ class Run:
 class Chains:
     """Sound records, linked to the units that they follow. `proven` walks them from their roots.
 
-    `slots` and `data_sums`: of every slot that a survivor may name, `uint8 [len(slots), 16]`.
+    `slots`: all slots that a restored run may name. `data_sums`: the sums of their data, `uint8 [len(slots), 16]`.
     """
 
     def __init__(self, layout: SlotLayout, slots: Numbers, records: NDArray[Any]) -> None:
@@ -90,8 +73,8 @@ class Chains:
         self, slots: Numbers, records: NDArray[Any], chosen: Numbers, units: Numbers, components: Numbers,
         whole: NDArray[np.bool_], order: Numbers,
     ) -> None:  # fmt: skip
-        """Put the slots in the order of the units, component by component; of a unit only those components that are
-        complete."""
+        """Put the slots in the order of the units, component by component. Slots of components that are incomplete in
+        their unit are left out."""
         place_of = np.empty(len(order), np.int64)
         place_of[order] = np.arange(len(order))
         kept = whole[units, components]
@@ -104,7 +87,7 @@ class Chains:
     def _note(
         self, records: NDArray[Any], chosen: Numbers, parents: Numbers, order: Numbers, starts: Numbers, masks: Numbers
     ) -> None:  # fmt: skip
-        """Keep what the walk needs. `chosen`: a record of each unit, in their order."""
+        """Keep the arrays that the walk reads. `chosen`: a record of each unit, in their order."""
         self.num_units = len(chosen)
         self._digests, self._tokens = _bytes(records["digest"][chosen]), _bytes(records["tokens"][chosen])
         self._roots = _bytes(records["root"][chosen[starts]])
@@ -131,25 +114,26 @@ class Chains:
     def _root_of(self, number: int) -> bytes:
         return bytes(self._roots[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
 
-    def proven(self, most_units: int) -> Iterator[list[Survivors]]:
-        """What has survived, a prefix before what follows it: some `most_units` units at a time."""
+    def proven(self, most_units: int) -> Iterator[list[RestoredRun]]:
+        """The proven runs, a prefix before the runs after it, about `most_units` units at a time. A run without any
+        slot is included for its tokens, because a later window needs them."""
         leading = sum(1 << component for component, leads in enumerate(self._layout.leading) if leads)
-        found, num_units = list[Survivors](), 0
+        found, num_units = list[RestoredRun](), 0
         held = dict[int, int]()
         for number, is_right in self._walk():
             run = self._runs[number]
             num_units += run.num_units
             if is_right:
                 held[number] = run.components & (held[run.parent] | ~leading if run.parent >= 0 else run.components)
-                found.append(self._survivors(number, held[number]))
+                found.append(self._restored(number, held[number]))
             if num_units >= most_units:
                 yield found
                 found, num_units = [], 0
         yield found
 
     def _walk(self) -> Iterator[tuple[int, bool]]:
-        """Every run that leads to a root, depth first, and whether its tokens are right. Nothing behind one that is
-        wrong is looked at."""
+        """Every run that leads to a root, depth first, and whether its tokens are right. Runs after a wrong one are not
+        visited."""
         for first in self._children_of(NO_PARENT):
             stack = [(first, hashlib.sha256(self._root_of(first)), True)]
             while stack:
@@ -167,16 +151,16 @@ class Chains:
         hasher.update(self._tokens[start : start + run.num_units * self._token_bytes])
         return bool(hasher.digest() == self._digest_after(run))
 
-    def _survivors(self, number: int, held: int) -> Survivors:
+    def _restored(self, number: int, held: int) -> RestoredRun:
         run = self._runs[number]
         start, size = run.first * self._token_bytes, run.num_units * self._token_bytes
         before = self._digest_after(self._runs[run.parent]) if run.parent >= 0 else b""
         position, tokens = run.position, bytes(self._tokens[start : start + size])
         digest, slots = self._digest_after(run), tuple(self._slots_of(run, held))
-        return Survivors(self._root_of(number), before, digest, position, position + run.num_units, tokens, slots)
+        return RestoredRun(self._root_of(number), before, digest, position, position + run.num_units, tokens, slots)
 
     def _slots_of(self, run: Run, held: int) -> Iterator[array[int]]:
-        """The slots in each component: those of a unit lie together, component after component."""
+        """The slots in each component. The slots of a unit are neighbours, component after component."""
         rows = self.slots[self._bounds[run.first] : self._bounds[run.first + run.num_units]].astype(np.int32)
         rows, at = rows.reshape(run.num_units, -1), 0
         for component, width in enumerate(self._layout.widths):
@@ -186,7 +170,7 @@ class Chains:
 
 
 def _bytes(rows: NDArray[Any]) -> memoryview:
-    """The bytes of an array. Making a `bytes` of it would hold the interpreter lock all the while."""
+    """The bytes of an array, without a copy to a `bytes`, which would hold the interpreter lock."""
     flat = np.ascontiguousarray(rows).reshape(-1)
     return flat.data.cast("B") if len(flat) else memoryview(b"")
 
@@ -200,9 +184,9 @@ def _equal(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> NDArray[np.boo
 
 
 def _newest(candidates: Numbers, records: NDArray[Any]) -> tuple[Numbers, Numbers, Numbers]:
-    """Of several records for one place the one that was written last, sorted by unit, component and place; the unit of
-    each; and a record of each unit. Units are in the order of the first eight bytes of their digests, by which they are
-    told apart here: what is found by them is compared in full."""
+    """The record that was written last for each place, sorted by unit, component and place; the unit of each; and one
+    record of each unit. Units are in the order of the first eight bytes of their digests. Only these bytes tell units
+    apart here, so the caller compares the digests in full."""
     key = records["digest"][:, 0][candidates]
     place = records["component"][candidates].astype(np.int64) << 16 | records["place"][candidates]
     order = np.lexsort((~records["number"][candidates], place, key))
@@ -217,7 +201,7 @@ def _newest(candidates: Numbers, records: NDArray[Any]) -> tuple[Numbers, Number
 
 
 def _whole_components(units: Numbers, components: Numbers, num_units: int, widths: Numbers) -> NDArray[np.bool_]:
-    """`[num_units, num_components]`: where all places of a unit in a component are there."""
+    """`[num_units, num_components]`: whether all places of a unit in a component are there."""
     num_components = len(widths)
     counts = np.bincount(units * num_components + components, minlength=num_units * num_components).reshape(
         num_units, num_components
@@ -227,7 +211,8 @@ def _whole_components(units: Numbers, components: Numbers, num_units: int, width
 
 
 def _parents(records: NDArray[Any], firsts: Numbers) -> Numbers:
-    """For each unit the one that it follows, or why there is none. `firsts`: a record of each, by ascending digest."""
+    """For each unit the unit that it follows, `NO_PARENT` or `ORPHAN`. `firsts`: a record of each, by ascending
+    digest."""
     if not len(firsts):
         return np.zeros(0, np.int64)
     digests, before = records["digest"][firsts], records["before"][firsts]
@@ -240,7 +225,7 @@ def _parents(records: NDArray[Any], firsts: Numbers) -> Numbers:
 
 
 def _runs(parents: Numbers, positions: Numbers, masks: Numbers) -> tuple[Numbers, Numbers]:
-    """An order of the units in which those of a run follow each other, and where in it each run begins."""
+    """An order of the units in which the units of a run are neighbours, and the place at which each run begins."""
     num_units = len(parents)
     if not num_units:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)

@@ -1,8 +1,8 @@
 """The rules of the disk tier: what is stored there, and what a restart brings back.
 
-**Stores** (`DiskStores`). Stored are blocks that the host is about to evict, blocks that were requested twice, and at
-the end the blocks that are left. A prefix is stored whole: the disk holds no suffix whose prefix it lacks. The caller
-says how much may be written, and when.
+**Stores** (`DiskStores`). Blocks that the host is about to evict are stored, then blocks that were requested twice, and
+at the end all others. A prefix is stored whole: the disk holds no suffix whose prefix it lacks. The caller decides how
+many blocks may be written, and when.
 
 **Restores** (`Restores`). Runs that an earlier process has left on disk enter the index before anything else is stored
 there. Each run names the digest of the prefix that it follows, so a prefix is restored before the runs after it. This
@@ -23,19 +23,19 @@ from ..._extensions.watermark import EvictionWatermark
 from ..._kernel.cache import PrefixCache
 from ..._kernel.index import covered_stop
 from ..._kernel.jobs import left_of
-from ..._kernel.plans import RestoredRun
 from ..._kernel.pools import TierBlocks
 from ..._kernel.prefix import TOKEN_BYTES, Hasher, Prefix, Root
-from ..._kernel.protocols import TakesIds
 from ..._kernel.records import NO_LIMIT, Job, Part, Run
 from ..._kernel.states import Tier
 from ..._kernel.tokens import TokenSequence, hash_run
 from ...errors import InvalidArgument
+from .blocks import DiskBlocks
+from .plans import RestoredRun, TakesIds
 
 STEPS = 16
-"""The host is looked at each time that it has used one of so many parts of the watermark."""
-MAX_LOOKED_AT = 64
-"""Prefixes of which one call asks how often they were asked for."""
+"""The watermark has this many steps: the host is scanned again once it has used one step of free blocks."""
+MAX_SCANNED = 64
+"""Maximum parts that one call scans for blocks that were requested twice."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,9 +48,9 @@ class DiskStores:
     """Runs that the disk lacked at that scan, each with the number of blocks that may still be stored for it. Empty
     once each run has had its turn. Turns end the writes to a disk that is smaller than the watermark: without them,
     each store would bring back blocks that the store before it has evicted."""
-    _looked_at: int = 0
-    """`Part.last_use` up to which all that was asked for twice is on the disk, or was not stored."""
-
+    _scanned: int = 0
+    """`Part.last_use` up to which no part needs a scan: its blocks that were requested twice are on the disk, or could
+    not be stored."""
     _host: TierBlocks = field(init=False)
     _disk: TierBlocks = field(init=False)
     _least_blocks: int = field(init=False)
@@ -63,7 +63,7 @@ class DiskStores:
         )
 
     def plan(self, most: int, *, is_idle: bool, only_requested_twice: bool) -> list[Job]:
-        """Store at most `most` blocks of what the host is about to evict; with `is_idle`, also of what was asked for
+        """Store at most `most` blocks that the host is about to evict; with `is_idle`, also blocks that were requested
         twice, as far as the disk has free slots."""
         watermark, jobs = self.watermark, list[Job]()
         if most <= 0:
@@ -75,15 +75,15 @@ class DiskStores:
         if self._turns:
             jobs += self._take_turns(most, wanted)
         if is_idle and not watermark.nothing_changed():
-            left = min(left_of(most, jobs), self._disk.pool.num_free)  # evicts nothing: or it would go round for ever
+            left = min(left_of(most, jobs), self._disk.pool.num_free)  # evict nothing: stores would never end
             jobs += watermark.store(self._requested_twice(left), self._requested_stop, left)
             if left_of(most, jobs) <= 0:
-                watermark.seen = ()  # something is left to store even if nothing changes
+                watermark.seen = ()  # more may be left to store, even if nothing changes
         return jobs
 
     @property
     def are_due(self) -> bool:
-        """Whether `plan` may find something, wanting what it wanted before."""
+        """Whether `plan`, called with the same arguments as before, may find more to store."""
         watermark = self.watermark
         return bool(self._turns) or self._nearness() != self._came_to[:2] or watermark.state() != watermark.seen
 
@@ -120,8 +120,8 @@ class DiskStores:
         return (host.num_evicted - host.pool.num_free) // self.watermark.step, self._disk.num_resets
 
     def plan_flush(self, most: int) -> list[Job]:
-        """Store at most `most` blocks of all that the disk lacks, what was used last first, as far as the disk can hold
-        it all: call after call, no block of that is evicted for another one."""
+        """Store at most `most` of the blocks that the disk lacks, the last used first, as far as the disk can hold all
+        of them: no call evicts a block that an earlier call has stored."""
         parts = list(self._host.order)[::-1]
         stops = self._stops_that_fit(parts)
 
@@ -131,23 +131,23 @@ class DiskStores:
         return self.watermark.store(self.watermark.lacking(parts, NO_LIMIT, wanted), wanted, most)
 
     def _stops_that_fit(self, parts: list[Part]) -> dict[Run, int]:
-        """The unit up to which the disk can hold each run of `parts`, behind what is on its way there, which is pinned
-        and in no order."""
+        """The unit up to which the disk can hold each run of `parts`. Runs on their way to the disk come first, because
+        they are pinned and so in no eviction order."""
         jobs = [job for job in self.watermark.jobs.unsettled.values() if job.plan.destination is self._disk.tier]
         runs = [run for job in jobs for run in job.run.path()] + [part.run for part in parts]
         stops, left = dict[Run, int](), self._disk.capacity
         for run in dict.fromkeys(runs):
             num_blocks = sum(len(part.blocks) for part in run.parts_in(self._host.tier))
             if num_blocks > left:
-                stops[run] = run.start + left // self.watermark.cache.layout.width  # its tail is what goes first
+                stops[run] = run.start + left // self.watermark.cache.layout.width  # eviction would take its tail first
                 break
             stops[run] = run.stop
             left -= num_blocks
         return stops
 
     def _whole_stop(self, run: Run) -> int:
-        """The unit up to which host and disk together hold the path of `run` without a gap. What is behind a block that
-        was found corrupt could not be published."""
+        """The unit up to which host and disk together hold the path of `run` without a gap, because nothing after a gap
+        (a corrupt block) could be published."""
         source, destination = self.watermark.stores.source, self.watermark.stores.destination
         if not run.parts[source].width:
             return run.stop
@@ -161,34 +161,37 @@ class DiskStores:
         return min(self._whole_stop(run), self.counts.requested_stop(TokenSequence.of_path(run), run.stop))
 
     def _requested_twice(self, num_blocks: int) -> list[Run]:
-        """Runs with about `num_blocks` blocks that were asked for twice and may be missing on the disk."""
+        """Runs with about `num_blocks` blocks that were requested twice and that the disk may lack."""
         found: dict[Run, None] = {}
-        looked_at = self._looked_at  # parts that were used together have the same number: each of them is scanned
-        unseen = (part for part in self._host.order if part.last_use > looked_at)
-        for part in islice(unseen, MAX_LOOKED_AT):
+        scanned = self._scanned  # parts that were used together have the same number: each of them is scanned
+        unseen = (part for part in self._host.order if part.last_use > scanned)
+        for part in islice(unseen, MAX_SCANNED):
             if num_blocks <= 0:
                 break
             if self.watermark.lacking((part,), 1, self._requested_stop):
                 found[part.run] = None
                 num_blocks -= len(part.blocks)
             elif not found:
-                self._looked_at = part.last_use
+                self._scanned = part.last_use
         return list(found)
 
 
 @dataclass(slots=True, eq=False)
 class Restores:
     cache: PrefixCache
+    disk: DiskBlocks
     pool: TakesIds
+    """The pool of `disk`."""
     _ends: dict[bytes, Run] = field(default_factory=dict)
     """By the digest of the prefix up to its end: the run that ended there when it was restored."""
     _bare: dict[bytes, RestoredRun] = field(default_factory=dict)
-    """Without slots, by the same digest: they enter the index with the first run behind them."""
+    """Runs without slots, by the same digest: they enter the index with the first run after them."""
 
     def restore(self, found: RestoredRun) -> int:
-        """The slots that now belong to `found`: none if what it follows is not there, or its slots are not free."""
+        """Restore `found`. Returns how many of its slots are in use now: 0 if the disk does not hold the prefix before
+        it, or its slots are not free."""
         if self.cache.layout.full.width and not found.slots[0]:
-            return 0  # no hit could end in it, nor behind it
+            return 0  # no hit could end in it, nor after it
         if not any(found.slots):
             self._bare[found.digest] = found
             return 0
@@ -200,11 +203,11 @@ class Restores:
         elif (before := self._end_of(found.before, found.start)) is not None:
             taken = self._enter(found, before, before.root)
         if not taken and before is not None:
-            self.cache.tidy(before)  # it may have entered for this one alone
+            self.cache.tidy(before)  # it may have entered the index for this run alone
         return taken
 
     def _end_of(self, digest: bytes, stop: int) -> Run | None:
-        """The run with the unit before `stop` of the prefix with `digest`, if the disk holds what has to be there."""
+        """The run with the unit before `stop` of the prefix with `digest`, if the disk holds it up to there."""
         run = self._known_end(digest, stop)
         bare = self._bare.get(digest)
         if run is not None or bare is None:
@@ -216,7 +219,7 @@ class Restores:
 
     def _known_end(self, digest: bytes, stop: int) -> Run | None:
         run = self._ends.get(digest)
-        # It may have been merged into the run behind it, and that one split again.
+        # It may have been merged into the run after it, and that run may have been split again.
         while run is not None and (not run.parts or run.start >= stop):
             run = run.before
         if run is None or run.stop < stop or run.epoch != self.cache.epoch:
@@ -226,7 +229,7 @@ class Restores:
         return run if is_there and _hash_up_to(run, stop).digest() == digest else None
 
     def _enter(self, found: RestoredRun, before: Run | None, root: Root) -> int:
-        """Insert the tokens of `found` behind `before`, and give the disk its slots there."""
+        """Insert the tokens of `found` after `before`, and let the disk hold its slots there. Returns their number."""
         cache, start = self.cache, found.start
         hasher = root.hasher.copy() if before is None else _hash_up_to(before, start)
         hasher.update(found.tokens)
@@ -245,31 +248,32 @@ class Restores:
                 run = cache.cut(following, sequence.common_stop(following, found.stop))
             taken += sum([self._fill(run, number, found) for number, slots in enumerate(found.slots) if slots])
             if run.parts[Tier.DISK].width and run.parts[Tier.DISK].stop < run.stop:
-                return taken  # found corrupt meanwhile: what is behind it could not be fetched
+                return taken  # a unit was found corrupt meanwhile: no fetch could bring the units after it
             start = run.stop
         assert run is not None
         self._ends[found.digest] = run
         return taken
 
     def _fill(self, run: Run, number: int, found: RestoredRun) -> int:
-        """Give `run` its slots in a component; none if the disk holds something there."""
+        """Let `run` hold its slots in one component, unless the disk holds other blocks of it, or will. Returns their
+        number."""
         part, width = run.part(Tier.DISK, number), self.cache.layout.components[number].width
         if part.blocks or part.incoming is not None:
             return 0
         ids = found.slots[number][(run.start - found.start) * width : (run.stop - found.start) * width]
         self.pool.take_ids(ids)
-        self.cache.tiers[Tier.DISK].restore(part, ids)
+        self.disk.restore(part, ids)
         return len(ids)
 
 
 def _hash_up_to(run: Run, stop: int) -> Hasher:
-    """The running hash of the prefix before unit `stop` of `run`, which no span touches. The caller's own."""
+    """A new running hash of the prefix before unit `stop` of `run`. No key span touches that prefix."""
     unit_bytes = len(run.tokens) // (run.stop - run.start)
     return hash_run(run.hash_before, run.tokens[: (stop - run.start) * unit_bytes], (), unit_bytes)
 
 
 def check_restored(found: object, cache: PrefixCache) -> RestoredRun:
-    """`InvalidArgument` for anything that no restart can have left here."""
+    """`found`, if an earlier process can have left it on this disk; otherwise `InvalidArgument`."""
     run = check_type("run", found, RestoredRun)
     check_int("run.start", run.start, 0)
     check_int("run.stop", run.stop, run.start + 1)

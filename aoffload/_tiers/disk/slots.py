@@ -18,19 +18,21 @@ from numpy.typing import NDArray
 
 from ..._arguments import check_int
 from ..._config.tiers import num_slots_in
-from ..._kernel.plans import BlockLabel
 from ..._kernel.states import Outcome
 from ...errors import ConfigError, InvalidArgument
 from .files import READ_BYTES, WRITE_BYTES, DiskDirectory, DiskFile, Slab, Stretch, neighbours
 from .forgetting import DiskTrouble, forgotten
+from .plans import BlockLabel, RestoredRun
 from .records import RecordFormat, SlotLayout, Superblock
-from .recovery import Chains, Survivors
+from .recovery import Chains
 from .sums import SlotSums, SumThreads, as_rows, data_sum
 from .table import SlotTable
 
 SLAB, TABLE = "slab", "table"
 READ_RECORDS = 1024
+"""Records that one step of `survivors` reads."""
 PROVEN_UNITS = 512
+"""Units that one step of `survivors` proves."""
 GENERATIONS = 2**64
 NUM_SUM_THREADS = 2
 Ids: TypeAlias = "Sequence[int] | array[int] | NDArray[np.int64]"
@@ -42,8 +44,8 @@ def _never() -> bool:
 
 @attrs.frozen
 class DiskOutcome:
-    """How a job of the disk ended. `num_landed`: proven blocks at its front. `corrupt`: indices of blocks whose bytes
-    are not those that were stored. Never UNPROVEN: a call that returns is over."""
+    """How a job of the disk ended. `num_landed`: number of leading blocks that are proven. `corrupt`: indices of blocks
+    whose bytes are not those that were stored. Never UNPROVEN: a call that returns is over."""
 
     outcome: Outcome
     num_landed: int
@@ -55,14 +57,15 @@ class DiskOutcome:
 class DiskSlots:
     """Blocks in the slots of one slab, and the records from which a restart knows what they hold.
 
-    Which slot holds what, and which is free, the caller decides: jobs at the same time name different slots, and a slot
-    that a job names is not given away before that job is over. `store` and `load` may be called by several threads.
+    The caller decides which slots are free. Jobs at the same time must name different slots, and no other job may get a
+    slot before the job that names it is over. `store` and `load` may be called by several threads.
     """
 
     layout: SlotLayout
     num_slots: int
     generation: int
-    """Of what is stored now. A job that is planned takes it along: what was planned before a reset stays of before."""
+    """The generation of blocks that are stored now. A job names the generation in which it was planned, so a block that
+    was planned before a reset does not count after it."""
     _fingerprint: bytes
     _slab: Slab
     _table: SlotTable
@@ -80,14 +83,14 @@ class DiskSlots:
         cls, directory: DiskDirectory, layout: SlotLayout, host: NDArray[np.uint8], *, size_bytes: int,
         fingerprint: bytes, draw_generation: Callable[[], int], num_sum_threads: int = NUM_SUM_THREADS,
     ) -> DiskSlots:  # fmt: skip
-        """Open or make the files in `directory`, which take at most `size_bytes` on the disk, all of it from now on.
+        """Open or make the files in `directory`. They take at most `size_bytes`, all of it allocated now.
 
-        `host` is `uint8 [num_host_blocks, block_bytes]`, contiguous: jobs name its rows. `fingerprint` stands for all
-        that decides whether KV may be used again; with another one, another layout or another size, the slots are
-        empty. `num_sum_threads` in each direction take sums beside the calls of the disk; with 0 they are
-        taken in between.
-        `draw_generation` gives a random number in `[0, 2**63)`. `ConfigError` names what cannot be: "size" where
-        the disk has no room, which changes nothing there. If it raises, it leaves nothing open, `directory` included.
+        `host` is `uint8 [num_host_blocks, block_bytes]`, contiguous: jobs name its rows. `fingerprint` identifies the
+        KV that may be used again: with another fingerprint, layout or size, the slots are empty. `num_sum_threads`
+        threads in each direction take sums beside the calls of the disk; with 0, sums are taken between these calls.
+        `draw_generation` gives a random number in `[0, 2**63)`. `ConfigError("size")`: the disk has too little free
+        space, and nothing on it was changed. `ConfigError("path")`: the files fail in another way. After an error
+        nothing is open, `directory` included.
         """
         with ExitStack() as held:
             held.callback(directory.close)
@@ -110,7 +113,7 @@ class DiskSlots:
         cls, held: ExitStack, directory: DiskDirectory, layout: SlotLayout, host: NDArray[np.uint8], fresh: Superblock,
         threads: tuple[SumThreads, SumThreads],
     ) -> DiskSlots:  # fmt: skip
-        """`fresh` is the superblock of slots that start empty."""
+        """`fresh`: the superblock of slots that start empty."""
         num_slots = fresh.num_slots
         table = SlotTable(_opened(held, directory, TABLE), RecordFormat(layout.unit_tokens))
         slab = _opened(held, directory, SLAB)
@@ -119,7 +122,7 @@ class DiskSlots:
         if known is not None and is_ours and slab.num_bytes == slab_bytes and table.holds(num_slots):
             slab.allocate(slab_bytes)
             table.keep(num_slots)
-            table.replace(known)  # a disk that takes no writes could not forget anything: it is not opened
+            table.replace(known)  # a disk that refuses writes could forget nothing: do not open it
             found = known
         else:
             found = attrs.evolve(fresh, generation=_next(known.generation)) if known is not None else fresh
@@ -133,11 +136,11 @@ class DiskSlots:
         return f"<DiskSlots {self.num_slots} slots of {self.layout.block_bytes} bytes>"
 
     def close(self) -> None:
-        """Close the files, and let another process have the directory. No job is under way any more."""
+        """Close the files, and let another process have the directory. Call it when no job is under way."""
         self._held.close()
 
     def _checked(self, slots: Ids, host_ids: Ids) -> tuple[list[int], list[int]]:
-        """Both as lists. An id out of range would be a place behind the file."""
+        """Both as lists. An id out of range would be a place after the end of the file."""
         found = _plain(slots), _plain(host_ids)
         for name, ids, stop in zip(("slots", "host_ids"), found, (self.num_slots, self._slab.num_host), strict=True):
             if len(ids) != len(found[0]):
@@ -161,12 +164,12 @@ class DiskSlots:
         self, slots: Ids, host_ids: Ids, labels: Sequence[BlockLabel | None], generation: int,
         is_given_up: Callable[[], bool] = _never,
     ) -> DiskOutcome:  # fmt: skip
-        """Write host blocks to slots, in order, and then their records: LANDED, or FAILED with those at the front that
-        were written. A block without a label is written, but not found after a restart.
+        """Write host blocks to slots, in order, and then their records. LANDED, or FAILED with the leading blocks that
+        were written. A block without a label is written, but no restart finds it.
 
-        Who gives the job up makes `is_given_up` true and only then lets others write into its host blocks. It is asked
-        after the sums are taken and before they are recorded: they are those of what the labels name, whatever the disk
-        gets meanwhile.
+        To give the job up, make `is_given_up` return True, and only then let others write into its host blocks. The
+        function is called after the sums are taken and before they are recorded. So a recorded sum is always that of
+        the KV that the label names, even if others write into the host block while the disk copies it.
         """
         to, source = self._checked(slots, host_ids)
         self._check_labels(labels, len(to))
@@ -176,17 +179,17 @@ class DiskSlots:
         self._sums.forget(to)
         if is_given_up():
             return DiskOutcome(Outcome.FAILED, 0, error="the job was given up before it began")
-        # Next to the call that writes: who is woken takes the interpreter's lock, and the disk would wait.
+        # Started right before the write, because the thread takes the interpreter's lock and would delay the disk.
         records = self._store_threads.start(partial(self._records, to, source, labels, generation))
         done, touched, error = self._write(first, to, source, is_given_up)
         sums, encoded = records()
         if is_given_up():
             done, error = 0, "the job was given up"
         self._note(to[:done], sums[:done], encoded[:done])
-        if done and is_given_up():  # meanwhile: what was stored there may be wrong
+        if done and is_given_up():  # meanwhile, so the stored blocks may be wrong
             done, error = 0, "the job was given up"
         if done < len(to):
-            # What the slots held before is gone, too: no restart is to look for it there.
+            # The old blocks of these slots are gone, too, so no restart may look for them there.
             self._sums.forget(to[done:])
             self._erase(to[done:touched])
             return DiskOutcome(Outcome.FAILED, done, error=error)
@@ -195,8 +198,8 @@ class DiskSlots:
     def _write(
         self, stretch: Stretch, to: list[int], source: list[int], is_given_up: Callable[[], bool]
     ) -> tuple[int, int, str]:
-        """Write the blocks, `stretch` first, in order: how many were written, up to which one the slots may have
-        changed, and why no more were written."""
+        """Write the blocks, `stretch` first, in order. Returns the number of blocks written, the number of leading
+        slots that may have changed, and why no more were written."""
         done = 0
         while not is_given_up():
             error = "the write was cut short"
@@ -215,7 +218,7 @@ class DiskSlots:
     def _records(
         self, to: list[int], source: list[int], labels: Sequence[BlockLabel | None], generation: int
     ) -> tuple[NDArray[np.uint8], list[bytes]]:
-        """The sum of each block, as a row, and its record, made beside the calls that write the blocks."""
+        """The sum of each block, as a row, and its record. Runs beside the calls that write the blocks."""
         sums, records, form = [], [], self._table.form
         for slot, host_id, label in zip(to, source, labels, strict=True):
             found = data_sum(self._slab.block(host_id))
@@ -227,15 +230,15 @@ class DiskSlots:
         return as_rows(sums), records
 
     def _note(self, slots: list[int], sums: NDArray[np.uint8], records: list[bytes]) -> None:
-        """What these slots hold is written: note its sums here, then its records. A record that cannot be written is
-        one that a restart does not find, no more."""
+        """Record blocks that are written: their sums here, then their records on the disk. If a record cannot be
+        written, a restart does not find the block, and nothing else is lost."""
         self._sums.record_all(slots, sums)
         for at in neighbours(slots):
             self._put(slots[at], partial(self._table.write, slots[at.start], records[at]))
 
     def load(self, slots: Ids, host_ids: Ids) -> DiskOutcome:
-        """Read slots into host blocks, in order. A block counts when its sum is that of what was stored: else the job
-        is CORRUPT, the slot is forgotten and its record erased. FAILED: only the blocks at the front have been read."""
+        """Read slots into host blocks, in order. If the sum of a block is not that of the block that was stored, the
+        job is CORRUPT, the slot is forgotten and its record erased. FAILED: only the leading blocks have been read."""
         source, to = self._checked(slots, host_ids)
         expected = self._sums.of(source)
         checks: list[Callable[[], list[int]]] = []
@@ -249,11 +252,11 @@ class DiskSlots:
             error = error or ("" if num_read else "the read was cut short")
             check = partial(self._mismatches, range(done, done + num_read), to, expected)
             done += num_read
-            is_last = bool(error) or done == len(source)  # no read goes on beside it: another thread would be late
+            is_last = bool(error) or done == len(source)  # no read goes on beside it, so a thread gains nothing
             checks.append(check if is_last else self._load_threads.start(check))
         corrupt = [index for mismatches in checks for index in mismatches()]
         if corrupt:
-            # A slot that changed hands since is another's: this load was given up.
+            # If a slot holds another block by now, this load was given up: that block stays.
             gone = [source[at] for at in corrupt if self._sums.is_still(source[at], expected[at])]
             self._sums.forget(gone)
             self._erase(gone)
@@ -262,8 +265,8 @@ class DiskSlots:
         return DiskOutcome(Outcome.FAILED if error else Outcome.LANDED, done, error=error)
 
     def _mismatches(self, indices: range, host_ids: list[int], expected: Sequence[bytes]) -> list[int]:
-        """Of these blocks, which have been read, those that are not what was stored. A slot that holds nothing has a
-        sum that no data has."""
+        """The indices of blocks that differ from the blocks that were stored. An empty slot has a sum that no data
+        has."""
         sums = self._data_sums(host_ids[indices.start : indices.stop])
         return [at for at, found in zip(indices, sums, strict=True) if found != expected[at]]
 
@@ -285,8 +288,8 @@ class DiskSlots:
         return forgotten(partial(self._table.erase_for_good, wrong), self.reset, self._table.drop_for_good)
 
     def _erase(self, slots: Sequence[int]) -> None:
-        """Erase records whose data is gone. If a record stays, a restart makes a load that fails, unless a loss of
-        power brings the data back."""
+        """Erase records whose data is gone. If a record stays, a load after a restart fails, unless a loss of power
+        brings the data back."""
         for at in neighbours(slots):
             self._put(slots[at], partial(self._table.erase, slots[at.start], at.stop - at.start))
 
@@ -297,12 +300,13 @@ class DiskSlots:
             self._stale.update(slots)
 
     def reset(self) -> None:
-        """From its return on, no restart finds anything that was planned before. Waits for the disk. `OSError`: it may
-        find it, and the files must not be used any more."""
+        """After this call, no restart finds blocks that were planned before it. Waits for the disk. `OSError`: a
+        restart may find them, and the files must not be used any more."""
         self.raise_generation(_next(self.generation))
 
     def disown(self) -> None:
-        """Have no restart find what is stored after the next reset, because the model that computes it is not known."""
+        """Let no restart find blocks that are stored after the next reset, because the model that computes them is not
+        known."""
         self._fingerprint = os.urandom(len(self._fingerprint))
 
     def raise_generation(self, generation: int) -> None:
@@ -312,11 +316,11 @@ class DiskSlots:
 
     # -- a restart ------------------------------------------------------------------------------------------------
 
-    def survivors(self) -> Iterator[list[Survivors]]:
-        """What the last process has left that proves itself, slice by slice: a prefix before what follows it. Each
-        step does a bounded amount of work; some give an empty list. To be read to its end before anything is stored.
+    def survivors(self) -> Iterator[list[RestoredRun]]:
+        """The proven runs that the last process has left, slice by slice: a prefix before the runs after it. Each step
+        does a bounded amount of work, and may give an empty list. Read all of it before you store anything.
 
-        Linking all records is one step, in which numpy lets go of the interpreter lock most of the time.
+        Linking all records is one step, in which numpy releases the interpreter lock most of the time.
         """
         slots, records = [], []
         for first in range(0, self.num_slots, READ_RECORDS):
@@ -342,10 +346,11 @@ def _opened(held: ExitStack, directory: DiskDirectory, name: str) -> DiskFile:
 
 
 def _start_empty(slab: DiskFile, slab_bytes: int, table: SlotTable, superblock: Superblock) -> None:
-    """Drop everything, and allocate anew. `OSError`: what has no room changes nothing, any other failure keeps none."""
+    """Drop everything, and allocate anew. `OSError`: nothing was changed if the disk has too little free space; after
+    any other failure both files are empty."""
     more = slab_bytes - slab.num_bytes + table.num_more(superblock.num_slots)
     if more > 0:
-        slab.allocate(slab.num_bytes + more)  # all that both will take: nothing is dropped before that is had
+        slab.allocate(slab.num_bytes + more)  # for both files: nothing is dropped before the disk has the space
     try:
         table.drop()
         slab.allocate(slab_bytes)
@@ -363,7 +368,7 @@ def _plain(ids: Ids) -> list[int]:
 
 
 def _whole(fingerprint: bytes, layout: SlotLayout) -> bytes:
-    """The fingerprint with everything that decides where a byte lies."""
+    """The fingerprint with everything that decides the place of a byte."""
     return hashlib.sha256(hashlib.sha256(fingerprint).digest() + layout.encoded()).digest()
 
 

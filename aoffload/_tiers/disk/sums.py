@@ -1,4 +1,4 @@
-"""Sums against accidents, of records and of data. They are no proof against somebody who writes to the files."""
+"""Sums of records and of data. They find accidents, but they do not stop a program that writes to the files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SlotSums:
         self._sums[np.asarray(slots, dtype=np.int64)] = 0
 
     def of(self, slots: Sequence[int]) -> list[bytes]:
-        """The sums of these slots, each as it is now."""
+        """The present sums of these slots."""
         raw = self._sums[np.asarray(slots, dtype=np.int64)].tobytes()
         return [raw[at : at + DATA_SUM_BYTES] for at in range(0, len(raw), DATA_SUM_BYTES)]
 
@@ -68,16 +68,17 @@ def _prepare() -> None:
 
 
 class SumThreads:
-    """Threads that take sums while others wait for the disk: at 10 GB/s, sums would add a fifth to a fast disk's time.
+    """Threads that take sums while other threads wait for the disk. At 10 GB/s, sums would add a fifth to the time of a
+    fast disk.
 
-    Without any (0), a sum is taken at once. Work only reads memory and ends by itself.
+    With 0 threads, `start` does the work at once. The work only reads memory, so it always ends.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, "aoffload-sums", _prepare) if num_threads else None
 
     def start(self, work: Callable[[], Found]) -> Callable[[], Found]:
-        """Begin `work`; call what this returns for its result."""
+        """Begin `work`. Returns a function that waits for its result."""
         if self._pool is None:
             found = work()
             return lambda: found

@@ -1,4 +1,4 @@
-"""The slot table: a file with the superblock and, behind it, one record for each slot."""
+"""The slot table: a file with the superblock and, after it, one record for each slot."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class SlotTable:
         return SUPERBLOCK_BYTES + num_slots * self.form.num_bytes
 
     def holds(self, num_slots: int) -> bool:
-        """Whether the file has the length for that many."""
+        """Whether the file has the length for `num_slots` slots."""
         return not self.num_more(num_slots)
 
     def num_more(self, num_slots: int) -> int:
-        """By how many bytes the file has to grow to hold that many; negative where it has to shrink."""
+        """Bytes by which the file has to grow for `num_slots` slots; negative if it has to shrink."""
         return self.num_bytes(num_slots) - self._file.num_bytes
 
     def superblock(self) -> Superblock | None:
-        """What the file begins with; None if that is no superblock."""
+        """The superblock at the start of the file; None if there is none."""
         raw = bytearray(SUPERBLOCK_BYTES)
         return Superblock.decoded(bytes(raw)) if self._file.read(0, [raw]) == len(raw) else None
 
     def keep(self, num_slots: int) -> None:
-        """Make sure that the disk has room for the whole file."""
+        """Make sure that the disk has space for the whole file."""
         self._file.allocate(self.num_bytes(num_slots))
 
     def drop(self) -> None:
@@ -51,23 +51,23 @@ class SlotTable:
         self._file.allocate(0)
 
     def start_empty(self, superblock: Superblock) -> None:
-        """Allocate, after `drop`. The superblock comes last, and its generation is new in any case: whichever of these
-        writes a loss of power takes back, no record of before counts."""
+        """Allocate, after `drop`. The superblock is written last, with a new generation. So no earlier record counts,
+        whichever of these writes a loss of power undoes."""
         self._file.allocate(self.num_bytes(superblock.num_slots))
         self.replace(superblock)
 
     def replace(self, superblock: Superblock) -> None:
-        """Write the superblock, and return when it would outlive a loss of power."""
+        """Write the superblock. On return, it outlives a loss of power."""
         self._write(0, superblock.encoded())
         self._file.sync()
 
     def write(self, first_slot: int, records: Sequence[bytes]) -> None:
-        """Write the records of neighbouring slots. After an `OSError` some may be written in part; these are not
-        sound."""
+        """Write the records of neighbouring slots. After an `OSError`, records may be written in part; their sums are
+        wrong then."""
         self._write(self.num_bytes(first_slot), b"".join(records))
 
     def erase(self, first_slot: int, num_slots: int) -> None:
-        """Write that nothing is in these slots."""
+        """Write records of empty slots."""
         self._write(self.num_bytes(first_slot), self.form.zeros(num_slots))
 
     def erase_for_good(self, slots: Sequence[int]) -> None:
@@ -86,8 +86,8 @@ class SlotTable:
             raise OSError(errno.EIO, "the write was cut short")
 
     def sound(self, first_slot: int, num_slots: int, generation: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """The slots among these whose record is of `generation` and whole, and those records. What cannot be read is
-        not among them."""
+        """The slots among these whose record is of `generation` and has the right sum, and those records. Records that
+        cannot be read are left out."""
         raw = bytearray(num_slots * self.form.num_bytes)
         try:
             self._file.read(self.num_bytes(first_slot), [raw])

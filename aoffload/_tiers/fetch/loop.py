@@ -1,4 +1,4 @@
-"""A request fetches into host memory what only tiers below have, before it allocates blocks.
+"""A request fetches KV that only lower tiers hold into host memory, before it allocates blocks.
 
     ask     how many of the cells after the hit does the remote store have? For at most `ask_timeout_s`
     gate    would the blocks arrive before they could be computed? If not, the request computes them
@@ -99,12 +99,12 @@ class _Search:
     def _of_disk(self) -> tuple[int, float]:
         """The token up to which the disk could extend the hit, and the seconds that this would take."""
         disk, match = self.request._session.disk, self.record.match
-        if disk is None or not match.num_disk_tokens:
+        if disk is None or not match.num_lower_tokens:
             return 0, 0.0
         if not disk.may_fetch:
             disk.skip_fetch(self.record.request_id)
             return 0, 0.0
-        stop = match.num_tokens + match.num_disk_tokens
+        stop = match.num_tokens + match.num_lower_tokens
         return stop, disk.fetch_s(self._first(stop))
 
     async def _of_remote(self, remote: RemoteWork, prefix: Prefix, after: int) -> int:

@@ -1,7 +1,7 @@
 """Fetches: cache transfers from the disk and from a remote store into the host.
 
-A request hits only on the device and in the host. What only a lower tier has of its prompt is fetched into the host
-first; then the request is matched again (`match_again`).
+A request hits only on the device and in the host. KV of its prompt that only a lower tier holds is fetched into the
+host first; then the request is matched again (`match_again`).
 
     unit 0 [ in the host, or on its way there | on the disk | in cells of the remote store )
 
@@ -24,20 +24,21 @@ from ..._arguments import check_callable, check_int
 from ..._extensions.transfers import CacheTransfers, CacheTransferState, Fetch
 from ..._kernel.cache import PrefixCache
 from ..._kernel.extension import LedgerExtension
-from ..._kernel.index import accepted, covered_stop, fetchable_path, find_hit, stretches
+from ..._kernel.index import accepted, covered_stop, find_hit, lower_path, stretches
 from ..._kernel.jobs import Stores, left_of
 from ..._kernel.leases import RequestLeases
 from ..._kernel.ledger import CoreLedger
-from ..._kernel.plans import CellLabel, PrefixMatch
+from ..._kernel.plans import PrefixMatch
 from ..._kernel.prefix import Prefix
 from ..._kernel.records import Job, Lease, Run
 from ..._kernel.requests import LedgerRequest, do_nothing
-from ..._kernel.states import BELOW, CACHE_TIERS, HIT_TIERS, Tier, require
+from ..._kernel.states import BELOW, HIT_TIERS, Tier, require
 from ..._kernel.states import RequestState as State
 from ..._kernel.tokens import TokenSequence
 from ..._kernel.waiting import waiting_error
 from ...errors import InvalidArgument
 from ..remote.extension import RemoteExtension
+from ..remote.plans import CellLabel
 from ..remote.rules import cells_before, places_in_cells
 
 
@@ -201,8 +202,11 @@ class Fetches(LedgerExtension):
                 jobs = self.from_disk.offer(request, run, 0, on_disk, with_windows=True, most=most)
             if self.from_remote is not None and cells:
                 over = stretches(run, start, stop)
-                places = places_in_cells(start, stop, cells[0].stop - cells[0].start, layout.full.width)
-                jobs += self.from_remote.store(request, layout.full, over, places, left_of(most, jobs), cells)
+                cell_units = cells[0].stop - cells[0].start
+                places = places_in_cells(start, stop, cell_units, layout.full.width)
+                jobs += self.from_remote.store(
+                    request, layout.full, over, places, left_of(most, jobs), (cell_units,), cells
+                )
             transfer.num_blocks = sum(job.plan.num_blocks for job in jobs)
             transfer.plans = tuple(job.plan for job in jobs)
             self.transfers.wait_for_jobs(transfer)
@@ -213,7 +217,7 @@ class Fetches(LedgerExtension):
         transfer.num_tokens = self.transfers.hit_of(transfer.request.sequence).stop * self.cache.layout.unit_tokens
 
     def _limit(self, sequence: TokenSequence) -> int:
-        """Units that a request may hit. It computes at least one token."""
+        """Units that a request may hit, because it computes at least one token."""
         return (sequence.num_tokens - 1) // self.cache.layout.unit_tokens
 
     def _num_allowed(self) -> int:
@@ -229,9 +233,9 @@ class Fetches(LedgerExtension):
         if self.from_disk is None:
             return [], 0
         layout = self.cache.layout
-        path, stop = fetchable_path(self.cache.index, sequence, layout, limit)
+        path, stop = lower_path(self.cache.index, sequence, layout, limit)
         while stop > 0 and (excess := self._num_lacking(path[-1], stop) - most) > 0:
-            stop = accepted(layout, path, stop - -(-excess // layout.width), CACHE_TIERS)
+            stop = accepted(layout, path, stop - -(-excess // layout.width), self.cache.index.tiers)
         return path, max(0, stop)
 
     def _num_lacking(self, run: Run, stop: int) -> int:

@@ -1,5 +1,5 @@
-"""Calls of a store: whatever one raises, and an answer that is none, is a failure of its node, and a node that fails is
-left alone.
+"""Calls of a store. An exception, or an answer that makes no sense, counts as a failure of the node. Each node has a
+breaker for each use: after several failures it is not called for a while.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import TypeVar
 import attrs
 
 from ..._config.tiers import ObjectStore
-from ..._kernel.plans import CellLabel
 from ..._kernel.states import Tier
 from ..._transfer.breaker import MAX_MOVES, BreakerMove, LeftAlone, StorageMove, Use
 from ...env import Env
 from ...errors import StoreError
 from .cells import Cells
 from .nodes import Nodes
+from .plans import CellLabel
 from .threads import Steps
 
 ASK_THREADS = 2
 LOAD_THREADS = 4
 STORE_THREADS = 2
 LATE_S = 0.01
-"""What a question may take beyond its time, as whoever asks waits so much longer."""
+"""Seconds that a question may take beyond its time-out, because the caller waits that much longer."""
 
 Found = TypeVar("Found")
 
@@ -37,13 +37,13 @@ class Asked:
 
     node: str
     late_s: float
-    """When it is late."""
+    """The time from which on the answer is late."""
     is_late: bool = False
-    """It was, and is a failure of its node."""
+    """It was found to be late, and counted as a failure of its node."""
 
 
 class StoreCalls:
-    """The calls of `store` for cells of one shape, as steps of the work of the lanes' threads."""
+    """The calls of `store` for cells of one shape, as `Steps` for the threads of the lanes."""
 
     def __init__(self, store: ObjectStore, cells: Cells, env: Env) -> None:
         self.store = store
@@ -51,7 +51,7 @@ class StoreCalls:
         self.nodes = {Use.ASK: Nodes(ASK_THREADS), Use.LOAD: Nodes(LOAD_THREADS), Use.STORE: Nodes(STORE_THREADS)}
         self.num_failures = 0
         self.moves: deque[StorageMove] = deque(maxlen=MAX_MOVES)
-        """What is left alone from now on, or not any more, until somebody takes it. Threads append."""
+        """Changes of the breakers, until `take_moves`. Threads append."""
         self._env = env
         self._lock = threading.Lock()
         self._asked: dict[Asked, None] = {}
@@ -61,10 +61,11 @@ class StoreCalls:
         return self.cells.name(label)
 
     def node_of(self, name: bytes) -> str:
-        """One for all of what the store cannot tell apart. In any thread, also with a lock held."""
+        """The node that has the object `name`. Empty if the store cannot tell. Called in any thread, also with a lock
+        held."""
         try:
             found = self.store.node_of(name)
-        except BaseException as error:  # somebody's store; the call that follows tells what is wrong
+        except BaseException as error:  # the store is third-party code; the call that follows reports its error
             if _is_interrupt(error):
                 raise
             return ""
@@ -74,7 +75,7 @@ class StoreCalls:
         return self.nodes[use].refuses(node, self._env.now())
 
     def exist(self, node: str, names: Sequence[bytes], timeout_s: float) -> Steps[list[bool] | None]:
-        """None: it is not known."""
+        """Which of the objects exist. None: the node has not answered in time."""
         if self.refuses(Use.ASK, node):
             return None
         answers: list[bool] | None = None
@@ -105,7 +106,8 @@ class StoreCalls:
         self.nodes[Use.ASK].end(asked.node)
 
     def all_are_late(self) -> bool:
-        """Whether every thread that asks waits for an answer that is late. Each is a failure of its node, once."""
+        """Whether every thread for questions waits for a late answer. Each late answer counts once as a failure of its
+        node."""
         now = self._env.now()
         with self._lock:
             found = [asked for asked in self._asked if not asked.is_late and asked.late_s < now]
@@ -117,12 +119,14 @@ class StoreCalls:
         return num_late >= ASK_THREADS
 
     def get(self, node: str, name: bytes, timeout_s: float) -> Steps[bytes | None]:
-        """An object that nobody changes any more; empty if it is none of ours. `StoreError`."""
+        """The object `name`, in memory that no other code changes; empty if it has the wrong length; None if the store
+        does not have it. Raises `StoreError`."""
         num_bytes = self.cells.object_bytes
         return self.call(Use.LOAD, node, lambda: _object(self.store.get(name, timeout_s), num_bytes))
 
     def has(self, node: str, name: bytes, timeout_s: float) -> Steps[bool]:
-        """Asked before it is stored. `StoreError`. A no is no success: a store that is full says so, and fails then."""
+        """Whether the object exists, before it is stored. Raises `StoreError`. The answer no does not count as a
+        success of the node, because a full store gives it and fails afterwards."""
         try:
             found: bool = yield lambda: _answers(self.store.exist([name], timeout_s), 1)[0]
         except StoreError as error:
@@ -133,7 +137,8 @@ class StoreCalls:
         return found
 
     def call(self, use: Use, node: str, function: Callable[[], Found]) -> Steps[Found]:
-        """`StoreError` for whatever it raises: what looks at the answer belongs into `function`."""
+        """Call `function`. Any exception counts as a failure of the node and becomes a `StoreError`, so `function`
+        should also check the answer."""
         try:
             found: Found = yield function
         except StoreError as error:
@@ -158,20 +163,21 @@ class StoreCalls:
         return tuple(one for use, nodes in self.nodes.items() for one in nodes.left_alone(use))
 
     def close(self) -> None:
-        """Have the store let go of its connections."""
+        """Let the store close its connections."""
         with suppress(Exception):
             self.store.close()
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Whether it is the process's and none of the store's: those reach its main thread, and no other."""
+    """Whether `error` interrupts the process, and does not come from the store. Interrupts reach only the main
+    thread."""
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and isinstance(error, KeyboardInterrupt | SystemExit)
 
 
 def _object(found: object, num_bytes: int) -> bytes | None:
-    """The object of `num_bytes` that a store gives. Its memory may be a buffer that the store uses again: it is copied
-    before it is proved. `bytes` stay what they are, and cost nothing."""
+    """The object that a store has returned, as bytes; empty if it does not have `num_bytes`. It is copied before it is
+    proven, because the store may use its buffer again. `bytes` are not copied, because nothing changes them."""
     if found is None or type(found) is bytes:
         return found
     view = memoryview(found)  # type: ignore[arg-type]  # a TypeError for what has no bytes

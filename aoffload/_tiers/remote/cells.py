@@ -1,11 +1,11 @@
-"""Cells: the objects that blocks become in a store, and the proof that an object is the cell that was asked for.
+"""Cells as objects in a store, and the proof that an object is the cell that was requested.
 
 name     HMAC-SHA256(secret or layout, layout, digest, component, rank)
 object   header, blocks in prefix order, seal
 
 nonce    the writer (7 random bytes for each runtime) and the number of its put (5 bytes)
 seal     with a secret    AES-256-GCM over header and blocks, with a key for each cell
-         without          xxh3-128 over both: finds accidents, and stops nobody who writes to the store
+         without          xxh3-128 over both: finds accidents, but does not stop a program that writes to the store
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..._config.tiers import cell_units
 from ..._extras import needed
 from ..._kernel.layout import Layout
-from ..._kernel.plans import CellLabel
+from .plans import CellLabel
 
 FORMAT = 1
 HEADER = struct.Struct("<8sHHIIIQ32s32s12s")
@@ -34,18 +34,18 @@ WRITER_BYTES, NUMBER_BYTES = 7, 5
 NONCE_BYTES = WRITER_BYTES + NUMBER_BYTES
 SEAL_BYTES = 16
 OVERHEAD_BYTES = HEADER.size + SEAL_BYTES
-"""Of an object, besides its blocks."""
+"""Bytes of an object besides its blocks."""
 
 
 @attrs.frozen
 class CellShape:
-    """What all cells of one rank have in common. `layout` identifies everything that makes their bytes what they are,
-    and `rank` is which part of each block this process has."""
+    """The common facts of all cells of one rank. `layout` is a digest of everything that decides their bytes. `rank`:
+    the part of each block that this process has."""
 
     layout: bytes
     units: int
     width: int
-    """Blocks of one unit."""
+    """Blocks per unit."""
     block_bytes: int
     rank: int = 0
 
@@ -53,7 +53,7 @@ class CellShape:
     def of(
         cls, layout: Layout, identity: str, block_bytes: int, max_bytes: int, rank: int = 0, num_ranks: int = 1
     ) -> CellShape:
-        """`identity`: see `identity_of`. `max_bytes`: of a cell of one rank."""
+        """`identity`: see `identity_of`. `max_bytes`: maximum bytes of the cell of one rank."""
         width = layout.full.width
         units = cell_units(max(1, width * block_bytes), max_bytes)
         described = repr((FORMAT, identity, layout.unit_tokens, width, block_bytes, units, num_ranks))
@@ -69,22 +69,22 @@ class CellShape:
 
 
 class Sealing(Protocol):
-    """How an object is closed. `number` is in its header; every object of one key has a nonce of its own."""
+    """A way to seal objects. `number` identifies it in the header. Every object of one key has a nonce of its own."""
 
     number: int
 
     def close(self, label: CellLabel, made: memoryview) -> None:
-        """Seal an object whose header and blocks are there, in place."""
+        """Seal `made` in place. Its header and its blocks are complete."""
         ...
 
     def opened(self, label: CellLabel, found: memoryview, room: Callable[[], memoryview]) -> memoryview | None:
-        """The bytes of the blocks, in `found` or written to `room()`; None unless header and blocks are what they
-        were."""
+        """The bytes of the blocks, in `found` or written to `room()`; None if header or blocks have changed since
+        `close`."""
         ...
 
 
 class Summed:
-    """Sealed with a sum. Needs xxhash."""
+    """Seals with a sum. Needs xxhash."""
 
     number = 0
 
@@ -102,8 +102,7 @@ class Summed:
 
 
 class Encrypted:
-    """Sealed with a key that only who knows the secret, the layout and the whole prefix can derive. Needs
-    cryptography."""
+    """Seals with a key that is derived from the secret, the layout and the whole prefix. Needs cryptography."""
 
     number = 1
 
@@ -130,15 +129,16 @@ class Encrypted:
         return blocks
 
     def _of(self, label: CellLabel) -> Any:
-        """HKDF-Expand to one block of SHA-256: a key for each cell, so that no key is used often."""
+        """The cipher of one cell. HKDF-Expand to one block of SHA-256 gives each cell a key, so no key is used
+        often."""
         info = b"seal" + self._layout + label.digest + struct.pack("<I", label.component)
         return self._cipher(hmac.digest(self._root_key, info + b"\x01", "sha256"))
 
 
 @attrs.frozen
 class Cells:
-    """Makes and reads the objects of cells of one shape. Called by several threads. `writer` tells its objects from
-    those of other runtimes."""
+    """Makes and reads the objects of cells of one shape. Called by several threads. `writer` identifies the objects of
+    this runtime."""
 
     shape: CellShape
     sealing: Sealing
@@ -150,7 +150,7 @@ class Cells:
         return self.shape.num_bytes + OVERHEAD_BYTES
 
     def is_cell(self, label: CellLabel) -> bool:
-        """Whether the label is of a cell of this shape."""
+        """Whether `label` names a cell of this shape."""
         num_units = label.stop - label.start
         return label.component == 0 and num_units == self.shape.units and not label.start % num_units
 
@@ -160,11 +160,11 @@ class Cells:
         return hmac.digest(self._name_key, said, "sha256")
 
     def blocks_in(self, made: memoryview) -> NDArray[np.uint8]:
-        """Where the blocks of an object are, as `uint8 [num_blocks, block_bytes]`."""
+        """A view of the blocks of an object: `uint8 [num_blocks, block_bytes]`."""
         return self._rows(made[HEADER.size : -SEAL_BYTES])
 
     def seal(self, label: CellLabel, made: memoryview, number: int) -> None:
-        """Turn `made`, which has the blocks in their place, into the object of this cell. `number` must be unique."""
+        """Turn `made`, which holds the blocks, into the object of this cell. `number` must be unique."""
         nonce = self.writer + number.to_bytes(NUMBER_BYTES, "little")
         made[: HEADER.size] = self._header(label, self.name(label), nonce)
         self.sealing.close(label, made)
@@ -177,8 +177,8 @@ class Cells:
         return int.from_bytes(nonce[WRITER_BYTES:], "little") if is_own else None
 
     def open(self, label: CellLabel, found: bytes, room: Callable[[], memoryview]) -> NDArray[np.uint8] | None:
-        """The blocks of an object, in itself or in `room()`, which is as long as all blocks; None unless it is this
-        cell, every bit of it. Not for memory that others write to: it is read more than once."""
+        """The blocks of an object, as a view of `found` or of `room()`, which has the length of all blocks. None if any
+        bit differs from the object of this cell. `found` is read more than once, so no other code may write to it."""
         view = memoryview(found)
         if len(view) != self.object_bytes:
             return None
@@ -198,7 +198,7 @@ class Cells:
 
 
 def cells_of_tier(shape: CellShape, secret: bytes | None) -> Cells:
-    """`MissingExtra` without the modules that this takes."""
+    """The cells of a tier with `secret`. `MissingExtra` if packages for it are not installed."""
     if secret is None:
         return Cells(shape, Summed(), hmac.digest(shape.layout, b"name", "sha256"))
     root_key = hmac.digest(b"aoffload remote tier", secret, "sha256")  # HKDF-Extract

@@ -11,12 +11,13 @@ from ..._config.tiers import RemoteTier, cell_units
 from ..._extensions.store_policies import RequestCounts
 from ..._kernel.base import CacheBase
 from ..._kernel.extension import LedgerExtension
-from ..._kernel.plans import CellLabel, TransferPlan
+from ..._kernel.plans import TransferPlan
 from ..._kernel.pools import ExtentPool, LeastRecentlyUsed, TierBlocks
 from ..._kernel.records import Job
 from ..._kernel.states import Tier
 from ..._kernel.tokens import TokenSequence
 from ...errors import ConfigError
+from .plans import CellLabel
 from .rules import RemoteStores, check_cell
 
 

@@ -1,5 +1,6 @@
-"""One job between host memory and a cell, the one lock that decides who touches the host memory of a job that is given
-up: nobody; and how that memory is touched.
+"""One job between host memory and a cell, and the copies from and to host memory.
+
+A lock of the job guards each copy, so that a job that was given up does not touch host memory any more.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._kernel.plans import CellLabel, TransferPlan
+from ..._kernel.plans import TransferPlan
 from ..._transfer.lane import BlockChecksums
+from .plans import CellLabel
 
 
 @attrs.define(eq=False)
@@ -28,37 +30,39 @@ class CellJob:
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def give_up(self) -> bool:
-        """From the return of this on, the job does not touch host memory. Whether it was not given up before."""
+        """Once this has returned, the job does not touch host memory any more. Returns False if the job was given up
+        before."""
         with self._lock:
             before, self.is_given_up = self.is_given_up, True
         return not before
 
     def unless_given_up(self, touch: Callable[[], bool | None]) -> bool:
-        """`touch` host memory, which takes as long as a copy. Whether that was done; False, too, if `touch` says so."""
+        """Call `touch`, which copies from or to host memory, unless the job was given up. Returns whether it was called
+        and did not return False."""
         with self._lock:
             return not self.is_given_up and touch() is not False
 
 
 class HostCells(Protocol):
-    """Host memory, as cells are copied from and to it, with the lock of a job that is not given up."""
+    """Host memory. The copies are made with the lock of a job that is not given up."""
 
     def room(self, name: str, num_bytes: int) -> memoryview:
-        """Memory beside it, which the calling work has to itself up to its end. Of one name there is one size."""
+        """Other memory, which the calling thread has to itself until the end of its work. Each `name` has one size."""
         ...
 
     def copy_out(self, plan: TransferPlan, blocks: NDArray[np.uint8]) -> bool:
-        """Copy the sources of `plan` to `blocks`, those of a whole cell. Whether they are what was stored there."""
+        """Copy the sources of `plan` to `blocks`, which are a whole cell. Returns False if a checksum differs."""
         ...
 
     def copy_in(self, plan: TransferPlan, blocks: NDArray[np.uint8]) -> None:
-        """Copy `blocks`, those that `plan` loads, to its destinations."""
+        """Copy `blocks` to the destinations of `plan`."""
         ...
 
 
 @attrs.frozen
 class HostRows:
-    """`rows`: `uint8 [num_host_blocks, block_bytes]`. With `checksums`, a block is compared before it is stored, and
-    noted again when it has been read back."""
+    """`rows`: `uint8 [num_host_blocks, block_bytes]`. With `checksums`, each block is verified before it is stored, and
+    its sum is recorded again after it was read back."""
 
     rows: NDArray[np.uint8]
     checksums: BlockChecksums | None
@@ -85,19 +89,19 @@ class HostRows:
 
 
 def _gather(host: NDArray[np.uint8], host_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
-    """Copy host blocks to `blocks`, without the interpreter's lock where they are neighbours."""
+    """Copy host blocks to `blocks`, in one call for each stretch of neighbours, without the interpreter's lock."""
     for at, first, stop in _stretches(host_ids):
         np.copyto(blocks[at : at + stop - first], host[first:stop])
 
 
 def _scatter(blocks: NDArray[np.uint8], host: NDArray[np.uint8], host_ids: Sequence[int]) -> None:
-    """The other way."""
+    """The opposite of `_gather`."""
     for at, first, stop in _stretches(host_ids):
         np.copyto(host[first:stop], blocks[at : at + stop - first])
 
 
 def _stretches(ids: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Neighbours among `ids`: where each stretch of them begins, its first id, and the one behind its last."""
+    """Stretches of neighbours among `ids`: the index at which each begins, its first id, and the id after its last."""
     found: list[tuple[int, int, int]] = []
     for at, number in enumerate(ids):
         if found and found[-1][2] == number:

@@ -1,10 +1,10 @@
-"""The threads of the remote tier: loads, stores and questions have their own, so that none keeps the others waiting.
+"""The threads of the remote tier: some for loads and some for stores, so that neither waits for the other.
 
     load    get the object, prove it, and only then copy its blocks to host memory
     store   copy the blocks out of host memory, and only then seal and put them
 
-Host memory is touched under a lock of the job, and not at all once the job was given up: there is never a doubt about
-it, whatever the store does.
+Host memory is touched under a lock of the job, and not at all once the job was given up. So host blocks are never in
+doubt, whatever the store does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 
 from ..._config.tiers import RemoteTier
-from ..._kernel.plans import CellLabel, Completion, TransferPlan
+from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import Direction, Outcome
 from ..._transfer.breaker import Use
 from ...env import Env
@@ -29,6 +29,7 @@ from .calls import LOAD_THREADS, STORE_THREADS, StoreCalls
 from .cells import Cells
 from .jobs import CellJob, HostCells
 from .memory import CellMemory, Known
+from .plans import CellLabel
 from .questions import Questions
 from .removals import Removals
 from .threads import MakesThreads, Steps, Threads
@@ -38,7 +39,7 @@ USES = {Direction.LOAD: Use.LOAD, Direction.STORE: Use.STORE}
 
 @attrs.define
 class RemoteCounts:
-    """Of one direction, since the tier was opened."""
+    """Counts of one direction, since the tier was opened."""
 
     num_jobs: int = 0
     num_blocks: int = 0
@@ -52,7 +53,7 @@ class Ended:
     num_landed: int = 0
     error: str = ""
     num_written: int = 0
-    """Blocks that went over the network to or from the store, or may have."""
+    """Blocks that crossed the network, or may have: 0 if the cell was in the store already."""
 
 
 def failed(error: str) -> Ended:
@@ -60,8 +61,8 @@ def failed(error: str) -> Ended:
 
 
 class RemoteLanes:
-    """Runs jobs on the store of `tier`, in `threads`. Every launched job gets one completion. `TransferRefused`: one of
-    the threads cannot be started, and none is left."""
+    """Runs jobs on the store of `tier`, in `threads`. Every launched job gets one completion. `TransferRefused` if a
+    thread cannot be started: then the others have ended, too."""
 
     def __init__(
         self, tier: RemoteTier, cells: Cells, host: HostCells, deliver: Callable[[Completion], None], env: Env,
@@ -92,9 +93,10 @@ class RemoteLanes:
     # -- in the event loop's thread -------------------------------------------------------------------------------
 
     def launch(self, plan: TransferPlan) -> None:
-        """Have a thread run the job. `TransferRefused` after closing, and for what is no cell."""
-        label = plan.cell
-        if label is None or not self.cells.is_cell(label):
+        """Have a thread run the job. `TransferRefused` after closing, or if the payload or the ids are not those of a
+        cell."""
+        label = plan.payload
+        if not isinstance(label, CellLabel) or not self.cells.is_cell(label):
             raise TransferRefused(f"job {plan.job_id}: {label!r} is no cell of this tier")
         positions = plan.source_ids if plan.direction is Direction.LOAD else plan.destination_ids
         first, num_blocks = positions[0] if positions else 0, self.cells.shape.num_blocks
@@ -114,8 +116,8 @@ class RemoteLanes:
             raise
 
     def give_up(self, job_id: int) -> None:
-        """Nobody waits for this job any more, and others may use its host blocks once this has returned. Its completion
-        comes all the same, when it is over."""
+        """Give up a job. Others may use its host blocks once this has returned. The completion comes all the same, when
+        the job is over."""
         with self._lock:
             job = self._jobs.get(job_id)
         if job is not None and job.give_up() and job.is_begun:
@@ -126,7 +128,7 @@ class RemoteLanes:
 
     def is_wanted(self, label: CellLabel) -> bool:
         if self.removals.holds(label):
-            return False  # it is stored again when it has been removed
+            return False  # store it again once it has been removed
         if self.memory.of(label, self._env.now()) is Known.PRESENT:
             return False
         return not self._refuses_store(label)  # it would fail at once
@@ -137,14 +139,14 @@ class RemoteLanes:
         with self._lock:
             jobs = [job for job in self._jobs.values() if (job.label.component, job.label.digest) in wrong]
         for job in jobs:
-            job.give_up()  # a load brings nothing any more; those that are launched later see the removal
+            job.give_up()  # loads that are launched later find the removal
         self._stores.look_again()
 
     def refuses(self, direction: Direction) -> bool:
         if direction is Direction.STORE:
-            self._stores.look_again()  # what waits to be removed may be tried again by now
+            self._stores.look_again()  # a removal may be due again by now
         now = self._env.now()
-        uses = (Use.ASK, Use.LOAD) if direction is Direction.LOAD else (Use.STORE,)  # nothing is loaded unasked
+        uses = (Use.ASK, Use.LOAD) if direction is Direction.LOAD else (Use.STORE,)  # each load follows a question
         return self.removals.has_lost_count or any(self.calls.nodes[use].refuse_all(now) for use in uses)
 
     # -- loads ----------------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ class RemoteLanes:
         return _take(waiting, lambda job: self._may_take(job))
 
     def _may_take(self, job: CellJob) -> bool:
-        """Whether a thread should have this job now: to run it, or to say that it fails."""
+        """Whether a thread should take this job now, to run it or to refuse it."""
         use = USES[job.plan.direction]
         if job.is_given_up or self.calls.refuses(use, job.node):
             return True
@@ -184,7 +186,7 @@ class RemoteLanes:
         if number is not None and self.removals.has_revoked(job.label, number):
             with self._lock:
                 self.num_corrupt += 1
-            self.removals.add([job.label])  # its put arrived after the removal
+            self.removals.add([job.label])  # the put of this object arrived after the removal
             self._stores.look_again()
             return failed("what the store has was invalidated")
         self.memory.note_seen(job.label, True, self._env.now())
@@ -215,7 +217,7 @@ class RemoteLanes:
             )
             is_removed = True
         except StoreError:
-            return  # its node is left alone for a while, and the cell is not used
+            return  # the removal is tried again later, and the cell is not used meanwhile
         finally:
             nodes.end(node)
             if is_removed:
@@ -236,7 +238,7 @@ class RemoteLanes:
     def _written(self, job: CellJob, number: int) -> Steps[Ended]:
         calls, store, timeout_s = self.calls, self.calls.store, self._tier.store_timeout_s
         known = self.memory.of(job.label, self._env.now())
-        if known is Known.CORRUPT:  # a store may keep what it has, and say nothing
+        if known is Known.CORRUPT:  # a store may silently keep the old object
             yield from calls.call(Use.STORE, job.node, lambda: store.remove(job.name, timeout_s))
         elif known is Known.PRESENT or (yield from calls.has(job.node, job.name, timeout_s)):
             self.memory.note(job.label, Known.PRESENT, self._env.now())
@@ -306,7 +308,7 @@ class RemoteLanes:
         return all(ended)
 
     def _ended(self) -> None:
-        """The threads of one use have ended. The last ones let go of the connections."""
+        """The threads of one use have ended. After the last use, close the connections."""
         with self._lock:
             self._num_ended += 1
             is_last = self._num_ended == len(Use)
@@ -315,7 +317,7 @@ class RemoteLanes:
 
 
 def _take(waiting: deque[Any], may_take: Callable[[CellJob], bool]) -> CellJob | None:
-    """The first job that a thread should have now."""
+    """Remove and return the first job for which `may_take` returns True."""
     for number, job in enumerate(waiting):
         if may_take(job):
             del waiting[number]

@@ -1,4 +1,4 @@
-"""The remote tier of a local transport: what identifies its cells, opened beside the host memory."""
+"""`LocalRemote`: the remote tier of a local transport, opened together with the host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..._config.tiers import RemoteTier
 from ..._kernel.layout import Layout
-from ..._kernel.plans import CellLabel, Completion, TransferPlan
+from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import Direction
 from ..._transfer.breaker import StorageMove, taken
 from ..._transfer.lane import BlockChecksums
@@ -21,11 +21,13 @@ from ...errors import TransferRefused, WrongState
 from .cells import CellShape, cells_of_tier
 from .jobs import HostRows
 from .lanes import RemoteLanes
+from .plans import CellLabel
 
 
 @attrs.define(eq=False)
 class LaneRemote:
-    """Implements `TransportRemote` with the lanes that somebody opens: before that, the store has nothing."""
+    """Implements `TransportRemote` with lanes that a derived class opens. Before that, each answer is that the store
+    has nothing."""
 
     tier: RemoteTier
     _shape: CellShape | None = attrs.field(default=None, init=False)
@@ -38,7 +40,7 @@ class LaneRemote:
 
     @property
     def num_blocks(self) -> int:
-        """Of a cell: the block ids of this tier are positions in a cell."""
+        """Blocks of a cell, because the block ids of this tier are places in a cell."""
         return 0 if self._shape is None else self._shape.num_blocks
 
     def launch(self, plan: TransferPlan) -> None:
@@ -104,18 +106,18 @@ class LaneRemote:
             self._lanes.stop_launching()
 
     def join(self, timeout_s: float) -> bool:
-        """Whether all threads ended within `timeout_s`, and the store's connections are closed."""
+        """Whether all threads ended within `timeout_s` seconds, and the connections to the store are closed."""
         return self._lanes is None or self._lanes.join(timeout_s)
 
 
 @attrs.define(eq=False)
 class LocalRemote(LaneRemote):
-    """In the store of `tier`, on threads. `regions` enter what its cells may be used for."""
+    """Opens lanes on the store of `tier`. `regions` are part of the identity of the cells."""
 
     regions: Sequence[KVRegion]
 
     def identify(self, layout: Layout, namespace: str) -> None:
-        """Called before `open`: how the groups share blocks, and what else identifies their KV."""
+        """Called before `open`. `layout` and `namespace` identify the KV, together with the regions."""
         block_bytes = sum(region.block_bytes for region in self.regions)
         self._shape = CellShape.of(
             layout, identity_of(layout, namespace, self.regions), block_bytes, self.tier.max_cell_bytes
@@ -124,6 +126,6 @@ class LocalRemote(LaneRemote):
     def open(
         self, host: NDArray[np.uint8], checksums: BlockChecksums | None, deliver: Callable[[Completion], None], env: Env
     ) -> None:
-        """Start the threads. The store is not asked for anything yet. `MissingExtra` names what is not installed."""
+        """Start the threads, without a call to the store. `MissingExtra` names the packages that are not installed."""
         cells = cells_of_tier(self._known_shape(), self.tier.secret)
         self._lanes = RemoteLanes(self.tier, cells, HostRows(host, checksums), deliver, env)

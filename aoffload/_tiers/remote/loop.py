@@ -18,7 +18,6 @@ import anyio
 import attrs
 
 from ..._assembly import AnyLedger
-from ..._kernel.plans import CellLabel
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import Direction, Tier
 from ..._observe.log import Telemetry
@@ -27,12 +26,13 @@ from ..._transfer.breaker import in_lines
 from ..._transfer.transport import TransportRemote
 from ...env import Env
 from ..write_rate import WriteRate
+from .plans import CellLabel
 from .rules import cells_of
 
 LATE_S = 0.01
 """Time for an answer that is given just in time to arrive."""
 MUCH_TO_HASH = 65_536
-"""From this number of tokens on, a thread computes the digests."""
+"""Tokens from which on a thread computes the digests."""
 MAX_BYTES = 32 * 2**20
 """Maximum bytes stored at once, because the event loop computes their digests."""
 

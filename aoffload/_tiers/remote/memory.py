@@ -1,4 +1,4 @@
-"""What is known of cells without asking the store: bounded, and forgotten again, because others change the store."""
+"""Answers of the store about cells, remembered for a while. They expire, because other processes change the store."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import threading
 
 import attrs
 
-from ..._kernel.plans import CellLabel
+from .plans import CellLabel
 
 MAX_CELLS = 2**16
 
 
 class Known(enum.Enum):
-    """And for how many seconds."""
+    """What is known of a cell; the value is the number of seconds for which it is remembered."""
 
     PRESENT = 600.0
-    """It was stored or seen: storing it again would be for nothing."""
+    """It was stored or seen, so it need not be stored again."""
     ABSENT = 1.0
-    """The store does not have it: asking again would be for nothing."""
+    """The store does not have it, so the store need not be asked again."""
     CORRUPT = 60.0
-    """What the store has is not this cell: nothing is asked or loaded, and the next store removes it first."""
+    """The object in the store is not this cell: it is neither asked for nor loaded, and the next store removes it
+    first."""
 
 
 @attrs.frozen
@@ -30,7 +31,7 @@ class Memory:
 
 
 class CellMemory:
-    """At most `MAX_CELLS` cells, the oldest forgotten first. Called by any thread."""
+    """Remembers at most `MAX_CELLS` cells; the oldest is forgotten first. Called by any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,7 +47,7 @@ class CellMemory:
                 del self._memories[next(iter(self._memories))]
 
     def note_seen(self, label: CellLabel, is_there: bool, now: float) -> None:
-        """The store says whether it has an object of that name, which does not make a corrupt one right."""
+        """Note whether the store has an object of that name. That does not make a corrupt object right."""
         if self.of(label, now) is not Known.CORRUPT:
             self.note(label, Known.PRESENT if is_there else Known.ABSENT, now)
 

@@ -1,4 +1,4 @@
-"""The nodes of a store: which of them are left alone for now, and how many calls each of them has."""
+"""The nodes of a store: the breaker of each node, and the number of its running calls."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Node:
 
 
 class Nodes:
-    """For one use, at most `most` calls at a time. A node on trial has one call at a time, and no node has all of them
-    once there are several: one that hangs would keep the others from theirs. Called by any thread."""
+    """The nodes for one use, with at most `most` calls at a time. A node whose breaker is on trial gets one call at a
+    time. If there are several nodes, no node gets all calls, because a node that hangs would block the others. Called
+    by any thread."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -27,17 +28,17 @@ class Nodes:
         self._nodes: dict[str, Node] = {}
 
     def refuses(self, name: str, now: float) -> bool:
-        """Whether a call is better not made now."""
+        """Whether the node must not be called now, because its calls have failed."""
         with self._lock:
             return self._refuses(self._nodes.get(name), now)
 
     def refuse_all(self, now: float) -> bool:
-        """Whether every node that was ever called is left alone."""
+        """Whether every node that was ever called must not be called now."""
         with self._lock:
             return bool(self._nodes) and all(self._refuses(node, now) for node in self._nodes.values())
 
     def has_room(self, name: str) -> bool:
-        """Whether one more call may begin now. If not, others will end."""
+        """Whether one more call may begin now. If not, it may once another call has ended."""
         with self._lock:
             return len(self._nodes) < 2 or self._node(name).num_running < self._most - 1
 
@@ -50,7 +51,7 @@ class Nodes:
             self._node(name).num_running -= 1
 
     def refused(self, name: str) -> None:
-        """A job of this node is refused."""
+        """Count a refused job of this node."""
         with self._lock:
             self._node(name).breaker.refused()
 
@@ -63,7 +64,7 @@ class Nodes:
             return self._node(name).breaker.failed(now, error)
 
     def left_alone(self, use: Use) -> list[LeftAlone]:
-        """The nodes that are left alone for `use`, which these are for."""
+        """The nodes whose breaker has tripped. `use`: the use that these nodes serve."""
         with self._lock:
             found = [(name, node.breaker) for name, node in self._nodes.items()]
             return [breaker.left_alone(use, name) for name, breaker in found if breaker.is_on_trial]

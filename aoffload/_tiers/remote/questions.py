@@ -1,7 +1,7 @@
-"""The question what a store has of a prefix: two rounds of at most 64 cells, within one short time-out.
+"""Questions: how many cells of a prefix does the store have? Two rounds of at most 64 cells, within one short time-out.
 
-cells of the prefix    0 1 2 3 4 5 6 7 8 9 ...       a store has, nearly always, a leading part of them
-first round            up to 64 of them, evenly      the last that is there and the first that is not
+cells of the prefix    0 1 2 3 4 5 6 7 8 9 ...       nearly always, a store has a leading part of them
+first round            up to 64, evenly spread       finds the last cell that is there and the first that is missing
 second round           up to 64 between those two    loads find out about the rest
 
 Connecting takes longer than the time-out of a question. So, once the tier is open, each thread asks every node about a
@@ -15,17 +15,18 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from ..._kernel.plans import CellLabel
 from ...env import Env
 from ...errors import TransferRefused
 from .calls import ASK_THREADS, StoreCalls
 from .memory import CellMemory, Known
+from .plans import CellLabel
 from .removals import Removals
 from .threads import MakesThreads, Steps, Threads
 
 MAX_WAITING = 64
-"""Questions; more are answered with 0 at once."""
+"""Maximum waiting questions; any more are answered with 0 at once."""
 ROUND_CELLS = 64
+"""Maximum cells of one round."""
 NAMES = [bytes([number]) * 32 for number in range(64)]
 """Names of cells that do not exist. In a cluster, they are spread over the nodes."""
 NUM_ROUNDS = 2
@@ -34,7 +35,7 @@ Hear = Callable[[int], None]
 
 
 def positions(start: int, stop: int) -> range | list[int]:
-    """At most `ROUND_CELLS` of the positions `[start, stop)`, evenly, with the last one among them."""
+    """At most `ROUND_CELLS` of the positions `[start, stop)`, evenly spread; the last one is among them."""
     count = stop - start
     if count <= ROUND_CELLS:
         return range(start, stop)
@@ -50,7 +51,7 @@ class Question:
 
 @attrs.define(eq=False)
 class Connecting:
-    """The work of connecting, which each of the threads does once."""
+    """The work of connecting, which each thread does once."""
 
     deadline: float
     hear: Callable[[], None]
@@ -58,8 +59,8 @@ class Connecting:
 
 
 class Questions:
-    """Answers, in threads of their own, how many of the cells of a prefix a store has. Equal questions at the same time
-    are one."""
+    """Asks the store, in threads of its own, how many cells of a prefix it has. Equal questions at the same time are
+    asked once."""
 
     def __init__(
         self, calls: StoreCalls, memory: CellMemory, removals: Removals, timeout_s: float, over: Callable[[], None],
@@ -75,7 +76,8 @@ class Questions:
         self.stop, self.join = self._threads.stop, self._threads.join
 
     def ask(self, labels: Sequence[CellLabel], hear: Hear) -> None:
-        """`hear` is called once; at once with 0 where the answer could only be late."""
+        """Ask how many of the cells `labels`, from the first one on, the store has. `hear` is called once with the
+        answer, in any thread; at once with 0 if the answer could only be late."""
         now = self._env.now()
         worth = self._worth_asking(labels, now)
         if not worth:
@@ -130,7 +132,7 @@ class Questions:
             connecting.hear()
 
     def _worth_asking(self, labels: Sequence[CellLabel], now: float) -> Sequence[CellLabel]:
-        """The leading cells of which nothing is known that would end the hit."""
+        """The leading cells, up to the first that is known to end the hit."""
         for number, label in enumerate(labels):
             if self._removals.holds(label) or self._memory.of(label, now) in (Known.ABSENT, Known.CORRUPT):
                 return labels[:number]
@@ -144,7 +146,7 @@ class Questions:
         found = 0
         try:
             found = yield from self._num_present(question)
-        except Exception:  # noqa: BLE001 - such as too little memory: it is not known, and the next question may be
+        except Exception:  # noqa: BLE001 - such as a lack of memory: the answer is unknown, and the next question may succeed
             with self._threads.lock:
                 self.num_unknown += 1
         finally:
@@ -156,7 +158,7 @@ class Questions:
         key = question.labels[0].digest, question.labels[-1].digest
         with self._threads.lock:
             self._open.pop(key, None)
-        for hear in question.hears:  # complete: nobody finds the question any more
+        for hear in question.hears:  # complete, because no caller finds the question any more
             hear(found)
 
     def _num_present(self, question: Question) -> Steps[int]:
@@ -174,7 +176,7 @@ class Questions:
         return start
 
     def _round(self, labels: Sequence[CellLabel], deadline: float) -> Steps[list[bool]]:
-        """Which of these are there. What no node says within the time left is not."""
+        """Which of these cells are there. A cell counts as missing if its node does not answer in time."""
         groups: dict[str, list[int]] = {}
         names = [self._calls.name(label) for label in labels]
         for number, name in enumerate(names):

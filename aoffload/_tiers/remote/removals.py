@@ -1,5 +1,5 @@
 """Cells whose KV is wrong. Until the store has removed such a cell, this process neither loads nor stores it. Objects
-that this process put for the cell before are never loaded again.
+that this process put for the cell before its invalidation are never loaded again.
 
 A put that has failed for this process may still be under way, because a proxy or a server holds it back, and may arrive
 after the removal. So every object has the number of the put that wrote it, and an invalidation revokes all numbers so
@@ -12,14 +12,14 @@ import threading
 from collections.abc import Callable, Iterable
 from itertools import chain
 
-from ..._kernel.plans import CellLabel
+from .plans import CellLabel
 
 MAX_CELLS = 2**16
 AGAIN_S = 10.0
-"""The least time from a removal to its repetition. The repetition comes after as long as has passed since the put
-failed, if that is longer."""
+"""Minimum seconds from a removal to its repetition. If more time has passed since the put failed, the repetition comes
+after that much time."""
 DOUBT_S = 900.0
-"""A put that failed longer ago is assumed not to arrive any more, so the removal is not repeated."""
+"""Seconds after which a failed put is assumed never to arrive, so that the removal is not repeated."""
 
 Key = tuple[int, bytes]
 
@@ -29,29 +29,29 @@ def key_of(label: CellLabel) -> Key:
 
 
 class Removals:
-    """What is to be removed. One thread has a cell at a time, and none while a store of it is under way, which would
-    bring it back. Called by any thread."""
+    """The cells to remove. Only one thread at a time removes a cell, and none while a store of it is under way, because
+    the store would bring the cell back. Called by any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[Key, CellLabel] = {}
         self._taken: set[Key] = set()
         self._written: dict[Key, int] = {}
-        """Cells that stores under way write, and how many do."""
+        """By cell: the number of stores under way that write it."""
         self._num_stores = 0
         self._revoked: dict[Key, int] = {}
         """By cell: puts with a smaller number wrote wrong KV."""
         self._all_revoked = 0
-        """The same for the cells that `_revoked` had no room for."""
+        """The same for all cells that `_revoked` does not hold."""
         self._in_doubt: dict[Key, float] = {}
         """By cell: the time at which a put has last failed. That put may arrive later."""
         self._again: dict[Key, tuple[CellLabel, float]] = {}
-        """Removed cells, each with the time of its next removal. These cells are used meanwhile."""
+        """Removed cells, each with the time of its next removal. Until then these cells are used."""
         self.has_lost_count = False
-        """More had to be removed than can be remembered: what the store has can no longer be trusted."""
+        """More cells had to be removed than can be remembered, so no cell of the store can be trusted any more."""
 
     def add(self, labels: Iterable[CellLabel]) -> None:
-        """The KV that was stored for these cells so far is wrong."""
+        """Note that the KV which was stored for these cells so far is wrong."""
         with self._lock:
             for label in labels:
                 key = key_of(label)
@@ -64,7 +64,7 @@ class Removals:
             self.has_lost_count = self.has_lost_count or len(self._waiting) > MAX_CELLS
 
     def holds(self, label: CellLabel) -> bool:
-        """Whether this cell is not to be used."""
+        """Whether this cell must not be used."""
         return self.has_lost_count or key_of(label) in self._waiting
 
     def has_revoked(self, label: CellLabel, number: int) -> bool:
@@ -78,7 +78,7 @@ class Removals:
             return list(self._waiting.values())
 
     def take(self, may_take: Callable[[CellLabel], bool], now: float) -> CellLabel | None:
-        """A cell to remove now: call `done` for it."""
+        """A cell to remove now; call `done` for it afterwards. None: there is nothing to remove now."""
         if not self._waiting and not self._again:
             return None
         with self._lock:

@@ -1,4 +1,4 @@
-"""The rules of the remote tier: cells, what is stored as one, and which cells have to be removed.
+"""The rules of the remote tier: cells, which cells are stored, and which cells have to be removed.
 
 A *cell* is one object in the store: a power of two of units, aligned from the prompt's first token. Its label is the
 digest of the prefix at its end, so every process that serves the same model finds the same cell by the same tokens.
@@ -20,17 +20,17 @@ from ..._extensions.store_policies import RequestCounts
 from ..._kernel.cache import PrefixCache
 from ..._kernel.index import present_stop
 from ..._kernel.jobs import JobBook
-from ..._kernel.plans import CellLabel
 from ..._kernel.prefix import Prefix, check_prefix
 from ..._kernel.records import Job, Run
 from ..._kernel.states import JobState, Tier
 from ..._kernel.tokens import TokenSequence
 from ...errors import InvalidArgument
+from .plans import CellLabel
 
 
 def cells_of(prefix: Prefix, unit_tokens: int, cell_units: int) -> tuple[CellLabel, ...]:
-    """The labels of the whole cells that a request for `prefix` may hit, in prefix order. It always computes one token
-    at least. May be called in any thread."""
+    """The labels of the whole cells that a request for `prefix` may hit, in prefix order. A request always computes at
+    least one token. May be called in any thread."""
     check_int("unit_tokens", unit_tokens, 1)
     if check_int("cell_units", cell_units, 1) & (cell_units - 1):
         raise InvalidArgument("cell_units", f"must be a power of two, got {cell_units}")
@@ -48,24 +48,24 @@ def cells_before(sequence: TokenSequence, stop: int, cell_units: int) -> tuple[C
 
 
 def places_in_cells(start: int, stop: int, cell_units: int, width: int) -> array[int]:
-    """The places in their cells of the blocks of units `[start, stop)`, each of which has `width` of them."""
+    """The places in their cells of the blocks of units `[start, stop)`, `width` blocks a unit."""
     num_blocks = cell_units * width
     return array("i", [at % num_blocks for at in range(start * width, stop * width)])
 
 
-MAX_LOOKED_AT = 16
-"""Prompts that one call looks at."""
+MAX_SCANNED = 16
+"""Maximum prompts that one call scans."""
 MAX_KNOWN = 2**16
-"""Cells that are remembered, or to be removed; beyond them, nothing is stored."""
+"""Maximum cells that are remembered or to be removed. With more, nothing is stored."""
 
 
 @dataclass(slots=True, frozen=True)
 class _Known:
     label: CellLabel
     before: bytes
-    """The digest of what is before the cell."""
+    """The digest of the prefix before the cell."""
     ticket: int
-    """Requests with this ticket or a later one were admitted after the cell was read."""
+    """Requests with this ticket or a later one were admitted after the cell was scanned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,17 +75,17 @@ class RemoteStores:
     counts: RequestCounts
     cell_units: int
     forgotten: dict[bytes, CellLabel] = field(default_factory=dict)
-    """By digest: cells whose KV was taken back, until somebody removes them from the store."""
+    """By digest: cells whose KV was invalidated, until `take_forgotten`: the caller removes them from the store."""
     _known: dict[bytes, _Known] = field(default_factory=dict)
-    """By digest, those that were looked at last at the end: what was to be stored, and the cells before it."""
+    """By digest, in the order of their last scan: cells that were to be stored, and the cells before them."""
     _stores: dict[bytes, Job] = field(default_factory=dict)
     """By digest: stores under way, and some that are over."""
     _situation: tuple[int, ...] = ()
-    """What there was when it was looked at last. While that stays, no prompt and no cell has a second turn."""
+    """The state at the last scan. While it stays the same, no prompt and no cell has a second turn."""
     _num_seen: int = 0
-    """Prompts that had their turn in this situation and are kept: the first ones of the recent prompts."""
+    """Recent prompts that had their turn in this situation and stay in the list, at its front."""
     _tried: set[bytes] = field(default_factory=set)
-    """Digests of the cells that were planned in this situation: what failed would fail again."""
+    """Digests of the cells that were planned in this situation, because a store that has failed would fail again."""
 
     @property
     def _is_full(self) -> bool:
@@ -94,8 +94,8 @@ class RemoteStores:
     # -- storing --------------------------------------------------------------------------------------------------
 
     def plan(self, most: int, is_wanted: Callable[[CellLabel], bool], ticket: int, oldest: int) -> list[Job]:
-        """Store at most `most` blocks of the cells that `is_wanted`. `ticket`: the next request's; `oldest`: that of
-        the live request that was admitted first."""
+        """Store at most `most` blocks, in cells for which `is_wanted` returns True. `ticket`: of the next request;
+        `oldest`: of the live request that was admitted first."""
         self._remember_since(oldest)
         recent, left = self.counts.recent, most // (self.cell_units * self.cache.layout.full.width)
         now = (self.cache.tiers[Tier.HOST].num_changes, recent.num_added, len(self.forgotten))
@@ -103,9 +103,9 @@ class RemoteStores:
             self._situation, self._num_seen, self._tried = now, 0, set()
         if not left or self._num_seen >= len(recent):
             return []
-        chosen: dict[CellLabel, Run] = {}  # planned at the end: whoever is asked may raise
+        chosen: dict[CellLabel, Run] = {}  # planned at the end, because `is_wanted` may raise
         seen = set[tuple[Run, int]]()
-        for _ in range(min(len(recent) - self._num_seen, MAX_LOOKED_AT)):
+        for _ in range(min(len(recent) - self._num_seen, MAX_SCANNED)):
             sequence = recent.take()
             asked = self.counts.requested_stop(sequence, sequence.num_tokens // self.cache.layout.unit_tokens)
             path, there = self._in_host(sequence, asked - asked % self.cell_units)
@@ -116,7 +116,7 @@ class RemoteStores:
                 recent.give_back(sequence, as_last=False)
                 break
             if there + self.cell_units <= asked:
-                recent.give_back(sequence, as_last=True)  # the host lacks the rest, or does not have it yet
+                recent.give_back(sequence, as_last=True)  # the host lacks the rest, perhaps only for now
                 self._num_seen += 1
         self._tried.update([cell.digest for cell in chosen])
         return [self._store(run, cell) for cell, run in chosen.items()]
@@ -136,12 +136,12 @@ class RemoteStores:
         is_wanted: Callable[[CellLabel], bool],
         ticket: int,
     ) -> None:
-        """Add to the `chosen` cells those of `cells` that are to be stored, up to `most` in all; each with its run."""
+        """Add those of `cells` that are to be stored to `chosen`, up to `most` in all, each with its run."""
         before, runs = path[0].root.digest, iter(path)
         run = next(runs)
         for cell in cells:
             if len(chosen) == most or self._is_full or cell.digest in self.forgotten:
-                break  # what is forgotten has to be removed first
+                break  # a forgotten cell has to be removed first
             self._known.pop(cell.digest, None)
             self._known[cell.digest] = _Known(cell, before, ticket)
             before = cell.digest
@@ -155,15 +155,17 @@ class RemoteStores:
     def _store(self, run: Run, cell: CellLabel) -> Job:
         full, units = self.cache.layout.full, (cell.start, cell.stop)
         places = places_in_cells(*units, self.cell_units, full.width)
-        (job,) = self.jobs.plan(None, Tier.HOST, Tier.REMOTE, run, full, *units, places, cells=(cell,))
+        (job,) = self.jobs.plan(
+            None, Tier.HOST, Tier.REMOTE, run, full, *units, places, (self.cell_units,), payloads=(cell,)
+        )
         self._stores[cell.digest] = job
         return job
 
-    # -- taking back ----------------------------------------------------------------------------------------------
+    # -- invalidating ---------------------------------------------------------------------------------------------
 
     def _remember_since(self, oldest: int) -> None:
-        """Forget the cells that were read before every live request was admitted: what is in them, nobody takes back
-        any more."""
+        """Forget the cells that were scanned before every live request was admitted, because no live request can
+        invalidate their KV."""
         known = self._known
         while known and known[first := next(iter(known))].ticket <= oldest:
             del known[first]
@@ -171,19 +173,19 @@ class RemoteStores:
             self._stores = {digest: job for digest, job in self._stores.items() if not job.is_settled}
 
     def invalidate(self, sequence: TokenSequence, first: int, stop: int) -> list[Job]:
-        """The KV of units `[first, stop)` of `sequence` is wrong, and so is what was computed behind it. Returns stores
-        that are queued, to be discarded."""
+        """The KV of units `[first, stop)` of `sequence` is wrong, and so is all KV that was computed after it. Returns
+        the queued stores of such cells, to be discarded."""
         if first >= stop:
             return []
         own, number = cells_before(sequence, stop, self.cell_units), first // self.cell_units
         before = own[number - 1].digest if number else sequence.root.digest
         wrong = {cell.digest: cell for cell in own[number:]}
-        behind: dict[bytes, list[CellLabel]] = {}
+        after: dict[bytes, list[CellLabel]] = {}
         for known in self._known.values():
-            behind.setdefault(known.before, []).append(known.label)
+            after.setdefault(known.before, []).append(known.label)
         waiting = [before, *wrong]
         while waiting:  # other requests may have gone on from the wrong KV
-            for cell in behind.pop(waiting.pop(), ()):
+            for cell in after.pop(waiting.pop(), ()):
                 wrong[cell.digest] = cell
                 waiting.append(cell.digest)
         is_full = len(self.forgotten) >= MAX_KNOWN
@@ -194,7 +196,7 @@ class RemoteStores:
         return [job for job in stores if job.state is JobState.QUEUED]
 
     def take_forgotten(self) -> tuple[CellLabel, ...]:
-        """Return `forgotten` and clear it, but for cells that a store under way may still bring there."""
+        """Return and clear `forgotten`, except cells that a store under way may still write."""
         under_way = {digest for digest, job in self._stores.items() if not job.is_settled}
         found = [digest for digest in self.forgotten if digest not in under_way]
         return tuple([self.forgotten.pop(digest) for digest in found])
@@ -202,8 +204,8 @@ class RemoteStores:
 
 def check_cell(cache: PrefixCache, job: Job) -> None:
     """A job from or to a remote store copies units of one cell, and the cell has the digest of their tokens."""
-    plan, cell, width = job.plan, job.plan.cell, cache.layout.components[job.component].width
-    if cell is None:
+    plan, cell, width = job.plan, job.plan.payload, cache.layout.components[job.component].width
+    if not isinstance(cell, CellLabel):
         demand(Tier.REMOTE not in plan.link, "a copy from or to a remote store without a cell", job)
         return
     num_units = cell.stop - cell.start

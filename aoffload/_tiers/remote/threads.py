@@ -1,4 +1,5 @@
-"""Threads that take work from one queue: those of one use of a store, so that a use that hangs keeps only its own."""
+"""Threads that take work from one queue. Each use of a store has threads of its own, so a call that hangs blocks only
+its use."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ Steps: TypeAlias = Generator[Callable[[], Any], Any, Found]
 
 
 def run_steps(steps: Steps[Found]) -> Found:
-    """Do the work in this thread, one that no interrupt reaches: whatever a call raises there, its store has failed."""
+    """Do the work in this thread, which must not be the main thread. No interrupt reaches it, so each exception of a
+    call comes from the store."""
     try:
         call = next(steps)
         while True:
             try:
                 found = call()
-            except BaseException as error:  # noqa: BLE001 - somebody's store, and perhaps a panic of its Rust or C++
+            except BaseException as error:  # noqa: BLE001 - third-party code, which may panic in Rust or C++
                 call = steps.throw(_store_error(error))
             else:
                 call = steps.send(found)
@@ -35,17 +37,17 @@ def run_steps(steps: Steps[Found]) -> Found:
 def _store_error(error: BaseException) -> StoreError:
     try:
         return StoreError(str(error) if isinstance(error, StoreError) else repr(error))
-    except BaseException:  # noqa: BLE001 - the words are the store's, too
+    except BaseException:  # noqa: BLE001 - the text comes from the store, too
         return StoreError(f"a {type(error).__name__} that cannot be shown")
 
 
 Work = TypeVar("Work")
 IDLE_S = 10.0
-"""How long idle threads may take to end."""
+"""Seconds that idle threads may take to end."""
 
 
 class MakesThreads(Protocol):
-    """Called like `Threads`."""
+    """Has the signature of `Threads`."""
 
     def __call__(
         self, name: str, num_threads: int, take: Callable[[deque[Any]], Any], do: Callable[[Any], Steps[None]],
@@ -54,9 +56,10 @@ class MakesThreads(Protocol):
 
 
 class Threads(Generic[Work]):
-    """`take` removes from the queue what a thread is to do next, or returns None; `do` is its work, done without the
-    lock. Both are called in the threads, which are daemons: what hangs keeps its thread and never the process. `over`
-    is called when the last thread has ended. `TransferRefused`: one cannot be started, and none is left."""
+    """`take` removes the next work from the queue, or returns None; `do` does the work, without the lock. Both are
+    called in the threads, which are daemons: a call that hangs keeps its thread, but never the process. `over` is
+    called when the last thread has ended. `TransferRefused` if a thread cannot be started: then the others have ended,
+    too."""
 
     def __init__(
         self, name: str, num_threads: int, take: Callable[[deque[Work]], Work | None],
@@ -74,7 +77,7 @@ class Threads(Generic[Work]):
             raise
 
     def _start(self, name: str, num_threads: int, env: Env) -> None:
-        with self.lock:  # held until the threads are noted: they may end at once
+        with self.lock:  # held until the threads are recorded, because they may end at once
             for number in range(num_threads):
                 self._threads[started_thread(env, self._run, f"aoffload-remote-{name}-{number}")] = None
 
@@ -91,18 +94,18 @@ class Threads(Generic[Work]):
         return len(self._waiting)
 
     def look_again(self) -> None:
-        """What `take` depends on has changed."""
+        """Let the threads call `take` again, because its conditions have changed."""
         with self.lock:
             self.lock.notify_all()
 
     def stop(self) -> None:
-        """Refuse more work, and end the threads when nothing waits."""
+        """Refuse new work, and end the threads once the queue is empty."""
         with self.lock:
             self._refusal = "the transport is closed"
             self.lock.notify_all()
 
     def join(self, deadline_s: float) -> bool:
-        """Whether all threads ended until `deadline_s`, on `time.monotonic`."""
+        """Whether all threads ended before `deadline_s`, in seconds of `time.monotonic`."""
         with self.lock:
             threads = list(self._threads)
         for thread in threads:
@@ -111,7 +114,7 @@ class Threads(Generic[Work]):
             return not self._threads
 
     def end(self) -> None:
-        """End threads that have had no work yet."""
+        """Stop threads that have had no work, and wait for their end."""
         self.stop()
         self.join(time.monotonic() + IDLE_S)
 
@@ -132,6 +135,6 @@ class Threads(Generic[Work]):
                 found = self._take(self._waiting)
                 if found is not None or (self._refusal and not self._waiting):
                     if found is None or self._waiting:
-                        self.lock.notify()  # one after the other: no thread is woken that finds nothing
+                        self.lock.notify()  # each thread wakes the next, so none is woken for nothing
                     return found
                 self.lock.wait()

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable
 from aoffload import Tier
 
 from ..._kernel.pools import TierBlocks
+from ...host_cache import LoadsPaused, LoadsResumed
 from ...ledger import (
     Event,
     JobMoved,
     JobState,
-    LoadsPaused,
-    LoadsResumed,
     Outcome,
     StoreSkipped,
     TransportRecovered,

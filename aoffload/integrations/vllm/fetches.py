@@ -84,8 +84,8 @@ class Fetches:
     # -- what there is --------------------------------------------------------------------------------------------
 
     def _disk_stop(self, match: PrefixMatch) -> int:
-        is_usable = self.disk is not None and match.num_disk_tokens and self.disk.may_fetch
-        return match.num_tokens + match.num_disk_tokens if is_usable else match.num_tokens
+        is_usable = self.disk is not None and match.num_lower_tokens and self.disk.may_fetch
+        return match.num_tokens + match.num_lower_tokens if is_usable else match.num_tokens
 
     def _asks(self, found: EngineRequest, match: PrefixMatch) -> bool:
         """Whether `found` waits for an answer of the store, which is asked once, and only what would be worth it."""

@@ -95,8 +95,9 @@ class RemoteSide:
 
     def copied(self, plan: TransferPlan, completion: Completion) -> None:
         """A copy is over."""
-        if plan.link == STORES and plan.cell is not None and completion.outcome is Outcome.LANDED:
-            self._are_there([plan.cell])
+        cell = plan.payload
+        if plan.link == STORES and isinstance(cell, CellLabel) and completion.outcome is Outcome.LANDED:
+            self._are_there([cell])
 
     def _are_there(self, labels: Iterable[CellLabel]) -> None:
         for label in labels:

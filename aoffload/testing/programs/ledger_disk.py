@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import attrs
 
-from ..._kernel.plans import BlockLabel, Completion, RestoredRun, TransferPlan
+from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.prefix import Prefix, Root
 from ..._kernel.states import JobState, NoEpoch, Outcome, Tier
+from ..._tiers.disk.plans import BlockLabel, DiskPayload, RestoredRun
 from .ledger_jobs import JobCalls
 from .program import World
 
@@ -45,7 +46,7 @@ class DiskCalls(JobCalls):
         while plans := self.ledger.disk.plan_stores(most, is_idle=True, only_requested_twice=only_requested_twice):
             num_blocks += sum(plan.num_blocks for plan in plans)
             self._stored("idle", most, plans)
-            labels = [label for plan in plans for label in plan.labels if label is not None]
+            labels = [label for plan in plans for label in DiskPayload.of(plan).labels if label]
             places = [(label.digest, label.component, label.place) for label in labels]
             again = seen.intersection(places)
             self._require(not again, "an idle ledger writes no block to the disk twice", sorted(again)[:3])
@@ -64,7 +65,7 @@ class DiskCalls(JobCalls):
         self._note(feature, plans)
         num_blocks = sum(plan.num_blocks for plan in plans)
         self._require(num_blocks <= most, "no more is stored than was allowed", f"{num_blocks} of {most}")
-        is_labelled = all(len(plan.labels) == plan.num_blocks for plan in plans)
+        is_labelled = all(len(DiskPayload.of(plan).labels) == plan.num_blocks for plan in plans)
         self._require(is_labelled, "each block that goes to the disk has a label", plans)
         return f"{num_blocks}"
 
@@ -110,20 +111,23 @@ class DiskCalls(JobCalls):
             self.records.pop(slot, None)
 
     def _written(self, plan: TransferPlan, num_landed: int) -> None:
-        for slot, label in list(zip(plan.destination_ids, plan.labels, strict=False))[:num_landed]:
+        if plan.destination is not Tier.DISK:
+            return
+        payload = DiskPayload.of(plan)
+        for slot, label in list(zip(plan.destination_ids, payload.labels, strict=True))[:num_landed]:
             if label is not None:
                 self.num_written += 1
-                self.records[slot] = _Record(label, self.generation + plan.generation, self.num_written)
+                self.records[slot] = _Record(label, self.generation + payload.generation, self.num_written)
 
     def erase_forgotten(self) -> None:
         """The shell erases what the ledger has forgotten before it does anything else."""
-        for slot in self.ledger.disk.take_forgotten() if self.ledger.cache.has_disk else ():
+        for slot in self.ledger.disk.take_forgotten() if self.ledger.cache.has_lower_tiers else ():
             self.records.pop(slot, None)
 
     def do_restart(self, at: int = 0, most: int = 0) -> str:
         """The process is killed and starts again. Of each store under way, the first blocks were written, `at` at most.
         `most` of what the disk still proves is restored at once, the rest by `survive`."""
-        if not (self.ledger.cache.has_disk or self.world.cell_units):
+        if self.ledger.config.disk is None and not self.world.cell_units:
             return "skipped"
         for name, plan in list(self.plans.items()):
             job = self.job(name)
@@ -136,7 +140,7 @@ class DiskCalls(JobCalls):
                     num_landed = 0
                 self.bytes.spoil(plan.destination, plan.destination_ids[num_landed:])
                 self._copy(plan, num_landed)
-        if self.ledger.cache.has_disk:
+        if self.ledger.cache.has_lower_tiers:
             self.generation += self.ledger.disk.num_resets
         self.records = {slot: one for slot, one in self.records.items() if one.generation == self.generation}
         self.reopen()

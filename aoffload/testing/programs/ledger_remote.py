@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import attrs
 
-from ..._kernel.plans import CellLabel, Completion, TransferPlan
+from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import JobState, Outcome, Tier
+from ..._tiers.remote.plans import CellLabel
 from ..._tiers.remote.removals import Removals
 from ..._tiers.remote.rules import cells_of
 from ..violations import Violation
@@ -48,7 +49,7 @@ class RemoteCalls(DiskCalls):
     def do_remote_stores(self, most: int, blind: bool = False) -> str:
         """`blind`: the caller knows of no cell that it is there."""
         under_way = {
-            job.plan.cell for job in self.ledger.jobs.unsettled.values() if job.plan.destination is Tier.REMOTE
+            job.plan.payload for job in self.ledger.jobs.unsettled.values() if job.plan.destination is Tier.REMOTE
         }
 
         def is_wanted(cell: CellLabel) -> bool:
@@ -57,7 +58,7 @@ class RemoteCalls(DiskCalls):
         plans = self.ledger.remote.plan_stores(most, is_wanted)
         self.take(plans)
         self._note("remote store", plans)
-        num_blocks, cells = sum(plan.num_blocks for plan in plans), [plan.cell for plan in plans]
+        num_blocks, cells = sum(plan.num_blocks for plan in plans), [plan.payload for plan in plans]
         self._require(num_blocks <= most, "no more is stored than was allowed", f"{num_blocks} of {most}")
         self._require(len({*cells}) == len(cells), "a cell is stored once", cells)
         self._require(under_way.isdisjoint(cells), "a cell is not stored twice at a time", cells)
@@ -112,15 +113,15 @@ class RemoteCalls(DiskCalls):
         that the cell does not verify; a transport reports it, and ours reports FAILED. UNPROVEN means that the call is
         given up: a get is dropped, and a put may still arrive."""
         found, plan = self.job(job), self.plans.get(job)
-        if plan is None or plan.cell is None:
+        if plan is None or not isinstance(cell := plan.payload, CellLabel):
             return super().do_settle(job, outcome, at)
         if found is None or found.state is not JobState.LAUNCHED or found.parked is not None:
             return "skipped"
         how = Outcome(outcome)
         if plan.source is Tier.REMOTE:
-            completion = self._got(plan, plan.cell, how, at)
+            completion = self._got(plan, cell, how, at)
         else:
-            completion = self._put(job, plan, plan.cell, how, at)
+            completion = self._put(job, plan, cell, how, at)
         del self.plans[job]
         self.over[job] = completion
         self.features.add(f"remote {plan.direction.value} {completion.outcome.value}")
@@ -129,7 +130,7 @@ class RemoteCalls(DiskCalls):
 
     def do_end_remote(self, outcome: str, at: int = 0) -> str:
         """All copies to and from the store that are planned so far end with `outcome`, in order."""
-        for name in [name for name, plan in self.plans.items() if plan.cell is not None]:
+        for name in [name for name, plan in self.plans.items() if isinstance(plan.payload, CellLabel)]:
             self.do_launch(name)
             self.do_settle(name, outcome, at)
         return outcome
@@ -216,11 +217,11 @@ class RemoteCalls(DiskCalls):
         """Of puts under way, those with an odd `at` arrive."""
         remote = self.ledger.remote.stores if self.world.cell_units else None
         for name, plan in list(self.plans.items()) if remote is not None else ():
-            job = self.job(name)
-            if plan.cell is None or plan.destination is not Tier.REMOTE or job is None:
+            job, cell = self.job(name), plan.payload
+            if not isinstance(cell, CellLabel) or plan.destination is not Tier.REMOTE or job is None:
                 continue
             if job.state is JobState.LAUNCHED and at % 2:
-                self._put(name, plan, plan.cell, Outcome.LANDED, at)
+                self._put(name, plan, cell, Outcome.LANDED, at)
         for digest in remote.forgotten if remote is not None else ():
             self.store.pop(digest, None)  # see there: nobody can rule out that these are found again
         self.puts.clear()

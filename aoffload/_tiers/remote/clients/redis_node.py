@@ -119,7 +119,7 @@ class RedisNode:
         return StoreError(f"{error}" if self.name in f"{error}" else f"{self.name}: {error}")
 
     def _answer(self, connection: Any) -> Any:
-        """An error that the server answers with says nothing about the answers behind it."""
+        """An error in the answer of the server says nothing about the answers after it."""
         try:
             return connection.read_response(disable_decoding=True, disconnect_on_error=False)
         except self._library.response_error as error:

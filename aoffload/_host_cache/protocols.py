@@ -1,0 +1,35 @@
+"""Protocols for an engine that owns its device blocks. Objects of any class will do."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class EngineBlocks(Protocol):
+    """An engine's pool of device blocks, as the ledger calls it.
+
+    Both methods are called in the middle of ledger calls, also of calls about other requests. They must neither raise
+    nor call the ledger: they only count references of each block. A block may be held several times, and is given back
+    as often.
+    """
+
+    def hold(self, block_ids: array[int]) -> object:
+        """A copy touches these blocks from now on: keep their contents, and do not reuse them, until `give`. vLLM:
+        `touch`."""
+        ...
+
+    def give(self, block_ids: array[int]) -> object:
+        """The copy does not touch them any more. vLLM: `free_blocks`."""
+        ...
+
+
+class FindsBlocks(EngineBlocks, Protocol):
+    """For an engine that can find, in its prefix cache, blocks that a request's table no longer names."""
+
+    def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
+        """The engine's ids of blocks `[start, stop)` of a request, in group number `group`. 0 for a block that the
+        engine does not have, or that a forward will write which is not submitted yet. The request may be over: of
+        several requests with this id, the last one is meant."""
+        ...
