@@ -17,7 +17,8 @@ from collections.abc import Iterable
 
 import torch
 
-from aoffload import HostCacheRuntime, KVCacheGroup, OffloadConfig, OffloadRuntime, Request
+from aoffload import HostCacheRuntime, KVCacheGroup, OffloadConfig
+from aoffload.host_cache import EngineRequest
 
 BLOCK, NUM_ROWS, NUM_NEW, VOCABULARY = 4, 41, 12, 64  # row 0 of the tensor is the null block
 torch.set_num_threads(1)  # more of them would only wait for each other: the model is tiny
@@ -92,9 +93,9 @@ class Turn:
 
 
 class Engine:
-    def __init__(self, runtime: OffloadRuntime, kv: torch.Tensor, pool: Pool) -> None:
+    def __init__(self, runtime: HostCacheRuntime, kv: torch.Tensor, pool: Pool) -> None:
         self.runtime, self.kv, self.pool = runtime, kv, pool
-        self.door, self.running, self.counts = asyncio.Lock(), list[Request](), Counter[str]()
+        self.door, self.running, self.counts = asyncio.Lock(), list[EngineRequest](), Counter[str]()
         self.num_short = 0
 
     async def serve(self, turn: Turn) -> None:
@@ -134,7 +135,7 @@ class Engine:
             self.num_short -= 1
             self.pool.freed.set()  # whoever is at the door looks again
 
-    async def compute(self, request: Request, turn: Turn, table: list[int]) -> None:
+    async def compute(self, request: EngineRequest, turn: Turn, table: list[int]) -> None:
         while request.match.is_pending:  # another request loads the next block: soon it hits in the pool
             self.counts["pending"] += 1
             found = self.pool.hit(turn.tokens)

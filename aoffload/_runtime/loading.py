@@ -213,6 +213,6 @@ class PendingLoad(LoadUnderWay):
         self._request._session.check_may_read()
         record = self._request._record
         if self._first_invalid_token is None and record is not None and not self._is_replaced(record):
-            overlap: Overlap = self._request._session.ledger.overlap
-            return overlap.first_invalid_token(record)
+            overlap = self._request._session.ledger.find(Overlap)
+            return None if overlap is None else overlap.first_invalid_token(record)
         return self._first_invalid_token

@@ -439,7 +439,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
 
     def report_compute(self, num_tokens: int, seconds: float) -> None:
         """Report that computing `num_tokens` tokens of prompts took `seconds`. For engines whose steps the runtime does
-        not see: with `engine_blocks`, or where a commit comes before its forward is over."""
+        not see: with a `HostCacheRuntime`, or where a commit comes before its forward is over."""
         self._session.check_usable()
         check_report(num_tokens, seconds)
         if self._session.speed is not None:
@@ -459,11 +459,10 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
 
     def hint(self, token_ids: TokenIds, *, expected_s: float, category: str = "", **identity: Unpack[Identity]) -> int:
         """Say that a prompt will be requested again within `expected_s` seconds, such as after an agent's tool call.
-        Until then, its cached blocks are evicted last. Pins nothing. Returns the number of tokens spared, 0 unless
-        eviction learns.
+        Until then, its cached blocks are evicted last. Pins nothing. Returns the number of tokens spared.
 
         `category`: the kind of the hint, such as the name of the tool. While less than a quarter of the hints of a
-        category come true, they spare nothing."""
+        category come true, they spare nothing. `ConfigError("eviction")` unless eviction learns."""
         prefix = self._prefix_for("hint", token_ids, identity)
         expires_at = anyio.current_time() + time_to_live(expected_s, "expected_s")
         found = self.ledger.eviction.hint(prefix, expires_at=expires_at, category=category)
@@ -475,7 +474,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         tokens a request for the prompt would hit then.
 
         Best effort: it takes at most `max_fetch_share` of the host, and never raises for a failed copy.
-        `Request.allocate` does it for its own prompt. `WrongState` without a disk and a remote store.
+        `Request.allocate` does it for its own prompt. `ConfigError("disk")` without a disk and a remote store.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         with PendingFetch(self._session, self._prefix_for("fetch", token_ids, identity)) as pending:
@@ -491,7 +490,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         return Prefix.of(self._roots.of(cache_salt, adapter_key), token_ids, key_spans)
 
     def _prefix_for(self, call: str, token_ids: TokenIds, identity: Identity) -> Prefix:
-        check_names(f"OffloadRuntime.{call}", identity, Identity)
+        check_names(f"{type(self).__name__}.{call}", identity, Identity)
         self._session.check_usable()
         return self._prefix(token_ids, **identity)
 

@@ -16,6 +16,7 @@ from aoffload._transfer.breaker import LeftAlone, Use
 from aoffload.ledger import EvictionRule, EvictionStatistics, LedgerLog, LedgerStatistics, Observers, TierStatistics
 
 from .._assembly import AnyLedger
+from .._eviction.extension import Eviction
 from .families import LABEL_VALUES, LOWER
 from .histogram import Histogram
 from .observer import Metrics
@@ -91,7 +92,7 @@ def _counted(metrics: Metrics, ledger: AnyLedger) -> Iterator[tuple[str, Iterabl
     tiers = _tiers_of(ledger)
     if tiers & set(LOWER):
         yield "aoffload_fetches_total", _each("aoffload_fetches_total", "outcome", metrics.fetches)
-    if ledger.eviction._hints is not None:
+    if ledger.find(Eviction) is not None:
         yield "aoffload_hints_ended_total", _each("aoffload_hints_ended_total", "outcome", metrics.hints)
     yield "aoffload_requests_admitted_total", _one(metrics.num_admitted)
     yield "aoffload_requests_preempted_total", _one(metrics.num_preempted)

@@ -8,7 +8,8 @@ from engine_driving import EngineDriven, Seen, destinations, loaded, prompt
 
 from aoffload import KVCacheGroup, OffloadConfig, RequestState, SlidingWindow
 from aoffload.errors import ConfigError
-from aoffload.ledger import Completion, Event, LedgerRequest, LoadsPaused, LoadsResumed, Outcome, Prefix, TransferPlan
+from aoffload.host_cache import LoadsPaused, LoadsResumed
+from aoffload.ledger import Completion, Event, LedgerRequest, Outcome, Prefix, TransferPlan
 
 A, B, C = (prompt(seed, 17) for seed in (1, 2, 3))
 S = RequestState

@@ -329,7 +329,7 @@ def test_who_is_first_lets_go_of_what_nobody_finds_any_more() -> None:
 def test_the_line_is_served_where_the_ledger_is_left() -> None:
     """One way out: nothing below the ledger's face serves the line, so no call does it twice or half way."""
     package = Path(aoffload.__file__).parent
-    callers = {path.name for path in package.rglob("*.py") if ".serve_queue(" in path.read_text()}
+    callers = {path.name for path in package.rglob("*.py") if ".serve_queue" in path.read_text()}
     assert callers == {"ledger.py"}
 
 

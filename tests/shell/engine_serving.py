@@ -12,8 +12,9 @@ import anyio
 import attrs
 from serving import BLOCK, config, tag
 
-from aoffload import HostCacheRuntime, OffloadRuntime, Request
+from aoffload import HostCacheRuntime
 from aoffload._transfer.backends.scripted import ScriptedTransport
+from aoffload.host_cache import EngineRequest
 
 __all__ = ["OwnEngine", "OwnPool", "own_engine"]
 
@@ -80,14 +81,14 @@ class OwnPool:
 class OwnEngine:
     """Computes KV into blocks of its own, and checks every byte that it does not compute."""
 
-    runtime: OffloadRuntime
+    runtime: HostCacheRuntime
     transport: ScriptedTransport
     pool: OwnPool
     num_rows: int
     num_pending: int = 0
     tables: list[list[int]] = attrs.field(factory=list)
     """Of all requests so far."""
-    asked: list[Request] = attrs.field(factory=list)
+    asked: list[EngineRequest] = attrs.field(factory=list)
 
     async def serve(self, token_ids: Sequence[int], **options: Any) -> int:
         """A whole life; the number of tokens that were ready before anything was computed. -1: it was cancelled."""
@@ -107,7 +108,7 @@ class OwnEngine:
         finally:
             self.pool.let_go(reversed(table))
 
-    async def prepare(self, request: Request, token_ids: Sequence[int], table: list[int]) -> int:
+    async def prepare(self, request: EngineRequest, token_ids: Sequence[int], table: list[int]) -> int:
         """Wait for what others bring, load into fresh blocks, and have others in place of what has not come."""
         while request.match.is_pending:
             self.num_pending += 1

@@ -13,6 +13,7 @@ import torch
 from clocks import LeapingLoop
 
 from aoffload import DiskTier
+from aoffload.host_cache import EngineRequest
 from aoffload.ledger import Direction, TransferPlan
 from aoffload.testing import FaultyTransport, JobFault
 from aoffload.transport import Fence, LocalTransport
@@ -59,7 +60,7 @@ def run(
     if fault is not None:
         monkeypatch.setattr("aoffload._runtime.runtime.LocalTransport", Faulty)
     for name, method in replaced.items():
-        monkeypatch.setattr(example["Request"], name, method(getattr(example["Request"], name)))
+        monkeypatch.setattr(EngineRequest, name, method(getattr(EngineRequest, name)))
     with asyncio.Runner(loop_factory=LeapingLoop) as runner:
         return runner.run(example["main"](**tiers or {})), made[0] if made else None
 

@@ -535,12 +535,11 @@ BAD_HINTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("eviction", ["lru", "learned"])
 @pytest.mark.parametrize("argument", BAD_HINTS)
-async def test_bad_hints(argument: str, eviction: str) -> None:
-    """A time that is none, a category that is no text, or one too long to be kept: refused by name, whether eviction
-    learns or not, and no hint is given."""
-    async with scripted(eviction=eviction) as (engine, _):
+async def test_bad_hints(argument: str) -> None:
+    """A time that is none, a category that is no text, or one too long to be kept: refused by name, and no hint is
+    given."""
+    async with scripted(eviction="learned") as (engine, _):
         await engine.serve(A)
         runtime = engine.runtime
         good: dict[str, Any] = {"expected_s": 60}
@@ -550,7 +549,17 @@ async def test_bad_hints(argument: str, eviction: str) -> None:
             assert refused.value.argument == argument
             assert runtime.statistics().num_hints == 0
         for category in ("", "x" * 256, "\ud800"):
-            assert runtime.hint(A, expected_s=0.5, category=category) == (8 if eviction == "learned" else 0)
+            assert runtime.hint(A, expected_s=0.5, category=category) == 8
+        await goes_on_serving(engine)
+
+
+async def test_a_hint_needs_eviction_that_learns() -> None:
+    """Without it there are no hints: the error names the key of the configuration."""
+    async with scripted() as (engine, _):
+        await engine.serve(A)
+        with pytest.raises(ConfigError, match="eviction: is not configured") as refused:
+            engine.runtime.hint(A, expected_s=60)
+        assert refused.value.argument == "eviction"
         await goes_on_serving(engine)
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
 from disk_serving import SIZE, Hanging, assert_quiet, of_slab, on_the_disk_only, simulated, stored, with_disk
 
-from aoffload import ConfigError, DiskTier, OffloadRuntime, Tier, WrongState
+from aoffload import ConfigError, DiskTier, OffloadRuntime, Tier
 from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.testing.simulated_disk import DiskFault, IOCall
 
@@ -572,7 +572,7 @@ async def test_a_disk_that_cannot_be_had_is_named_at_the_start(tmp_path: Path) -
 async def test_a_runtime_without_a_disk_fetches_nothing() -> None:
     """`fetch` says so; a request's own `fetch` only matches."""
     async with OffloadRuntime(config(), transport=ScriptedTransport(8)) as runtime:
-        with pytest.raises(WrongState, match="no disk"):
+        with pytest.raises(ConfigError, match="disk: is not configured"):
             await runtime.fetch(A)
         async with runtime.request(A) as request:
             assert await request.fetch() == 0

@@ -31,7 +31,7 @@ class Stub:
 
     def __init__(self) -> None:
         self.restored: list[Any] = []
-        self.copies = self
+        self.copies = self.disk = self
 
     def restore(self, run: Any) -> int:
         self.restored.append(run)

@@ -14,20 +14,9 @@ import pytest
 import structlog
 from clocks import JUMPING, jumping_backend
 from engine_serving import OwnEngine, OwnPool, own_engine
-from serving import BLOCK, Checkpoints, at_every_checkpoint, config, prompt, scripted, turns
+from serving import BLOCK, Checkpoints, at_every_checkpoint, config, prompt, turns
 
-from aoffload import (
-    Computed,
-    LazyStore,
-    OffloadRuntime,
-    PendingLoad,
-    Request,
-    RequestState,
-    RuntimeClosed,
-    Tier,
-    WrongState,
-)
-from aoffload._kernel.pools import FreeList
+from aoffload import HostCacheRuntime, LazyStore, RequestState, RuntimeClosed, Tier, WrongState
 from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
 from aoffload.errors import CommitError, ConfigError, InvalidArgument
 from aoffload.ledger import Direction, PinState
@@ -98,9 +87,6 @@ async def test_what_is_deferred_is_stored_by_later_steps() -> None:
         await runtime.flush()
         engine.pool.cached.clear()
         assert await engine.serve(C) == 16
-    async with scripted() as (other, _):
-        with pytest.raises(WrongState, match="offer_deferred: "):
-            other.runtime.offer_deferred()
 
 
 async def test_what_is_declined_is_computed() -> None:
@@ -596,106 +582,15 @@ async def test_a_reset_forgets_host_memory() -> None:
 
 # -- what may not be called ---------------------------------------------------------------------------------------
 
-REQUEST_CALLS: dict[str, Callable[[Request], Any]] = {
-    "allocate_nowait": lambda request: request.allocate_nowait(),
-    "allocate": lambda request: request.allocate(),
-    "extend_nowait": lambda request: request.extend_nowait(20),
-    "extend": lambda request: request.extend(20),
-    "preempt_nowait": lambda request: request.preempt_nowait(),
-    "preempt": lambda request: request.preempt(),
-    "resume": lambda request: request.resume(),
-    "commit": lambda request: request.commit(17),
-    "block_ids": lambda request: request.block_ids,
-}
-RUNTIME_CALLS: dict[str, Callable[[OffloadRuntime, Request], Any]] = {
-    "step": lambda runtime, request: runtime.step([request]).__enter__(),
-    "run_step": lambda runtime, request: runtime.run_step([request], lambda: None),
-    "commit_step": lambda runtime, request: runtime.commit_step([Computed(request, 17)]),
-    "prefetch": lambda runtime, _: runtime.prefetch(A),
-    "prefetch_nowait": lambda runtime, _: runtime.prefetch_nowait(A),
-    "demote": lambda runtime, _: runtime.demote(A),
-    "demote_nowait": lambda runtime, _: runtime.demote_nowait(A),
-    "reset": lambda runtime, _: runtime.reset(Tier.DEVICE),
-}
-OVERLAP_CALLS: dict[str, Callable[[PendingLoad], Any]] = {
-    "can_start": lambda pending: pending.can_start,
-    "num_expected_tokens": lambda pending: pending.num_expected_tokens,
-    "block_ids": lambda pending: pending.block_ids,
-    "first_invalid_token": lambda pending: pending.first_invalid_token,
-}
-EVERYWHERE = {
-    "load", "load_nowait", "match_again", "match_again_nowait", "offer", "invalidate", "cancel",
-    "fetch", "fetch_nowait", "wait_restored", "request", "run", "lookup", "pin", "flush", "statistics",
-    "check_integrity", "requests", "holders", "explain", "hint", "report_queue", "report_compute",
-    "offer_deferred",
-}  # fmt: skip
-ENGINE_CALLS: dict[str, Callable[[Request], Any]] = {
-    "match_again": lambda request: request.match_again(num_device_tokens=0),
-    "match_again_nowait": lambda request: request.match_again_nowait(num_device_tokens=0),
-    "offer": lambda request: request.offer(17, [range(1, 6)]),
-}
 
-
-async def called(call: Callable[[], Any]) -> None:
-    found = call()
-    if hasattr(found, "__await__"):
-        await found
-
-
-def test_every_call_is_somewhere() -> None:
-    """A new call fails here until somebody has said whether an engine with blocks of its own has it."""
-    public = {name for kind in (Request, OffloadRuntime) for name in dir(kind) if not name.startswith("_")}
-    calls = {name for name in public if callable(getattr(Request, name, getattr(OffloadRuntime, name, None)))}
-    assert calls | {"block_ids"} == {*REQUEST_CALLS, *RUNTIME_CALLS} | EVERYWHERE
-
-
-async def all_refused(engine: OwnEngine, request: Request, state: RequestState) -> None:
-    assert request.state is state
-    for call in REQUEST_CALLS.values():
-        with pytest.raises(WrongState, match="an engine has the device blocks"):
-            await called(partial(call, request))
-    for other in RUNTIME_CALLS.values():
-        with pytest.raises(WrongState, match="an engine has the device blocks"):
-            await called(partial(other, engine.runtime, request))
-    engine.runtime.check_integrity()
-    assert request.state is state
-
-
-async def test_calls_about_device_blocks_of_ours_are_refused() -> None:
-    """`WrongState` says that the blocks are an engine's, whatever state the request is in; nothing is changed."""
+async def test_the_device_blocks_of_an_engine_are_not_reset() -> None:
+    """Only the engine can forget what they hold."""
     async with own_engine() as engine:
         await engine.stored(A)
-        table = engine.pool.take(5)
-        async with engine.runtime.request(A) as request:
-            await all_refused(engine, request, S.PINNED)
-            engine.transport.auto = False
-            pending = request.load_nowait(into=[table])
-            await all_refused(engine, request, S.LOADING)
-            for call in OVERLAP_CALLS.values():
-                with pytest.raises(WrongState, match="an engine has the device blocks"):
-                    call(pending)
-            engine.transport.land_all()
-            assert await pending.wait() == 16 and pending.is_over
-            await all_refused(engine, request, S.RUNNING)
-        engine.pool.let_go(table)
+        with pytest.raises(InvalidArgument, match=r"tier: must be a tier that this cache can forget: HOST"):
+            await engine.runtime.reset(Tier.DEVICE)
+        assert await engine.serve(A) == 16
         await engine.assert_at_rest()
-
-
-async def test_an_engines_calls_are_refused_where_the_blocks_are_ours() -> None:
-    """And so is what it hands in."""
-    async with scripted() as (engine, _):
-        async with engine.runtime.request(A) as request:
-            for call in ENGINE_CALLS.values():
-                with pytest.raises(WrongState, match="device blocks itself"):
-                    await called(partial(call, request))
-            await request.allocate()
-            with pytest.raises(InvalidArgument, match="into: "):
-                await request.load(into=[range(1, 6)])
-            assert (request.num_lost_tokens, request.retry_max_hit_tokens) == (0, None)
-        with pytest.raises(InvalidArgument, match="num_device_tokens: "):
-            async with engine.runtime.request(A, num_device_tokens=4):
-                pass
-        assert engine.runtime.statistics().num_requests == 0
 
 
 @pytest.mark.parametrize(
@@ -703,17 +598,16 @@ async def test_an_engines_calls_are_refused_where_the_blocks_are_ours() -> None:
     [
         ({"engine_blocks": [1, 2, 3]}, "engine_blocks: "),
         ({"engine_blocks": OwnPool}, "engine_blocks: "),
-        ({"engine_blocks": OwnPool(9), "device_pool": FreeList(9)}, "device_pool: "),
         ({"engine_blocks": OwnPool(9), "store_policy": "lazy"}, "store_policy: "),
         ({"engine_blocks": OwnPool(9), "store_policy": LazyStore(4)}, "store_policy: "),
     ],
 )
 async def test_what_a_runtime_is_made_with(options: dict[str, Any], says: str) -> None:
-    """As with a `Ledger`, but for the clock: that is the event loop's."""
+    """As with a `HostCache`, but for the clock: that is the event loop's."""
     policy = options.get("store_policy", "eager")
     given = {name: value for name, value in options.items() if name != "store_policy"}
     with pytest.raises(ConfigError, match=says):
-        OffloadRuntime(config(store_policy=policy), transport=ScriptedTransport(9), **given)
+        HostCacheRuntime(config(store_policy=policy), transport=ScriptedTransport(9), **given)
 
 
 async def test_wrong_arguments_are_refused_by_name() -> None:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import anyio
 import pytest
+from engine_serving import own_engine
 from serving import BACKENDS, Engine, assert_at_rest, prompt, scripted, turns
 
-from aoffload import AoffloadError, OffloadRuntime, PendingLoad, Request, RequestState, WrongThread
+from aoffload import (
+    AoffloadError,
+    HostCacheRuntime,
+    OffloadRuntime,
+    PendingLoad,
+    Request,
+    RequestState,
+    WrongThread,
+)
 from aoffload._extensions.pins import PinState
+from aoffload._runtime.runtime import AnyRuntime
 from aoffload._runtime.steps import StepScope
+from aoffload.host_cache import EnginePendingLoad, EngineRequest
 from aoffload.pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 
 pytestmark = pytest.mark.anyio
@@ -39,8 +50,12 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 POSITIONAL = {
     "OffloadRuntime.hint": (A,),
     "OffloadRuntime.cancel": ("r",),
+    "HostCacheRuntime.hint": (A,),
+    "HostCacheRuntime.cancel": ("r",),
     "Request.fetch": (),
+    "EngineRequest.fetch": (),
     "PendingLoad.region": (0,),
+    "EnginePendingLoad.region": (0,),
 }
 LEAVES = ("__exit__", "__aexit__")
 ANY_THREAD: dict[str, Callable[[Any], bool]] = {
@@ -50,7 +65,6 @@ ANY_THREAD: dict[str, Callable[[Any], bool]] = {
     "Request.match": lambda found: found.num_device_tokens == 8,
     "Request.num_computed_tokens": lambda found: found == 9,
     "Request.num_lost_tokens": lambda found: found == 0,
-    "Request.retry_max_hit_tokens": lambda found: found is None,
     "Request.log": lambda found: True,
     "PendingLoad.is_over": lambda found: found is True,
     "PendingLoad.region": lambda found: True,
@@ -63,8 +77,19 @@ ANY_THREAD: dict[str, Callable[[Any], bool]] = {
     "PendingDemotion.is_over": lambda found: found is True,
 }
 """What reads one value, in any thread, and its right answer here. docs/howto/the-promise.md says so."""
-CANCELS = "Request.cancel"
-ALL = (OffloadRuntime, Request, PendingLoad, PinScope, PendingPrefetch, PendingFetch, PendingDemotion, StepScope)
+ANY_THREAD |= {
+    label.replace("Request.", "EngineRequest.").replace("PendingLoad.", "EnginePendingLoad."): is_right
+    for label, is_right in ANY_THREAD.items()
+    if label.startswith(("Request.", "PendingLoad."))
+} | {
+    "EngineRequest.match": lambda found: (found.num_device_tokens, found.num_host_tokens) == (0, 8),
+    "EngineRequest.retry_max_hit_tokens": lambda found: found is None,
+}
+CANCELS = ("Request.cancel", "EngineRequest.cancel")
+ALL = (
+    OffloadRuntime, Request, PendingLoad, PinScope, PendingPrefetch, PendingFetch, PendingDemotion, StepScope,
+    HostCacheRuntime, EngineRequest, EnginePendingLoad,
+)  # fmt: skip
 
 
 def members(kind: type) -> list[str]:
@@ -92,7 +117,7 @@ def outcomes(handle: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in members(type(handle)):
         label = f"{type(handle).__name__}.{name}"
-        if label == CANCELS or name in ("__exit__", "__aexit__"):
+        if label in CANCELS or name in ("__exit__", "__aexit__"):
             continue
         try:
             found[label] = called(handle, name)
@@ -116,23 +141,44 @@ async def test_every_public_call_in_another_thread_is_refused_or_right() -> None
                 handles: list[Any] = [runtime, request, pending, pin, runtime.prefetch_nowait(A)]
                 handles += [runtime.demote_nowait(prompt(7, 9)), runtime.step([request])]
                 await turns()
-                before = runtime.statistics()
-                for handle in handles:
-                    found = await anyio.to_thread.run_sync(outcomes, handle)
-                    for label, answer in found.items():
-                        if label in ANY_THREAD:
-                            assert ANY_THREAD[label](answer), f"{label}: {answer!r}"
-                        elif not label.endswith("enter__"):  # entered before, most of them: refused as such
-                            assert isinstance(answer, WrongThread), f"{label}: {answer!r}"
-                assert runtime.statistics() == before
+                await check_all(runtime, handles)
         await assert_at_rest(runtime)
+
+
+async def test_every_public_call_of_an_engine_is_refused_there_or_right() -> None:
+    """The same for a runtime over blocks that an engine has, its requests and their pending loads."""
+    async with own_engine() as engine:
+        runtime = engine.runtime
+        await engine.stored(A)
+        table = engine.pool.take(3)
+        async with runtime.request(A, "r") as request:
+            pending = request.load_nowait(into=[table])
+            await pending.wait()
+            request.offer(9, [table])
+            with runtime.pin(A, 60) as pin:
+                await check_all(runtime, [runtime, request, pending, pin])
+        engine.pool.let_go(table)
+        await engine.assert_at_rest()
+
+
+async def check_all(runtime: AnyRuntime, handles: Iterable[Any]) -> None:
+    """Call every member of `handles` in another thread."""
+    before = runtime.statistics()
+    for handle in handles:
+        found = await anyio.to_thread.run_sync(outcomes, handle)
+        for label, answer in found.items():
+            if label in ANY_THREAD:
+                assert ANY_THREAD[label](answer), f"{label}: {answer!r}"
+            elif not label.endswith("enter__"):  # entered before, most of them: refused as such
+                assert isinstance(answer, WrongThread), f"{label}: {answer!r}"
+    assert runtime.statistics() == before
 
 
 def test_no_member_is_forgotten() -> None:
     """Each name that may be called in any thread is one that there is."""
     there = {f"{kind.__name__}.{name}" for kind in ALL for name in members(kind)}
     assert set(ANY_THREAD) - there == set()
-    assert there >= {CANCELS}
+    assert there >= {*CANCELS}
 
 
 async def left_elsewhere(engine: Engine, make: Callable[[ExitStack], None]) -> None:

@@ -162,7 +162,7 @@ async def test_what_a_preempted_step_computed_is_never_published(anyio_backend: 
             both = [Computed(request, 8), Computed(other, 8)]
             assert runtime.commit_step(both) == (request,)
             await request.resume()
-            with pytest.raises(CommitError, match="preempted since its last step"):
+            with pytest.raises(CommitError, match="given up its blocks since its last step"):
                 request.commit(8)
             assert runtime.commit_step([Computed(request, 8)]) == (request,)
             assert runtime.lookup(prompt(1, 9)).num_device_tokens == 0

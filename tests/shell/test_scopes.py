@@ -42,6 +42,7 @@ from aoffload import (
     RequestAborted,
     RequestState,
 )
+from aoffload._kernel.prefix import Prefix
 from aoffload._observe.log import WRITERS
 from aoffload._transfer.backends.scripted import ScriptedFence
 from aoffload.ledger import JobMoved, RequestMoved
@@ -141,9 +142,11 @@ async def test_an_abandoned_request_that_another_thread_collects() -> None:
         class Entered(Request):
             """Entered without a scope, so that nothing of its task refers to it."""
 
-        prompt = engine.runtime.request(A)._prompt
-        request = Entered(engine.runtime._session, prompt, "lost", None, {})
-        request._record = engine.runtime._session.admit(request, prompt, "lost", None, {})
+        session, prompt = engine.runtime._session, engine.runtime.request(A)._prompt
+        assert isinstance(prompt, Prefix)
+        request = Entered(session, prompt, "lost", None, {})
+        request._prefix, request._record = prompt, request._admit(prompt)
+        session.enter(request, request._record)
         request.allocate_nowait()
         holder.append(request)
         del request

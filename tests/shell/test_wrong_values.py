@@ -24,6 +24,7 @@ from aoffload import (
     AoffloadError,
     ChunkedLocal,
     Computed,
+    DiskTier,
     HostCache,
     InvalidArgument,
     KeySpan,
@@ -34,6 +35,7 @@ from aoffload import (
     OffloadConfig,
     OffloadRuntime,
     OutOfBlocks,
+    RemoteTier,
     SelectiveStore,
     SlidingWindow,
     WrongState,
@@ -42,6 +44,7 @@ from aoffload.cuda import AdaptivePolling, BreakEven, CudaOptions
 from aoffload.env import Env
 from aoffload.ledger import Completion, Outcome, Prefix, Root
 from aoffload.ranks import LocalRank, RankTransport
+from aoffload.testing import SimulatedStore
 from aoffload.testing.programs.fingerprint import fingerprint
 from aoffload.transport import LocalTransport
 
@@ -174,8 +177,8 @@ def ledger(**options: Any) -> Ledger:
 class Cache:
     """A ledger with a request in each state that a call may want."""
 
-    def __init__(self) -> None:
-        self.ledger = one = ledger()
+    def __init__(self, **options: Any) -> None:
+        self.ledger = one = ledger(**options)
         self.waiting: Any = None
         self.num_others = 0
         self.running = self.at("running", 20)
@@ -240,6 +243,7 @@ def completed(**values: Any) -> Completion:
     return attrs.evolve(Completion(0, Outcome.LANDED), **values)
 
 
+LOWER = {"disk": DiskTier("unused", 2**20), "remote": RemoteTier(SimulatedStore(), cell_bytes=2)}
 REQUEST, PREFIX = "request", "prefix"
 ANY_COUNT = "None 0 1 huge 2**70"
 LEDGER: dict[str, Row] = {
@@ -253,10 +257,6 @@ LEDGER: dict[str, Row] = {
     "admit max_store_tokens": Row(
         lambda c, v: c.ledger.admit(prefix(), max_store_tokens=v), "max_store_tokens", ANY_COUNT
     ),
-    "admit num_device_tokens": Row(
-        lambda c, v: c.ledger.admit(prefix(), num_device_tokens=v), "num_device_tokens", "0"
-    ),
-    "admit wake": Row(lambda c, v: c.ledger.admit(prefix(), wake=v), "wake", CALLABLES),
     "allocate_nowait": Row(lambda c, v: c.ledger.allocate_nowait(v), REQUEST),
     "allocate_nowait num_tokens": Row(
         with_holding(lambda c: c.fresh, lambda one, h, v: one.allocate_nowait(h, v)),
@@ -284,7 +284,9 @@ LEDGER: dict[str, Row] = {
     "num_shared_tokens": Row(lambda c, v: c.ledger.forks.num_shared_tokens(v), REQUEST),
     "fork": Row(lambda c, v: c.ledger.forks.fork(v), REQUEST),
     "fork request_id": Row(lambda c, v: c.ledger.forks.fork(c.running, v), "request_id", "None '' 'x' surrogate"),
-    "fork num_tokens": Row(lambda c, v: c.ledger.forks.fork(c.running, num_tokens=v), "num_tokens", "0 1", (OutOfBlocks,)),
+    "fork num_tokens": Row(
+        lambda c, v: c.ledger.forks.fork(c.running, num_tokens=v), "num_tokens", "0 1", (OutOfBlocks,)
+    ),
     "plan_load max_tokens": Row(
         with_holding(allocated, lambda one, h, v: one.plan_load(h, v)), "max_tokens", ANY_COUNT
     ),
@@ -322,7 +324,9 @@ LEDGER: dict[str, Row] = {
         lambda c, v: c.ledger.check_commit(c.running, 20, v), "new_token_ids", "[] () range memoryview"
     ),
     "invalidate": Row(lambda c, v: c.ledger.invalidation.invalidate(v, 0), REQUEST),
-    "invalidate from_token": Row(lambda c, v: c.ledger.invalidation.invalidate(c.running, v), "from_token", "0", skip="1"),
+    "invalidate from_token": Row(
+        lambda c, v: c.ledger.invalidation.invalidate(c.running, v), "from_token", "0", skip="1"
+    ),
     "step": Row(lambda c, v: entered(c.ledger.step(v)), "requests request", EMPTY),
     "step of one": Row(lambda c, v: entered(c.ledger.step([v])), REQUEST),
     "step arriving": Row(lambda c, v: entered(c.ledger.overlap.step([], v)), "arriving request", EMPTY),
@@ -340,7 +344,7 @@ LEDGER: dict[str, Row] = {
     "preempt_nowait": Row(lambda c, v: c.ledger.preemption.preempt(v), REQUEST),
     "resume": Row(lambda c, v: c.ledger.preemption.resume(v), REQUEST),
     "resume num_tokens": Row(
-        with_holding(preempted, lambda one, h, v: one.resume(h, v)), "num_tokens", "None 1", (OutOfBlocks,)
+        with_holding(preempted, lambda one, h, v: one.preemption.resume(h, v)), "num_tokens", "None 1", (OutOfBlocks,)
     ),
     "pin": Row(lambda c, v: c.ledger.pins.hold(v), PREFIX),
     "pin expires_at": Row(lambda c, v: c.ledger.pins.hold(prefix(8), expires_at=v), "expires_at", f"-1 0 {NUMBERS}"),
@@ -362,7 +366,8 @@ LEDGER: dict[str, Row] = {
     ),
     "plan_disk_flush": Row(lambda c, v: c.ledger.disk.plan_flush(v), "max_blocks", "0 1 2**70 huge"),
     "fetch num_remote_tokens": Row(
-        lambda c, v: c.ledger.fetches.fetch(prefix(8), num_remote_tokens=v), "num_remote_tokens", skip="0"
+        lambda c, v: c.ledger.fetches.fetch(prefix(8), num_remote_tokens=v), "num_remote_tokens",
+        skip="0 2**70 huge",
     ),
     "plan_remote_stores": Row(lambda c, v: c.ledger.remote.plan_stores(v, bool), "max_blocks", "0 1 2**70 huge"),
     "plan_remote_stores is_wanted": Row(lambda c, v: c.ledger.remote.plan_stores(1, v), "is_wanted", CALLABLES),
@@ -370,20 +375,20 @@ LEDGER: dict[str, Row] = {
     "demote wake": Row(lambda c, v: c.ledger.transfers.demote(prefix(8), v), "wake", CALLABLES),
     "cancel": Row(lambda c, v: c.ledger.transfers.cancel(v), "transfer"),
     "reset": Row(lambda c, v: c.ledger.reset(v), "tier", "None"),
-    "watch": Row(lambda c, v: c.ledger.watch(v), "watcher", "None"),
+    "watch": Row(lambda c, v: c.ledger.watch(v), "watcher"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LEDGER)
 def test_the_ledger_refuses(name: str) -> None:
     """No value that is wrong for an argument gets into the ledger, and none changes it."""
-    cache = Cache()
+    cache = Cache(**LOWER)
     check_all(LEDGER[name], cache, cache.digest)
 
 
 def test_requests_of_others() -> None:
     """Requests of another ledger are nobody's here, and those that are over are told from them."""
-    cache = Cache()
+    cache = Cache(**LOWER)
     for name, row in LEDGER.items():
         if row.names in (REQUEST, "requests request", "arriving request") and " " not in name:
             before = cache.digest()
@@ -411,6 +416,7 @@ class EngineCache:
         self.running = self.ledger.admit(prefix(2, 17))
         self.ledger.offer(self.running, 8, [range(500, 502)])
         self.matched = self.ledger.admit(prefix(1, 17))
+        self.pins = self.ledger.pins
 
     def digest(self) -> Any:
         return fingerprint(self.ledger, self.matched, self.running)
@@ -459,10 +465,10 @@ ENGINE: dict[str, Row] = {
         "[] () range memoryview",
     ),
     "offer is_last": Row(lambda c, v: c.ledger.offer(c.running, 16, [range(500, 504)], is_last=v), "is_last", "True"),
-    "invalidate": Row(lambda c, v: c.ledger.invalidation.invalidate(v, 0), REQUEST),
-    "invalidate from_token": Row(lambda c, v: c.ledger.invalidation.invalidate(c.running, v), "from_token", "1 0"),
+    "invalidate": Row(lambda c, v: c.ledger.invalidate(v, 0), REQUEST),
+    "invalidate from_token": Row(lambda c, v: c.ledger.invalidate(c.running, v), "from_token", "1 0"),
     "release": Row(lambda c, v: c.ledger.release(v), REQUEST),
-    "pin": Row(lambda c, v: c.ledger.pins.hold(v), PREFIX),
+    "pin": Row(lambda c, v: c.pins.hold(v), PREFIX),
 }  # fmt: skip
 
 
@@ -519,13 +525,19 @@ MADE: dict[str, Row] = {
     "Ledger num_device_blocks": Row(lambda _, v: Ledger(config(), v), "num_device_blocks"),
     "Ledger block_bytes": Row(lambda _, v: Ledger(config(), 17, block_bytes=v), "block_bytes", "1 huge 2**70"),
     "Ledger device_pool": Row(lambda _, v: Ledger(config(), 17, device_pool=v), "device_pool", "None"),
-    "Ledger engine_blocks": Row(
-        lambda _, v: HostCache(config(), 17, engine_blocks=v, clock=lambda: 0.0), "engine_blocks", "None"
+    "HostCache": Row(lambda _, v: HostCache(v, 17, engine_blocks=Kept(), clock=lambda: 0.0), "config"),
+    "HostCache num_device_blocks": Row(
+        lambda _, v: HostCache(config(), v, engine_blocks=Kept(), clock=lambda: 0.0), "num_device_blocks"
+    ),
+    "HostCache engine_blocks": Row(
+        lambda _, v: HostCache(config(), 17, engine_blocks=v, clock=lambda: 0.0), "engine_blocks"
     ),
     "Ledger clock": Row(lambda _, v: Ledger(config(), 17, clock=v), "clock", f"None {CALLABLES}"),
-    "Ledger clock of an engine": Row(
-        lambda _, v: HostCache(config(), 17, engine_blocks=Kept(), clock=v), "clock", CALLABLES
+    "HostCache clock": Row(lambda _, v: HostCache(config(), 17, engine_blocks=Kept(), clock=v), "clock", CALLABLES),
+    "HostCache extensions": Row(
+        lambda _, v: HostCache(config(), 17, engine_blocks=Kept(), clock=lambda: 0.0, extensions=v), "extensions", EMPTY
     ),
+    "Ledger extensions": Row(lambda _, v: Ledger(config(), 17, extensions=v), "extensions", EMPTY),
     "Ledger observer": Row(lambda _, v: Ledger(config(), 17, observer=v), "observer", "None"),
     "groups": Row(lambda _, v: made_with(groups=v), "groups"),
     "one group": Row(lambda _, v: made_with(groups=[v]), "groups"),
@@ -575,6 +587,7 @@ MADE: dict[str, Row] = {
     "OffloadRuntime kv_caches": Row(lambda _, v: runtime(kv_caches=v), "kv_caches", TENSORS),
     "OffloadRuntime transport": Row(lambda _, v: runtime(kv_caches=None, transport=v), "transport kv_caches"),
     "OffloadRuntime device_pool": Row(lambda _, v: runtime(device_pool=v), "device_pool", "None"),
+    "OffloadRuntime extensions": Row(lambda _, v: runtime(extensions=v), "extensions", EMPTY),
     "OffloadRuntime env": Row(lambda _, v: runtime(env=v), "env", "None"),
     "OffloadRuntime logger": Row(lambda _, v: runtime(logger=v), "logger", "None"),
     "OffloadRuntime observers": Row(lambda _, v: runtime(observers=v), "observers", EMPTY),

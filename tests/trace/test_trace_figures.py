@@ -12,15 +12,8 @@ import pytest
 from aoffload import Tier
 from aoffload._observe.log import Telemetry
 from aoffload._transfer.transport import PinProgress
-from aoffload.ledger import (
-    CacheTurnedOff,
-    LoadsPaused,
-    LoadsResumed,
-    StoreSkipped,
-    TransportRecovered,
-    TransportStalled,
-    WorkerFailed,
-)
+from aoffload.host_cache import LoadsPaused, LoadsResumed
+from aoffload.ledger import CacheTurnedOff, StoreSkipped, TransportRecovered, TransportStalled, WorkerFailed
 from aoffload.trace.durations import Durations
 from aoffload.trace.figures import NUM_SLOWEST, Figures
 from aoffload.trace.scan import Scan

@@ -18,6 +18,7 @@ from ...errors import InvalidArgument
 from ..violations import Violation
 from .engine_draw import EngineDraw
 from .engine_machine import EngineMachine
+from .kernel import KernelDraw, KernelMachine, MeddledEngineMachine, MeddledMachine
 from .ledger_machine import LedgerMachine
 from .ledger_stories import LedgerStories
 from .machine import Machine
@@ -67,13 +68,16 @@ class _Kind:
     world: Callable[[World], World] = lambda world: world
 
 
+def _of_an_engine(world: World) -> World:
+    return with_a_bound(with_learning(with_a_store(with_a_disk(without_laziness(world)))))
+
+
 LEDGERS: Mapping[str, _Kind] = {
     "ledger": _Kind(LedgerMachine, LedgerStories, lambda world: with_learning(with_a_store(with_a_disk(world)))),
-    "engine": _Kind(
-        EngineMachine,
-        EngineDraw,
-        lambda world: with_a_bound(with_learning(with_a_store(with_a_disk(without_laziness(world))))),
-    ),
+    "kernel": _Kind(KernelMachine, KernelDraw, lambda world: attrs.evolve(world, store_policy="eager")),
+    "meddled": _Kind(MeddledMachine, LedgerStories, lambda world: with_learning(with_a_store(with_a_disk(world)))),
+    "engine": _Kind(EngineMachine, EngineDraw, _of_an_engine),
+    "meddled-engine": _Kind(MeddledEngineMachine, EngineDraw, _of_an_engine),
 }
 
 

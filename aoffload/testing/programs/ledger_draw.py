@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+from ..._extensions.overlap import Overlap
 from ..._kernel.loads import has_holes
 from ..._kernel.states import RequestState
 from .disk_draw import CORE_OF_DISK, DISK_WEIGHTS, RESTART_WEIGHTS
@@ -35,6 +36,8 @@ class LedgerDraw(RemoteDraw, JobDraw):
     """Draws calls for one machine. In each program some calls are much more frequent than in others: two calls interact
     soonest where few others come in between."""
 
+    MAY_OVERLAP: ClassVar[bool] = True
+    """Whether the ledger has steps that overlap loads."""
     machine: LedgerMachine
 
     def __init__(self, rng: random.Random, machine: LedgerMachine) -> None:
@@ -123,7 +126,8 @@ class LedgerDraw(RemoteDraw, JobDraw):
             return self._transfer()
         if record.state is _S.PREEMPTED:
             return Call("resume", {"who": who})
-        if record in self.machine.ledger.overlap:
+        overlap = self.machine.ledger.find(Overlap)
+        if overlap is not None and record in overlap:
             return Call("begin_again", {"who": who})
         return self._compute(client)
 
@@ -253,7 +257,11 @@ class LedgerDraw(RemoteDraw, JobDraw):
                 continue
             if record.state is _S.RUNNING or (record.state is _S.ALLOCATED and not has_holes(record)):
                 ready.append(client.name)
-            elif record.state in (_S.LOADING, _S.DRAINING) and self.machine.ledger.overlap.can_start(record):
+            elif (
+                self.starts_early
+                and record.state in (_S.LOADING, _S.DRAINING)
+                and self.machine.ledger.overlap.can_start(record)
+            ):
                 early.append(client.name)
         who = self.rng.sample(ready, self.rng.randint(0, len(ready)))
         arriving = self.rng.sample(early, self.rng.randint(0, len(early)))

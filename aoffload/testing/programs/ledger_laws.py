@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..._assembly import Ledger
+from ..._extensions.overlap import Overlap
 from ..._kernel.records import Job, Part
 from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import NoEpoch, RequestState, Tier
@@ -140,7 +141,8 @@ class Laws:
 
 def _in_doubt(record: LedgerRequest) -> bool:
     """Whether its forward started early and the engine still has to begin again."""
-    return record in record.ledger.overlap
+    overlap = record.ledger.find(Overlap)
+    return overlap is not None and record in overlap
 
 
 class _Watcher:

@@ -53,7 +53,9 @@ class StepCalls(JobCalls):
         if step in self.steps or not (clients or early) or any(c.record.num_steps for c in (*clients, *early)):
             return "skipped"
         stack = ExitStack()
-        stack.enter_context(self.ledger.overlap.step([c.record for c in clients], [c.record for c in early]))
+        held = [client.record for client in clients]
+        step_of = self.ledger.overlap.step(held, [c.record for c in early]) if early else self.ledger.step(held)
+        stack.enter_context(step_of)
         forwards = [self._whole_forward(client, client in early) for client in (*clients, *early)]
         self.steps[step] = Step(stack, forwards)
         self.features.add("step")

@@ -31,9 +31,11 @@ __all__ = [
     "without_laziness",
 ]
 
-Face = Literal["ledger", "engine", "asyncio", "trio", "engine-asyncio", "engine-trio"]
-"""What a program calls: a ledger with device blocks of its own, one whose device blocks belong to an engine, or a
-runtime of either kind in a simulated loop."""
+Face = Literal[
+    "ledger", "kernel", "meddled", "engine", "meddled-engine", "asyncio", "trio", "engine-asyncio", "engine-trio"
+]  # fmt: skip
+"""What a program calls: a `Ledger`, one without any feature (the kernel), a `HostCache`, either of them with an
+extension that meddles at every hook, or a runtime of either kind in a simulated loop."""
 
 
 def check_face(face: object) -> Face:

@@ -148,7 +148,8 @@ NAMES = ("who", "name", "child", "step", "job", "method")
 def calls_of(face: str) -> Mapping[str, Words]:
     """The calls that programs of a face may make, each with the arguments that it needs and may have."""
     faces = {
-        "ledger": LEDGER_CALLS, "engine": ENGINE_CALLS, "asyncio": RUNTIME_CALLS, "trio": RUNTIME_CALLS,
+        "ledger": LEDGER_CALLS, "kernel": LEDGER_CALLS, "meddled": LEDGER_CALLS, "engine": ENGINE_CALLS,
+        "meddled-engine": ENGINE_CALLS, "asyncio": RUNTIME_CALLS, "trio": RUNTIME_CALLS,
         "engine-asyncio": ENGINE_RUNTIME_CALLS, "engine-trio": ENGINE_RUNTIME_CALLS,
     }  # fmt: skip
     if not isinstance(face, str) or face not in faces:
@@ -170,7 +171,7 @@ def check_call(face: str, call: Any) -> None:
     for name, value in call.args.items():
         is_tier = (
             (call.name, name) != ("reset", "tier")
-            or face not in ("ledger", "engine")
+            or face not in ("ledger", "kernel", "meddled", "engine", "meddled-engine")
             or value in (None, "DEVICE", "HOST", "DISK", "REMOTE")
         )
         if not (is_tier and _is_plain(value) and _may_be(call.name, name, value)):
