@@ -12,6 +12,7 @@ from ..meddler import Meddler
 from ..watched import with_handles
 from .engine_machine import EngineMachine
 from .ledger_draw import LedgerDraw
+from .ledger_laws import Laws
 from .ledger_machine import LedgerMachine
 from .program import Call, World
 
@@ -48,7 +49,17 @@ class KernelDraw(LedgerDraw):
         return call
 
 
+class MeddledLaws(Laws):
+    def _progress(self, call: Call) -> None:
+        """A hook may have given blocks back in a call that does not look at the wait queue. The next call does."""
+        self._ledger.end_call()
+        super()._progress(call)
+
+
 class MeddledMachine(LedgerMachine):
+    LAWS = MeddledLaws
+    HOOKS_CHANGE = True
+
     def __init__(self, world: World, **options: Any) -> None:
         self._meddler = Meddler(world.num_device_blocks)
         super().__init__(world, **options)
@@ -69,6 +80,8 @@ class MeddledMachine(LedgerMachine):
 
 
 class MeddledEngineMachine(EngineMachine):
+    HOOKS_CHANGE = True
+
     def _open(self, world: World) -> HostCache:
         super()._open(world)  # makes the pool
         self._meddler = Meddler(world.num_device_blocks)
