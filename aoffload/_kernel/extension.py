@@ -29,6 +29,9 @@ Question | combined by
 `ask_former_readers`, `report_leases` | all of them
 `ask_next_lapse` | the minimum
 
+A `HostCache` has no block tables and no wait queue, so it calls no `on_allocated`, `on_load_over`, `on_published`,
+`on_step`, `ask_commit`, `ask_load_stop`, `ask_deferred`, `ask_blocks`, and no question of an invalidation.
+
 Extensions are interpreted where the kernel is compiled, so programs may derive from `LedgerExtension`.
 """
 
