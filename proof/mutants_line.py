@@ -288,7 +288,7 @@ _WAKING = (
         "no pump after a commit",
         "aoffload._kernel.ledger",
         "num_computed_tokens, new_token_ids)\n        self.end_call()\n",
-        "num_computed_tokens, new_token_ids)\n",
+        "num_computed_tokens, new_token_ids)\n        self.moves.report()\n",
         "who is first in line may need less room after a commit",
         programs=True,
     ),
