@@ -164,7 +164,7 @@ AROUND: dict[str, Callable[[], Any]] = {
     "docs/policies.md": partial(given, EagerStore=aoffload.EagerStore),
     "docs/ranks.md": partial(given, build=build, config=config()),
     "docs/cuda.md": partial(given, kv_caches=torch.zeros(NUM_ROWS, 8)),
-    "docs/engines.md": starting_early,
+    "docs/loads.md": starting_early,
     "docs/howto/preempting.md": preempting,
     "docs/howto/the-promise.md": promising,
 }
@@ -186,6 +186,14 @@ async def loading(names: Names, _: Path) -> None:
         async with found["runtime"].request(range(1000, 1020)) as request:
             await request.allocate()
             await request.load()
+
+
+async def owning_blocks(names: Names, _: Path) -> None:
+    assert await names["main"]() == 96
+    names["finish_copies"]()
+    assert len(names["pool"].free) == 40
+    assert names["long_prompts"].num_left_out == 0
+    names["transport"].close(10.0)
 
 
 async def storing(names: Names, _: Path) -> None:
@@ -227,6 +235,7 @@ async def answering(names: Names, _: Path) -> None:
 
 AFTERWARDS: dict[str, Callable[[Names, Path], Awaitable[None]]] = {
     "docs/eviction.md": evicting,
+    "docs/engines.md": owning_blocks,
     "docs/loads.md": loading,
     "docs/policies.md": storing,
     "docs/kv_events.md": publishing,
