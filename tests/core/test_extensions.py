@@ -28,7 +28,7 @@ ENGINE_HOOKS = (
 """The hooks that a `HostCache` calls."""
 
 
-class Oops(Exception):
+class OopsError(Exception):
     pass
 
 
@@ -64,7 +64,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 def raises(_: Any) -> None:
-    raise Oops("by mistake")
+    raise OopsError("by mistake")
 
 
 def calls_a_verb(ledger: Any) -> None:
@@ -220,7 +220,7 @@ def test_an_error_in_a_hook_names_it_and_harms_nobody(scenes: Any, name: str, ac
     assert caught, "the error was swallowed"
     for error in caught:
         assert (error.extension, error.hook) == ("Naughty", name)
-        assert isinstance(error.__cause__, Oops if act is raises else WrongState)
+        assert isinstance(error.__cause__, OopsError if act is raises else WrongState)
     extension.is_over = True
     driven.ledger.reset()
     driven.works()
@@ -235,11 +235,9 @@ def test_a_hook_that_may_refuse_passes_its_error_on(name: str) -> None:
     request = driven.driven.running(A)
     before = driven.driven.picture()
     extension.is_over = False
-    with pytest.raises(Oops):
-        if name == "ask_admit":
-            driven.driven.admit(B)
-        else:
-            driven.driven.commit(request)
+    call: Any = {"ask_admit": lambda: driven.driven.admit(B), "ask_commit": lambda: driven.driven.commit(request)}[name]
+    with pytest.raises(OopsError):
+        call()
     assert driven.driven.picture() == before
     assert [*driven.ledger.live_requests.values()] == [request]
 
