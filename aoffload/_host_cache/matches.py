@@ -282,6 +282,8 @@ class EngineMatches:
         request.published, request.ready_stop, request.hit_stop = 0, 0, hit.stop
         num_host_tokens = (hit.stop - hit.device_stop) * unit
         request.match = PrefixMatch(hit.device_stop * unit, num_host_tokens, num_lower_tokens=lower)
+        for hook in self.request_leases.hooks.on_matched:
+            hook(request)
 
     def match_again(self, request: HostCacheRequest, at_most: int = NO_LIMIT) -> None:
         """Match a PINNED request again, after the same tokens of the engine's, up to unit `at_most`."""

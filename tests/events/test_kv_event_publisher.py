@@ -26,7 +26,6 @@ from aoffload import (
     OffloadConfig,
     OffloadRuntime,
     RuntimeClosed,
-    WrongState,
 )
 from aoffload.kv_events import KVEventPublisher
 from aoffload.kv_events.digests import Digests
@@ -294,11 +293,22 @@ def test_what_cannot_be_opened_is_refused_by_name() -> None:
             KVEventPublisher(ledger_of(), bind="nonsense").__enter__()
         with pytest.raises(RuntimeClosed):
             publisher.__enter__()
-        with pytest.raises(WrongState, match="already"):
-            published(ledger).__enter__()
-        assert ledger.cache.tiers[0].watcher is not None
     with pytest.raises(ConfigError, match="connect"):
         KVEventPublisher(ledger, bind=ANY_PORT, connect="tcp://127.0.0.1:1")
+
+
+def test_two_publishers_of_one_ledger() -> None:
+    """Each tells all of it, and goes on if the other ends."""
+    ledger = ledger_of()
+    with published(ledger) as first:
+        with published(ledger) as second, subscribed(first) as one, subscribed(second) as other:
+            serve(ledger, Prefix.of(Root("m"), range(8)))
+            one.catch_up(first, ledger)
+            other.catch_up(second, ledger)
+        with subscribed(first) as one:
+            serve(ledger, Prefix.of(Root("m"), range(50, 58)))
+            one.catch_up(first, ledger)
+    assert ledger.cache.tiers[0].watcher is None
 
 
 def test_what_is_no_request_is_not_answered() -> None:

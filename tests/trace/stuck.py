@@ -94,9 +94,13 @@ async def stuck(program: Callable[[OffloadRuntime, TaskGroup], Any], **options: 
     env, registry = LoopEnv(), CollectorRegistry()
     metrics = Metrics(env)
     kv_cache = torch.zeros(NUM_BLOCKS + 1, 4)
-    async with HostCacheRuntime(
-        config, kv_cache, engine_blocks=engine_blocks, env=env, logger=logger, observers=[metrics]
-    ) as runtime:
+    given: dict[str, Any] = {"env": env, "logger": logger, "observers": [metrics]}
+    made: Any
+    if engine_blocks is None:
+        made = OffloadRuntime(config, kv_cache, **given)
+    else:
+        made = HostCacheRuntime(config, kv_cache, engine_blocks=engine_blocks, **given)
+    async with made as runtime:
         registry.register(MetricsCollector(runtime, metrics))
         async with anyio.create_task_group() as tasks:
             await program(runtime, tasks)
