@@ -19,7 +19,7 @@ import torch
 
 import aoffload
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request, RequestState
-from aoffload.ledger import StorePolicy
+from aoffload.ledger import Prefix, Root, StorePolicy
 from aoffload.transport import LocalTransport
 
 ROOT = Path(__file__).parents[1]
@@ -190,10 +190,16 @@ async def loading(names: Names, _: Path) -> None:
 
 async def owning_blocks(names: Names, _: Path) -> None:
     assert await names["main"]() == 96
+    assert (names["serve"](range(500, 600)), names["serve"](range(100))) == (0, 96)
     names["finish_copies"]()
     assert len(names["pool"].free) == 40
-    assert names["long_prompts"].num_left_out == 0
-    names["transport"].close(10.0)
+    stored = {}
+    for num_tokens in (48, 64):  # the feature of the page
+        cache = names["choosy"]
+        request = cache.admit(Prefix.of(Root("test"), range(num_tokens)))
+        stored[num_tokens] = len(cache.offer(request, num_tokens, [range(1, 5)]))
+        cache.release(request)
+    assert (stored, names["long_prompts"].num_left_out) == ({48: 0, 64: 1}, 1)
 
 
 async def storing(names: Names, _: Path) -> None:
