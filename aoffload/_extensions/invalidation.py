@@ -110,9 +110,10 @@ class Invalidation(LedgerExtension):
         wrong = dict.fromkeys(self._runs_from(request, first_published(self.cache, request, start), ()))
         tainted = self._taint(wrong, others, {request: from_token})
         self.cache.withdraw_all(wrong)
-        for hook in self.hooks.on_withdrawn:
+        matched = [other for other in others if other in tainted or _leases_any(other, wrong)]
+        for hook in self.hooks.on_withdrawn:  # it may split runs of `wrong`
             hook()
-        self.admission.match_again([other for other in others if other in tainted or _leases_any(other, wrong)])
+        self.admission.match_again(matched)
         goes_on = self._compute_again(request, from_token, tainted)
         request.sequence.drop_after(from_token + 1)
         request.num_computed_tokens = from_token

@@ -26,7 +26,8 @@ Question | combined by
 `ask_deferred` | the first True
 `ask_blocks` | the first True
 `ask_first_wrong` | the minimum
-`ask_former_readers`, `report_leases` | all of them
+`ask_former_readers` | all of them
+`report_...` | all of them; each may raise
 `ask_next_lapse` | the minimum
 
 A `HostCache` has no block tables and no wait queue, so it calls no `on_allocated`, `on_load_over`, `on_published`,

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
+import runpy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +19,7 @@ from aoffload import AoffloadError, ConfigError, KVCacheGroup, Ledger, OffloadCo
 from aoffload._host_cache.host_cache import HostCache
 from aoffload._kernel.extension import HOOKS
 from aoffload.errors import WrongState
-from aoffload.ledger import Build, ExtensionError, LedgerExtension, Outcome, Prefix
+from aoffload.ledger import Build, ExtensionError, LedgerExtension, Outcome, Prefix, Root, TransferPlan
 from aoffload.testing.meddler import Meddler
 
 A, B = prompt(1, 10), prompt(2, 10)
@@ -28,7 +32,7 @@ ENGINE_HOOKS = (
 """The hooks that a `HostCache` calls."""
 
 
-class Oops(Exception):
+class OopsError(Exception):
     pass
 
 
@@ -64,7 +68,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 def raises(_: Any) -> None:
-    raise Oops("by mistake")
+    raise OopsError("by mistake")
 
 
 def calls_a_verb(ledger: Any) -> None:
@@ -220,7 +224,7 @@ def test_an_error_in_a_hook_names_it_and_harms_nobody(scenes: Any, name: str, ac
     assert caught, "the error was swallowed"
     for error in caught:
         assert (error.extension, error.hook) == ("Naughty", name)
-        assert isinstance(error.__cause__, Oops if act is raises else WrongState)
+        assert isinstance(error.__cause__, OopsError if act is raises else WrongState)
     extension.is_over = True
     driven.ledger.reset()
     driven.works()
@@ -235,11 +239,9 @@ def test_a_hook_that_may_refuse_passes_its_error_on(name: str) -> None:
     request = driven.driven.running(A)
     before = driven.driven.picture()
     extension.is_over = False
-    with pytest.raises(Oops):
-        if name == "ask_admit":
-            driven.driven.admit(B)
-        else:
-            driven.driven.commit(request)
+    call: Any = {"ask_admit": lambda: driven.driven.admit(B), "ask_commit": lambda: driven.driven.commit(request)}[name]
+    with pytest.raises(OopsError):
+        call()
     assert driven.driven.picture() == before
     assert [*driven.ledger.live_requests.values()] == [request]
 
@@ -335,3 +337,23 @@ def test_what_an_extension_does_in_its_hooks_is_accounted_for() -> None:
     meddler.let_go()
     driven.ledger.check_integrity()
     assert driven.num_pinned() == (0, 0)
+
+
+def test_the_quota_of_the_example_holds_with_stores_in_flight() -> None:
+    """examples/store_quota.py: no salt has more blocks than its quota, those that stores are bringing included."""
+    quota = runpy.run_path(str(Path(__file__).parents[2] / "examples/store_quota.py"))["StoreQuota"](4)
+    rng, driven, in_flight, most = random.Random(5), Driven(12), list[TransferPlan](), Counter[object]()
+    driven.ledger = Ledger(driven.ledger.config, 13, extensions=[quota])
+    for _ in range(300):
+        request = driven.running(prompt(rng.randrange(6), rng.choice((6, 10, 14))), root=Root("test", rng.choice("ab")))
+        in_flight += driven.launch([*driven.commit(request), *driven.release(request)])
+        held = Counter(quota.num_blocks)
+        for job in driven.ledger.jobs.unsettled.values():
+            held[job.run.root.cache_salt] += len(job.plan.destination_ids)
+        assert max(held.values(), default=0) <= 4
+        most |= held
+        while in_flight and rng.random() < 0.6:
+            driven.end(in_flight.pop(0))
+        if rng.random() < 0.02:
+            driven.ledger.reset(Tier.HOST)
+    assert most == {"a": 4, "b": 4}

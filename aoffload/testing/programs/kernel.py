@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any, ClassVar
+from typing import Any
 
 from ..._assembly import Ledger
 from ..._host_cache.host_cache import HostCache
@@ -22,7 +22,7 @@ __all__ = ["KernelDraw", "KernelMachine", "MeddledEngineMachine", "MeddledMachin
 class KernelMachine(LedgerMachine):
     """A ledger without any feature."""
 
-    FAREWELL: ClassVar[tuple[str, ...]] = ()
+    FAREWELL = ()
 
     def _open(self, world: World) -> Ledger:
         ledger = Ledger.__new__(Ledger)
@@ -82,7 +82,7 @@ class MeddledMachine(LedgerMachine):
 class MeddledEngineMachine(EngineMachine):
     HOOKS_CHANGE = True
 
-    def _open(self, world: World) -> HostCache:
+    def _open(self, world: World) -> HostCache:  # type: ignore[override]
         super()._open(world)  # makes the pool
         self._meddler = Meddler(world.num_device_blocks)
         cache = HostCache(
