@@ -16,13 +16,14 @@ FLOORS = (
     "env _config _tiers.remote.clients",
     "_kernel",
     "_extensions _eviction _tiers.fetch.rules"
+    " _tiers.lower.rules _tiers.lower.extension"
     " _tiers.disk.plans _tiers.disk.blocks _tiers.disk.rules _tiers.disk.extension"
     " _tiers.remote.plans _tiers.remote.rules _tiers.remote.extension",
     "_assembly",
     "_host_cache",
     "_transfer _tiers",
     "_observe",
-    "_runtime _tiers.write_rate _tiers.disk.loop _tiers.remote.loop _tiers.fetch.loop",
+    "_runtime _tiers.write_rate _tiers.disk.loop _tiers.lower.loop _tiers.remote.loop _tiers.fetch.loop",
     "ledger host_cache transport ranks cuda stores pins",
     "demo integrations testing trace metrics kv_events top plan",
     "cli __main__",

@@ -39,7 +39,7 @@ from .pools import TierBlocks
 from .protocols import EvictionOrder
 from .records import Job, Lease, Run
 from .requests import LedgerRequest
-from .states import Tier
+from .states import LOWER_TIERS, TIERS, Tier
 from .tokens import TokenSequence
 
 
@@ -179,6 +179,8 @@ class Build:
 
     def add_tier(self, tier: Tier, num_blocks: int, make: Callable[[EvictionOrder], TierBlocks]) -> None:
         """Add a tier below the host whose blocks the index knows. `make` gets its eviction order."""
+        if tier not in LOWER_TIERS or not TIERS[tier].is_indexed:
+            raise ConfigError("extensions", f"cannot add the tier {tier.name}")
         if tier in self.sizes:
             raise ConfigError("extensions", f"add the tier {tier.name} twice")
         self.sizes[tier] = num_blocks
