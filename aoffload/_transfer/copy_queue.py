@@ -193,8 +193,11 @@ def link_of(
     the device's link; 0: not known. `in_steps`: jobs are launched once a step of an engine, not whenever a job ends."""
     link, is_load = (source.tier, destination.tier), destination.tier < source.tier
     lower, max_bytes = source if is_load else destination, config.bytes_in_flight
-    load_s, store_s = lower.timeouts_s or (config.transfer_timeout_s, config.store_bound_s)
-    timeout_s, max_jobs = load_s if is_load else store_s, config.max_jobs_in_flight or JOBS_IN_FLIGHT
+    max_jobs, own_s = config.max_jobs_in_flight or JOBS_IN_FLIGHT, lower.timeouts_s
+    if own_s is not None:
+        timeout_s = own_s[0] if is_load else own_s[1]
+    else:
+        timeout_s = config.transfer_timeout_s if is_load else config.store_bound_s
     if lower.tier in LOWER_TIERS:
         return Link(*link, timeout_s, min(max_bytes, LOWER_BYTES), max_jobs, rate=TransferRate())
     if config.max_bytes_in_flight is None:
