@@ -71,8 +71,7 @@ Handle = TypeVar("Handle", bound=LedgerExtension)
 def built_in(
     config: OffloadConfig, layout: Layout, num_device_blocks: int
 ) -> tuple[StorePolicy, list[LedgerExtension]]:
-    """The store policy, and the extensions that `config` asks for: first those that add tiers, then those that read
-    the sizes of all tiers."""
+    """The store policy, and the extensions that `config` asks for."""
     found: list[LedgerExtension] = []
     counts = RequestCounts(has_remote=config.remote is not None)
     if config.disk is not None:

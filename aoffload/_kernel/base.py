@@ -114,6 +114,8 @@ class CacheBase:
         build = Build(config, self.layout, block_bytes, sizes)
         for extension in added:
             extension.on_build(build)
+        for function in build.sized:
+            function()
         orders = build.orders
 
         def order_of(tier: Tier) -> EvictionOrder:

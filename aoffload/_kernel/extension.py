@@ -172,8 +172,8 @@ class Build:
         self.layout = layout
         self.block_bytes = block_bytes
         self.sizes = sizes
-        """Blocks of each tier, the null block excluded. An extension that reads it comes after those that add
-        tiers."""
+        """Blocks of each tier, the null block excluded. It has every tier once `when_sized` calls."""
+        self.sized: list[Callable[[], object]] = []
         self.tiers: dict[Tier, Callable[[EvictionOrder], TierBlocks]] = {}
         self.orders: dict[Tier, Callable[[], EvictionOrder]] = {}
 
@@ -185,6 +185,10 @@ class Build:
             raise ConfigError("extensions", f"add the tier {tier.name} twice")
         self.sizes[tier] = num_blocks
         self.tiers[tier] = make
+
+    def when_sized(self, function: Callable[[], object]) -> None:
+        """Call `function` once all extensions have added their tiers. It may set eviction orders."""
+        self.sized.append(function)
 
     def set_order(self, tier: Tier, make: Callable[[], EvictionOrder]) -> None:
         """Let `make` make the eviction order of `tier`."""

@@ -190,8 +190,8 @@ def _lower(runtime: OffloadRuntime, found: RuntimeStatistics) -> Iterator[tuple[
     if not works:
         return
     yield "aoffload_fetches_declined_total", _one(found.num_fetches_declined)
-    off: dict[str, bool] = {}
-    alone: dict[str, tuple[LeftAlone, ...]] = {}
+    off = {work.tier.name.lower(): False for work in works}
+    alone: dict[str, tuple[LeftAlone, ...]] = dict.fromkeys(off, ())
     skipped = [Sample((work.tier.name.lower(),), work.num_fetches_skipped) for work in works]
     yield "aoffload_fetches_skipped_total", skipped
     if disk is not None:

@@ -193,9 +193,10 @@ async def test_a_write_that_fails_is_a_miss(opened: Any, monkeypatch: pytest.Mon
         assert await engine.serve(OTHER) == 80
 
 
-async def test_a_small_tier_evicts(opened: Any) -> None:
+@pytest.mark.parametrize("eviction", ["lru", "learned"])
+async def test_a_small_tier_evicts(opened: Any, eviction: str) -> None:
     """It holds what was stored last, within its blocks, and its files are those blocks."""
-    async with opened(16) as engine:
+    async with opened(16, eviction=eviction) as engine:
         for first in range(0, 3000, 100):
             await engine.serve(list(range(first, first + 90)))
         await engine.at_rest()
