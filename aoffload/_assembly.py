@@ -71,16 +71,14 @@ Handle = TypeVar("Handle", bound=LedgerExtension)
 def built_in(
     config: OffloadConfig, layout: Layout, num_device_blocks: int
 ) -> tuple[StorePolicy, list[LedgerExtension]]:
-    """The store policy, and the extensions that `config` asks for: first those that add tiers, then those that read
-    the sizes of all tiers."""
+    """The store policy, and the extensions that `config` asks for."""
     check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
     found: list[LedgerExtension] = []
-    counts, remote = RequestCounts(has_remote=config.remote is not None), None
+    counts = RequestCounts(has_remote=config.remote is not None)
     if config.disk is not None:
         found.append(DiskExtension(config.disk, counts))
     if config.remote is not None:
-        remote = RemoteExtension(config.remote, counts)
-        found.append(remote)
+        found.append(RemoteExtension(config.remote, counts))
     policy = store_policy_of(config.store_policy).for_ledger(layout, num_device_blocks - 1)
     if type(policy) not in (EagerStore, LazyStore):
         found.append(StorePolicies(policy))
@@ -89,7 +87,7 @@ def built_in(
     if isinstance(choice, LearnedEviction):
         found.append(Eviction(choice))
     if config.disk is not None or config.remote is not None:
-        found += [counts, Fetches(has_disk=config.disk is not None, remote=remote)]
+        found += [counts, Fetches()]
     return policy, found
 
 
@@ -107,6 +105,8 @@ class LedgerStatistics:
     """Of a `HostCache`: more than `max_quarantined_share` of the blocks are in quarantine, so nothing is loaded."""
     disk: TierStatistics | None
     """None without a disk."""
+    custom: TierStatistics | None
+    """None without a `LowerTier` of the program's own."""
     remote: RemoteCounts | None
     """None without a remote store."""
     learned: tuple[Tier, ...]
@@ -160,6 +160,8 @@ class AnyLedger(CacheBase):
     @property
     def fetches(self) -> Fetches:
         """Fetch prompts from the tiers below the host. `ConfigError("disk")` without one."""
+        if self.cache.has_lower_tiers:  # perhaps only one of the program's own
+            return self.add_once(Fetches, Fetches)
         return self._needed(Fetches, "disk")
 
     # -- verbs that differ ----------------------------------------------------------------------------------------
@@ -182,12 +184,13 @@ class AnyLedger(CacheBase):
 
     def statistics(self) -> LedgerStatistics:
         """The counts of blocks, requests and jobs."""
-        device, host, *rest = (tier.statistics() for tier in self.cache.tiers)
+        tiers = {tier.tier: tier.statistics() for tier in self.jobs.tiers.values()}
         pins, remote, eviction = self.find(Pins), self.find(RemoteExtension), self.find(Eviction)
         learned = None if eviction is None else eviction.statistics()
         return LedgerStatistics(
-            device, host, len(self.live_requests), self.num_waiting, len(self.jobs.unsettled), self.jobs.num_late,
-            0 if pins is None else len(pins.held), self.loads_paused, rest[0] if rest else None,
+            tiers[Tier.DEVICE], tiers[Tier.HOST], len(self.live_requests), self.num_waiting,
+            len(self.jobs.unsettled), self.jobs.num_late,
+            0 if pins is None else len(pins.held), self.loads_paused, tiers.get(Tier.DISK), tiers.get(Tier.CUSTOM),
             None if remote is None else remote.counts, () if learned is None else learned.learned,
             0 if eviction is None else eviction.num_hints, learned,
         )  # fmt: skip
@@ -198,7 +201,7 @@ class AnyLedger(CacheBase):
         live = f"{found.num_requests:,} request{'' if found.num_requests == 1 else 's'}"
         if found.remote is not None and (moving := found.remote.num_loads + found.remote.num_stores):
             live += f", {moving:,} cell{'' if moving == 1 else 's'} on the way"
-        lower = [("host", found.host), ("disk", found.disk)]
+        lower = [("host", found.host), ("disk", found.disk), ("custom", found.custom)]
         below = [tier.counted(name) for name, tier in lower if tier is not None and tier.num_blocks]
         about = "\n".join((self._about(found, live), *below, *self._evicts(found)))
         return explained(about, self.reports.requests(), self.reports.holders())

@@ -59,6 +59,7 @@ from ._observe.log import LedgerLog
 from ._observe.observers import Observers
 from ._runtime.costs import LoadCosts
 from ._tiers.disk.plans import BlockLabel, DiskPayload, RestoredRun
+from ._tiers.lower.extension import LowerTier
 from ._tiers.remote.extension import RemoteCounts
 from ._tiers.remote.plans import CellLabel
 from ._tiers.remote.rules import cells_of
@@ -114,6 +115,7 @@ __all__ = [
     "LoadOffer",
     "LoadOverlap",
     "Loadable",
+    "LowerTier",
     "Observer",
     "Observers",
     "Outcome",

@@ -4,12 +4,14 @@
 """
 
 from ._transfer.fences import ORDERED, Fence, LoadedRegion, OnlyAfter, PassedFence, StepFences
+from ._transfer.lane import BlockChecksums
 from ._transfer.local import LocalTransport
-from ._transfer.transport import TransferStatistics, Transport
+from ._transfer.transport import TransferStatistics, Transport, TransportTier
 from .errors import DeviceGone, RegionError, RegionNotLoaded, TransferRefused
 
 __all__ = [
     "ORDERED",
+    "BlockChecksums",
     "OnlyAfter",
     "DeviceGone",
     "Fence",
@@ -22,4 +24,5 @@ __all__ = [
     "TransferRefused",
     "TransferStatistics",
     "Transport",
+    "TransportTier",
 ]

@@ -6,7 +6,7 @@ from .planting import Mutant, Patch
 
 __all__ = ["DISK_CORE_MUTANTS"]
 
-STORES, FETCHES, RESTORES = "aoffload._tiers.disk.rules", "aoffload._tiers.fetch.rules", "aoffload._tiers.disk.rules"
+STORES, FETCHES, RESTORES = "aoffload._tiers.lower.rules", "aoffload._tiers.fetch.rules", "aoffload._tiers.disk.rules"
 MATCHING, LABELS, INDEX = "aoffload._kernel.index", "aoffload._tiers.disk.blocks", "aoffload._kernel.index"
 EXTENSION = "aoffload._tiers.disk.extension"
 OF_STORES = "tests/core/test_disk_stores.py::test_"
@@ -55,8 +55,8 @@ _STORES = (
         OF_STORES + "an_idle_disk_evicts_nothing",
         "disk: an idle disk goes round",
         STORES,
-        "min(left_of(most, jobs), self._disk.pool.num_free)",
-        "min(left_of(most, jobs), self._disk.num_available)",
+        "min(left_of(most, jobs), self._there.pool.num_free)",
+        "min(left_of(most, jobs), self._there.num_available)",
         "what is written while the disk is idle evicts nothing",
     ),
     _met_by(
@@ -163,8 +163,8 @@ _FETCHES = (
         OF_FETCHES + "a_fetch_with_windows_has_all_that_a_hit_needs",
         "disk: a fetch without its window",
         FETCHES,
-        "with_windows=True, most=most",
-        "with_windows=False, most=most",
+        "with_windows=True, most=left_of",
+        "with_windows=False, most=left_of",
         "what is fetched hits",
     ),
     _met_by(

@@ -92,8 +92,8 @@ DISK_PROOF_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a reset that the disk never hears of",
         "aoffload._runtime.runtime",
-        "        if disk is not None and tier in (None, Tier.DISK):\n",
-        "        if False:\n",
+        "            await disk.reset(tier, min(seconds, self.config.transfer_timeout_s))\n",
+        "            pass\n",
         "no restart finds what was there before a reset",
         scenarios=("reset_with_a_disk",),
     ),

@@ -138,7 +138,7 @@ _FORKS = (
 _IDLE = (
     Mutant(
         "disk: what was evicted meanwhile is stored again",
-        "aoffload._tiers.disk.rules",
+        "aoffload._tiers.lower.rules",
         "            if left_of(most, jobs) < least:\n                return jobs\n",
         "            if left_of(most, jobs) < least:\n                self._came_to = ()\n"
         "                return jobs\n",
@@ -147,7 +147,7 @@ _IDLE = (
     ),
     Mutant(
         "disk: a store evicts what its own turn has stored",
-        "aoffload._tiers.disk.rules",
+        "aoffload._tiers.lower.rules",
         "            self._turns = {run: self._turns[run] for run in runs if self._turns.get(run)}\n",
         "            pass\n",
         _REST,

@@ -51,6 +51,14 @@ SEAM_MUTANTS = (
         test=f"{TESTS}a_request_that_was_not_handed_out_is_over",
     ),
     Mutant(
+        "copies of a failed call stay queued",
+        "aoffload._kernel.base",
+        "            if job.job_id in self.jobs.unsettled and job.state is JobState.QUEUED:\n",
+        "            if False:\n",
+        "a call that has raised leaves no copy that nobody launches",
+        test=f"{TESTS}an_error_in_a_hook_names_it_and_harms_nobody",
+    ),
+    Mutant(
         "last extension decides what is stored",
         COMMITS,
         "            stop = min(stop, ask(request))\n",

@@ -29,6 +29,9 @@ class Eviction(LedgerExtension):
         self._choice = choice
 
     def on_build(self, build: Build) -> None:
+        build.when_sized(partial(self._set_orders, build))
+
+    def _set_orders(self, build: Build) -> None:
         sizes: dict[Tier, int] = {tier: size for tier, size in build.sizes.items() if tier is not Tier.DEVICE}
         if self._choice.device:
             sizes[Tier.DEVICE] = build.sizes[Tier.DEVICE]

@@ -49,12 +49,12 @@ from .layout import Layout
 from .leases import RequestLeases
 from .moves import Moves
 from .plans import Completion, PrefixMatch, RequestOptions, StoreScope, TransferPlan, check_completion
-from .pools import ExtentPool, LastUses, LeastRecentlyUsed, TierBlocks
+from .pools import ExtentPool, LastUses, LeastRecentlyUsed, TierBlocks, absent_tier
 from .prefix import Prefix, check_prefix
 from .protocols import BlockWatcher, EvictionOrder
 from .records import NO_LIMIT, Job
 from .requests import LedgerRequest
-from .states import BELOW, HIT_TIERS, JobState, NoEpoch, Tier, check_tier
+from .states import BELOW, CACHE_TIERS, HIT_TIERS, JobState, NoEpoch, Tier, check_tier
 from .tokens import TokenSequence
 
 Added = TypeVar("Added", bound=LedgerExtension)
@@ -114,6 +114,8 @@ class CacheBase:
         build = Build(config, self.layout, block_bytes, sizes)
         for extension in added:
             extension.on_build(build)
+        for function in build.sized:
+            function()
         orders = build.orders
 
         def order_of(tier: Tier) -> EvictionOrder:
@@ -123,7 +125,12 @@ class CacheBase:
 
         device = make_device(order_of(Tier.DEVICE), moves)
         host = TierBlocks(Tier.HOST, ExtentPool(sizes[Tier.HOST]), order_of(Tier.HOST))
-        lower = [make(order_of(tier)) for tier, make in build.tiers.items()]
+        # A tier's number is its place in the cache, so tiers that nobody has added are there without blocks.
+        lower = [
+            build.tiers[tier](order_of(tier)) if tier in build.tiers else absent_tier(tier)
+            for tier in CACHE_TIERS
+            if Tier.HOST < tier <= max(build.tiers, default=Tier.HOST)
+        ]
         self.cache = PrefixCache(self.layout, (device, host, *lower), order_of, LastUses(num_tracked_blocks))
         self.request_leases = RequestLeases(self.cache, self.hooks)
         self.jobs = JobBook(self.cache, moves, self.hooks, self._units_per_job(config.blocks_per_job(block_bytes)))
@@ -159,7 +166,8 @@ class CacheBase:
         return made
 
     def __repr__(self) -> str:
-        tiers = [f"{t.tier.name.lower()} {t.pool.num_free}/{t.pool.num_blocks} free" for t in self.cache.tiers]
+        present = [tier for tier in self.cache.tiers if not tier.is_absent]
+        tiers = [f"{t.tier.name.lower()} {t.pool.num_free}/{t.pool.num_blocks} free" for t in present]
         return f"<{type(self).__name__} {', '.join(tiers)}, {len(self.live_requests)} requests>"
 
     # -- how a call begins and ends -------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ from .pools import TierBlocks
 from .protocols import EvictionOrder
 from .records import Job, Lease, Run
 from .requests import LedgerRequest
-from .states import Tier
+from .states import LOWER_TIERS, TIERS, Tier
 from .tokens import TokenSequence
 
 
@@ -182,17 +182,23 @@ class Build:
         self.layout = layout
         self.block_bytes = block_bytes
         self.sizes = sizes
-        """Blocks of each tier, the null block excluded. An extension that reads it comes after those that add
-        tiers."""
+        """Blocks of each tier, the null block excluded. It has every tier once `when_sized` calls."""
+        self.sized: list[Callable[[], object]] = []
         self.tiers: dict[Tier, Callable[[EvictionOrder], TierBlocks]] = {}
         self.orders: dict[Tier, Callable[[], EvictionOrder]] = {}
 
     def add_tier(self, tier: Tier, num_blocks: int, make: Callable[[EvictionOrder], TierBlocks]) -> None:
         """Add a tier below the host whose blocks the index knows. `make` gets its eviction order."""
+        if tier not in LOWER_TIERS or not TIERS[tier].is_indexed:
+            raise ConfigError("extensions", f"cannot add the tier {tier.name}")
         if tier in self.sizes:
             raise ConfigError("extensions", f"add the tier {tier.name} twice")
         self.sizes[tier] = num_blocks
         self.tiers[tier] = make
+
+    def when_sized(self, function: Callable[[], object]) -> None:
+        """Call `function` once all extensions have added their tiers. It may set eviction orders."""
+        self.sized.append(function)
 
     def set_order(self, tier: Tier, make: Callable[[], EvictionOrder]) -> None:
         """Let `make` make the eviction order of `tier`."""

@@ -73,7 +73,7 @@ class JobBook:
     units_per_job: Sequence[int]
     """The most units of one job, for each component."""
     tiers: dict[Tier, TierBlocks] = field(init=False)
-    """The tiers of the cache, and those that the cache does not know."""
+    """The tiers that are there: those of the cache, and those that the cache does not know."""
     unsettled: dict[int, Job] = field(default_factory=dict)
     """By job id: queued, launched and parked jobs."""
     quarantined: dict[int, Job] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class JobBook:
     _num_stored: Counter[Tier] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.tiers = {tier.tier: tier for tier in self.cache.tiers}
+        self.tiers = {tier.tier: tier for tier in self.cache.tiers if not tier.is_absent}
 
     @property
     def last_id(self) -> int:

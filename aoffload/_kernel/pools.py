@@ -188,6 +188,10 @@ class TierBlocks:
     is_outside: bool = field(default=False, kw_only=True)
     """Whether the blocks belong to others, such as an engine or a store: copies read and write them, and the index
     knows none of them. Leases protect no such block."""
+    is_absent: bool = field(default=False, kw_only=True)
+    """Whether this only keeps the place of a tier that is not there: see `absent_tier`."""
+    timeouts_s: tuple[float, float] | None = field(default=None, kw_only=True)
+    """Seconds for a load and for a store, in place of those that the configuration sets."""
 
     def __repr__(self) -> str:
         return f"<TierBlocks {self.tier.name} {self.statistics()}>"
@@ -283,6 +287,11 @@ class TierBlocks:
 
 
 _COMPUTING = (RequestState.ALLOCATED, RequestState.RUNNING)
+
+
+def absent_tier(tier: Tier) -> TierBlocks:
+    """Keeps the place of `tier`, which is not there, before a tier that is."""
+    return TierBlocks(tier, ExtentPool(0), LeastRecentlyUsed(), is_outside=True, is_absent=True)
 
 
 class LastUses:

@@ -1,9 +1,8 @@
 """States: the tiers, and the states of requests and jobs, as tables.
 
-Blocks move between four tiers. Each tier has one tier above it, which its loads fill and which its stores are filled
-from:
+Blocks move between tiers. Each tier has one tier above it, which its loads fill and which its stores are filled from:
 
-    DEVICE  <- loads -  HOST  <- loads -  DISK, REMOTE
+    DEVICE  <- loads -  HOST  <- loads -  DISK, CUSTOM, REMOTE
             - stores ->       - stores ->
 
 A hit is in the device and in the host. KV that only a lower tier has is fetched into the host first.
@@ -28,7 +27,9 @@ class Tier(enum.IntEnum):
     DEVICE = 0
     HOST = 1
     DISK = 2
-    REMOTE = 3
+    CUSTOM = 3
+    """A tier of the program's own: an extension adds it (`LowerTier`)."""
+    REMOTE = 4
 
     __hash__ = int.__hash__  # the default hashes the name each time, in Python
 
@@ -52,15 +53,18 @@ TIERS = (
     TierRow(Tier.DEVICE, above=None, lowest_id=1),
     TierRow(Tier.HOST, above=Tier.DEVICE, lowest_id=0),
     TierRow(Tier.DISK, above=Tier.HOST, lowest_id=0),
+    TierRow(Tier.CUSTOM, above=Tier.HOST, lowest_id=0),
     TierRow(Tier.REMOTE, above=Tier.HOST, lowest_id=0, is_indexed=False, leaves_doubt=False),
 )
-"""The tiers, by number."""
+"""The tiers, by number. Those that the index knows come first."""
 BELOW: Final = next(row.tier for row in TIERS if row.above is Tier.DEVICE)
 """The tier right below the device: loads onto the device come from it, stores from the device go to it."""
 HIT_TIERS: Final = (Tier.DEVICE, BELOW)
 """Tiers that can serve a hit directly; KV of lower tiers must be fetched first."""
 CACHE_TIERS: Final = tuple(row.tier for row in TIERS if row.is_indexed)
 """Tiers whose blocks the index knows, if they are configured."""
+LOWER_TIERS: Final = tuple(row.tier for row in TIERS if row.above is BELOW)
+"""Tiers below the host: what a hit needs of them must be fetched first."""
 
 
 class Direction(enum.Enum):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from traceback import format_exception
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -353,7 +353,7 @@ class LedgerLog:
     def ledger_opened(self, ledger: AnyLedger) -> None:
         """Call it once `ledger` is made: readers of the log learn where it begins, and the sizes of its pools."""
         # Where an engine has the device blocks, the pool counts what copies hold: nothing yet.
-        tiers = check_ledger("ledger", ledger).cache.tiers
+        tiers = [tier for tier in check_ledger("ledger", ledger).cache.tiers if not tier.is_absent]
         self._opened("ledger_opened", {f"num_{tier.tier.name.lower()}_blocks": tier.pool.num_blocks for tier in tiers})
 
     def ledger_closed(self, ledger: AnyLedger) -> None:
@@ -431,11 +431,18 @@ class Telemetry(LedgerLog):
         self.logger.error("disk_turned_off", reason=reason)
 
     def runtime_opened(
-        self, num_device_blocks: int, num_host_blocks: int, layout: str, *, engine_blocks: bool = False
+        self,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        layout: str,
+        *,
+        engine_blocks: bool = False,
+        own: Mapping[Tier, int] | None = None,
     ) -> None:
         """`layout`: the KV regions as they are understood; empty where a transport of the program's own has them.
-        `engine_blocks`: the device blocks are an engine's."""
+        `engine_blocks`: the device blocks are an engine's. `own`: the blocks of tiers of the program's own."""
         sizes = {"num_device_blocks": num_device_blocks, "num_host_blocks": num_host_blocks}
+        sizes |= {f"num_{tier.name.lower()}_blocks": number for tier, number in (own or {}).items()}
         self._opened("runtime_opened", {**sizes, "engine_blocks": engine_blocks, "layout": layout})
 
     def runtime_closed(self, num_quarantined_jobs: int) -> None:

@@ -58,6 +58,8 @@ from .._kernel.states import Tier
 from .._observe.log import Telemetry
 from .._observe.observers import Observers
 from .._tiers.disk.loop import DiskWork
+from .._tiers.lower.extension import LowerTier
+from .._tiers.lower.loop import LowerWork
 from .._tiers.remote.loop import RemoteWork
 from .._transfer.fences import Fence
 from .._transfer.local import LocalTransport, check_block_sizes, described
@@ -67,6 +69,7 @@ from .._transfer.transport import (
     DiskStatistics,
     HasDisk,
     HasRemote,
+    HasTiers,
     PinProgress,
     RemoteStatistics,
     ReportsPinning,
@@ -229,9 +232,11 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         env: Env | None,
         logger: Any,
         observers: Iterable[Observer],
+        extensions: tuple[LedgerExtension, ...],
     ) -> None:
         """`make_ledger` gets the number of device blocks, the bytes of a block, the observer, and a clock that counts
-        once the runtime is open. `has_own_ids`: the program hands out the block ids of the device."""
+        once the runtime is open. `has_own_ids`: the program hands out the block ids of the device. `extensions`: those
+        that the ledger has of the program's own."""
         check_type("config", config, OffloadConfig)
         if (kv_caches is None) == (transport is None):
             raise InvalidArgument("kv_caches", "give either kv_caches or a transport")
@@ -251,6 +256,9 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
             if (None if found is None else found.tier) != wanted:
                 problem = "must be that of the transport: give it to LocalTransport, too; other transports have none"
                 raise ConfigError(name, problem)
+        own_tiers = [extension for extension in extensions if isinstance(extension, LowerTier)]
+        for extension in own_tiers:
+            _check_copies(extension, self.transport)
         check_block_sizes(self.transport, config.groups)
         self.env = env if env is not None else Env()
         self.telemetry = Telemetry(logger)
@@ -268,7 +276,8 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
             session.disk = DiskWork(self.ledger, self.worker, disk, block_bytes, self.env, self.telemetry)
         if remote is not None:
             session.remote = RemoteWork(self.ledger, self.worker, remote, block_bytes, self.env, self.telemetry)
-        if disk is not None or remote is not None:
+        session.own_tiers = [LowerWork(self.ledger, self.worker, found, block_bytes) for found in own_tiers]
+        if disk is not None or remote is not None or own_tiers:
             session.speed = PrefillSpeed(config.prefill_tokens_per_s)
             self.worker.after_settled = session.store_below
         if config.load_choice != "always":
@@ -299,8 +308,9 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
                 self.transport.num_device_blocks - 1,
                 self.ledger.cache.tiers[Tier.DEVICE].is_outside,
             )
+            own = {work.tier: work.extension.num_blocks for work in session.own_tiers}
             self.telemetry.runtime_opened(
-                num_blocks, self._opening.num_host_blocks, described(self.transport), engine_blocks=is_outside
+                num_blocks, self._opening.num_host_blocks, described(self.transport), engine_blocks=is_outside, own=own
             )
             if session.disk is not None:
                 session.disk.begin()
@@ -470,11 +480,11 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         return found
 
     async def fetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
-        """Copy the blocks of a prompt that only the disk or the remote store holds into host memory. Returns how many
+        """Copy the blocks of a prompt that only a tier below the host holds into host memory. Returns how many
         tokens a request for the prompt would hit then.
 
         Best effort: it takes at most `max_fetch_share` of the host, and never raises for a failed copy.
-        `Request.allocate` does it for its own prompt. `ConfigError("disk")` without a disk and a remote store.
+        `Request.allocate` does it for its own prompt. `ConfigError("disk")` without a tier below the host.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         with PendingFetch(self._session, self._prefix_for("fetch", token_ids, identity)) as pending:
@@ -540,8 +550,8 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         disk, remote = self._session.disk, self._session.remote
         if remote is not None and tier is None:
             remote.turn_off("a reset: the cells of the store under this namespace are from before it")
-        if disk is not None and tier in (None, Tier.DISK):
-            await disk.reset(min(seconds, self.config.transfer_timeout_s))
+        if disk is not None:
+            await disk.reset(tier, min(seconds, self.config.transfer_timeout_s))
         with anyio.CancelScope(deadline=deadline):
             await self.worker.wait_over(last_id)
         return self.worker.copies.in_flight_up_to(last_id)
@@ -577,7 +587,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
             disk_transfers=None if disk is None else disk.disk.statistics(),
             remote_transfers=None if remote is None else remote.remote.statistics(),
             num_fetches_declined=self._session.num_fetches_declined,
-            num_fetches_skipped=sum(one.num_fetches_skipped for one in (disk, remote) if one is not None),
+            num_fetches_skipped=sum(work.num_fetches_skipped for work in self._session.lower_tiers),
             num_loads_declined=0 if self._session.costs is None else self._session.costs.num_declined,
             off_reason=self.worker.copies.off_reason,
         )
@@ -597,7 +607,8 @@ class OffloadRuntime(RuntimeBase[Ledger, Request]):
     `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of them, or `KVRegion`s, all of one block pool;
     row 0 is the null block. `transport` replaces them if the tensors are elsewhere. `device_pool` hands out the block
     ids; by default a free list of the runtime's own. `observers` receive the same events as the log. `extensions` are
-    features of the program's own. An engine that has a block pool and a prefix cache itself uses `HostCacheRuntime`.
+    features of the program's own; a `LowerTier` needs a `transport` with its copies. An engine that has a block pool
+    and a prefix cache itself uses `HostCacheRuntime`.
     """
 
     _request_class = Request
@@ -614,15 +625,17 @@ class OffloadRuntime(RuntimeBase[Ledger, Request]):
         observers: Iterable[Observer] = (),
         extensions: Iterable[LedgerExtension] = (),
     ) -> None:
+        own = as_tuple("extensions", extensions, "LedgerExtension")
+
         def make_ledger(num_blocks: int, block_bytes: int, observer: Observer, _: Callable[[], float]) -> Ledger:
             return Ledger(
                 config, num_blocks, block_bytes=block_bytes, device_pool=device_pool, observer=observer,
-                extensions=extensions,
+                extensions=own,
             )  # fmt: skip
 
         super().__init__(
             config, kv_caches, make_ledger, has_own_ids=device_pool is not None, transport=transport, env=env,
-            logger=logger, observers=observers,
+            logger=logger, observers=observers, extensions=own,
         )  # fmt: skip
         self._session.last_step = self.ledger.last_step
         if self.ledger.writes_back:
@@ -744,15 +757,17 @@ class HostCacheRuntime(RuntimeBase[HostCache, EngineRequest]):
         observers: Iterable[Observer] = (),
         extensions: Iterable[LedgerExtension] = (),
     ) -> None:
+        own = as_tuple("extensions", extensions, "LedgerExtension")
+
         def make_cache(num_blocks: int, block_bytes: int, observer: Observer, clock: Callable[[], float]) -> HostCache:
             return HostCache(
                 config, num_blocks, engine_blocks, clock=clock, block_bytes=block_bytes, observer=observer,
-                extensions=extensions,
+                extensions=own,
             )  # fmt: skip
 
         super().__init__(
             config, kv_caches, make_cache, has_own_ids=True, transport=transport, env=env, logger=logger,
-            observers=observers,
+            observers=observers, extensions=own,
         )  # fmt: skip
 
     def request(
@@ -799,6 +814,14 @@ class HostCacheRuntime(RuntimeBase[HostCache, EngineRequest]):
         if after is not None or self.ledger.deferred_requests:
             after = session.fence_after(after)
         session.store(self.ledger.offer_deferred(), after)
+
+
+def _check_copies(extension: LowerTier, transport: Transport) -> None:
+    """`ConfigError("extensions")` unless `transport` copies to and from the tier of `extension`."""
+    copies = transport.tiers.get(extension.tier) if isinstance(transport, HasTiers) else None
+    if copies is None:
+        problem = "give its copies to LocalTransport as `tiers`, and that as `transport`"
+        raise ConfigError("extensions", f"add the tier {extension.tier.name}, which the transport lacks: {problem}")
 
 
 def _seconds(name: str, value: object) -> float:

@@ -43,6 +43,7 @@ from .._kernel.requests import LedgerRequest, Waiter
 from .._observe.log import Telemetry
 from .._observe.observers import Observers
 from .._tiers.disk.loop import DiskWork
+from .._tiers.lower.loop import LowerWork
 from .._tiers.remote.loop import RemoteWork
 from .._transfer.fences import Fence, StepFences
 from .._transfer.transport import Transport, WaitsOnlyAfter
@@ -150,6 +151,8 @@ class Session(Generic[AnyFace]):
         """Set if the transport has a disk."""
         self.remote: RemoteWork | None = None
         """Set if the transport has a remote tier."""
+        self.own_tiers: list[LowerWork] = []
+        """The tiers of the program's own."""
         self.speed: PrefillSpeed | None = None
         """Set if a fetch or a load competes with computing."""
         self.costs: LoadCosts | None = None
@@ -398,15 +401,23 @@ class Session(Generic[AnyFace]):
         fence of a commit, because any request may have computed the blocks."""
         if self.plan_write_back is not None and (plans := self.plan_write_back()):
             self.worker.submit(plans)
-        if self.disk is not None or self.remote is not None:
+        if self.disk is not None or self.remote is not None or self.own_tiers:
             self.store_below()
 
     def store_below(self) -> None:
         """Let the lower tiers plan their stores. Called after each change after which there may be more to store."""
-        if self.disk is not None:
-            self.disk.store_more()
-        if self.remote is not None:
-            self.remote.store_more()
+        for work in self.lower_tiers:
+            work.store_more()
+
+    @property
+    def indexed_tiers(self) -> list[DiskWork | LowerWork]:
+        """The tiers below the host whose blocks the index knows, nearest first."""
+        return [*self.own_tiers] if self.disk is None else [self.disk, *self.own_tiers]
+
+    @property
+    def lower_tiers(self) -> list[DiskWork | LowerWork | RemoteWork]:
+        """The tiers below the host, nearest first."""
+        return [*self.indexed_tiers] if self.remote is None else [*self.indexed_tiers, self.remote]
 
 
 def _unknown(_: Sequence[TransferPlan]) -> int:

@@ -29,8 +29,9 @@ from .._config.config import OffloadConfig
 from .._config.tiers import parse_bytes
 from .._kernel.events import CacheTurnedOff, Event, Observer, TransportRecovered, TransportStalled, WorkerFailed
 from .._kernel.plans import Completion, TransferPlan, check_completion
+from .._kernel.pools import TierBlocks
 from .._kernel.requests import do_nothing
-from .._kernel.states import TIERS, JobState, Outcome, Tier
+from .._kernel.states import LOWER_TIERS, TIERS, JobState, Outcome, Tier
 from ..errors import DeviceGone, ExtensionError, TransferRefused
 from .fences import Fence, RegionWatch
 from .rates import TransferRate
@@ -41,16 +42,11 @@ UNBOUNDED_JOBS = 2**30
 """A number of jobs that means no bound."""
 LINK_S = 0.02
 """The bytes in flight keep a GPU's link busy for this time, so that it is not idle while the event loop stalls."""
-DISK_BYTES = 64 * 2**20
-"""Maximum bytes in flight of a link from or to the disk, because a disk that hangs keeps these host blocks."""
-
-REMOTE_BYTES = 64 * 2**20
-"""Maximum bytes in flight of a link from or to a remote store."""
+LOWER_BYTES = 64 * 2**20
+"""Maximum bytes in flight of a link from or to a tier below the host, because a tier that hangs keeps these host
+blocks."""
 SLOWER = 64
 """`max_bytes` falls by 1/64 in a step during which the link was always busy."""
-REMOTE_PATIENCE = 2.0
-"""The time-out of a job of a remote store, as a multiple of the time-out of its call, because the job may wait for the
-end of another one. So a store that keeps to its time-outs is never given up."""
 
 
 @attrs.frozen
@@ -156,7 +152,8 @@ class Link:
         return queued
 
     def give_up(self, job_ids: Iterable[int]) -> None:
-        """Stop counting these launched jobs as in flight. Unless their link is of a remote store, they are overdue."""
+        """Stop counting these launched jobs as in flight. They are overdue unless a late copy leaves nothing in
+        doubt."""
         for job_id in job_ids:
             if job_id in self.in_flight:
                 self.bytes_over += self.in_flight[job_id].num_bytes
@@ -184,20 +181,25 @@ class Link:
 
 
 def link_of(
-    source: Tier, destination: Tier, config: OffloadConfig, link_bytes_per_s: float = 0.0, *, in_steps: bool = False
+    source: TierBlocks,
+    destination: TierBlocks,
+    config: OffloadConfig,
+    link_bytes_per_s: float = 0.0,
+    *,
+    in_steps: bool = False,
 ) -> Link:
     """A link with the bounds that `config` sets for it. It is measured if its loads compete with computing: from and to
     tiers below the host always, and from the host unless `load_choice` is "always". `link_bytes_per_s`: the speed of
     the device's link; 0: not known. `in_steps`: jobs are launched once a step of an engine, not whenever a job ends."""
-    is_load, max_bytes, remote = destination < source, config.bytes_in_flight, config.remote
-    max_jobs = config.max_jobs_in_flight or JOBS_IN_FLIGHT
-    if Tier.REMOTE in (source, destination) and remote is not None:
-        call_s = remote.load_timeout_s if is_load else remote.store_timeout_s
-        bounds = REMOTE_PATIENCE * call_s, min(max_bytes, REMOTE_BYTES), max_jobs
-        return Link(source, destination, *bounds, rate=TransferRate())
-    timeout_s = config.transfer_timeout_s if is_load else config.store_bound_s
-    if Tier.DISK in (source, destination):
-        return Link(source, destination, timeout_s, min(max_bytes, DISK_BYTES), max_jobs, rate=TransferRate())
+    link, is_load = (source.tier, destination.tier), destination.tier < source.tier
+    lower, max_bytes = source if is_load else destination, config.bytes_in_flight
+    max_jobs, own_s = config.max_jobs_in_flight or JOBS_IN_FLIGHT, lower.timeouts_s
+    if own_s is not None:
+        timeout_s = own_s[0] if is_load else own_s[1]
+    else:
+        timeout_s = config.transfer_timeout_s if is_load else config.store_bound_s
+    if lower.tier in LOWER_TIERS:
+        return Link(*link, timeout_s, min(max_bytes, LOWER_BYTES), max_jobs, rate=TransferRate())
     if config.max_bytes_in_flight is None:
         max_bytes = max(max_bytes, int(LINK_S * link_bytes_per_s))
     if config.max_jobs_in_flight is None and in_steps:
@@ -206,9 +208,7 @@ def link_of(
         max_jobs = max(max_jobs, max_bytes // parse_bytes("max_job_bytes", config.max_job_bytes))
     is_choice = is_load and config.load_choice != "always"
     follows = in_steps and config.max_bytes_in_flight is None
-    return Link(
-        source, destination, timeout_s, max_bytes, max_jobs, follows, rate=TransferRate() if is_choice else None
-    )
+    return Link(*link, timeout_s, max_bytes, max_jobs, follows, rate=TransferRate() if is_choice else None)
 
 
 class Launches(Protocol):
@@ -315,7 +315,8 @@ class CopyQueue:
         found = self._links.get((source, destination))
         if found is None:
             link = self.transport.link_bytes_per_s if isinstance(self.transport, KnowsItsLink) else 0.0
-            found = link_of(source, destination, self.config, link, in_steps=self.in_steps)
+            tiers = self.ledger.jobs.tiers
+            found = link_of(tiers[source], tiers[destination], self.config, link, in_steps=self.in_steps)
             links = [*self._links.values(), found]
             links.sort(key=lambda link: (link.destination > link.source, link.destination, link.source))
             self._links = {(link.source, link.destination): link for link in links}
@@ -462,7 +463,8 @@ class CopyQueue:
 
     def _give_up(self, link: Link, job_ids: Iterable[int], error: str) -> None:
         """Stop waiting for launched jobs. Their destinations are quarantined until a late completion, and the link
-        launches nothing before. On a link of a remote store, the jobs count as failed, and the link goes on."""
+        launches nothing before. If a late copy leaves nothing in doubt, the jobs count as failed, and the link goes
+        on."""
         late = tuple(job_ids)
         link.give_up(late)
         for job_id in late:

@@ -11,26 +11,35 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .._arguments import check_callable, check_has, check_type
+from .._arguments import check_callable, check_has, check_type, shown
 from .._config.config import GroupLike
 from .._config.tiers import DiskTier, RemoteTier
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.pools import are_neighbours
 from .._kernel.states import BELOW, TIERS, Direction, Tier
 from ..env import Env
-from ..errors import ConfigError, RegionError, TransferRefused, WrongState
+from ..errors import ConfigError, InvalidArgument, RegionError, TransferRefused, WrongState
 from .backends.base import CopyBackend, HasHostRows
 from .backends.cpu import CpuBackend
 from .backends.cuda import CudaBackend
 from .fences import Fence, OnlyAfter, RegionFences, WatchesRegions
 from .lane import TURN_BYTES, TURN_COPIES, BlockChecksums, CopyLane, DeviceLoss, LaneCounts, hand_over_bytes
 from .region import KVRegion, regions_of
-from .transport import PinProgress, ReportsPinning, TransferStatistics, TransportDisk, TransportRemote
+from .transport import (
+    TIER_METHODS,
+    PinProgress,
+    ReportsPinning,
+    TransferStatistics,
+    TransportDisk,
+    TransportRemote,
+    TransportTier,
+)
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -39,15 +48,15 @@ if TYPE_CHECKING:
 
 _LINKS = {(BELOW, Tier.DEVICE): Direction.LOAD, (Tier.DEVICE, BELOW): Direction.STORE}
 """The links that copy backends serve, in the order in which their lanes begin."""
-_LOWER_LINKS = frozenset(link for tier in (Tier.DISK, Tier.REMOTE) for link in ((tier, Tier.HOST), (Tier.HOST, tier)))
-"""The links of tiers that this transport may have below host memory."""
+NO_TIERS: Mapping[Tier, TransportTier] = MappingProxyType({})
 _IDLE_S = 10.0
 """How long idle threads may take to end."""
 
 
 class LocalTransport:
     """Copies between `kv_caches` (see `regions_of`) and host memory, with a lane for each direction. With `disk` and
-    `remote`, also between host memory and that disk or store, on threads of their own.
+    `remote`, also between host memory and that disk or store, on threads of their own. `tiers`: the copies of tiers of
+    the program's own (see `LowerTier`).
 
     `backend` makes a `CopyBackend` from the regions; by default `CpuBackend` or `CudaBackend`, by the device of the
     tensors. Raises `RegionError` for tensors that a block id cannot address.
@@ -59,6 +68,7 @@ class LocalTransport:
         backend: Callable[[tuple[KVRegion, ...]], CopyBackend] | None = None,
         disk: DiskTier | None = None,
         remote: RemoteTier | None = None,
+        tiers: Mapping[Tier, TransportTier] = NO_TIERS,
     ) -> None:
         regions = regions_of(kv_caches)
         if backend is not None:
@@ -82,7 +92,14 @@ class LocalTransport:
         self._loss = DeviceLoss()
         self._disk = None if disk is None else _disk_of(disk, regions)
         self._remote = None if remote is None else _remote_of(remote, regions)
-        if disk is not None or remote is not None:
+        self.tiers = check_tiers(tiers)
+        """The copies of tiers of the program's own."""
+        own: dict[Tier, TransportTier | None] = {Tier.DISK: self._disk, Tier.REMOTE: self._remote}
+        self._lower = {tier: found for tier, found in {**own, **self.tiers}.items() if found is not None}
+        """By tier below the host: its copies."""
+        self._lower_links: dict[tuple[Tier, Tier], TransportTier] = {}
+        """The same by link, once they are open."""
+        if self._lower:
             check_has("backend", self.backend, "backend with host memory of its own", "host_rows", ConfigError)
 
     @property
@@ -108,8 +125,8 @@ class LocalTransport:
     @property
     def opens_slowly(self) -> bool:
         """Whether `open` takes seconds. Page-locking takes seconds for each 10 GiB, and measuring the break-even of the
-        copy kernel and allocating the files of a disk take more time."""
-        return isinstance(self.backend, ReportsPinning) or self._disk is not None
+        copy kernel and allocating the files of a disk take more time. A tier of the program's own may do so, too."""
+        return isinstance(self.backend, ReportsPinning) or self._disk is not None or bool(self.tiers)
 
     @property
     def link_bytes_per_s(self) -> float:
@@ -149,12 +166,10 @@ class LocalTransport:
         for link, direction in _LINKS.items():
             self._lanes[link] = CopyLane(direction, self.backend, checksums, over, env, self._loss)
         if isinstance(self.backend, HasHostRows):
-            if self._disk is not None:
-                self._disk.open(self.backend.host_rows, checksums, over, env)
-                self._num_blocks[Tier.DISK] = self._disk.num_slots
-            if self._remote is not None:
-                self._remote.open(self.backend.host_rows, checksums, over, env)
-                self._num_blocks[Tier.REMOTE] = self._remote.num_blocks
+            for tier, lower in self._lower.items():
+                lower.open(self.backend.host_rows, checksums, over, env)
+                self._num_blocks[tier] = lower.num_blocks
+                self._lower_links |= {(tier, Tier.HOST): lower, (Tier.HOST, tier): lower}
         # Only `CpuBackend` itself is known to copy without waiting. Verifying takes longer than copying.
         if type(self.backend) is CpuBackend and not verify:
             self._most_bytes_at_once = hand_over_bytes(next(iter(self._lanes.values())).hand_over)
@@ -178,11 +193,7 @@ class LocalTransport:
         self._loss.check()
         link = plan.source, plan.destination
         lane = self._lanes.get(link)
-        lower: LocalDisk | LocalRemote | None = None
-        if lane is None and link in _LOWER_LINKS:
-            tier = Tier.DISK if Tier.DISK in link else Tier.REMOTE
-            if tier in self._num_blocks:  # it is open
-                lower = self._disk if tier is Tier.DISK else self._remote
+        lower = self._lower_links.get(link) if lane is None else None
         if lane is None and lower is None:
             raise TransferRefused(f"this transport has no link from {plan.source!r} to {plan.destination!r}")
         num_blocks = len(plan.source_ids)
@@ -225,9 +236,8 @@ class LocalTransport:
     def give_up(self, job_id: int) -> None:
         """Called before the host blocks of a job may be reused. A store to the disk then records nothing, because its
         source may be overwritten. A copy from or to a remote store does not touch host memory any more."""
-        for lower in (self._disk, self._remote):
-            if lower is not None:
-                lower.give_up(job_id)
+        for lower in self._lower.values():
+            lower.give_up(job_id)
 
     def watch(self, job_id: int, fences: RegionFences) -> None:
         """Copy the load `job_id`, which is launched next, region by region, if the backend can."""
@@ -241,8 +251,7 @@ class LocalTransport:
     def close(self, timeout_s: float) -> bool:
         """Refuse new plans, and wait for launched ones. A copy that hangs keeps the memory of both sides alive."""
         deadline_s = time.monotonic() + timeout_s  # not the `Env`'s clock: joining a thread takes real time
-        lower = [each for each in (self._disk, self._remote) if each is not None]
-        ending: list[CopyLane | LocalDisk | LocalRemote] = [*self._lanes.values(), *lower]
+        ending: list[CopyLane | TransportTier] = [*self._lanes.values(), *self._lower.values()]
         for each in ending:
             each.stop_launching()
         ended = [each.join(deadline_s - time.monotonic()) for each in ending]
@@ -286,6 +295,17 @@ class LocalTransport:
             raise TransferRefused(f"job {plan.job_id}: {name} must be in [{lowest}, {stop}), got {first} to {last}")
         if not np.logical_and.reduce(ascending[1:] > ascending[:-1]):
             raise TransferRefused(f"job {plan.job_id}: {name} names a block twice")
+
+
+def check_tiers(tiers: object) -> dict[Tier, TransportTier]:
+    """`tiers`, which `LocalTransport` is given, if they are tiers of a program's own."""
+    if not isinstance(tiers, Mapping):
+        raise InvalidArgument("tiers", f"must be a mapping of tiers, got {shown(tiers)}")
+    for tier, found in tiers.items():
+        if tier is not Tier.CUSTOM:
+            raise InvalidArgument("tiers", f"must be of Tier.CUSTOM, got {shown(tier)}")
+        check_has("tiers", found, "TransportTier", TIER_METHODS)
+    return dict(tiers)
 
 
 def _disk_of(tier: DiskTier, regions: tuple[KVRegion, ...]) -> LocalDisk:

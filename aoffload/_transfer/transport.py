@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from .._config.tiers import DiskTier, RemoteTier
 from .._kernel.layout import Layout
 from .._kernel.plans import Completion, TransferPlan
-from .._kernel.states import Direction
+from .._kernel.states import Direction, Tier
 from .._tiers.disk.forgetting import DiskTrouble
 from .._tiers.disk.plans import RestoredRun
 from .._tiers.remote.plans import CellLabel
 from ..env import Env
 from .breaker import LeftAlone, StorageMove
 from .fences import Fence
+from .lane import BlockChecksums
 
 TRANSPORTS = "num_device_blocks block_bytes open record_fence launch close statistics"
 """The attributes of a `Transport`."""
+TIER_METHODS = "open launch give_up stop_launching join"
+"""The methods of a `TransportTier`."""
 
 
 @attrs.frozen
@@ -157,6 +162,53 @@ class GivesUp(Protocol):
         """Others may write to the source of this job as soon as this has returned. It still reports when it is over.
         Called in the event loop's thread, and does not block."""
         ...
+
+
+class TransportTier(Protocol):
+    """The copies between host memory and one tier below it: a disk, a remote store, or a tier of the program's own.
+
+    `launch` and `give_up` are called in the event loop's thread and must not block. Every launched plan gets exactly
+    one completion, from any thread. `num_landed` of it counts the leading blocks that are proven: a store's blocks are
+    readable from then on, and a load's blocks are, byte for byte, those that were stored."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the tier, once it is open. Its block ids start at 0."""
+        ...
+
+    def open(
+        self, host: NDArray[np.uint8], checksums: BlockChecksums | None, deliver: Callable[[Completion], None], env: Env
+    ) -> None:
+        """Be ready to launch. `host` is `[num_host_blocks, block_bytes]`. With `checksums`, a store must store only
+        blocks that match theirs, and a load must record those of the blocks that it has brought. Called once. If it
+        raises, `stop_launching` and `join` still follow."""
+        ...
+
+    def launch(self, plan: TransferPlan) -> None:
+        """Start copying. `TransferRefused`: nothing was started, and no completion follows."""
+        ...
+
+    def give_up(self, job_id: int) -> None:
+        """The source of this job may be overwritten once this has returned, so a store must not land any more. The job
+        still reports when it is over. `job_id` may be that of another tier's job, or of a job that is over."""
+        ...
+
+    def stop_launching(self) -> None:
+        """Refuse new plans; launched ones go on. May be called twice."""
+        ...
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` seconds for launched plans. Returns whether all have ended. Called outside of the
+        event loop."""
+        ...
+
+
+@runtime_checkable
+class HasTiers(Protocol):
+    """A transport that may have tiers of the program's own."""
+
+    @property
+    def tiers(self) -> Mapping[Tier, TransportTier]: ...
 
 
 class TransportDisk(Protocol):

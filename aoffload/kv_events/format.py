@@ -16,14 +16,15 @@ import numpy as np
 from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow, Tier
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.prefix import TOKEN_BYTES
+from aoffload._kernel.states import CACHE_TIERS
 
 from .changes import Change, Cleared, Kind, Told
 from .digests import Digests
 
 __all__ = ["MEDIA", "EventEncoder", "EventFormat"]
 
-MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}
-"""The values of `medium` for the tiers, whatever the device is."""
+MEDIA = {tier: tier.name for tier in CACHE_TIERS} | {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}
+"""The values of `medium` for the tiers, whatever the device is: `DISK` for the disk."""
 OPTIONAL = ("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 """Fields that a map leaves out when they are None."""
 

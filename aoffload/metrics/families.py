@@ -24,7 +24,7 @@ class ShownWith(enum.Enum):
     """What has to be configured for a metric to be there."""
 
     ANYTHING = "anything"
-    LOWER_TIERS = "a disk or a remote store"
+    LOWER_TIERS = "a tier below host memory"
     LEARNED_EVICTION = "eviction that learns"
 
 
@@ -160,7 +160,12 @@ LABEL_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     ("aoffload_storage_left_alone", "tier"): LOWER,
     ("aoffload_storage_left_alone", "use"): tuple(use.value for use in Use),
     ("aoffload_verified_blocks_total", "result"): ("right", "corrupt"),
-    ("aoffload_skipped_store_blocks_total", "reason"): ("host_full", "disk_full", "in_flight", "evicted", "other"),
+    ("aoffload_skipped_store_blocks_total", "reason"): (
+        *(f"{row.tier.name.lower()}_full" for row in TIERS if row.is_indexed and row.above is not None),
+        "in_flight",
+        "evicted",
+        "other",
+    ),
     ("aoffload_request_seconds", "state"): _STAYS,
     ("aoffload_copy_seconds", "direction"): _DIRECTIONS,
     ("aoffload_copy_seconds", "tier"): _HOPS,

@@ -113,8 +113,9 @@ def _standing(ledger: AnyLedger, found: LedgerStatistics) -> Iterator[tuple[str,
     live = Counter(record.state.value for record in ledger.live_requests.values())
     yield "aoffload_requests", _each("aoffload_requests", "state", live)
     yield "aoffload_requests_waiting", _one(found.num_waiting)
-    yield "aoffload_blocks", [sample for tier in ledger.cache.tiers for sample in _occupancy(tier, tier.statistics())]
-    ours = [tier for tier in ledger.cache.tiers if not tier.is_outside]  # of an engine's pool we know nothing
+    present = [tier for tier in ledger.cache.tiers if not tier.is_absent]
+    yield "aoffload_blocks", [sample for tier in present for sample in _occupancy(tier, tier.statistics())]
+    ours = [tier for tier in present if not tier.is_outside]  # of an engine's pool we know nothing
     pools = [Sample((tier.tier.name.lower(),), tier.pool.num_blocks) for tier in ours]
     yield "aoffload_pool_blocks", pools
     yield "aoffload_evicted_blocks_total", _evicted(ours, found.eviction)
@@ -185,13 +186,14 @@ def _each(name: str, label: str, values: Mapping[str, float]) -> list[Sample]:
 def _lower(runtime: OffloadRuntime, found: RuntimeStatistics) -> Iterator[tuple[str, Iterable[Sample]]]:
     """What a runtime knows of its tiers below host memory."""
     disk, remote = runtime._session.disk, runtime._session.remote
-    if disk is None and remote is None:
+    works = runtime._session.lower_tiers
+    if not works:
         return
     yield "aoffload_fetches_declined_total", _one(found.num_fetches_declined)
-    off: dict[str, bool] = {}
-    alone: dict[str, tuple[LeftAlone, ...]] = {}
-    skipped = {name: one.num_fetches_skipped for name, one in (("disk", disk), ("remote", remote)) if one is not None}
-    yield "aoffload_fetches_skipped_total", [Sample((tier,), number) for tier, number in skipped.items()]
+    off = {work.tier.name.lower(): False for work in works}
+    alone: dict[str, tuple[LeftAlone, ...]] = dict.fromkeys(off, ())
+    skipped = [Sample((work.tier.name.lower(),), work.num_fetches_skipped) for work in works]
+    yield "aoffload_fetches_skipped_total", skipped
     if disk is not None:
         alone["disk"] = disk.disk.statistics().left_alone
         off["disk"] = disk.state.value == "off"

@@ -152,8 +152,8 @@ class SimulatedTransport:
         )  # fmt: skip
 
     def _below_host(self, plan: TransferPlan) -> TagDisk | TagRemote | None:
-        link = (plan.source, plan.destination)
-        return self.disk if Tier.DISK in link else self.remote if Tier.REMOTE in link else None
+        lower: dict[Tier, TagDisk | TagRemote | None] = {Tier.DISK: self.disk, Tier.REMOTE: self.remote}
+        return lower.get(max(plan.source, plan.destination))
 
     def _lower_over(self, completion: Completion) -> None:
         self.proven.add(completion.job_id)

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 import attrs
 from prometheus_client.parser import text_string_to_metric_families
 
+from aoffload import Tier
+
 __all__ = ["Look", "lines"]
 
 STATES = ("running", "loading", "pinned", "allocated", "matched", "draining", "requeued", "stranded", "preempted")
-TIERS = ("device", "host", "disk", "remote")
+TIERS = tuple(tier.name.lower() for tier in Tier)
 USES = {"ask": "questions", "load": "loads", "store": "stores"}
 OLD_SNAPSHOT_S = 5.0
 """The event loop is asked at each scrape: what is older says that it stands still."""

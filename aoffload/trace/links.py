@@ -11,7 +11,12 @@ from .events import Event, FieldError
 
 __all__ = ["LINKS", "HopRow", "link_of", "in_words", "name_of", "pool_field"]
 
-_WORDS = {"HOST": "host memory", "DISK": "the disk", "REMOTE": "the remote store"}
+_WORDS = {
+    Tier.HOST: ("in", "host memory"),
+    Tier.DISK: ("on", "the disk"),
+    Tier.CUSTOM: ("in", "the custom tier"),
+    Tier.REMOTE: ("in", "the remote store"),
+}
 
 
 def name_of(tier: Tier) -> str:
@@ -20,12 +25,12 @@ def name_of(tier: Tier) -> str:
 
 
 def tier_words(tier: Tier) -> str:
-    return _WORDS.get(tier.name, f"the {name_of(tier)}")
+    return _WORDS[tier][1] if tier in _WORDS else f"the {name_of(tier)}"
 
 
 def in_words(tier: Tier) -> str:
     """Where blocks lie: `in host memory`."""
-    return f"{'on' if tier is Tier.DISK else 'in'} {tier_words(tier)}"
+    return " ".join(_WORDS.get(tier, ("in", tier_words(tier))))
 
 
 def pool_field(tier: Tier) -> str:

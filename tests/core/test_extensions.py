@@ -19,7 +19,7 @@ from aoffload import AoffloadError, ConfigError, KVCacheGroup, Ledger, OffloadCo
 from aoffload._host_cache.host_cache import HostCache
 from aoffload._kernel.extension import HOOKS
 from aoffload.errors import WrongState
-from aoffload.ledger import Build, ExtensionError, LedgerExtension, Outcome, Prefix, Root, TransferPlan
+from aoffload.ledger import Build, ExtensionError, JobState, LedgerExtension, Outcome, Prefix, Root, TransferPlan
 from aoffload.testing.meddler import Meddler
 
 A, B = prompt(1, 10), prompt(2, 10)
@@ -214,6 +214,8 @@ def test_an_error_in_a_hook_names_it_and_harms_nobody(scenes: Any, name: str, ac
             scene()
         except ExtensionError as error:
             caught.append(error)
+            # The call gave no answer, so nobody would launch the copies that it has planned.
+            assert all(job.state is not JobState.QUEUED for job in driven.ledger.jobs.unsettled.values())
         driven.ledger.check_integrity()
         for job in [*driven.ledger.jobs.unsettled.values()]:
             if job.state.name == "LAUNCHED":  # its copy goes on

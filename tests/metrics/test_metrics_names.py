@@ -69,14 +69,15 @@ def test_help_texts_say_something(family: Family) -> None:
 
 @each_family
 def test_labels_are_few_and_known(family: Family) -> None:
-    """Each label has a list of all its values, and no family makes more than forty series of them (and buckets)."""
+    """Each label has a list of all its values, and no family makes more than fifty series of them (and buckets),
+    with every tier that there may be."""
     reserved = {"le", "quantile", "job", "instance"}
     num_series = 1
     for label in family.labels:
         assert re.fullmatch(r"[a-z]+", label) and label not in reserved
         assert label not in family.name.split("_"), "a label's name is not part of the metric's"
         num_series *= len(LABEL_VALUES[family.name, label])
-    assert num_series <= 40
+    assert num_series <= 50
 
 
 def test_no_name_is_there_twice() -> None:
@@ -145,7 +146,7 @@ def test_the_page_lists_every_metric_and_no_other() -> None:
 @pytest.mark.anyio
 async def test_the_program_of_the_page_runs() -> None:
     """It serves the metrics over HTTP for as long as the runtime is open."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    code = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[0]
     assert "9464" in code and "    ...  # your engine\n" in code
     code = code.replace("9464", "0").replace("...  # your engine", "await engine(server.server_port)")
     found: list[str] = []

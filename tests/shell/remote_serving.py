@@ -15,7 +15,9 @@ from serving import GUARD_S, Engine, TensorBlocks, assert_at_rest, config
 from aoffload import DiskTier, OffloadRuntime, RemoteTier, Tier
 from aoffload._config.tiers import ObjectStore
 from aoffload.env import Env
+from aoffload.ledger import LowerTier
 from aoffload.testing import SimulatedStore, StoreCall, StoreFault
+from aoffload.transport import LocalTransport, TransportTier
 
 CELL_BYTES = 128
 """Two blocks of `TensorBlocks`."""
@@ -34,17 +36,22 @@ async def with_remote(
     secret: bytes | None = SECRET,
     tier: dict[str, Any] | None = None,
     disk: DiskTier | None = None,
+    custom: TransportTier | None = None,
     logger: Any = None,
     env: Env | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
-    """`num_blocks` usable device blocks, and a host with room for what is fetched."""
+    """`num_blocks` usable device blocks, and a host with room for what is fetched. `custom`: the copies of a tier of
+    the program's own."""
     blocks = TensorBlocks(num_blocks + 1)
     remote = RemoteTier(store, secret, **{"cell_bytes": CELL_BYTES, **PATIENT, **(tier or {})})
     namespace = options.pop("namespace", "test")
     options = {"prefill_tokens_per_s": 1e-3, "max_fetch_share": 0.5, **options}  # whatever it takes: a fetch is sooner
     made = attrs.evolve(config(num_host_blocks, disk=disk, remote=remote, **options), namespace=namespace)
-    async with OffloadRuntime(made, blocks.tensors, logger=logger, env=env) as runtime:
+    tiers = {} if custom is None else {Tier.CUSTOM: custom}
+    extensions = [LowerTier(found.num_blocks) for found in tiers.values()]
+    transport = LocalTransport(blocks.tensors, disk=disk, remote=remote, tiers=tiers)
+    async with OffloadRuntime(made, transport=transport, logger=logger, env=env, extensions=extensions) as runtime:
         yield Engine(runtime, blocks, made.groups[0].block_size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from aoffload.top.look import lines
 from aoffload.trace.command import main
 
 TOKENS = list(range(25))
+EXAMPLE = Path(__file__).parents[2] / "examples/directory_tier.py"
 MOST_S = 20.0
 """Only waited for where nobody says so."""
 pytestmark = pytest.mark.anyio
@@ -91,7 +93,8 @@ async def test_every_label_of_every_tier_is_there(tmp_path: Path) -> None:
     """From the first scrape on, where the tiers are configured: a rate needs a point to begin at."""
     disk = DiskTier(tmp_path / "disk", 1 << 18)
     learned = LearnedEviction(device=True)
-    async with with_remote(SimulatedStore(), secret=None, disk=disk, eviction=learned) as engine:
+    custom = runpy.run_path(str(EXAMPLE))["Directory"](str(tmp_path / "directory"), 8)
+    async with with_remote(SimulatedStore(), secret=None, disk=disk, custom=custom, eviction=learned) as engine:
         await engine.runtime.wait_restored()
         text = generate_latest(registry_of(engine.runtime)).decode()
     shown: dict[tuple[str, str], set[str]] = {}

@@ -17,8 +17,9 @@ pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 
 from remotes import BLOCK, CELL, SECRET, RemoteCopies, Waiting, cell
 
-from aoffload import ConfigError, InvalidArgument, KVCacheGroup, OffloadConfig, RemoteTier
+from aoffload import ConfigError, InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, RemoteTier
 from aoffload._kernel.plans import TransferPlan
+from aoffload._kernel.pools import absent_tier
 from aoffload._kernel.states import Direction, Outcome, Tier
 from aoffload._tiers.remote.cells import HEADER, OVERHEAD_BYTES
 from aoffload._tiers.remote.plans import CellLabel
@@ -379,13 +380,15 @@ def test_a_hop_of_a_remote_store_is_never_in_doubt() -> None:
     """What is late has failed, and others go on; its bounds are those of its tier."""
     tier = RemoteTier(SimulatedStore(), load_timeout_s=2.0, store_timeout_s=3.0)
     config = OffloadConfig(groups=[KVCacheGroup("full")], num_host_blocks=8, namespace="model", remote=tier)
-    load, store = (link_of(*link, config) for link in ((Tier.REMOTE, Tier.HOST), (Tier.HOST, Tier.REMOTE)))
+    tiers = Ledger(config, 9, block_bytes=2**24).jobs.tiers
+    host, remote = tiers[Tier.HOST], tiers[Tier.REMOTE]
+    load, store = link_of(remote, host, config), link_of(host, remote, config)
     assert load.late_outcome is Outcome.FAILED is store.late_outcome
     assert (load.timeout_s, store.timeout_s, load.max_bytes) == (4.0, 6.0, 64 * 2**20)
     load.begin(1, 10, 0.0)
     load.give_up([1])
     assert not load.overdue and not load.in_flight and load.may_settle(1)
-    disk = link_of(Tier.DISK, Tier.HOST, config)
+    disk = link_of(absent_tier(Tier.DISK), host, config)
     assert disk.late_outcome is Outcome.UNPROVEN and not disk.may_settle(1)
 
 

@@ -7,20 +7,16 @@ from array import array
 from ..._arguments import check_bool, check_int
 from ..._config.tiers import DiskTier
 from ..._extensions.store_policies import RequestCounts
-from ..._extensions.watermark import EvictionWatermark
 from ..._kernel.base import CacheBase
 from ..._kernel.extension import Build, LedgerExtension
-from ..._kernel.jobs import Stores
 from ..._kernel.plans import TransferPlan
 from ..._kernel.protocols import EvictionOrder
 from ..._kernel.records import Job
 from ..._kernel.states import Tier
+from ..lower.rules import stores_to
 from .blocks import DiskBlocks, SlotPool
 from .plans import RestoredRun
-from .rules import STEPS, DiskStores, Restores, check_restored
-
-HOST_WATERMARK = 8
-"""The first 1/8 of the host blocks in eviction order is stored to disk before eviction."""
+from .rules import Restores, check_restored
 
 
 class DiskExtension(LedgerExtension):
@@ -41,15 +37,10 @@ class DiskExtension(LedgerExtension):
 
     def on_attach(self, ledger: CacheBase) -> None:
         self._ledger = ledger
-        cache, jobs = ledger.cache, ledger.jobs
-        self._restores: Restores | None = Restores(cache, self._blocks, self._pool)
+        self._restores: Restores | None = Restores(ledger.cache, self._blocks, self._pool)
         """None after the first store to disk or a reset, because the slots that an earlier process has written may have
         other contents from then on."""
-        host, disk = cache.tiers[Tier.HOST].pool.num_blocks, self._pool.num_blocks
-        most = min(max(ledger.layout.width, host // HOST_WATERMARK), disk)
-        down = Stores(cache, jobs, ledger.moves, Tier.HOST, Tier.DISK)
-        # The step: a scan for blocks that were requested twice walks the host's order, so skip it after small changes.
-        self._stores = DiskStores(EvictionWatermark(cache, jobs, down, most, max(1, most // STEPS)), self._counts)
+        self._stores = stores_to(ledger, Tier.DISK, self._counts)
 
     def on_resetting(self, tier: Tier | None) -> None:
         if tier in (None, Tier.DISK):

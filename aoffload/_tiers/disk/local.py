@@ -78,6 +78,10 @@ class LocalDisk:
     def num_slots(self) -> int:
         return 0 if self._lanes is None else self._lanes.slots.num_slots
 
+    @property
+    def num_blocks(self) -> int:
+        return self.num_slots
+
     def launch(self, plan: TransferPlan) -> None:
         self._open_lanes().launch(plan)
 

@@ -62,6 +62,7 @@ class DiskWork:
     block_bytes: int
     env: Env
     telemetry: Telemetry
+    tier = Tier.DISK
     state: DiskState = attrs.field(default=DiskState.OFF, init=False)
     num_restored: int = attrs.field(default=0, init=False)
     """Blocks of an earlier process that were found."""
@@ -234,10 +235,13 @@ class DiskWork:
 
     # -- reset ----------------------------------------------------------------------------------------------------
 
-    async def reset(self, timeout_s: float) -> None:
-        """Wait until the disk has confirmed the ledger's last reset: from then on no restart finds blocks from before.
-        `TransferRefused` if that takes longer than `timeout_s` seconds, or if the disk fails, which is turned off then.
-        Nothing is stored before the confirmation."""
+    async def reset(self, tier: Tier | None, timeout_s: float) -> None:
+        """The ledger was reset: all of it, or `tier`. If that concerns the disk, wait until the disk has confirmed the
+        ledger's last reset: from then on no restart finds blocks from before. `TransferRefused` if that takes longer
+        than `timeout_s` seconds, or if the disk fails, which is turned off then. Nothing is stored before the
+        confirmation."""
+        if tier not in (None, Tier.DISK):
+            return
         ended, problems, number = anyio.Event(), list[str](), self.ledger.disk.num_resets
 
         def over(problem: str) -> None:

@@ -1,179 +1,25 @@
-"""The rules of the disk tier: what is stored there, and what a restart brings back.
+"""The rules of the disk tier: what a restart brings back. `_tiers/lower/rules.py` says what is stored there.
 
-**Stores** (`DiskStores`). Blocks that the host is about to evict are stored, then blocks that were requested twice, and
-at the end all others. A prefix is stored whole: the disk holds no suffix whose prefix it lacks. The caller decides how
-many blocks may be written, and when.
-
-**Restores** (`Restores`). Runs that an earlier process has left on disk enter the index before anything else is stored
-there. Each run names the digest of the prefix that it follows, so a prefix is restored before the runs after it. This
-process has used none of them. So each restored run is the next that the disk evicts, before those restored earlier: a
-prefix loses its tail before its head.
+Runs that an earlier process has left on disk enter the index before anything else is stored there. Each run names the
+digest of the prefix that it follows, so a prefix is restored before the runs after it. This process has used none of
+them. So each restored run is the next that the disk evicts, before those restored earlier: a prefix loses its tail
+before its head.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 
 from ..._arguments import as_tuple, check_int, check_type, shown
-from ..._extensions.store_policies import RequestCounts
-from ..._extensions.watermark import EvictionWatermark
 from ..._kernel.cache import PrefixCache
-from ..._kernel.index import covered_stop
-from ..._kernel.jobs import left_of
-from ..._kernel.pools import TierBlocks
 from ..._kernel.prefix import TOKEN_BYTES, Hasher, Prefix, Root
-from ..._kernel.records import NO_LIMIT, Job, Part, Run
+from ..._kernel.records import Run
 from ..._kernel.states import Tier
 from ..._kernel.tokens import TokenSequence, hash_run
 from ...errors import InvalidArgument
 from .blocks import DiskBlocks
 from .plans import RestoredRun, TakesIds
-
-STEPS = 16
-"""The watermark has this many steps: the host is scanned again once it has used one step of free blocks."""
-MAX_SCANNED = 64
-"""Maximum parts that one call scans for blocks that were requested twice."""
-
-
-@dataclass(slots=True, eq=False)
-class DiskStores:
-    watermark: EvictionWatermark
-    counts: RequestCounts
-    _came_to: tuple[object, ...] = ()
-    """The situation at the last scan of what the host is about to evict."""
-    _turns: dict[Run, int] = field(default_factory=dict)
-    """Runs that the disk lacked at that scan, each with the number of blocks that may still be stored for it. Empty
-    once each run has had its turn. Turns end the writes to a disk that is smaller than the watermark: without them,
-    each store would bring back blocks that the store before it has evicted."""
-    _scanned: int = 0
-    """`Part.last_use` up to which no part needs a scan: its blocks that were requested twice are on the disk, or could
-    not be stored."""
-    _host: TierBlocks = field(init=False)
-    _disk: TierBlocks = field(init=False)
-    _least_blocks: int = field(init=False)
-    """The blocks of the smallest unit of any component."""
-
-    def __post_init__(self) -> None:
-        self._host, self._disk = self.watermark.source, self.watermark.there
-        self._least_blocks = min(
-            component.width for component in self.watermark.cache.layout.components if component.width
-        )
-
-    def plan(self, most: int, *, is_idle: bool, only_requested_twice: bool) -> list[Job]:
-        """Store at most `most` blocks that the host is about to evict; with `is_idle`, also blocks that were requested
-        twice, as far as the disk has free slots."""
-        watermark, jobs = self.watermark, list[Job]()
-        if most <= 0:
-            return []
-        wanted = self._requested_stop if only_requested_twice else self._whole_stop
-        before, self._came_to = self._came_to, (*self._nearness(), only_requested_twice)
-        if self._came_to != before:
-            self._turns = {run: self._num_blocks(run, self._host) for run in watermark.about_to_lose(wanted)}
-        if self._turns:
-            jobs += self._take_turns(most, wanted)
-        if is_idle and not watermark.nothing_changed():
-            left = min(left_of(most, jobs), self._disk.pool.num_free)  # evict nothing: stores would never end
-            jobs += watermark.store(self._requested_twice(left), self._requested_stop, left)
-            if left_of(most, jobs) <= 0:
-                watermark.seen = ()  # more may be left to store, even if nothing changes
-        return jobs
-
-    @property
-    def are_due(self) -> bool:
-        """Whether `plan`, called with the same arguments as before, may find more to store."""
-        watermark = self.watermark
-        return bool(self._turns) or self._nearness() != self._came_to[:2] or watermark.state() != watermark.seen
-
-    def _take_turns(self, most: int, wanted: Callable[[Run], int]) -> list[Job]:
-        """Store the runs that still have a turn, in eviction order. The turn of a run ends when nothing of it is left
-        to store, or when a store has evicted other blocks of the same run from the disk. If `most` cuts a run off, the
-        next call goes on with it."""
-        jobs, least = list[Job](), self._least_blocks
-        runs = self.watermark.about_to_lose(wanted)
-        if not self.watermark.jobs.num_stored_now(self._host.tier):  # during stores, `runs` lacks some runs
-            self._turns = {run: self._turns[run] for run in runs if self._turns.get(run)}
-        for run in runs:
-            left = min(left_of(most, jobs), self._turns.get(run, 0))
-            if left > 0:
-                before = self._num_blocks(run, self._disk)
-                found = self.watermark.store([run], wanted, left)
-                jobs += found
-                over = left_of(left, found)
-                is_over = over >= least or self._num_blocks(run, self._disk) < before
-                self._turns[run] = 0 if is_over else self._turns[run] - (left - over)
-            if left_of(most, jobs) < least:
-                return jobs
-        self._turns.clear()
-        return jobs
-
-    @staticmethod
-    def _num_blocks(run: Run, blocks: TierBlocks) -> int:
-        """The number of blocks that a tier holds of the path of `run`."""
-        return sum(len(part.blocks) for each in run.path() for part in each.parts_in(blocks.tier))
-
-    def _nearness(self) -> tuple[object, ...]:
-        """Changes once the host has used one more part of the watermark, or the disk was reset."""
-        host = self._host
-        return (host.num_evicted - host.pool.num_free) // self.watermark.step, self._disk.num_resets
-
-    def plan_flush(self, most: int) -> list[Job]:
-        """Store at most `most` of the blocks that the disk lacks, the last used first, as far as the disk can hold all
-        of them: no call evicts a block that an earlier call has stored."""
-        parts = list(self._host.order)[::-1]
-        stops = self._stops_that_fit(parts)
-
-        def wanted(run: Run) -> int:
-            return min(self._whole_stop(run), stops.get(run, run.start))
-
-        return self.watermark.store(self.watermark.lacking(parts, NO_LIMIT, wanted), wanted, most)
-
-    def _stops_that_fit(self, parts: list[Part]) -> dict[Run, int]:
-        """The unit up to which the disk can hold each run of `parts`. Runs on their way to the disk come first, because
-        they are pinned and so in no eviction order."""
-        jobs = [job for job in self.watermark.jobs.unsettled.values() if job.plan.destination is self._disk.tier]
-        runs = [run for job in jobs for run in job.run.path()] + [part.run for part in parts]
-        stops, left = dict[Run, int](), self._disk.capacity
-        for run in dict.fromkeys(runs):
-            num_blocks = sum(len(part.blocks) for part in run.parts_in(self._host.tier))
-            if num_blocks > left:
-                stops[run] = run.start + left // self.watermark.cache.layout.width  # eviction would take its tail first
-                break
-            stops[run] = run.stop
-            left -= num_blocks
-        return stops
-
-    def _whole_stop(self, run: Run) -> int:
-        """The unit up to which host and disk together hold the path of `run` without a gap, because nothing after a gap
-        (a corrupt block) could be published."""
-        source, destination = self.watermark.stores.source, self.watermark.stores.destination
-        if not run.parts[source].width:
-            return run.stop
-        for current in run.whole_path():
-            reached = max(current.parts[source].stop, covered_stop(current.parts[destination]))
-            if reached < current.stop:
-                return reached
-        return run.stop
-
-    def _requested_stop(self, run: Run) -> int:
-        return min(self._whole_stop(run), self.counts.requested_stop(TokenSequence.of_path(run), run.stop))
-
-    def _requested_twice(self, num_blocks: int) -> list[Run]:
-        """Runs with about `num_blocks` blocks that were requested twice and that the disk may lack."""
-        found: dict[Run, None] = {}
-        scanned = self._scanned  # parts that were used together have the same number: each of them is scanned
-        unseen = (part for part in self._host.order if part.last_use > scanned)
-        for part in islice(unseen, MAX_SCANNED):
-            if num_blocks <= 0:
-                break
-            if self.watermark.lacking((part,), 1, self._requested_stop):
-                found[part.run] = None
-                num_blocks -= len(part.blocks)
-            elif not found:
-                self._scanned = part.last_use
-        return list(found)
 
 
 @dataclass(slots=True, eq=False)

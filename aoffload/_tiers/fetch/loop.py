@@ -5,8 +5,9 @@
     fetch   copy them into the host, for as long as computing them would take, and `fetch_timeout_s` at most
     match   match again: the request hits what has arrived by then; later arrivals are for the next request
 
-One transfer fetches from the disk and from the remote store, up to the token that the better of them reaches. If the
-remote store makes the transfer too slow, the disk alone is tried.
+One transfer fetches from all tiers, up to the token that the best of them reaches. If the remote store makes the
+transfer too slow, the tiers that the index knows are tried alone: the disk, and a tier of the program's own. If one of
+these fails, its copies are refused, and the fetch ends where they begin.
 """
 
 from __future__ import annotations
@@ -74,18 +75,20 @@ class _Search:
 
     async def worth(self) -> _Worth | None:
         """None: no fetch is worth its time."""
-        disk_stop, disk_s = self._of_disk()
+        indexed_stop, indexed_s = self._of_index()
         limit_tokens = self.record.hit_limit * self.request._session.ledger.layout.unit_tokens
         most = self._first(min(limit_tokens, self.prefix.num_tokens - 1))  # the longest hit that the request may have
         remote = self.request._session.remote
-        remote_stop = 0 if remote is None else await self._of_remote(remote, most, max(disk_stop, self._hit))
-        stop = max(disk_stop, remote_stop)
+        remote_stop = 0 if remote is None else await self._of_remote(remote, most, max(indexed_stop, self._hit))
+        stop = max(indexed_stop, remote_stop)
         if stop <= self._hit:
             return None
-        fetch_s = disk_s if remote is None or not remote_stop else max(disk_s, remote.fetch_s(most, remote_stop))
+        fetch_s = indexed_s
+        if remote is not None and remote_stop:
+            fetch_s = max(fetch_s, remote.fetch_s(most, remote_stop))
         bound_s = self._bound_s(stop, fetch_s)
-        if not bound_s and remote_stop and disk_stop > self._hit:  # the disk alone
-            stop, remote_stop, fetch_s = disk_stop, 0, disk_s
+        if not bound_s and remote_stop and indexed_stop > self._hit:  # without the remote store
+            stop, remote_stop, fetch_s = indexed_stop, 0, indexed_s
             bound_s = self._bound_s(stop, fetch_s)
         if not bound_s:
             self._declined(stop, fetch_s)
@@ -96,16 +99,19 @@ class _Search:
     def _hit(self) -> int:
         return self.record.match.num_tokens
 
-    def _of_disk(self) -> tuple[int, float]:
-        """The token up to which the disk could extend the hit, and the seconds that this would take."""
-        disk, match = self.request._session.disk, self.record.match
-        if disk is None or not match.num_lower_tokens:
+    def _of_index(self) -> tuple[int, float]:
+        """The token up to which the tiers that the index knows could extend the hit, and the seconds that this would
+        take."""
+        works, match = self.request._session.indexed_tiers, self.record.match
+        if not match.num_lower_tokens:
             return 0, 0.0
-        if not disk.may_fetch:
-            disk.skip_fetch(self.record.request_id)
+        usable = [work for work in works if work.may_fetch]
+        if not usable:
+            for work in works:
+                work.skip_fetch(self.record.request_id)
             return 0, 0.0
         stop = match.num_tokens + match.num_lower_tokens
-        return stop, disk.fetch_s(self._first(stop))
+        return stop, max([work.fetch_s(self._first(stop)) for work in usable])
 
     async def _of_remote(self, remote: RemoteWork, prefix: Prefix, after: int) -> int:
         """The token up to which the store has cells, if it is after token `after`; else 0. The store is not asked if

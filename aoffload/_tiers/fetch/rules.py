@@ -1,12 +1,13 @@
-"""Fetches: cache transfers from the disk and from a remote store into the host.
+"""Fetches: cache transfers from the tiers below into the host.
 
 A request hits only on the device and in the host. KV of its prompt that only a lower tier holds is fetched into the
 host first; then the request is matched again (`match_again`).
 
-    unit 0 [ in the host, or on its way there | on the disk | in cells of the remote store )
+    unit 0 [ in the host, or on its way there | on the disk, or in a custom tier | in cells of the remote store )
 
-The index knows which units the disk holds. Which cells the remote store holds, only the store knows, so the caller
-asks the store and passes the end of these cells. Units that both tiers hold are read from the disk, which is nearer.
+The index knows which units the disk and a custom tier hold. Which cells the remote store holds, only the store knows,
+so the caller asks the store and passes the end of these cells. Units that several tiers hold are read from the one that
+is nearest: the order is that of `Tier`.
 
 A fetch pins in the host the units that it brings and the units before them, until it is over. All fetches under way
 take at most `max_share` of the host; a larger fetch brings only the front of its units. The same share bounds the
@@ -54,8 +55,7 @@ class _Kept:
 class Fetches(LedgerExtension):
     """`Ledger.fetches` and `HostCache.fetches`."""
 
-    def __init__(self, *, has_disk: bool, remote: RemoteExtension | None) -> None:
-        self._has_disk, self._remote = has_disk, remote
+    def __init__(self) -> None:
         self._kept: dict[LedgerRequest, _Kept] = {}
 
     def on_attach(self, ledger: Any) -> None:
@@ -63,9 +63,11 @@ class Fetches(LedgerExtension):
         self.cache: PrefixCache = ledger.cache
         self.request_leases: RequestLeases = ledger.request_leases
         self.max_share = ledger.config.max_fetch_share
-        self.from_disk = self.from_remote = None
-        if self._has_disk:
-            self.from_disk = Stores(ledger.cache, ledger.jobs, ledger.moves, Tier.DISK, Tier.HOST)
+        self._remote: RemoteExtension | None = ledger.find(RemoteExtension)
+        indexed = [tier.tier for tier in ledger.cache.tiers[BELOW + 1 :] if not tier.is_absent]
+        self.sources = [Stores(ledger.cache, ledger.jobs, ledger.moves, tier, Tier.HOST) for tier in indexed]
+        """The copies from each tier that the index knows."""
+        self.from_remote = None
         if self._remote is not None:
             self.from_remote = Stores(ledger.cache, ledger.jobs, ledger.moves, Tier.REMOTE, Tier.HOST)
 
@@ -84,7 +86,7 @@ class Fetches(LedgerExtension):
         num_remote_tokens: int = 0,
         for_request: LedgerRequest | None = None,
     ) -> Fetch:
-        """Start copying to the host the units of `prefix` that only the disk holds: launch the `plans` of the fetch.
+        """Start copying to the host the units of `prefix` that only lower tiers hold: launch the `plans` of the fetch.
         After them, load the cells of a remote store that hold its first `num_remote_tokens`, whole cells: you have
         asked the store for them.
 
@@ -117,18 +119,19 @@ class Fetches(LedgerExtension):
         return request.match
 
     def num_blocks(self, prefix: Prefix) -> int:
-        """Blocks that a fetch of `prefix` would copy from the disk now, without those that jobs bring already."""
+        """Blocks that a fetch of `prefix` would copy now from the tiers that the index knows, without those that jobs
+        bring already."""
         sequence = self._ledger.sequence_of(prefix)
-        path, stop = self._on_disk(sequence, self._limit(sequence), self._num_allowed())
+        path, stop = self._in_index(sequence, self._limit(sequence), self._num_allowed())
         return self._num_lacking(path[-1], stop) if stop else 0
 
     def num_remote_blocks(self, prefix: Prefix, num_remote_tokens: int) -> int:
         """Blocks that a fetch of `prefix` would load now from the cells with its first `num_remote_tokens` tokens,
-        without those that the disk holds or that jobs bring already."""
+        without those that nearer tiers hold or that jobs bring already."""
         sequence = self._ledger.sequence_of(prefix)
         remote_stop = check_int("num_remote_tokens", num_remote_tokens, 0) // self.cache.layout.unit_tokens
         limit = min(self._limit(sequence), remote_stop)
-        start = max(self._on_disk(sequence, limit, self._num_allowed())[1], self._in_host(sequence, limit))
+        start = max(self._in_index(sequence, limit, self._num_allowed())[1], self._in_host(sequence, limit))
         return (limit - start) * self.cache.layout.full.width
 
     # -- what is kept for requests that wait for blocks -----------------------------------------------------------
@@ -178,28 +181,29 @@ class Fetches(LedgerExtension):
         remote_stop: int,
         for_request: LedgerRequest | None,
     ) -> Fetch:
-        """Copy into the host the units that the disk has of `sequence` after its hit, and the cells that a remote store
-        has of it before unit `remote_stop`, as far as the host may hold them. `for_request` waits for the fetch."""
+        """Copy into the host the units that the indexed tiers have of `sequence` after its hit, and the cells that a
+        remote store has of it before unit `remote_stop`, as far as the host may hold them. `for_request` waits for the
+        fetch."""
         layout, limit = self.cache.layout, self._limit(sequence)
         request = self.transfers.new_request("fetch", sequence, limit)
         transfer = Fetch(request, wake, for_request=for_request)
         transfer.when_over = partial(self._fetched, transfer)
         hit = find_hit(self.cache.index, sequence, layout, limit).stop
         most = self._num_allowed()
-        path, on_disk = self._on_disk(sequence, limit, most)
-        start, cells = on_disk, tuple[CellLabel, ...]()
+        path, indexed = self._in_index(sequence, limit, most)
+        start, cells = indexed, tuple[CellLabel, ...]()
         if self._remote is not None and remote_stop:
             start = max(start, self._in_host(sequence, min(limit, remote_stop)))
-            left = most - self._num_lacking(path[-1], on_disk) if on_disk else most
+            left = most - self._num_lacking(path[-1], indexed) if indexed else most
             cells = self._cells(self._remote, sequence, start, min(limit, remote_stop, start + left // layout.width))
         stop = cells[-1].stop if cells else start
         if stop > hit:
             request.hit_limit = stop
-            run = self.cache.path_to(sequence, stop) if stop > on_disk else self.cache.cut(path[-1], stop)
+            run = self.cache.path_to(sequence, stop) if stop > indexed else self.cache.cut(path[-1], stop)
             request.leases[Tier.HOST] = self.cache.lease(Tier.HOST, run)
             jobs: list[Job] = []
-            if self.from_disk is not None and on_disk:
-                jobs = self.from_disk.offer(request, run, 0, on_disk, with_windows=True, most=most)
+            for source in self.sources if indexed else ():
+                jobs += source.offer(request, run, 0, indexed, with_windows=True, most=left_of(most, jobs))
             if self.from_remote is not None and cells:
                 over = stretches(run, start, stop)
                 cell_units = cells[0].stop - cells[0].start
@@ -227,10 +231,10 @@ class Fetches(LedgerExtension):
         host = self.cache.tiers[Tier.HOST]
         return min(int(host.pool.num_blocks * self.max_share) - taken, host.num_available)
 
-    def _on_disk(self, sequence: TokenSequence, limit: int, most: int) -> tuple[list[Run], int]:
-        """The path of `sequence`, and the unit up to which a fetch of at most `most` blocks from the disk can make the
-        host hold it."""
-        if self.from_disk is None:
+    def _in_index(self, sequence: TokenSequence, limit: int, most: int) -> tuple[list[Run], int]:
+        """The path of `sequence`, and the unit up to which a fetch of at most `most` blocks from the indexed tiers can
+        make the host hold it."""
+        if not self.sources:
             return [], 0
         layout = self.cache.layout
         path, stop = lower_path(self.cache.index, sequence, layout, limit)
@@ -242,9 +246,14 @@ class Fetches(LedgerExtension):
         """Blocks of a hit that ends at unit `stop` that the host lacks and that no job under way brings."""
         found = 0
         for manager in self.cache.managers:
-            component = manager.component
-            lacking = manager.lacking(run, Tier.DISK, Tier.HOST, component.first_unit(stop), stop)
-            found += sum(last - first for _, first, last in lacking) * component.width
+            component, pieces = manager.component, list[tuple[int, int]]()
+            for source in self.sources:
+                lacking = manager.lacking(run, source.source, Tier.HOST, component.first_unit(stop), stop)
+                pieces += [(first, last) for _, first, last in lacking]
+            reached = 0
+            for first, last in sorted(pieces):  # units that several tiers hold are brought once
+                found += max(0, last - max(first, reached)) * component.width
+                reached = max(reached, last)
         return found
 
     def _in_host(self, sequence: TokenSequence, limit: int) -> int:

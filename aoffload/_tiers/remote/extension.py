@@ -20,6 +20,10 @@ from ...errors import ConfigError
 from .plans import CellLabel
 from .rules import RemoteStores, check_cell
 
+PATIENCE = 2.0
+"""The time-out of a job of a remote store, as a multiple of the time-out of its call, because the job may wait for the
+end of another one. So a store that keeps to its time-outs is never given up."""
+
 
 @attrs.frozen
 class RemoteCounts:
@@ -47,7 +51,10 @@ class RemoteExtension(LedgerExtension):
         self.cell_units = cell_units(ledger.block_bytes * ledger.layout.width, self._tier.max_cell_bytes)
         """Units of a cell: see `cells_of`."""
         self._check_size()
-        ledger.jobs.tiers[Tier.REMOTE] = TierBlocks(Tier.REMOTE, ExtentPool(0), LeastRecentlyUsed(), is_outside=True)
+        timeouts_s = PATIENCE * self._tier.load_timeout_s, PATIENCE * self._tier.store_timeout_s
+        ledger.jobs.tiers[Tier.REMOTE] = TierBlocks(
+            Tier.REMOTE, ExtentPool(0), LeastRecentlyUsed(), is_outside=True, timeouts_s=timeouts_s
+        )
         self.stores = RemoteStores(ledger.cache, ledger.jobs, self._counts, self.cell_units)
 
     def _check_size(self) -> None:

@@ -47,6 +47,7 @@ class RemoteWork:
     block_bytes: int
     env: Env
     telemetry: Telemetry
+    tier = Tier.REMOTE
     now: Callable[[], float] = attrs.field(init=False, default=lambda: 0.0)
     """The event loop's clock; set by `begin`."""
     hashing: anyio.CapacityLimiter | None = attrs.field(init=False, default=None)

@@ -1,0 +1,51 @@
+"""A tier of the program's own below the host, on the seam of the ledger.
+
+The index knows its blocks. So the ledger says which block of the tier holds which KV, which blocks are stored and
+evicted, and which are fetched into the host. The program brings the copies: see `TransportTier`.
+"""
+
+from __future__ import annotations
+
+from ..._arguments import check_int
+from ..._config.config import MAX_BLOCKS
+from ..._kernel.base import CacheBase
+from ..._kernel.extension import Build, LedgerExtension
+from ..._kernel.plans import TransferPlan
+from ..._kernel.pools import ExtentPool, TierBlocks
+from ..._kernel.states import Tier
+from .rules import stores_to
+
+
+class LowerTier(LedgerExtension):
+    """A tier of the program's own: `Tier.CUSTOM`, with `num_blocks` blocks. Give it to a runtime or a ledger as one of
+    `extensions`. A runtime also needs its copies (see `LocalTransport`).
+
+    Blocks that the host evicts next are stored in it, unless it holds them. A request whose prompt it holds fetches the
+    blocks into the host. `timeouts_s`: seconds after which a load and a store are given up; None: `transfer_timeout_s`
+    and `store_timeout_s`. A derived class may override the hooks of `LedgerExtension`, and calls `super` in `on_build`
+    and `on_attach`."""
+
+    tier = Tier.CUSTOM
+
+    def __init__(self, num_blocks: int, *, timeouts_s: tuple[float, float] | None = None) -> None:
+        self.num_blocks = check_int("num_blocks", num_blocks, 1, MAX_BLOCKS)
+        self._timeouts_s = timeouts_s
+
+    def on_build(self, build: Build) -> None:
+        pool, timeouts_s = ExtentPool(self.num_blocks), self._timeouts_s
+        build.add_tier(
+            self.tier, self.num_blocks, lambda order: TierBlocks(self.tier, pool, order, timeouts_s=timeouts_s)
+        )
+
+    def on_attach(self, ledger: CacheBase) -> None:
+        self._ledger = ledger
+        self._stores = stores_to(ledger, self.tier)
+
+    def plan_stores(self, max_blocks: int) -> tuple[TransferPlan, ...]:
+        """Stores of the blocks that the host evicts next, at most `max_blocks` blocks. Cheap if nothing has changed. A
+        runtime calls it; with a ledger alone, call it after each step."""
+        self._ledger.hooks.refuse_verb()
+        check_int("max_blocks", max_blocks, 0)
+        if not self._stores.are_due:
+            return ()
+        return self._ledger.plans_of(self._stores.plan(max_blocks, is_idle=False, only_requested_twice=False))
