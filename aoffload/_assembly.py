@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 
 import attrs
 
-from ._arguments import check_type, shown
-from ._config.config import OffloadConfig
+from ._arguments import check_int, check_type, shown
+from ._config.config import MAX_BLOCKS, OffloadConfig
 from ._config.tiers import LearnedEviction
 from ._eviction.extension import Eviction
 from ._eviction.status import EvictionStatistics
@@ -73,6 +73,7 @@ def built_in(
 ) -> tuple[StorePolicy, list[LedgerExtension]]:
     """The store policy, and the extensions that `config` asks for: first those that add tiers, then those that read
     the sizes of all tiers."""
+    check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
     found: list[LedgerExtension] = []
     counts, remote = RequestCounts(has_remote=config.remote is not None), None
     if config.disk is not None:

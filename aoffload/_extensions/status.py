@@ -34,7 +34,7 @@ class WaitsFor(enum.Enum):
     ANSWER = "an answer"
     """The answer of the remote store to the question which cells it has."""
     REQUEST = "another request"
-    """With `engine_blocks`: the load of that request brings the next block."""
+    """In a `HostCache`: the load of that request brings the next block."""
 
 
 def seconds(value: float | None) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
-from aoffload import KeySpan, Tier, WrongState
+from aoffload import KeySpan, Tier
 from aoffload._kernel.records import Part
 from aoffload.ledger import Root
 
@@ -71,11 +71,6 @@ class Changes:
         self._is_behind = False
         """A subscriber has missed batches that are no longer kept."""
         self._epoch = ledger.cache.epoch
-
-    def check_alone(self) -> None:
-        """Raise `WrongState` if the ledger is watched already: a second watcher would replace the first."""
-        if any(tier.watcher is not None for tier in self._ledger.cache.tiers):
-            raise WrongState("publish: somebody watches this ledger already")
 
     def begin(self) -> None:
         """Queue all that is cached, and each change from here on."""

@@ -93,7 +93,6 @@ class KVEventPublisher:
     def __enter__(self) -> Self:
         if self._thread is not None:
             raise RuntimeClosed("a publisher is opened once: make another one")
-        self._changes.check_alone()
         self._context = zmq.Context()
         self._context.linger = LINGER_MS  # a socket's own does not apply to connections accepted before
         try:

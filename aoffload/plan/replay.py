@@ -69,13 +69,17 @@ def _serve(ledger: Ledger, record: LedgerRequest, tokens: Blocks) -> int:
     stored."""
     land(ledger, ledger.plan_load(record))
     computed = record.sequence.num_tokens
-    num_stored = land(ledger, chain(ledger.commit(record, computed), ledger.write_back.plan()))
+    num_stored = land(ledger, chain(ledger.commit(record, computed), _write_back(ledger)))
     while computed < len(tokens):
         before, computed = computed, computed + BLOCK_SIZE
         ledger.extend_nowait(record, computed)
         plans = ledger.commit(record, computed, tokens[before:computed])
-        num_stored += land(ledger, chain(plans, ledger.write_back.plan()))
-    return num_stored + land(ledger, chain(ledger.release(record), ledger.write_back.plan()))
+        num_stored += land(ledger, chain(plans, _write_back(ledger)))
+    return num_stored + land(ledger, chain(ledger.release(record), _write_back(ledger)))
+
+
+def _write_back(ledger: Ledger) -> tuple[TransferPlan, ...]:
+    return ledger.write_back.plan() if ledger.writes_back else ()
 
 
 def land(ledger: Ledger, plans: Iterable[TransferPlan]) -> int:

@@ -102,7 +102,6 @@ def test_adapter_spans_and_salt_are_extra_keys() -> None:
     hashes = [block_hash for event in stored for block_hash in event.block_hashes]
     assert len(set(hashes)) == 6
     follower = Follower()
-    follower.apply(told(ledger, lambda: ledger.watch(None)))
     changes = Changes(ledger, 1000, lambda: None)
     changes.begin()
     follower.apply(EventEncoder(ledger.layout, EventFormat(), 0).batch(changes.take(1000), 0.0))
