@@ -182,12 +182,12 @@ class AnyLedger(CacheBase):
 
     def statistics(self) -> LedgerStatistics:
         """The counts of blocks, requests and jobs."""
-        device, host, *rest = (tier.statistics() for tier in self.cache.tiers)
+        tiers = {tier.tier: tier.statistics() for tier in self.cache.tiers}
         pins, remote, eviction = self.find(Pins), self.find(RemoteExtension), self.find(Eviction)
         learned = None if eviction is None else eviction.statistics()
         return LedgerStatistics(
-            device, host, len(self.live_requests), self.num_waiting, len(self.jobs.unsettled), self.jobs.num_late,
-            0 if pins is None else len(pins.held), self.loads_paused, rest[0] if rest else None,
+            tiers[Tier.DEVICE], tiers[Tier.HOST], len(self.live_requests), self.num_waiting, len(self.jobs.unsettled),
+            self.jobs.num_late, 0 if pins is None else len(pins.held), self.loads_paused, tiers.get(Tier.DISK),
             None if remote is None else remote.counts, () if learned is None else learned.learned,
             0 if eviction is None else eviction.num_hints, learned,
         )  # fmt: skip

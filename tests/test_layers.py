@@ -125,7 +125,7 @@ def test_every_module_has_a_room() -> None:
 
 
 def test_imports_go_down() -> None:
-    """A room imports from its own floor and lower ones; types may be named upwards. So the kernel imports no feature."""
+    """A room imports from its own floor and lower ones; types may be named upwards. The kernel imports no feature."""
     upwards: set[str] = set()
     for path in MODULES:
         here = dotted(path)
@@ -284,8 +284,8 @@ def written(path: Path) -> set[str]:
 
 
 FEATURE_WORDS = (
-    "fork", "preempt", "pins", "prefetch", "demot", "overlap", "watermark", "lazy", "write_back", "hint", "fetch", "engine",
-    "disk", "remote", "cell", "selective", "policy", "quota", "explain",
+    "fork", "preempt", "pins", "prefetch", "demot", "overlap", "watermark", "lazy", "write_back", "hint", "fetch",
+    "engine", "disk", "remote", "cell", "selective", "policy", "quota", "explain",
 )  # fmt: skip
 """What a name in the kernel's code may not have in it. Words of eviction and of windows are not here: the kernel still
 knows how eviction learns, and windows stay in it."""

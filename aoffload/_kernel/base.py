@@ -374,6 +374,7 @@ class CacheBase:
 
     def unwatch(self, watcher: BlockWatcher) -> None:
         """Stop reporting to `watcher`."""
+        check_has("watcher", watcher, "BlockWatcher", "part_changed all_cleared")
         self.cache.unwatch(watcher)
 
 

@@ -71,7 +71,10 @@ OTHER_CALLS = {
     "remote.plan_stores", "remote.take_forgotten", "overlap.step",
 }  # fmt: skip
 
-LOOKING = "block_ids overlap.can_start overlap.num_expected_tokens overlap.first_invalid_token loadable overlap.block_ids lost_to_reset"
+LOOKING = (
+    "block_ids overlap.can_start overlap.num_expected_tokens overlap.first_invalid_token loadable overlap.block_ids "
+    "lost_to_reset"
+)
 ALWAYS = f"release {LOOKING}"
 COMMITS = "commit commit_all check_commit"
 COMPUTED = f"{ALWAYS} plan_load {COMMITS} invalidation.invalidate step forks.num_shared_tokens overlap.begin_again"

@@ -17,8 +17,8 @@ FOR_EXTENSIONS = {
 FOR_ROOMS = {
     "transfers.begin", "transfers.hit_of", "transfers.new_request", "transfers.over", "transfers.wait_for_jobs",
     "invalidation.forget", "invalidation.has_read", "invalidation.keep", "invalidation.remember",
-    "preemption.may_preempt", "reports.fetching", "reports.oldest_by_state", "reports.oldest_step_s", "reports.oldest_wait_s", "reports.step",
-    "reports.wait_for_room",
+    "preemption.may_preempt", "reports.fetching", "reports.oldest_by_state", "reports.oldest_step_s",
+    "reports.oldest_wait_s", "reports.step", "reports.wait_for_room",
 }  # fmt: skip
 """What extensions have for other rooms of the package."""
 

@@ -26,9 +26,9 @@ from aoffload import (
     OffloadConfig,
     OffloadRuntime,
     RuntimeClosed,
-    WrongState,
 )
 from aoffload.kv_events import KVEventPublisher
+from aoffload.kv_events.changes import Changes
 from aoffload.kv_events.digests import Digests
 from aoffload.kv_events.replays import END, ReplayBuffer, Sent
 from aoffload.ledger import Prefix, Root
@@ -294,11 +294,23 @@ def test_what_cannot_be_opened_is_refused_by_name() -> None:
             KVEventPublisher(ledger_of(), bind="nonsense").__enter__()
         with pytest.raises(RuntimeClosed):
             publisher.__enter__()
-        with pytest.raises(WrongState, match="already"):
-            published(ledger).__enter__()
-        assert ledger.cache.tiers[0].watcher is not None
     with pytest.raises(ConfigError, match="connect"):
         KVEventPublisher(ledger, bind=ANY_PORT, connect="tcp://127.0.0.1:1")
+
+
+def test_two_publishers_of_one_ledger_publish_all() -> None:
+    """And so they do beside a watcher of the program's own: the end of one leaves the others."""
+    ledger, own = ledger_of(), Changes(ledger_of(), 1000, lambda: None)
+    ledger.watch(own)
+    with published(ledger) as first:
+        with published(ledger) as second, subscribed(first) as one, subscribed(second) as other:
+            serve(ledger, Prefix.of(Root("m"), range(12)))
+            one.catch_up(first, ledger)
+            other.catch_up(second, ledger)
+        with subscribed(first) as one:
+            serve(ledger, Prefix.of(Root("m"), range(100, 112)))
+            one.catch_up(first, ledger)
+    assert own.take(1000)
 
 
 def test_what_is_no_request_is_not_answered() -> None:
