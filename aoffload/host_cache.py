@@ -4,7 +4,7 @@ For engines that have a block pool and a prefix cache of their own: what they ha
 docs/engines.md is the guide. Nothing here needs torch.
 """
 
-from ._host_cache.matches import LoadsPaused, LoadsResumed
+from ._host_cache.events import LoadsPaused, LoadsResumed
 from ._host_cache.protocols import EngineBlocks, FindsBlocks
 from ._host_cache.requests import HostCacheRequest
 from ._runtime.loading import EnginePendingLoad

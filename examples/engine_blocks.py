@@ -1,4 +1,4 @@
-"""An engine that owns its blocks, and a `Ledger` for host memory behind its prefix cache: the fewest lines.
+"""An engine that owns its blocks, and a `HostCache` below its prefix cache, in few lines.
 
 A copy is made when `finish_copies` is called, and the engine's prefix cache is a variable. See docs/engines.md.
 
@@ -45,18 +45,18 @@ class Pool:
 
 pool, under_way = Pool(), deque()
 config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=NUM_HOST_BLOCKS)
-ledger = HostCache(config, NUM_ROWS, engine_blocks=pool, clock=monotonic)
+cache = HostCache(config, NUM_ROWS, engine_blocks=pool, clock=monotonic)
 
 
 def launch(plans):
-    under_way.extend(plan for plan in plans if ledger.launch(plan.job_id))
+    under_way.extend(plan for plan in plans if cache.launch(plan.job_id))
 
 
 def finish_copies():
     while under_way:
         plan = under_way.popleft()
         memory[plan.destination][plan.destination_ids] = memory[plan.source][plan.source_ids]
-        ledger.settle(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
+        cache.settle(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
 
 
 def forward(tokens, start, table):
@@ -68,27 +68,27 @@ tokens = range(100)
 prompt = Prefix.of(Root("toy"), tokens)
 
 # Nothing is cached: compute, offer, and leave while the store is under way.
-request = ledger.admit(prompt, num_device_tokens=0)
+request = cache.admit(prompt, num_device_tokens=0)
 table = pool.take(7)
 forward(tokens, 0, table)
-launch(ledger.offer(request, 100, [table], is_last=True))
-ledger.release(request)
+launch(cache.offer(request, 100, [table], is_last=True))
+cache.release(request)
 pool.give(table)
 print(f"released: {39 - len(pool.free)} blocks are still held by the store")
 finish_copies()
 print(f"stored: {39 - len(pool.free)} blocks are held")
 
-# Two requests for the same prompt: one loads, the other is told to ask again.
-first = ledger.admit(prompt, num_device_tokens=0)
+# Two requests for the same prompt: one loads, the other one is PENDING.
+first = cache.admit(prompt, num_device_tokens=0)
 table = pool.take(7)
-launch(ledger.plan_load(first, into=[table]))
-second = ledger.admit(prompt, num_device_tokens=0)
+launch(cache.plan_load(first, into=[table]))
+second = cache.admit(prompt, num_device_tokens=0)
 print(f"first: {first.match.num_host_tokens} tokens in host memory; second: {second.match.answer.name}")
 finish_copies()
 print(f"loaded: computing goes on at token {first.num_computed_tokens}")
 forward(tokens, first.num_computed_tokens, table)
-launch(ledger.offer(first, 100, [table]))
+launch(cache.offer(first, 100, [table]))
 
 # The engine's own prefix cache has these blocks now: the second request shares six of them.
-again = ledger.match_again(second, num_device_tokens=96)
+again = cache.match_again(second, num_device_tokens=96)
 print(f"second, asked again: {again.num_device_tokens} tokens on the device, {again.num_host_tokens} to load")

@@ -1,4 +1,4 @@
-"""A step-based scheduler with its own block pool and prefix cache: the ledger manages host memory only.
+"""A step-based scheduler with its own block pool and prefix cache: a `HostCache` manages host memory only.
 
 The engine ref-counts its blocks, computes long prompts in chunks, several requests in a forward, drafts tokens,
 preempts, and forks. It may reuse any block that no request and no copy holds. Copies may fail, bring corrupt bytes, or

@@ -12,8 +12,10 @@ import inspect
 import json
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+import typing
+from collections.abc import Callable, Container, Iterator
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from asked_worlds import ODD, ROOT, SITUATIONS, TOKENS, WORLDS, said
 import aoffload
 import aoffload.ledger as public
 from aoffload import Ledger
-from aoffload.ledger import Completion, Outcome, Prefix, is_compiled
+from aoffload._kernel.extension import HOOKS
+from aoffload.ledger import Completion, LedgerExtension, Outcome, Prefix, is_compiled
 from aoffload.testing.programs.state_digest import state_digest
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -36,19 +39,44 @@ def odd_arguments() -> Iterator[tuple[str, str]]:
     for world, state in SITUATIONS:
         made, before = None, ""
         for name, parameters in public_calls(Ledger):
+            call = attrgetter(name)
             needed = [one.name for one in parameters if one.default is one.empty]
             for odd, (number, value) in ((one.name, odd) for one in parameters for odd in enumerate(ODD)):
                 ledger, record = made or getattr(WORLDS[world], state)()
                 before = before or state_digest(ledger)
                 given = {one: usual(one, ledger, record) for one in needed} | {odd: value}
-                outcome, after = said(partial(called, getattr(ledger, name), given)), state_digest(ledger)
+                outcome, after = said(partial(called, call, ledger, given)), state_digest(ledger)
                 yield f"{world} {state} {name} {odd} {number}", f"{outcome} {after}"
                 made, before = ((ledger, record), after) if after == before else (None, "")
 
 
+FOR_EXTENSIONS = {
+    "add_once", "end_call", "enrol", "find", "hold", "invalidated", "new_name", "own", "plans_of", "rematch",
+    "sequence_of", "waits_for",
+}  # fmt: skip
+"""Calls of a ledger that its extensions make."""
+FOR_ROOMS = {
+    "invalidation": {"forget", "has_read", "keep", "remember"},
+    "preemption": {"may_preempt"},
+    "reports": {"fetching", "oldest_by_state", "oldest_step_s", "oldest_wait_s", "step", "wait_for_room"},
+    "transfers": {"begin", "hit_of", "new_request", "over", "wait_for_jobs"},
+}
+"""Calls of handles that other modules of the package make."""
+
+
 def public_calls(kind: type) -> Iterator[tuple[str, list[inspect.Parameter]]]:
+    """The calls of a ledger and of its handles, such as `commit` and `pins.hold`."""
+    yield from calls_of(kind, FOR_EXTENSIONS)
+    for name, handle in inspect.getmembers(kind, lambda member: isinstance(member, property)):
+        returned = typing.get_type_hints(handle.fget)["return"]
+        if isinstance(returned, type) and issubclass(returned, LedgerExtension):
+            for verb, parameters in calls_of(returned, {*HOOKS, *FOR_ROOMS.get(name, ())}):
+                yield f"{name}.{verb}", parameters
+
+
+def calls_of(kind: type, left_out: Container[str]) -> Iterator[tuple[str, list[inspect.Parameter]]]:
     for name, call in inspect.getmembers(kind, callable):
-        if not name.startswith("_"):
+        if not name.startswith("_") and name not in left_out:
             taken = list(inspect.signature(call).parameters.values())[1:]
             options = [one for one in taken if one.kind is not one.VAR_KEYWORD]
             if options != taken:  # of `admit`
@@ -60,8 +88,9 @@ def public_calls(kind: type) -> Iterator[tuple[str, list[inspect.Parameter]]]:
             yield name, options
 
 
-def called(call: Callable[..., Any], given: dict[str, Any]) -> Any:
-    found = call(**given)
+def called(call: Callable[[Ledger], Any], ledger: Ledger, given: dict[str, Any]) -> Any:
+    """The handle may be missing, so it is looked up here."""
+    found = call(ledger)(**given)
     if hasattr(found, "__enter__"):
         with found:
             return "entered"
@@ -71,8 +100,8 @@ def called(call: Callable[..., Any], given: dict[str, Any]) -> Any:
 def usual(name: str, ledger: Ledger, record: Any) -> Any:
     values = {
         "request": record, "prefix": Prefix.of(ROOT, TOKENS), "requests": [record], "num_tokens": 44, "job_id": 0,
-        "num_computed_tokens": 40, "from_token": 8, "expires_at": 3.0, "now": 2.0, "block_ids": [[1, 2]],
-        "num_device_tokens": 0, "max_blocks": 9, "is_wanted": bool, "num_remote_tokens": 0, "watcher": None,
+        "num_computed_tokens": 40, "from_token": 8, "expires_at": 3.0, "now": 2.0, "arriving": [],
+        "max_blocks": 9, "is_wanted": bool, "num_remote_tokens": 0, "watcher": None,
         "waiter": record.waiter, "completion": Completion(0, Outcome.LANDED, 1), "plans": [], "pin": None,
         "transfer": None, "run": None, "commits": [(record, 40, ())],
     }  # fmt: skip

@@ -13,7 +13,8 @@ from asked_worlds import ADDRESS, ODD, ROOT, TOKENS, WORLDS, land, said, serve
 
 import aoffload
 from aoffload import Ledger
-from aoffload.ledger import Prefix
+from aoffload._kernel.extension import HOOKS
+from aoffload.ledger import LedgerExtension, Prefix
 from aoffload.testing.programs.state_digest import state_digest
 
 
@@ -91,6 +92,9 @@ def plug_ins() -> Iterator[tuple[str, str]]:
                 ledger, record = getattr(WORLDS["plain"], state)()
                 ledger.watch(watcher := Watcher())
                 yield f"watcher {call} {what} {state}", _plugged(ledger, record, watcher, call, value)
+            for hook in HOOKS:
+                kind = type("Plugged", (LedgerExtension,), {hook: staticmethod(value)})
+                yield f"extension {hook} {what} {state}", traced(partial(_extended, kind, state))
 
 
 def _plugged(ledger: Ledger, record: Any, thing: Any, call: str, value: Any) -> str:
@@ -108,6 +112,12 @@ def _served(ledger: Ledger, record: Any) -> str:
     ledger.release(record)
     serve(ledger, [7] * 30)
     return str(ledger.statistics())
+
+
+def _extended(kind: type[LedgerExtension], state: str) -> str:
+    """What is left of a ledger with that extension."""
+    ledger, record = getattr(WORLDS["plain"], state)(extensions=[kind()])
+    return f"{traced(partial(_served, ledger, record))} {ledger.next_lapse} {_left(ledger)}"
 
 
 def _woken(ledger: Ledger, record: Any, wake: Callable[..., Any]) -> str:

@@ -61,6 +61,17 @@ FORBIDDEN = {
             NO_COPIES,
         ),
     ),
+    "kernel": (
+        Forbidden(
+            _of("no host"),
+            _of(
+                "load", "load landed", "load failed", "load corrupt", "load unproven", "load shared", "host hit",
+                "store", "store landed", "store failed", "store unproven", "store corrupt", "components", "discard",
+                "late proof",
+            ),
+            NO_COPIES,
+        ),
+    ),
     "engine": (
         ONE_POLICY,
         NO_DISK,

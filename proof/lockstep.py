@@ -18,17 +18,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .programs import FACES, ProgramPiece
+from .programs import ALL_FACES, FACES, PIECE, SEAM_FACES, SEAM_PIECE, ProgramPiece
 
 ROOT = Path(__file__).parent.parent
 WALK = ROOT / "proof" / "walk.py"
-PIECE = 1000
+MOST = 1000
 """Programs that a process runs at most: to start one takes some seconds."""
 
 
@@ -96,7 +96,7 @@ def main() -> int:
     pure = Build(answers=given.base is not None)
     other = Build(beside, tree=(given.base or ROOT).absolute(), answers=given.base is not None)
     began_s, num_programs, num_calls, broken = time.monotonic(), 0, 0, list[tuple[str, int]]()
-    found = _pieces(given.programs, given.first_seed)
+    found = _pieces(given.programs, given.first_seed, _faces(other))
     for piece, (calls, differing) in zip(found, _compared(pure, other, found, given.jobs), strict=True):
         num_programs, num_calls = num_programs + piece.num_programs, num_calls + calls
         broken += [(piece.face, seed) for seed in differing]
@@ -114,12 +114,22 @@ def _compared(one: Build, other: Build, found: list[ProgramPiece], num_jobs: int
         yield from threads.map(partial(compare, one, other), found)
 
 
-def _pieces(num_programs: int, first_seed: int) -> list[ProgramPiece]:
+def _faces(build: Build) -> list[str]:
+    """The faces of its programs. Another commit may have fewer."""
+    (found,) = build.read(build.start("--faces"))
+    return list(found)
+
+
+def _pieces(num_programs: int, first_seed: int, faces: Container[str] = ALL_FACES) -> list[ProgramPiece]:
     """Faces in their shares, and those whose programs take longest first."""
     found = list[ProgramPiece]()
-    for face, share in sorted(Counter(FACES).items(), key=lambda item: item[1]):
-        num = -(-num_programs * share // len(FACES))
-        found += [ProgramPiece(face, first_seed + at, min(PIECE, num - at)) for at in range(0, num, PIECE)]
+    shares = {
+        **dict.fromkeys(SEAM_FACES, SEAM_PIECE),
+        **{face: share * PIECE for face, share in Counter(FACES).items()},
+    }
+    for face, share in sorted(shares.items(), key=lambda item: item[1]):
+        num = -(-num_programs * share // sum(shares.values())) if face in faces else 0
+        found += [ProgramPiece(face, first_seed + at, min(MOST, num - at)) for at in range(0, num, MOST)]
     return found
 
 

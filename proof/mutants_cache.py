@@ -8,8 +8,9 @@ __all__ = ["CACHE_MUTANTS"]
 
 PREFIX, TOKENS, MATCHING = "aoffload._kernel.prefix", "aoffload._kernel.tokens", "aoffload._kernel.index"
 PINS, CACHE, TIERS = "aoffload._kernel.leases", "aoffload._kernel.cache", "aoffload._kernel.pools"
-EVICTION, INDEX, RECORDS = "aoffload._kernel.pools", "aoffload._kernel.index", "aoffload._kernel.records"
+EVICTION, RECORDS = "aoffload._kernel.pools", "aoffload._kernel.records"
 PUBLISH, COMMITS, OWNERS = "aoffload._kernel.leases", "aoffload._kernel.commits", "aoffload._kernel.requests"
+INVALIDATION = "aoffload._extensions.invalidation"
 KNOWS_LEASES = (
     "from .records import BlockTable, Part, Run, nulls",
     "from .records import BlockTable, Lease, Part, Run, nulls",
@@ -258,8 +259,8 @@ _PUBLISHING = (
     ),
     Mutant(
         "invalidate leaves it published",
-        COMMITS,
-        "wrong = dict.fromkeys(runs_from(self.cache, request, first_published(self.cache, request, start), ()))",
+        INVALIDATION,
+        "wrong = dict.fromkeys(self._runs_from(request, first_published(self.cache, request, start), ()))",
         "wrong: dict[Run, None] = {}",
         "what a failed forward committed is a miss",
     ),
@@ -280,14 +281,14 @@ _PUBLISHING = (
     ),
     Mutant(
         "invalidate tells no reader",
-        COMMITS,
+        INVALIDATION,
         "        found = True\n        while found:\n",
         "        found = False\n        while found:\n",
         "whoever matched wrong bytes is aborted",
     ),
     Mutant(
         "tainted readers publish on",
-        COMMITS,
+        INVALIDATION,
         "                    other.epoch = NoEpoch.INVALIDATED  # its task may still commit before it unwinds\n",
         "",
         "whoever matched wrong bytes publishes nothing more",

@@ -7,7 +7,7 @@ from .planting import Mutant, Patch
 __all__ = ["CALL_MUTANTS"]
 
 ADMISSION, PINS, LOADS = "aoffload._kernel.waiting", "aoffload._kernel.leases", "aoffload._kernel.loads"
-COMMITS, PUBLISH = "aoffload._kernel.commits", "aoffload._kernel.leases"
+INVALIDATION = "aoffload._extensions.invalidation"
 
 OWN_RUNS_ONLY = """\
         own = published_by(self.cache, request, start)
@@ -73,11 +73,11 @@ CALL_MUTANTS = (
     ),
     Mutant(
         "another's part of a wrong run left findable",
-        COMMITS,
+        INVALIDATION,
         "        self.cache.withdraw_all(wrong)\n",
         OWN_RUNS_ONLY,
         "what was computed on wrong bytes is a miss, in models of windows alone, too",
-        also=(Patch(PUBLISH, "\n        if component.width\n", "\n"),),
+        also=(Patch(INVALIDATION, "\n        if component.width\n", "\n"),),
         programs=True,
     ),
     Mutant(
@@ -90,7 +90,7 @@ CALL_MUTANTS = (
     ),
     Mutant(
         "a fork that has not committed taken for unread",
-        COMMITS,
+        INVALIDATION,
         "        tainted = self._taint(wrong, others, {request: from_token})\n",
         "        read = [other for other in others if other.num_units or other.has_committed]\n"
         "        tainted = self._taint(wrong, read, {request: from_token})\n",
@@ -101,8 +101,8 @@ CALL_MUTANTS = (
         "a pin asked to yield what the first in line matches",
         ADMISSION,
         "            self._forget_match(request)\n"
-        "            if device.pool.num_free == before and not self.yield_pin():\n" + LINE_LEFT,
-        "            if self.yield_pin():\n                continue\n"
+        "            if device.pool.num_free == before and not self._ask_blocks():\n" + LINE_LEFT,
+        "            if self._ask_blocks():\n                continue\n"
         "            self._forget_match(request)\n            if device.pool.num_free == before:\n" + WAITS_ON,
         "pins promise nothing to whom nobody else can make room",
         programs=True,
@@ -140,7 +140,7 @@ CALL_MUTANTS = (
     ),
     Mutant(
         "blocks under a step taken back with their author",
-        COMMITS,
+        INVALIDATION,
         "        shared = read_by(readers, published)\n",
         "        shared = []\n",
         "a block is given to somebody else once every job and step has let go",

@@ -9,6 +9,7 @@ __all__ = ["CHOICE_MUTANTS"]
 RULE, COSTS, RATES = "aoffload._extensions.load_choice", "aoffload._runtime.costs", "aoffload._transfer.rates"
 TESTS, SHELL = "tests/core/test_choice.py", "tests/shell/test_load_costs.py"
 VLLM, IN_VLLM = "aoffload.integrations.vllm.computing", "tests/integrations/vllm_connector/test_vllm_choice.py"
+HOST_CACHE = "aoffload._host_cache.host_cache"
 
 
 def _mutant(name: str, module: str, old: str, new: str, promise: str, test: str) -> Mutant:
@@ -50,7 +51,7 @@ CHOICE_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what is declined is in the match",
-        "aoffload._kernel.ledger",
+        HOST_CACHE,
         '        request.hit_limit = check_int("from_token", from_token, 0)',
         '        _ = check_int("from_token", from_token, 0)',
         "an engine is told what it is to load",
@@ -58,7 +59,7 @@ CHOICE_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what others bring is counted again",
-        "aoffload._kernel.loads",
+        RULE,
         "layout.num_blocks(there, start, stop)",
         "layout.num_blocks(start, start, stop)",
         "a load of which another one brings the blocks costs nothing more",

@@ -7,12 +7,8 @@ from .planting import Mutant, Patch
 __all__ = ["DISK_CORE_MUTANTS"]
 
 STORES, FETCHES, RESTORES = "aoffload._tiers.disk.rules", "aoffload._tiers.fetch.rules", "aoffload._tiers.disk.rules"
-MATCHING, LEDGER_DISK, LABELS, INDEX = (
-    "aoffload._kernel.index",
-    "aoffload._kernel.ledger",
-    "aoffload._tiers.disk.blocks",
-    "aoffload._kernel.index",
-)
+MATCHING, LABELS, INDEX = "aoffload._kernel.index", "aoffload._tiers.disk.blocks", "aoffload._kernel.index"
+EXTENSION = "aoffload._tiers.disk.extension"
 OF_STORES = "tests/core/test_disk_stores.py::test_"
 OF_FETCHES = "tests/core/test_disk_fetches.py::test_"
 OF_RESTORES = "tests/core/test_restores.py::test_"
@@ -150,16 +146,16 @@ _FETCHES = (
     _met_by(
         OF_FETCHES + "what_was_fetched_stays_while_its_request_waits_for_room",
         "disk: read in vain for who waits for room",
-        LEDGER_DISK,
-        "                self._fetches.keep(request)\n",
-        "                pass\n",
+        FETCHES,
+        "        self._keep(request)\n",
+        "",
         "what was fetched is there once there is room",
     ),
     _met_by(
         OF_FETCHES + "requests_in_line_keep_no_more_than_the_share_of_all_fetches",
         "disk: a share for each request in line",
-        "aoffload._kernel.leases",
-        "        if self.num_fetched + num_blocks <= most:\n",
+        FETCHES,
+        "        if sum(kept.num_blocks for kept in self._kept.values()) + num_blocks <= most:\n",
         "        if num_blocks <= most:\n",
         "what requests in line keep has a share of the host",
     ),
@@ -176,15 +172,15 @@ _FETCHES = (
         "disk: a fetch that waits for its own copies only",
         FETCHES,
         "            self.transfers.wait_for_jobs(transfer)\n",
-        "            over = partial(self.transfers._over, transfer)\n"
+        "            over = partial(self.transfers.over, transfer)\n"
         "            request.load = Load(stop, wake, over, request.ticket, jobs)\n",
         "two fetches of one prefix end with both of what they brought",
-        Patch(FETCHES, "records import Job, Run\n", "records import Job, Load, Run\nfrom functools import partial\n"),
+        Patch(FETCHES, "records import Job, Lease, Run\n", "records import Job, Lease, Load, Run\n"),
     ),
     _met_by(
         OF_FETCHES + "a_request_in_line_is_not_matched_by_a_fetch",
         "disk: matched again in the line",
-        LEDGER_DISK,
+        FETCHES,
         "        if request.waiter is not None:\n            raise",
         "        if request.waiter is None and not request:\n            raise",
         "behind the head of the line nobody keeps pins",
@@ -210,7 +206,7 @@ _RESTORES = (
     _met_by(
         OF_RESTORES + "nothing_is_restored_over_what_was_stored_since",
         "disk: restored over a store",
-        LEDGER_DISK,
+        EXTENSION,
         "            self._restores = None  # the stores may write to slots that an earlier process has left\n",
         "            pass\n",
         "a slot that was written since is not taken for what it held",
@@ -218,7 +214,7 @@ _RESTORES = (
     _met_by(
         OF_RESTORES + "nothing_is_restored_after_a_reset",
         "disk: restored after a reset",
-        "aoffload._kernel.ledger",
+        EXTENSION,
         "            self._restores = None\n",
         "            pass\n",
         "what was forgotten stays forgotten",

@@ -7,7 +7,7 @@ from .planting import Mutant
 __all__ = ["DISK_SHELL_MUTANTS"]
 
 LANES, WORK = "aoffload._tiers.disk.lanes", "aoffload._tiers.disk.loop"
-COPIES, LOCAL, FETCHING = "aoffload._transfer.copy_queue", "aoffload._transfer.local", "aoffload._tiers.fetch.loop"
+COPIES, FETCHING = "aoffload._transfer.copy_queue", "aoffload._tiers.fetch.loop"
 TRANSPORT, RUNTIME = "tests/transfer/test_disk_transport.py", "tests/shell/test_disk_runtime.py"
 SHORT, ROOM = "tests/shell/test_disk_threads.py", "tests/transfer/test_disk_room.py"
 

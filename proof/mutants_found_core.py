@@ -14,9 +14,9 @@ _RESET_TESTS = "tests/core/test_reset_between_calls.py"
 _RESETS = (
     Mutant(
         "reset leaves the match of a request without blocks",
-        "aoffload._kernel.ledger",
-        "if tier is not Tier.DISK:  # matches have no leases there",
-        "if tier in (Tier.DEVICE, Tier.HOST):  # matches have no leases there",
+        "aoffload._kernel.base",
+        "if tier is None or tier in HIT_TIERS:  # matches",
+        "if tier in HIT_TIERS:  # matches",
         _BETWEEN,
         test=f"{_RESET_TESTS}::test_a_pinned_hit_behind_an_engines_own_is_dropped_at_once",
     ),
@@ -114,9 +114,9 @@ _OBSERVERS = (
     ),
     Mutant(
         "events of a fork are reported by the next call",
-        "aoffload._kernel.ledger",
-        "            self._moves.request(fork.request, state)\n        self._moves.report()\n",
-        "            self._moves.request(fork.request, state)\n",
+        "aoffload._extensions.forks",
+        "            ledger.moves.request(fork.request, state)\n        ledger.moves.report()\n",
+        "            ledger.moves.request(fork.request, state)\n",
         _FOREIGN,
         programs=True,
     ),
@@ -130,11 +130,18 @@ _OBSERVERS = (
     ),
     Mutant(
         "watcher's error reaches the ledger",
-        "aoffload._kernel.cache",
-        "Shielded(watcher)",
-        "watcher",
+        "aoffload._kernel.protocols",
+        "            with suppress(BaseException):\n                watcher.part_changed(",
+        "            if True:\n                watcher.part_changed(",
         _FOREIGN,
         test=f"{_MISBEHAVE}::test_nothing_of_a_watchers_goes_through[Own]",
+        also=(
+            Patch(
+                "aoffload._kernel.protocols",
+                "            with suppress(BaseException):\n                watcher.all_cleared(",
+                "            if True:\n                watcher.all_cleared(",
+            ),
+        ),
     ),
     Mutant(
         "queue's observer is not shielded",
@@ -155,16 +162,9 @@ _OBSERVERS = (
     Mutant(
         "policy that raises leaves a request behind",
         "aoffload._kernel.ledger",
-        "        self.live_requests[name] = request\n        if self._engine is not None:",
-        "        if self._engine is not None:",
+        "        for ask in self.hooks.ask_admit:\n            ask(request)\n        self.enrol(request)\n",
+        "        self.enrol(request)\n        for ask in self.hooks.ask_admit:\n            ask(request)\n",
         _FOREIGN,
-        also=(
-            Patch(
-                "aoffload._kernel.ledger",
-                "        if may_store:\n            self._policy.seen(",
-                "        self.live_requests[name] = request\n        if may_store:\n            self._policy.seen(",
-            ),
-        ),
         test=f"{_MISBEHAVE}::test_a_policy_that_raises_leaves_no_request_behind",
     ),
     Mutant(
@@ -234,8 +234,8 @@ _OBSERVERS = (
     Mutant(
         "policy's answer is taken as it is",
         "aoffload._extensions.store_policies",
-        'return check_int("store_policy.wanted_stop", self.policy.wanted_stop(request), 0)\n',
-        "return self.policy.wanted_stop(request)\n",
+        'return stop if self._is_known else check_int("store_policy.wanted_stop", stop, 0)\n',
+        "return stop\n",
         _UNDONE,
         test=f"{_MISBEHAVE}::test_a_commit_is_undone_if_the_policy_raises[1.5]",
     ),
@@ -254,8 +254,8 @@ _OBSERVERS = (
             ),
             Patch(
                 "aoffload._kernel.ledger",
-                "\n    # -- preemption ---",
-                "        return plans\n\n    # -- preemption ---",
+                "            self.end_call(self.jobs.end_claims(settled) if settled else ())\n",
+                "            self.end_call(self.jobs.end_claims(settled) if settled else ())\n        return plans\n",
             ),
         ),
         test=f"{_MISBEHAVE}::test_a_request_ends_even_if_the_policy_raises[seen]",
@@ -307,8 +307,8 @@ _WORKER = (
     ),
     Mutant(
         "cells of a fork stay in the store",
-        "aoffload._kernel.ledger",
-        "        for reader, first in tainted.items() if self._remote_stores is not None else ():\n",
+        "aoffload._extensions.invalidation",
+        "        for reader, first in tainted.items() if self.hooks.on_invalidated else ():\n",
         "        for reader, first in ():\n",
         "what turns out to be wrong is removed from the store",
         test="tests/core/test_found_by_programs.py::"

@@ -11,6 +11,7 @@ LIFE, OPENING, RUNTIME = "aoffload._runtime.runtime", "aoffload._runtime.runtime
 SESSION_LIFE, BLOCK, REQUEST = "aoffload._runtime.session", "aoffload._runtime.request", "aoffload._runtime.request"
 STEPS, PINS, LIFECYCLE = "aoffload._runtime.steps", "aoffload._runtime.pins", "aoffload._kernel.states"
 CLAIMS = "aoffload._transfer.region"
+PREEMPTION = "aoffload._extensions.preemption"
 
 _ABANDONED = "a runtime that nobody leaves ends its threads and frees its directory"
 _THREADS = "a call in another thread is refused, or right"
@@ -49,8 +50,8 @@ _RUNTIMES = (
     Mutant(
         "clock of a ledger keeps its runtime alive",
         LIFE,
-        "else lambda: sessions[0].now(),",
-        "else lambda: self._session.now(),",
+        "lambda: sessions[0].now())",
+        "lambda: self._session.now())",
         _ABANDONED,
         test=f"{_TESTS}an_abandoned_runtime_over_an_engines_blocks_is_collected",
     ),
@@ -151,16 +152,16 @@ _PREEMPTING = (
     Mutant(
         "preempting a request that has ended raises",
         REQUEST,
-        "        if not self._session.ledger.is_engine_owned and not record.may_be_preempted:\n",
+        "        if not self._session.ledger.preemption.may_preempt(record):\n",
         "        if record.num_steps < 0:\n",
         _PREEMPT,
         test="tests/test_snippets.py::test_each_block_of_a_page_runs_as_it_stands",
     ),
     Mutant(
         "preempting a request that waits for room raises",
-        "aoffload._kernel.requests",
-        "        return has_blocks and not waits and not self.is_over\n",
-        "        return has_blocks and not self.is_over\n",
+        PREEMPTION,
+        "        return has_blocks and not waits and not request.is_over\n",
+        "        return has_blocks and not request.is_over\n",
         _PREEMPT,
         test="tests/shell/test_preempting.py::test_a_request_that_waits_for_more_blocks_keeps_those_that_it_has",
     ),
@@ -213,8 +214,8 @@ _NOT_SILENT = (
     Mutant(
         "block table of a request without blocks",
         BLOCK,
-        '            require(record, "block_ids", *WITH_TABLES)\n',
-        "            pass\n",
+        '        require(record, "block_ids", *WITH_TABLES)\n',
+        "        pass\n",
         _SILENT,
         test=f"{_ERRORS}a_call_that_comes_too_early_names_the_one_that_is_missing",
     ),

@@ -11,7 +11,8 @@ KEEPING, CACHE_TRANSFERS, ADMISSION = (
     "aoffload._extensions.prefetch",
     "aoffload._kernel.waiting",
 )
-LEDGER, WORKER, SHELL = "aoffload._kernel.ledger", "aoffload._runtime.worker", "aoffload._runtime.pins"
+WORKER, SHELL = "aoffload._runtime.worker", "aoffload._runtime.pins"
+TRANSFERS = "aoffload._extensions.transfers"
 
 TRANSFERS_AMONG_REQUESTS = ("keeping", "pinned_full", "kept_windows")
 
@@ -27,7 +28,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "pins in the way of the line",
         ADMISSION,
-        "            if device.pool.num_free == before and not self.yield_pin():\n",
+        "            if device.pool.num_free == before and not self._ask_blocks():\n",
         "            if device.pool.num_free == before:\n",
         "no request is starved by pins",
     ),
@@ -42,7 +43,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "extension fails before pins yield",
         ADMISSION,
-        "            if self.yield_pin():\n                continue",
+        "            if self._ask_blocks():\n                continue",
         "            if False:\n                continue",
         "no request is starved by pins",
         test="tests/core/test_pins.py::test_a_pin_yields_before_an_extension_fails",
@@ -89,17 +90,17 @@ KEEPING_MUTANTS = (
     ),
     Mutant(
         "reset leaves pins",
-        LEDGER,
-        "            self._pins.end_all(PinState.DROPPED)\n        if tier is None:\n",
-        "            pass\n        if tier is None:\n",
+        KEEPING,
+        "            self._end_all(PinState.DROPPED)\n",
+        "            pass\n",
         "a reset leaves nothing pinned that nobody reads",
         scenarios=("kept_windows",),
     ),
     Mutant(
         "nobody served when a pin ends",
-        LEDGER,
-        "            self._pins.end(pin, PinState.RELEASED)\n            self.admission.serve_queue()\n",
-        "            self._pins.end(pin, PinState.RELEASED)\n",
+        KEEPING,
+        "            self._end(pin, PinState.RELEASED)\n            self._ledger.end_call()\n",
+        "            self._end(pin, PinState.RELEASED)\n",
         "everything that changes room serves the line",
     ),
     Mutant(
@@ -144,24 +145,24 @@ KEEPING_MUTANTS = (
     ),
     Mutant(
         "cancelled prefetch stays under way",
-        CACHE_TRANSFERS,
-        "        self._end(transfer, CacheTransferState.CANCELLED)\n",
-        "        self.moves.cache_transfer(transfer, CacheTransferState.CANCELLED)\n",
+        TRANSFERS,
+        "            self._end(transfer, CacheTransferState.CANCELLED)\n",
+        "            self._move(transfer, CacheTransferState.CANCELLED)\n",
         "a budget goes back however a prefetch ends",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "prefetch keeps its pins",
-        CACHE_TRANSFERS,
+        TRANSFERS,
         "        self.request_leases.release_all(transfer.request)\n",
         "        self.request_leases.end_host_lease(transfer.request)\n",
         "what was prefetched is cached, and pinned by nobody",
     ),
     Mutant(
         "prefetch that nobody wants is launched",
-        CACHE_TRANSFERS,
-        "        settled = [] if load is None else self.loads.abandon(load)\n",
-        "        settled: list[Job] = []\n",
+        TRANSFERS,
+        "            settled = [] if load is None else self._ledger.jobs.abandon(load)\n",
+        "            settled: list[Job] = []\n",
         "a load lives as long as one waiter does",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),

@@ -6,8 +6,8 @@ from .planting import Mutant, Patch
 
 __all__ = ["LINE_MUTANTS"]
 
-ADMISSION, WAITING, LEDGER = "aoffload._kernel.waiting", "aoffload._kernel.waiting", "aoffload._kernel.ledger"
-COMMITS = "aoffload._kernel.commits"
+ADMISSION, WAITING, BASE = "aoffload._kernel.waiting", "aoffload._kernel.waiting", "aoffload._kernel.base"
+INVALIDATION = "aoffload._extensions.invalidation"
 
 _LINE = (
     Mutant(
@@ -123,8 +123,8 @@ _LINE = (
     Mutant(
         "only waiters hold room and nobody fails",
         ADMISSION,
-        "            if self.others_hold_blocks():\n                break\n            if self.yield_pin",
-        "            if waiter.num_units:\n                break\n            if self.yield_pin",
+        "            if self.others_hold_blocks():\n                break\n            if self._ask_blocks",
+        "            if waiter.num_units:\n                break\n            if self._ask_blocks",
         "when only waiters hold room the youngest extend fails",
     ),
     Mutant(
@@ -220,55 +220,57 @@ _WAKING = (
     Mutant(
         "no pump after a release",
         "aoffload._kernel.ledger",
-        "            self.admission.serve_queue(self._loads.settled(settled) if settled else ())\n",
-        "            if settled:\n                self.admission.serve_queue(self._loads.settled(settled))\n",
+        "            self.end_call(self.jobs.end_claims(settled) if settled else ())\n",
+        "            if settled:\n                self.end_call(self.jobs.end_claims(settled))\n",
         "everything that changes room serves the line",
     ),
     Mutant(
         "head keeps what nobody finds any more",
         ADMISSION,
-        "if device.pool.num_free == before and not self.yield_pin():",
-        "if not self.yield_pin():",
+        "if device.pool.num_free == before and not self._ask_blocks():",
+        "if not self._ask_blocks():",
         "who is first is never kept waiting by its own pins",
         test="tests/core/test_line.py::test_who_is_first_lets_go_of_what_nobody_finds_any_more",
     ),
     Mutant(
         "no pump after the head is cancelled",
         "aoffload._kernel.ledger",
-        "        self.admission.withdraw(waiter)\n        self.admission.serve_queue()\n",
+        "        self.admission.withdraw(waiter)\n        self.end_call()\n",
         "        self.admission.withdraw(waiter)\n",
         "a cancelled waiter's close serves the line",
         scenarios=("retries",),
     ),
     Mutant(
         "no pump after quarantine",
-        "aoffload._kernel.ledger",
-        "        self.admission.serve_queue(self._loads.settled(self.jobs.settle(completion)))\n",
-        "        jobs = self.jobs.settle(completion)\n        wakes = self._loads.settled(jobs)\n"
+        BASE,
+        "        self.end_call(self.jobs.end_claims(self.jobs.settle(completion)))\n",
+        "        jobs = self.jobs.settle(completion)\n"
+        "        wakes = self.jobs.end_claims(jobs)\n"
         "        if not any(job.job_id in self.jobs.quarantined for job in jobs):\n"
-        "            self.admission.serve_queue()\n        for wake in wakes:\n            wake()\n",
+        "            self.end_call()\n"
+        "        for wake in wakes:\n"
+        "            wake()\n",
         "quarantine serves the line",
     ),
     Mutant(
         "no pump after late proof",
-        "aoffload._kernel.ledger",
-        "        self.admission.serve_queue(self._loads.settled(self.jobs.settle(completion)))\n",
-        "        if jobs := self.jobs.settle(completion):\n"
-        "            self.admission.serve_queue(self._loads.settled(jobs))\n",
+        BASE,
+        "        self.end_call(self.jobs.end_claims(self.jobs.settle(completion)))\n",
+        "        if jobs := self.jobs.settle(completion):\n            self.end_call(self.jobs.end_claims(jobs))\n",
         "room that comes back serves the line",
         scenarios=("late_room",),
     ),
     Mutant(
         "no pump after a step",
         "aoffload._kernel.ledger",
-        "            self._moves.step_ended(step)\n            self.admission.serve_queue(wakes)\n",
-        "            self._moves.step_ended(step)\n            for wake in wakes:\n                wake()\n",
+        "            self.moves.step_ended(step)\n            self.end_call(wakes)\n",
+        "            self.moves.step_ended(step)\n            for wake in wakes:\n                wake()\n",
         "the end of a step serves the line",
         scenarios=("overlapping_steps",),
     ),
     Mutant(
         "grant kept over an invalidated match",
-        COMMITS,
+        INVALIDATION,
         "[other for other in others if other in tainted or _leases_any(other, wrong)]",
         "[other for other in others if other in tainted]",
         "a table names the blocks it was granted for",
@@ -285,16 +287,16 @@ _WAKING = (
     Mutant(
         "no pump after a commit",
         "aoffload._kernel.ledger",
-        "num_computed_tokens, new_token_ids)\n        self.admission.serve_queue()\n",
-        "num_computed_tokens, new_token_ids)\n",
+        "num_computed_tokens, new_token_ids)\n        self.end_call()\n",
+        "num_computed_tokens, new_token_ids)\n        self.moves.report()\n",
         "who is first in line may need less room after a commit",
         programs=True,
     ),
     Mutant(
         "shared load wakes only the first",
-        "aoffload._kernel.ledger",
-        "        self.admission.serve_queue(self._loads.settled(self.jobs.settle(completion)))\n",
-        "        self.admission.serve_queue(self._loads.settled(self.jobs.settle(completion))[:1])\n",
+        BASE,
+        "        self.end_call(self.jobs.end_claims(self.jobs.settle(completion)))\n",
+        "        self.end_call(self.jobs.end_claims(self.jobs.settle(completion))[:1])\n",
         "no hang: a load wakes all who wait for it",
         scenarios=("two_tasks",),
     ),
@@ -304,9 +306,11 @@ _STEPS = (
     Mutant(
         "step holds no blocks",
         "aoffload._kernel.ledger",
-        "            if request.num_steps:\n                self._closing.add(request)\n            else:\n"
-        "                self._request_leases.release_all(request)\n",
-        "            self._request_leases.release_all(request)\n",
+        "            if request.num_steps:\n"
+        "                self.closing.add(request)\n"
+        "            else:\n"
+        "                self.request_leases.release_all(request)\n",
+        "            self.request_leases.release_all(request)\n",
         "a step holds what it touches",
     ),
     Mutant(
@@ -320,14 +324,13 @@ _STEPS = (
     Mutant(
         "step keeps the blocks",
         "aoffload._kernel.ledger",
-        "                    self._closing.discard(request)\n"
-        "                    self._request_leases.release_all(request)\n",
-        "                    self._closing.discard(request)\n",
+        "                    self.closing.discard(request)\n                    self._give_back(request)\n",
+        "                    self.closing.discard(request)\n",
         "nothing leaks behind a step",
     ),
     Mutant(
         "request id used twice",
-        "aoffload._kernel.ledger",
+        BASE,
         "            if name in self.live_requests:\n                raise",
         "            if name in self.live_requests and not name:\n                raise",
         "a request id used twice is rejected by name",

@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["LINK_MUTANTS"]
 
-OFFERS, REQUESTS = "aoffload._host_cache.offers", "aoffload._kernel.ledger"
+OFFERS, HOST_CACHE = "aoffload._host_cache.offers", "aoffload._host_cache.host_cache"
 HOPS, QUEUE = "aoffload._transfer.copy_queue", "aoffload._transfer.copy_queue"
 VLLM = "aoffload.integrations.vllm"
 
@@ -27,8 +27,8 @@ LINK_MUTANTS = (
     ),
     Mutant(
         "deferred blocks of an earlier request with the same id",
-        REQUESTS,
-        "            self._engine.offers.deferred.pop(name, None)  # left by an earlier request with this id\n",
+        HOST_CACHE,
+        "        self.offers.deferred.pop(request.request_id, None)  # left by an earlier request with this id\n",
         "",
         _DEFERRED,
         test=f"{_TESTS}a_new_request_with_the_same_id_is_not_the_old_one",

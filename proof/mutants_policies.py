@@ -6,8 +6,8 @@ from .planting import Mutant
 
 __all__ = ["POLICY_MUTANTS"]
 
-WATERMARK, HIT_COUNTS, COMMITS = "aoffload._extensions.lazy", "aoffload._eviction.counts", "aoffload._kernel.commits"
-CACHE, POLICY, LEDGER = "aoffload._kernel.cache", "aoffload._extensions.store_policies", "aoffload._kernel.ledger"
+WATERMARK, HIT_COUNTS = "aoffload._extensions.watermark", "aoffload._eviction.counts"
+CACHE, COMMITS = "aoffload._kernel.cache", "aoffload._kernel.commits"
 
 SMALL_HOST = "tests/core/test_small_host.py::"
 
@@ -96,8 +96,8 @@ POLICY_MUTANTS = (
     Mutant(
         "not to be stored, and stored",
         "aoffload._kernel.commits",
-        "            return min(request.published, request.store_limit, self.policy",
-        "            return min(request.published, self.policy",
+        "        stop = min(request.published, request.store_limit)\n",
+        "        stop = request.published\n",
         "what a request does not want stored is not stored on its account",
     ),
     Mutant(

@@ -12,7 +12,8 @@ CELLS, STORES, FETCHES, JOBS = (
     "aoffload._tiers.fetch.rules",
     "aoffload._kernel.jobs",
 )
-LEDGER_WORK, TOKENS = "aoffload._kernel.ledger", "aoffload._kernel.tokens"
+TOKENS, EXTENSION = "aoffload._kernel.tokens", "aoffload._tiers.remote.extension"
+INVALIDATION = "aoffload._extensions.invalidation"
 OF_STORES = "tests/core/test_remote_stores.py::test_"
 OF_FETCHES = "tests/core/test_remote_fetches.py::test_"
 
@@ -246,16 +247,18 @@ _TAKING_BACK = (
         OF_STORES + "cells_of_a_failed_forward_are_taken_back",
         "nothing taken back",
         STORES,
-        "        if first >= stop:\n            return []\n",
-        "        if first >= 0:\n            return []\n",
+        "        own, number = cells_before(sequence, max(first, stop), self.cell_units), first // self.cell_units\n",
+        "        if first >= 0:\n"
+        "            return []\n"
+        "        own, number = cells_before(sequence, max(first, stop), self.cell_units), first // self.cell_units\n",
         "what a failed forward has left is removed from the store",
     ),
     _met_by(
         OF_STORES + "cells_of_a_failed_forward_are_taken_back",
         "taken back from the next cell on",
         STORES,
-        "own, number = cells_before(sequence, stop, self.cell_units), first // self.cell_units",
-        "own, number = cells_before(sequence, stop, self.cell_units), -(-first // self.cell_units)",
+        "own, number = cells_before(sequence, max(first, stop), self.cell_units), first // self.cell_units\n",
+        "own, number = cells_before(sequence, max(first, stop), self.cell_units), -(-first // self.cell_units)\n",
         "the cell that holds the first wrong token is removed",
     ),
     _met_by(
@@ -309,8 +312,8 @@ _TAKING_BACK = (
     _met_by(
         OF_STORES + "memory_lasts_as_long_as_somebody_may_take_back",
         "forgotten while somebody is live",
-        "aoffload._kernel.ledger",
-        "oldest = next(iter(self.live_requests.values())).ticket if self.live_requests else ticket",
+        EXTENSION,
+        "oldest = next(iter(ledger.live_requests.values())).ticket if ledger.live_requests else ticket",
         "oldest = ticket",
         "what a live request may take back is remembered",
     ),
@@ -325,7 +328,7 @@ _TAKING_BACK = (
     _met_by(
         OF_STORES + "a_reset_in_between_changes_nothing",
         "tokens of after the failure",
-        LEDGER_WORK,
+        INVALIDATION,
         "            sequence = sequence.copy()\n",
         "            sequence = sequence.copy()\n            published = min(published, 0)\n",
         "what a failed forward has left is removed, also after a reset",

@@ -54,8 +54,8 @@ STUCK_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "steps of requests that are over are not shown",
         SITUATION,
-        "        yield from map(self.step, self.steps.values())\n",
-        "        yield from (self.step(one) for one in self.steps.values() if not one.live_requests[0].is_over)\n",
+        "        yield from map(self.step, self.steps)\n",
+        "        yield from (self.step(one) for one in self.steps if not one.requests[0].is_over)\n",
         "what a step still holds is shown",
         test=f"{HANGS}::test_holders_name_the_step_of_a_request_that_is_over",
     ),

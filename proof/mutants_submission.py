@@ -19,7 +19,7 @@ _STEPS = (
     Mutant(
         "load waits for no step",
         SESSION,
-        "None if fences is None else fences.before_load(self.ledger.last_step(plans))",
+        "None if fences is None else fences.before_load(self.last_step(plans))",
         "None if fences is None else OnlyAfter()",
         _OWN_STEPS,
         also=(

@@ -227,7 +227,7 @@ _SHARING = (
     ),
     Mutant(
         "leader's cancellation discards a shared load",
-        LOADS,
+        JOBS,
         "            if not job.claims and job.state is JobState.QUEUED",
         "            if job.state is JobState.QUEUED",
         "a load lives as long as one waiter does",
@@ -235,7 +235,7 @@ _SHARING = (
     ),
     Mutant(
         "load without a waiter not discarded",
-        LOADS,
+        JOBS,
         "            if not job.claims and job.state is JobState.QUEUED",
         "            if job.claims and job.state is JobState.QUEUED",
         "a queued load is discarded at zero waiters",
@@ -279,7 +279,7 @@ _SHARING = (
     Mutant(
         "no pump after a load gave blocks back",
         "aoffload._kernel.ledger",
-        "max_tokens, wake, units_per_job)\n        self.admission.serve_queue()\n",
+        "max_tokens, wake, units_per_job)\n        self.end_call()\n",
         "max_tokens, wake, units_per_job)\n",
         "everything that changes room serves the line",
     ),

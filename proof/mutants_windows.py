@@ -7,10 +7,10 @@ from .planting import Mutant
 __all__ = ["WINDOW_MUTANTS"]
 
 GROUPS, MATCHING, WINDOWS = "aoffload._config.groups", "aoffload._kernel.index", "aoffload._kernel.leases"
-CACHE, PINS, STORES = "aoffload._kernel.cache", "aoffload._kernel.leases", "aoffload._kernel.jobs"
+CACHE, PINS = "aoffload._kernel.cache", "aoffload._kernel.leases"
 LOADS, ADMISSION, PREEMPTION = "aoffload._kernel.loads", "aoffload._kernel.waiting", "aoffload._extensions.preemption"
-SPLITS, RECORDS, COMMITS = "aoffload._kernel.cache", "aoffload._kernel.records", "aoffload._kernel.commits"
-LEDGER, CACHE_TRANSFERS = "aoffload._kernel.ledger", "aoffload._extensions.prefetch"
+RECORDS, BASE = "aoffload._kernel.records", "aoffload._kernel.base"
+CACHE_TRANSFERS, INVALIDATION = "aoffload._extensions.prefetch", "aoffload._extensions.invalidation"
 TAKEN_BACK = "tests/core/test_taken_back.py"
 
 _WINDOWS = (
@@ -118,7 +118,7 @@ _PREEMPTION = (
     Mutant(
         "preempted request keeps its pins",
         PREEMPTION,
-        "            self.request_leases.lease_device_to(request, None)\n",
+        "            self._request_leases.lease_device_to(request, None)\n",
         "            pass\n",
         "preemption gives up every device block",
         scenarios=("preemption_storm", "preempted_windows"),
@@ -126,7 +126,7 @@ _PREEMPTION = (
     Mutant(
         "preempted request keeps its tables",
         PREEMPTION,
-        "        self.request_leases.give_up_tables(request)\n",
+        "        self._request_leases.give_up_tables(request)\n",
         "",
         "preemption gives up every device block",
         scenarios=("preemption_storm", "preempted_windows"),
@@ -134,7 +134,7 @@ _PREEMPTION = (
     Mutant(
         "preempted progress stored too late",
         PREEMPTION,
-        "            jobs = self.stores.offer(request, run, published, stop, with_windows=True)\n",
+        "            jobs = self._stores.offer(request, run, published, stop, with_windows=True)\n",
         "            pass\n",
         "the progress of a preempted request is kept in host memory",
         test="tests/core/test_preemption.py::test_progress_comes_back_from_the_host",
@@ -142,7 +142,7 @@ _PREEMPTION = (
     Mutant(
         "preemption stores although the policy stores nothing",
         PREEMPTION,
-        " and not self.stores_nothing",
+        " and not self._stores_nothing",
         "",
         "a policy that stores nothing stores nothing",
         test="tests/core/test_transfers.py::test_a_policy_that_stores_nothing_stores_nothing_at_preemption",
@@ -184,7 +184,7 @@ _TAKEN_BACK = (
     ),
     Mutant(
         "who was resumed keeps a match that was taken back",
-        COMMITS,
+        INVALIDATION,
         "[other for other in others if other in tainted or _leases_any(other, wrong)]",
         "[other for other in others if other not in tainted and _leases_any(other, wrong)]",
         "every block is in one hand",
@@ -192,15 +192,15 @@ _TAKEN_BACK = (
     ),
     Mutant(
         "what was read before a preemption is forgotten",
-        COMMITS,
-        "                read += self._read_before(other, sources)\n",
+        INVALIDATION,
+        "                read += self._read_before_of(other, sources)\n",
         "",
         "who has read what was wrong hears of it",
         scenarios=("failed_in_turmoil",),
     ),
     Mutant(
         "who waits to begin its load again is not told of a preemption",
-        "aoffload._kernel.ledger",
+        PREEMPTION,
         "            wakes.append(request.waiter.wake)\n",
         "            pass\n",
         "nobody sleeps on what is over",
@@ -208,9 +208,9 @@ _TAKEN_BACK = (
     ),
     Mutant(
         "woken in the middle of a preemption",
-        "aoffload._kernel.ledger",
-        "            wakes += self._loads.settled(self._loads.abandon(load))\n            wakes += load.conclude()\n",
-        "            self.admission.serve_queue(self._loads.settled(self._loads.abandon(load)) + load.conclude())\n",
+        PREEMPTION,
+        "            wakes += self._jobs.end_claims(self._jobs.abandon(load))\n            wakes += load.conclude()\n",
+        "            self._ledger.end_call(self._jobs.end_claims(self._jobs.abandon(load)) + load.conclude())\n",
         "a block is given to somebody else once every job and step has let go",
         test="tests/core/test_preemption.py::test_a_wake_finds_the_preemption_done",
     ),
@@ -224,17 +224,17 @@ _TAKEN_BACK = (
     ),
     Mutant(
         "a reset clears who has read what was wrong",
-        LEDGER,
-        " and request.num_units and request.epoch == self.cache.epoch:",
-        " and request.num_units:",
+        BASE,
+        "if request.num_units and request.epoch == self.cache.epoch:",
+        "if request.num_units:",
         "who has to be aborted stays so",
         test=f"{TAKEN_BACK}::test_a_reset_does_not_clear_who_has_read_what_was_wrong",
     ),
     Mutant(
         "resumed before it is refused",
         PREEMPTION,
-        "        if num_tokens is not None:\n            self.admission",
-        "        if num_tokens is None:\n            self.admission",
+        "        if num_tokens is not None:\n            self._admission",
+        "        if num_tokens is None:\n            self._admission",
         "a refusal changes nothing",
         test=f"{TAKEN_BACK}::test_a_refused_resume_changes_nothing[0]",
     ),

@@ -204,7 +204,7 @@ def _automatic() -> list[Candidate]:
 
     core = source_path("aoffload._kernel").parent
     modules = [f"aoffload._kernel.{path.stem}" for path in sorted(core.glob("[!_]*.py"))]
-    modules += ["aoffload._runtime.request", "aoffload._runtime.request"]
+    modules += ["aoffload._extensions.invalidation", "aoffload._runtime.request"]
     return [
         Candidate(spec.key, spec.module, spec.line, spec.operator, partial(mutant_of, spec))
         for spec in enumerate_specs(modules)

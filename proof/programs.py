@@ -16,9 +16,11 @@ if TYPE_CHECKING:  # a process that plants defects must not import the package
     from aoffload.testing.programs import Broken, ProgramTally
 
 __all__ = [
+    "ALL_FACES",
     "ENGINE_FACES",
     "ENGINE_RUNTIME_FACES",
     "FACES",
+    "SEAM_FACES",
     "RUNTIME_FACES",
     "ProgramPiece",
     "detect",
@@ -26,7 +28,9 @@ __all__ = [
     "pieces",
 ]
 
-Face = Literal["ledger", "engine", "asyncio", "trio", "engine-asyncio", "engine-trio"]
+Face = Literal[
+    "ledger", "kernel", "meddled", "engine", "meddled-engine", "asyncio", "trio", "engine-asyncio", "engine-trio"
+]  # fmt: skip
 RUNTIME_FACES: tuple[Face, ...] = ("asyncio", "trio")
 ENGINE_RUNTIME_FACES: tuple[Face, ...] = ("engine-asyncio", "engine-trio")
 ENGINE_FACES: tuple[Face, ...] = ("engine", *ENGINE_RUNTIME_FACES)
@@ -35,11 +39,16 @@ FACES: tuple[Face, ...] = (
     *("ledger",) * 6, "trio", *("engine",) * 2, "engine-trio",
 )  # fmt: skip
 """The faces in turn. Most programs are of a ledger, which makes the decisions: a call of a runtime takes twice as
-long."""
+long. Planted defects are shown to these faces."""
+SEAM_FACES: tuple[Face, ...] = ("kernel", "meddled", "meddled-engine")
+"""The kernel without extensions, and ledgers with an extension that meddles at every hook."""
+ALL_FACES: tuple[Face, ...] = (*SEAM_FACES, *dict.fromkeys(FACES))
 NUM_CALLS = 48
 """The calls of a program, about."""
 PIECE = 200
 """Programs that a worker explores at a time."""
+SEAM_PIECE = 100
+"""The same for a face of `SEAM_FACES`. It has one piece in each round of `FACES`."""
 MOST_SECONDS = 20.0
 """CPU seconds of this process for one program, which takes milliseconds."""
 MOST_SHORTENINGS = 3000
@@ -65,9 +74,11 @@ class ProgramPiece:
 
 def pieces(num_programs: int, first_seed: int = 0) -> list[ProgramPiece]:
     """Pieces of at least `num_programs` programs in all: faces in their shares, seeds of each from `first_seed` on."""
-    num_rounds = -(-num_programs // (PIECE * len(FACES)))
-    seeds = {face: itertools.count(first_seed, PIECE) for face in FACES}
-    found = [ProgramPiece(face, next(seeds[face])) for _ in range(num_rounds) for face in FACES]
+    sizes = {**dict.fromkeys(FACES, PIECE), **dict.fromkeys(SEAM_FACES, SEAM_PIECE)}
+    in_turn = (*FACES, *SEAM_FACES)
+    num_rounds = -(-num_programs // sum(sizes[face] for face in in_turn))
+    seeds = {face: itertools.count(first_seed, size) for face, size in sizes.items()}
+    found = [ProgramPiece(face, next(seeds[face]), sizes[face]) for _ in range(num_rounds) for face in in_turn]
     return sorted(found, key=lambda piece: piece.face == "ledger")  # runtime programs take longest: first
 
 
@@ -99,7 +110,7 @@ def digests(num_programs: int) -> dict[str, str]:
 
     return {
         f"{num_programs} programs of {face}": explore_programs(face, 0, num_programs, NUM_CALLS).digest
-        for face in dict.fromkeys(FACES)
+        for face in ALL_FACES
     }
 
 

@@ -23,10 +23,11 @@ chance alone."""
 MOST_MISSED = 0.01
 """The share of the pairs without a reason that may be missed, by chance."""
 SIDES = {
-    "ledger": ("ledger",), "engine": ("engine",), "runtime": ("asyncio", "trio"),
+    "ledger": ("ledger",), "kernel": ("kernel",), "engine": ("engine",), "runtime": ("asyncio", "trio"),
     "runtime of an engine": ("engine-asyncio", "engine-trio"),
 }  # fmt: skip
-"""The faces of each side. Features have different names on a ledger and on a runtime, and over an engine's blocks."""
+"""The faces of each side. Features have different names on a ledger and on a runtime, and over an engine's blocks. The
+meddled faces are on no side: they make the same calls as the others, and are there for their violations."""
 
 
 @attrs.frozen

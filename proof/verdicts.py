@@ -141,7 +141,10 @@ def _faces_for(module: str) -> tuple[Face, ...]:
         return ()
     if module.startswith("aoffload._host_cache."):
         return ENGINE_FACES
-    rooms = ("_kernel.", "_extensions.", "_eviction.", "_tiers.remote.", "_tiers.disk.rules", "_tiers.fetch.rules")
+    rooms = (
+        "_assembly", "_kernel.", "_extensions.", "_eviction.", "_tiers.remote.", "_tiers.fetch.rules",
+        "_tiers.disk.blocks", "_tiers.disk.extension", "_tiers.disk.rules",
+    )  # fmt: skip
     is_of_ledger = module.removeprefix("aoffload.").startswith(rooms)
     return FACES if is_of_ledger else (*RUNTIME_FACES, *ENGINE_RUNTIME_FACES)
 

@@ -2,7 +2,8 @@
 
 `python -P proof/walk.py FACE FIRST_SEED NUM_PROGRAMS`: imports nothing of the clone, so that it is the core of the
 environment that runs. `--each` prints every call instead. `--answers` compares answers, plans and statistics alone: two
-versions of the source may name fields and arguments differently, and word errors differently.
+versions of the source may name fields and arguments differently, and word errors differently. `--faces` in place of a
+face prints the faces that there are.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ NUM_CALLS = 48
 """The calls of a program, about: as many as of those of `proof.programs`."""
 
 
-def main(face_name: str, first: str, number: str, *options: str) -> None:
-    (face,) = (face for face in get_args(Face) if face == face_name)
+def main(face_name: str, first: str = "0", number: str = "0", *options: str) -> None:
     print(json.dumps({"is_compiled": is_compiled}))
+    if face_name == "--faces":
+        print(json.dumps(get_args(Face)))
+        return
+    (face,) = (face for face in get_args(Face) if face == face_name)
     if "--answers" in options:
         for module in (machine, runtime_stage):
             module.state_digest = answers  # type: ignore[attr-defined]
@@ -59,16 +63,20 @@ def planned_in(plan: Any) -> int:
 ERROR = re.compile(rf"(?<=')({'|'.join(errors.__all__)})', .*")
 """An error as the runtime's programs note it: its name and its text."""
 
+RENAMED = re.compile(r"(?<=call\('wrong', )'[\w.]+', |(?<=')Engine(?=Request'|PendingLoad')")
+"""The name of a call that a program makes at the wrong time, and what tells the classes of the two runtimes apart."""
+
 
 def without_words(step: str) -> str:
-    """A step without the text of an error that it ended with, the names of arguments, and the digest of all that was
-    said."""
+    """A step without the text of an error that it ended with, the names of arguments and fields, and the digest of all
+    that was said."""
     call, arrow, said = step.partition(" -> ")
-    call = re.sub(r"\b\w+=", "", call)
+    call = RENAMED.sub("", re.sub(r"\b\w+=", "", call))
     if not arrow:
         noted, mark, seen = call.rpartition(",")[0].partition(MARK)
         return ERROR.sub(r"\1", noted) + mark + seen
     answer, mark, seen = said.partition(MARK)
+    answer = re.sub(r"\b\w+=", "", answer)
     first = answer.split(" ")[0]
     answer = first if hasattr(errors, first) else re.sub(r"(?<=\w): [^\"\]]*", "", answer)
     return f"{call}{arrow}{answer}{mark}{seen}"

@@ -3,6 +3,7 @@
 import aoffload
 import aoffload.cuda
 import aoffload.env
+import aoffload.host_cache
 import aoffload.ledger
 import aoffload.pins
 import aoffload.ranks
@@ -12,6 +13,7 @@ import aoffload.transport
 MODULES = [
     aoffload,
     aoffload.ledger,
+    aoffload.host_cache,
     aoffload.transport,
     aoffload.ranks,
     aoffload.stores,

@@ -9,6 +9,7 @@ import io
 import json
 import re
 import textwrap
+import typing
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -21,13 +22,23 @@ from public import MODULES
 
 import aoffload
 import aoffload.testing
-from aoffload import KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime, Request
+from aoffload import (
+    HostCache,
+    HostCacheRuntime,
+    KVCacheGroup,
+    Ledger,
+    OffloadConfig,
+    OffloadRuntime,
+    Request,
+)
 from aoffload._extensions.overlap import OVERLAP_MOVES
 from aoffload._extensions.pins import PIN_MOVES
 from aoffload._extensions.transfers import CACHE_TRANSFER_MOVES
 from aoffload._kernel.states import JOB_MOVES, REQUEST_MOVES
 from aoffload._observe import log as ledger_log
 from aoffload._observe import log as telemetry
+from aoffload.host_cache import EngineRequest
+from aoffload.ledger import Build, LedgerExtension
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aoffload"
@@ -36,6 +47,14 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *s
 README, API, TRACING = ROOT / "README.md", DOCS / "api.md", DOCS / "tracing.md"
 CHANGELOG = ROOT / "CHANGELOG.md"
 TUTORIAL, OWN_ENGINE = DOCS / "tutorial.md", ROOT / "examples/own_engine.py"
+
+OF_ROOMS = {
+    "fetches.transfers", "invalidation.forget", "invalidation.has_read", "invalidation.keep", "invalidation.remember",
+    "preemption.may_preempt", "reports.fetching", "reports.num_fetching", "reports.oldest_by_state",
+    "reports.oldest_step_s", "reports.oldest_wait_s", "reports.step", "reports.steps", "reports.wait_for_room",
+    "transfers.begin", "transfers.hit_of", "transfers.new_request", "transfers.over", "transfers.wait_for_jobs",
+}  # fmt: skip
+"""What handles have for other rooms of the package."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -90,7 +109,13 @@ def test_what_the_page_of_testing_shows_runs_and_prints_what_it_says() -> None:
         assert printed.getvalue() == shown
 
 
-@pytest.mark.parametrize("kind", [OffloadRuntime, Request, Ledger, OffloadConfig])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        OffloadRuntime, HostCacheRuntime, Request, EngineRequest, Ledger, HostCache, LedgerExtension, Build,
+        OffloadConfig,
+    ],
+)  # fmt: skip
 def test_every_public_member_of_the_main_classes_is_documented(kind: type) -> None:
     """Whoever reads docs/api.md has seen every method, property and option there is."""
     methods = {
@@ -108,6 +133,26 @@ def test_every_public_member_of_the_main_classes_is_documented(kind: type) -> No
         "root_namespace",
     }  # computed from the options, for transports
     assert (methods | options) - derived - names_in(code_spans(API)) == set()
+
+
+@pytest.mark.parametrize("face", [Ledger, HostCache])
+def test_every_verb_of_a_handle_is_documented(face: type) -> None:
+    """Each handle's verbs stand in docs/api.md with the handle, such as `pins.hold`, except for those that only other
+    rooms of the package call."""
+    handles = {
+        name: typing.get_type_hints(member.fget)["return"]
+        for name, member in inspect.getmembers(face, lambda member: isinstance(member, property))
+    }
+    verbs = {
+        f"{name}.{verb}"
+        for name, kind in handles.items()
+        if isinstance(kind, type) and issubclass(kind, LedgerExtension)
+        for verb, member in inspect.getmembers(kind)
+        if not verb.startswith(("_", "on_", "ask_", "report_")) and (callable(member) or isinstance(member, property))
+    }
+    assert verbs
+    named = set(re.findall(r"`(\w+\.\w+)", API.read_text()))
+    assert verbs - named - OF_ROOMS == set()
 
 
 @each_page

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MAX_LINES = 60
 MAX_LINES_OF = {
-    "own_engine": 80, "engine_blocks": 95, "ledger_step_loop": 115, "continuous_batching": 150, "async_engine": 195,
+    "own_engine": 80, "engine_blocks": 95, "ledger_step_loop": 115, "continuous_batching": 150, "async_engine": 200,
     "step_scheduler": 260,
 }  # fmt: skip
 """Whole engines, and a whole scheduler in miniature, for who writes one."""

@@ -96,7 +96,7 @@ def land(ledger, plans):
 def serve(observer=None):
     pool, prompt = Pool(), Prefix.of(Root("toy"), range(40))
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=16)], num_host_blocks=8)
-    ledger = HostCache(config, 17, pool, clock=lambda: 0.0, observer=observer)
+    ledger = HostCache(config, 17, engine_blocks=pool, clock=lambda: 0.0, observer=observer)
     first = ledger.admit(prompt)
     land(ledger, ledger.offer(first, 40, [[1, 2, 3]], is_last=True))
     ledger.release(first)

@@ -19,7 +19,7 @@ import torch
 
 import aoffload
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request, RequestState
-from aoffload.ledger import StorePolicy
+from aoffload.ledger import Prefix, Root, StorePolicy
 from aoffload.transport import LocalTransport
 
 ROOT = Path(__file__).parents[1]
@@ -164,7 +164,7 @@ AROUND: dict[str, Callable[[], Any]] = {
     "docs/policies.md": partial(given, EagerStore=aoffload.EagerStore),
     "docs/ranks.md": partial(given, build=build, config=config()),
     "docs/cuda.md": partial(given, kv_caches=torch.zeros(NUM_ROWS, 8)),
-    "docs/engines.md": starting_early,
+    "docs/loads.md": starting_early,
     "docs/howto/preempting.md": preempting,
     "docs/howto/the-promise.md": promising,
 }
@@ -186,6 +186,20 @@ async def loading(names: Names, _: Path) -> None:
         async with found["runtime"].request(range(1000, 1020)) as request:
             await request.allocate()
             await request.load()
+
+
+async def owning_blocks(names: Names, _: Path) -> None:
+    assert await names["main"]() == 96
+    assert (names["serve"](range(500, 600)), names["serve"](range(100))) == (0, 96)
+    names["finish_copies"]()
+    assert len(names["pool"].free) == 40
+    stored = {}
+    for num_tokens in (48, 64):  # the feature of the page
+        cache = names["choosy"]
+        request = cache.admit(Prefix.of(Root("test"), range(num_tokens)))
+        stored[num_tokens] = len(cache.offer(request, num_tokens, [range(1, 5)]))
+        cache.release(request)
+    assert (stored, names["long_prompts"].num_left_out) == ({48: 0, 64: 1}, 1)
 
 
 async def storing(names: Names, _: Path) -> None:
@@ -227,6 +241,7 @@ async def answering(names: Names, _: Path) -> None:
 
 AFTERWARDS: dict[str, Callable[[Names, Path], Awaitable[None]]] = {
     "docs/eviction.md": evicting,
+    "docs/engines.md": owning_blocks,
     "docs/loads.md": loading,
     "docs/policies.md": storing,
     "docs/kv_events.md": publishing,

@@ -163,8 +163,8 @@ class OffloadConfig:
     slow_step_s: float | None = attrs.field(default=30.0, validator=_SECONDS_OR_NONE)
     """A step open this long causes one warning (`slow_step`). None: never."""
     pending_timeout_s: float = attrs.field(default=2.0, validator=_seconds)
-    """Only for a `HostCache`: how long a match is PENDING because another request loads the same block. After that,
-    the request loads the block itself."""
+    """With a `HostCache`: how long a match is PENDING because another request loads the same block. After that, the
+    request loads the block itself."""
     max_pinned_share: float = attrs.field(default=0.5, validator=_share)
     """Maximum share of each tier's blocks that `pin` may hold. Blocks held by requests and transfers do not count."""
     max_prefetch_share: float = attrs.field(default=0.25, validator=_share)
@@ -177,7 +177,7 @@ class OffloadConfig:
     """A store that other processes use too, for blocks that were requested twice. None: no remote store. Needs a
     `namespace`, and groups with full attention."""
     max_quarantined_share: float = attrs.field(default=0.25, validator=_share)
-    """Only for a `HostCache`: share of the engine's blocks in quarantine above which nothing is loaded any more."""
+    """With a `HostCache`: share of the engine's blocks in quarantine above which nothing is loaded any more."""
 
     def __attrs_post_init__(self) -> None:
         if not self.groups:

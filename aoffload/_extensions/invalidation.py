@@ -25,7 +25,7 @@ published units is remembered until it is over, and for a fork until an invalida
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING
 
 from .._arguments import check_int
@@ -77,10 +77,13 @@ class Invalidation(LedgerExtension):
         for ask in self.hooks.ask_former_readers:
             readers.update(dict.fromkeys(ask()))
         tainted = self._invalidate(request, from_token, readers)
-        wakes = ledger.invalidated(sequence, from_token // self.cache.layout.unit_tokens, published)
+        start, wakes = from_token // self.cache.layout.unit_tokens, list[Callable[[], object]]()
+        if start < published:
+            wakes += ledger.invalidated(sequence, start, published)
         for reader, first in tainted.items() if self.hooks.on_invalidated else ():
-            if reader is not request:  # a fork may have published units that `request` has only begun
-                stop = max(reader.published, self._read_before.get(reader, 0))
+            # A fork may have published units that `request` has only begun.
+            stop = max(reader.published, self._read_before.get(reader, 0))
+            if reader is not request and first < stop:
                 wakes += ledger.invalidated(reader.sequence, first, stop)
         ledger.end_call(wakes)
         return tuple(reader for reader in tainted if not reader.is_over)
@@ -107,9 +110,10 @@ class Invalidation(LedgerExtension):
         wrong = dict.fromkeys(self._runs_from(request, first_published(self.cache, request, start), ()))
         tainted = self._taint(wrong, others, {request: from_token})
         self.cache.withdraw_all(wrong)
-        for hook in self.hooks.on_withdrawn:
+        matched = [other for other in others if other in tainted or _leases_any(other, wrong)]
+        for hook in self.hooks.on_withdrawn:  # it may split runs of `wrong`
             hook()
-        self.admission.match_again([other for other in others if other in tainted or _leases_any(other, wrong)])
+        self.admission.match_again(matched)
         goes_on = self._compute_again(request, from_token, tainted)
         request.sequence.drop_after(from_token + 1)
         request.num_computed_tokens = from_token

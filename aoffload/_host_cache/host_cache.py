@@ -516,8 +516,11 @@ class HostCache(AnyLedger):
         if self.hooks.on_invalidated:
             sequence = sequence.copy()
         readers, settled = self._invalidate(request, from_token, tuple(self.live_requests.values()))
-        wakes = self.jobs.end_claims(settled)
-        wakes += self.invalidated(sequence, from_token // self.layout.unit_tokens, published)
+        wakes, start = self.jobs.end_claims(settled), from_token // self.layout.unit_tokens
+        # An engine's blocks may be shorter than a unit: other requests may have offered units with wrong blocks of one
+        # that this request has only begun.
+        if start < published or any(component.width > 1 for component in self.layout.components):
+            wakes += self.invalidated(sequence, start, published)
         self.end_call(wakes)
         return tuple(reader for reader in readers if not reader.is_over)
 

@@ -22,12 +22,9 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import attrs
-
 from .._arguments import check_has
 from .._extensions.load_choice import Loadable
 from .._kernel.cache import PrefixCache
-from .._kernel.events import Event
 from .._kernel.index import Hit, find_hit_after, held_stop
 from .._kernel.leases import RequestLeases
 from .._kernel.moves import Moves
@@ -39,22 +36,9 @@ from .._kernel.states import BELOW, Tier
 from .._kernel.states import RequestState as State
 from .._kernel.tokens import TokenSequence
 from ..errors import ConfigError
+from .events import LoadsPaused, LoadsResumed
 from .protocols import EngineBlocks
 from .requests import HostCacheRequest
-
-
-@attrs.frozen
-class LoadsPaused(Event):
-    """Of a `HostCache`: more than `max_quarantined_share` of the blocks are in quarantine, so nothing is loaded."""
-
-    num_quarantined: int
-
-
-@attrs.frozen
-class LoadsResumed(Event):
-    """Enough of these copies have ended for certain, and loading goes on."""
-
-    num_quarantined: int
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -282,6 +266,8 @@ class EngineMatches:
         request.published, request.ready_stop, request.hit_stop = 0, 0, hit.stop
         num_host_tokens = (hit.stop - hit.device_stop) * unit
         request.match = PrefixMatch(hit.device_stop * unit, num_host_tokens, num_lower_tokens=lower)
+        for hook in self.request_leases.hooks.on_matched:
+            hook(request)
 
     def match_again(self, request: HostCacheRequest, at_most: int = NO_LIMIT) -> None:
         """Match a PINNED request again, after the same tokens of the engine's, up to unit `at_most`."""

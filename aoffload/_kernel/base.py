@@ -276,8 +276,8 @@ class CacheBase:
         raise NotImplementedError
 
     def invalidated(self, sequence: TokenSequence, first: int, stop: int) -> list[Callable[[], object]]:
-        """The KV of units `[first, stop)` of `sequence` is wrong, and what was computed after it: tell the extensions.
-        Returns the callbacks to call."""
+        """The KV of `sequence` from unit `first` on is wrong: tell the extensions (`on_invalidated`). Returns the
+        callbacks to call."""
         wakes: list[Callable[[], object]] = []
         for hook in self.hooks.on_invalidated:
             for job in hook(sequence, first, stop):

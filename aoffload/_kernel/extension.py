@@ -13,6 +13,11 @@ the ledger, and must not raise, except where the table says so. A program's exte
 change is completed, all queued copies are discarded, and the call then raises `ExtensionError` with the name of the
 extension and of the hook. Nothing is lost but copies, which are best effort anyway.
 
+Blocks that a hook gives back are granted to waiters at the end of the call. Calls that free no blocks themselves, such
+as `admit` and `accept`, do not look at the wait queue: then the next call that does grants them. An `ask_...` hook only
+answers: while it is called the kernel may hold runs in local variables, so it must not lease, cut or split. Only
+`ask_blocks` may release and give.
+
 Question | combined by
 --- | ---
 `ask_admit`, `ask_commit` | all; each may raise, before anything has changed
@@ -21,8 +26,12 @@ Question | combined by
 `ask_deferred` | the first True
 `ask_blocks` | the first True
 `ask_first_wrong` | the minimum
-`ask_former_readers`, `report_leases` | all of them
+`ask_former_readers` | all of them
+`report_...` | all of them; each may raise
 `ask_next_lapse` | the minimum
+
+A `HostCache` has no block tables and no wait queue, so it calls no `on_allocated`, `on_load_over`, `on_published`,
+`on_step`, `ask_commit`, `ask_load_stop`, `ask_deferred`, `ask_blocks`, and no question of an invalidation.
 
 Extensions are interpreted where the kernel is compiled, so programs may derive from `LedgerExtension`.
 """
@@ -98,8 +107,9 @@ class LedgerExtension:
         """Cached blocks were withdrawn because their bytes are wrong. No request has been matched again yet."""
 
     def on_invalidated(self, sequence: TokenSequence, first: int, stop: int) -> list[Job]:
-        """The KV of units `[first, stop)` of `sequence` is wrong, and what was computed after it. Returns queued jobs
-        to discard."""
+        """The KV of `sequence` from unit `first` on is wrong, and so is what other requests computed after it. Its
+        units before `stop` were published; `stop` may be `first` where other requests may have published a part of
+        unit `first`. Returns queued jobs to discard."""
         return []
 
     def on_resetting(self, tier: Tier | None) -> None:

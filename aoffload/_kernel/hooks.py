@@ -12,7 +12,10 @@ from .requests import LedgerRequest
 from .states import Tier
 from .tokens import TokenSequence
 
-MAY_RAISE = ("on_build", "on_attach", "ask_admit", "ask_commit", "report_job")
+MAY_RAISE = (
+    "on_build", "on_attach", "ask_admit", "ask_commit", "report_blocks", "report_job", "report_leases",
+    "report_requests",
+)  # fmt: skip
 """Hooks whose exceptions the ledger passes on, because nothing has changed when they are called."""
 _NOTHING: tuple[Any, ...] = ()
 
@@ -87,9 +90,6 @@ _NEUTRAL: Mapping[str, Any] = {
     "ask_next_lapse": float("inf"),
     "ask_former_readers": (),
     "on_invalidated": (),
-    "report_leases": (),
-    "report_requests": (),
-    "report_blocks": (),
 }
 """What counts as the answer of a hook that has raised; None for all others."""
 

@@ -180,7 +180,9 @@ class CoreLedger(CacheBase):
         try:
             return self.admission.accept(waiter)
         finally:
-            self.end_call()
+            self.moves.report()
+            if self.hooks.error is not None:
+                self._fail()
 
     def withdraw(self, waiter: Waiter) -> None:
         """Stop waiting: give back an unused grant and serve the wait queue."""
@@ -309,6 +311,8 @@ class CoreLedger(CacheBase):
         self.moves.step_begun(step)
         try:
             self.moves.report()
+            if self.hooks.error is not None:
+                self._fail()
             yield
         finally:
             wakes: list[Callable[[], object]] = []

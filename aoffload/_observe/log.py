@@ -25,7 +25,7 @@ from .._extensions.pins import PinMoved, PinState
 from .._extensions.prefetch import Demotion, Prefetch
 from .._extensions.status import SlowStep, SlowWait
 from .._extensions.transfers import CacheTransferMoved, CacheTransferState, Fetch
-from .._host_cache.matches import LoadsPaused, LoadsResumed
+from .._host_cache.events import LoadsPaused, LoadsResumed
 from .._kernel.events import (
     CacheTurnedOff,
     Event,

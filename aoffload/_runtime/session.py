@@ -34,6 +34,8 @@ import anyio
 from .._arguments import check_has
 from .._assembly import AnyLedger
 from .._config.config import OffloadConfig
+from .._extensions.pins import Pins
+from .._extensions.transfers import CacheTransfers
 from .._kernel.events import WorkerFailed
 from .._kernel.plans import RequestOptions, TransferPlan
 from .._kernel.prefix import Identity
@@ -339,8 +341,10 @@ class Session(Generic[AnyFace]):
             request._wake()
         for record in tuple(self.ledger.live_requests.values()):  # abandoned, and not released yet
             self.end(record, "abandoned")
-        self.ledger.pins.drop()
-        self.ledger.transfers.cancel_all()
+        if (pins := self.ledger.find(Pins)) is not None:
+            pins.drop()
+        if (transfers := self.ledger.find(CacheTransfers)) is not None:
+            transfers.cancel_all()
 
     # -- copies ---------------------------------------------------------------------------------------------------
 

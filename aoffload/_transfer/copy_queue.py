@@ -31,7 +31,7 @@ from .._kernel.events import CacheTurnedOff, Event, Observer, TransportRecovered
 from .._kernel.plans import Completion, TransferPlan, check_completion
 from .._kernel.requests import do_nothing
 from .._kernel.states import TIERS, JobState, Outcome, Tier
-from ..errors import DeviceGone, TransferRefused
+from ..errors import DeviceGone, ExtensionError, TransferRefused
 from .fences import Fence, RegionWatch
 from .rates import TransferRate
 from .transport import CopiesAtOnce, GivesUp, KnowsItsLink
@@ -407,9 +407,13 @@ class CopyQueue:
 
     def call_ledger(self, function: Callable[..., Any], *args: object) -> Any:
         """Call `function`, which calls the ledger. An exception is a bug there: it turns the cache off, and returns
-        None, because it must not end the caller, which is an event loop or a request."""
+        None, because it must not end the caller, which is an event loop or a request. The error of an extension is only
+        reported, because the ledger is whole."""
         try:
             return function(*args)
+        except ExtensionError as error:
+            self._report(WorkerFailed(error))
+            return None
         except Exception as error:  # noqa: BLE001 - see above
             self._report(WorkerFailed(error))
             self.turn_off("the ledger failed")

@@ -121,7 +121,7 @@ def reason_of(reason: str) -> str:
 
 _STAYS = ("matched", "pinned", "allocated", "loading", "draining", "requeued", "stranded", "running", "preempted")
 """The states that a request stays in. It passes through the others within one call, which no scrape sees. MATCHED is
-one only in a `HostCache`, for a request whose match is `PENDING`."""
+one only in a `HostCache`: the request was told to ask again."""
 _DIRECTIONS = tuple(direction.value for direction in Direction)
 _TIERS = tuple(tier.name.lower() for tier in CACHE_TIERS)
 _HOPS = tuple(row.tier.name.lower() for row in TIERS if row.above is not None)

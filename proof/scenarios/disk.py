@@ -56,7 +56,7 @@ def left_by(engine: SimulatedEngine) -> Slots:
 def num_loaded(engine: SimulatedEngine) -> int:
     found = engine.runtime.statistics().disk_transfers
     assert found is not None
-    return found.blocks_loaded
+    return int(found.blocks_loaded)
 
 
 @scenario("request_done", "disk_restored", faults=DISK_FAULTS)

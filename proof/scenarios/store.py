@@ -32,7 +32,7 @@ def store_of(sim: Simulation) -> TagStore:
 def num_loaded(engine: SimulatedEngine) -> int:
     found = engine.runtime.statistics().remote_transfers
     assert found is not None
-    return found.blocks_loaded
+    return int(found.blocks_loaded)
 
 
 @scenario("request_done", "remote_opened", faults=(*CALLS, *READS))

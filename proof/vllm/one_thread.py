@@ -9,7 +9,7 @@ from collections.abc import Callable
 from threading import Semaphore
 from typing import Any
 
-from aoffload import Env
+from aoffload.env import Env
 from aoffload.integrations.vllm import AoffloadConnector
 from aoffload.ledger import Completion, TransferPlan
 from aoffload.transport import Fence, LocalTransport

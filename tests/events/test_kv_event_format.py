@@ -52,7 +52,9 @@ def told(ledger: Ledger, act: Any, form: EventFormat | None = None) -> bytes:
     changes.begin()
     changes.take(1000)
     act()
-    return EventEncoder(ledger.layout, form or EventFormat(), 3).batch(changes.take(1000), 12.5)
+    found = changes.take(1000)
+    changes.end()
+    return EventEncoder(ledger.layout, form or EventFormat(), 3).batch(found, 12.5)
 
 
 def test_a_block_on_the_device_and_in_the_host() -> None:
@@ -102,6 +104,7 @@ def test_adapter_spans_and_salt_are_extra_keys() -> None:
     hashes = [block_hash for event in stored for block_hash in event.block_hashes]
     assert len(set(hashes)) == 6
     follower = Follower()
+    follower.apply(told(ledger, lambda: None))
     changes = Changes(ledger, 1000, lambda: None)
     changes.begin()
     follower.apply(EventEncoder(ledger.layout, EventFormat(), 0).batch(changes.take(1000), 0.0))

@@ -336,9 +336,9 @@ for plan in ledger.commit(request, 40) + ledger.release(request):
 def test_the_program_of_the_page_runs_and_its_log_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The program in docs/engines.md about log, metrics and events is whole: what its ledger does is in the registry,
+    """The program in docs/metrics.md about log, metrics and events is whole: what its ledger does is in the registry,
     and the trace tool finds its request in the log."""
-    page = (ROOT / "docs/engines.md").read_text().partition("## What it says")[2].partition("### A log")[0]
+    page = (ROOT / "docs/metrics.md").read_text().partition("### Around a ledger")[2]
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     served = textwrap.indent(SERVED, " " * 12).strip()
     whole, num_places = re.subn(r"\.\.\.  # calls of the ledger.*", served, code)
@@ -347,7 +347,7 @@ def test_the_program_of_the_page_runs_and_its_log_can_be_read(
     registry = CollectorRegistry()
     monkeypatch.setattr("prometheus_client.REGISTRY", registry)
     names = {"Completion": Completion, "Outcome": Outcome, "Prefix": Prefix, "Root": Root}
-    exec(compile(whole, "engines.md", "exec"), names)
+    exec(compile(whole, "metrics.md", "exec"), names)
     assert registry.get_sample_value("aoffload_requests_finished_total", {"outcome": "done", "reason": ""}) == 1
     labels = {"direction": "store", "tier": "host", "outcome": "landed"}
     assert registry.get_sample_value("aoffload_copied_bytes_total", labels) == 8192

@@ -65,7 +65,7 @@ class LoopEnv(Env):
 
 @attrs.define(eq=False)
 class Stuck:
-    runtime: OffloadRuntime | HostCacheRuntime
+    runtime: OffloadRuntime
     registry: CollectorRegistry
     log: io.StringIO
 
@@ -85,7 +85,7 @@ def logger_into(log: io.StringIO, level: int) -> Any:
 
 
 @asynccontextmanager
-async def stuck(program: Callable[[Any, TaskGroup], Any], **options: Any) -> AsyncIterator[Stuck]:
+async def stuck(program: Callable[[OffloadRuntime, TaskGroup], Any], **options: Any) -> AsyncIterator[Stuck]:
     """A runtime, a minute after `program` was begun; it is ended by force."""
     log, engine_blocks = io.StringIO(), options.pop("engine_blocks", None)
     logger = logger_into(log, options.pop("level", 10))
@@ -95,11 +95,12 @@ async def stuck(program: Callable[[Any, TaskGroup], Any], **options: Any) -> Asy
     metrics = Metrics(env)
     kv_cache = torch.zeros(NUM_BLOCKS + 1, 4)
     given: dict[str, Any] = {"env": env, "logger": logger, "observers": [metrics]}
-    async with (
-        OffloadRuntime(config, kv_cache, **given)
-        if engine_blocks is None
-        else HostCacheRuntime(config, kv_cache, engine_blocks=engine_blocks, **given)
-    ) as runtime:
+    made: Any
+    if engine_blocks is None:
+        made = OffloadRuntime(config, kv_cache, **given)
+    else:
+        made = HostCacheRuntime(config, kv_cache, engine_blocks=engine_blocks, **given)
+    async with made as runtime:
         registry.register(MetricsCollector(runtime, metrics))
         async with anyio.create_task_group() as tasks:
             await program(runtime, tasks)

@@ -173,11 +173,12 @@ class RemoteStores:
             self._stores = {digest: job for digest, job in self._stores.items() if not job.is_settled}
 
     def invalidate(self, sequence: TokenSequence, first: int, stop: int) -> list[Job]:
-        """The KV of units `[first, stop)` of `sequence` is wrong, and so is all KV that was computed after it. Returns
-        the queued stores of such cells, to be discarded."""
-        if first >= stop:
-            return []
-        own, number = cells_before(sequence, stop, self.cell_units), first // self.cell_units
+        """The KV of `sequence` from unit `first` on is wrong, and so is all KV that was computed after it. It has
+        published the units before `stop`. Returns the queued stores of such cells, to be discarded.
+
+        Every cell that follows the last right one counts as wrong, because a cell may hold wrong KV of a request whose
+        tokens agree only for a part of the cell."""
+        own, number = cells_before(sequence, max(first, stop), self.cell_units), first // self.cell_units
         before = own[number - 1].digest if number else sequence.root.digest
         wrong = {cell.digest: cell for cell in own[number:]}
         after: dict[bytes, list[CellLabel]] = {}

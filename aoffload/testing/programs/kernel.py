@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any, ClassVar
+from typing import Any
 
 from ..._assembly import Ledger
 from ..._host_cache.host_cache import HostCache
@@ -12,6 +12,7 @@ from ..meddler import Meddler
 from ..watched import with_handles
 from .engine_machine import EngineMachine
 from .ledger_draw import LedgerDraw
+from .ledger_laws import Laws
 from .ledger_machine import LedgerMachine
 from .program import Call, World
 
@@ -21,7 +22,7 @@ __all__ = ["KernelDraw", "KernelMachine", "MeddledEngineMachine", "MeddledMachin
 class KernelMachine(LedgerMachine):
     """A ledger without any feature."""
 
-    FAREWELL: ClassVar[tuple[str, ...]] = ()
+    FAREWELL = ()
 
     def _open(self, world: World) -> Ledger:
         ledger = Ledger.__new__(Ledger)
@@ -48,7 +49,17 @@ class KernelDraw(LedgerDraw):
         return call
 
 
+class MeddledLaws(Laws):
+    def _progress(self, call: Call) -> None:
+        """A hook may have given blocks back in a call that does not look at the wait queue. The next call does."""
+        self._ledger.end_call()
+        super()._progress(call)
+
+
 class MeddledMachine(LedgerMachine):
+    LAWS = MeddledLaws
+    HOOKS_CHANGE = True
+
     def __init__(self, world: World, **options: Any) -> None:
         self._meddler = Meddler(world.num_device_blocks)
         super().__init__(world, **options)
@@ -69,7 +80,9 @@ class MeddledMachine(LedgerMachine):
 
 
 class MeddledEngineMachine(EngineMachine):
-    def _open(self, world: World) -> HostCache:
+    HOOKS_CHANGE = True
+
+    def _open(self, world: World) -> HostCache:  # type: ignore[override]
         super()._open(world)  # makes the pool
         self._meddler = Meddler(world.num_device_blocks)
         cache = HostCache(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from ..._extensions.transfers import CacheTransfer
 from ..._kernel.prefix import Prefix, Root
@@ -15,7 +16,7 @@ __all__ = ["LedgerMachine"]
 
 class LedgerMachine(RequestCalls, Machine):
     LAWS = Laws
-    FAREWELL = ("drop_pins", "cancel_cache_transfers")
+    FAREWELL: ClassVar[tuple[str, ...]] = ("drop_pins", "cancel_cache_transfers")
 
     # -- prefetches, demotions and the watermark -------------------------------------------------------------------
 

@@ -1,0 +1,359 @@
+"""Extensions of a program: what they may do, and what happens to one that misbehaves."""
+
+from __future__ import annotations
+
+import math
+import random
+import runpy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driving import BLOCK, ROOT, Driven, prompt
+from engine_driving import EngineDriven
+
+from aoffload import AoffloadError, ConfigError, KVCacheGroup, Ledger, OffloadConfig, Tier
+from aoffload._host_cache.host_cache import HostCache
+from aoffload._kernel.extension import HOOKS
+from aoffload.errors import WrongState
+from aoffload.ledger import Build, ExtensionError, LedgerExtension, Outcome, Prefix, Root, TransferPlan
+from aoffload.testing.meddler import Meddler
+
+A, B = prompt(1, 10), prompt(2, 10)
+PASSED_ON = ("ask_admit", "ask_commit", "report_job")
+"""Hooks that refuse a call by raising: the caller gets the error itself."""
+ENGINE_HOOKS = (
+    "ask_admit", "ask_store_stop", "ask_next_lapse", "on_admitted", "on_matched", "on_finishing", "on_leaving",
+    "on_released", "on_job_settled", "on_withdrawn", "on_invalidated", "on_resetting", "on_reset", "on_lapse",
+)  # fmt: skip
+"""The hooks that a `HostCache` calls."""
+
+
+class OopsError(Exception):
+    pass
+
+
+class Misbehaves(LedgerExtension):
+    """Each hook does as `act` does, until it `is_over`."""
+
+    def __init__(self, act: Callable[[Any], object]) -> None:
+        self.act = act
+        self.is_over = False
+        self.called: set[str] = set()
+
+    def on_attach(self, ledger: Any) -> None:
+        self.ledger = ledger
+
+
+def misbehaving(name: str, act: Callable[[Any], object]) -> Misbehaves:
+    """An extension whose hook `name` does as `act` does, and then answers wrongly."""
+
+    def hook(self: Misbehaves, *_: object) -> object:
+        self.called.add(name)
+        if not self.is_over:
+            self.act(self.ledger)
+        return NEUTRAL.get(name)
+
+    kind = type("Naughty", (Misbehaves,), {name: hook})
+    return kind(act)  # type: ignore[no-any-return]
+
+
+NEUTRAL: dict[str, Any] = {
+    "ask_store_stop": 99, "ask_load_stop": 99, "ask_deferred": False, "ask_blocks": False, "ask_next_lapse": math.inf,
+    "ask_former_readers": (), "on_invalidated": [], "report_leases": (), "report_requests": (), "report_blocks": (),
+}  # fmt: skip
+
+
+def raises(_: Any) -> None:
+    raise OopsError("by mistake")
+
+
+def calls_a_verb(ledger: Any) -> None:
+    ledger.lookup(Prefix.of(ROOT, A))
+
+
+class Scenes:
+    """A `Ledger` of 8 blocks, and the calls that reach every hook."""
+
+    def __init__(self, extension: LedgerExtension) -> None:
+        self.driven = Driven(8)
+        config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=16)
+        self.ledger = self.driven.ledger = Ledger(config, 9, extensions=[extension])
+
+    def scenes(self) -> Iterator[Callable[[], object]]:
+        yield self.hit
+        yield self.step
+        yield self.corrupt
+        yield self.invalidated
+        yield self.queue
+        yield lambda: self.ledger.lapse(1.0)
+        yield lambda: (self.ledger.next_lapse, self.ledger.lapse(2.0))
+        yield lambda: self.ledger.reset(Tier.HOST)
+        yield self.ledger.reset
+
+    def hit(self) -> None:
+        self.driven.on_host_only(A)
+        self.driven.serve(A)
+
+    def step(self) -> None:
+        request = self.driven.running(B)
+        with self.ledger.step([request]):
+            self.driven.commit(request)
+        self.driven.release(request)
+
+    def corrupt(self) -> None:
+        self.driven.on_host_only(A)
+        request = self.driven.allocated(A)
+        for plan in self.driven.launch(self.ledger.plan_load(request)):
+            self.driven.end(plan, Outcome.CORRUPT, 0, [0])
+        self.driven.release(request)
+
+    def invalidated(self) -> None:
+        request, reader = self.driven.running(prompt(5, 10)), self.driven.running(A)
+        self.driven.commit(request)
+        self.ledger.invalidation.invalidate(request, BLOCK)
+        self.driven.release(reader)
+        self.driven.release(request)
+
+    def queue(self) -> None:
+        """A request waits for blocks that only waiters hold."""
+        holds = self.driven.running(prompt(3, 16))
+        waits = self.driven.running(prompt(4, 16))
+        waiters = [self.ledger.queue_extension(one, 20) for one in (holds, waits)]
+        for waiter in waiters:
+            if waiter.is_over:
+                with suppress(AoffloadError):
+                    self.ledger.accept(waiter)
+        self.driven.release(holds)
+        self.driven.release(waits)
+
+    def works(self) -> None:
+        self.driven.on_host_only(A)
+        assert self.driven.hit(A) == (0, 8)
+        assert self.driven.num_pinned() == (0, 0)
+        device = self.ledger.statistics().device
+        assert device.num_free + device.num_cached == 8
+
+
+class EngineScenes:
+    """A `HostCache`, and the calls that reach every hook of it."""
+
+    def __init__(self, extension: LedgerExtension) -> None:
+        self.driven = EngineDriven()
+        self.ledger = self.driven.ledger = HostCache(
+            self.driven.ledger.config, 1000, self.driven.engine, clock=lambda: 0.0, extensions=[extension]
+        )
+
+    def scenes(self) -> Iterator[Callable[[], object]]:
+        yield lambda: self.driven.serve(A)
+        yield self.load
+        yield self.corrupt
+        yield self.invalidated
+        yield lambda: self.ledger.lapse(1.0)
+        yield lambda: (self.ledger.next_lapse, self.ledger.lapse(2.0))
+        yield lambda: self.ledger.reset(Tier.HOST)
+        yield self.ledger.reset
+
+    def load(self) -> None:
+        request, plans = self.driven.loading(A)
+        self.driven.land(plans)
+        self.driven.release(request)
+
+    def corrupt(self) -> None:
+        self.driven.serve(A)
+        request, plans = self.driven.loading(A)
+        for plan in plans:
+            self.driven.end(plan, Outcome.CORRUPT, 0, [0])
+        self.driven.release(request)
+
+    def invalidated(self) -> None:
+        request, tables = self.driven.computed(B)
+        self.driven.land(self.driven.offer(request, 10, tables))
+        self.driven.invalidate(request, BLOCK)
+        self.driven.release(request)
+
+    def works(self) -> None:
+        self.driven.serve(A)
+        assert self.driven.hit(A) == 8
+        assert self.driven.num_pinned() == 0
+        assert self.driven.held() == []
+
+
+def clear(ledger: Any) -> None:
+    """Give up all jobs and requests, as an engine does that has got an error."""
+    for job_id in [*ledger.jobs.unsettled]:
+        with suppress(ExtensionError):
+            ledger.discard(job_id)
+    for request in [*ledger.live_requests.values()]:
+        with suppress(ExtensionError):
+            ledger.release(request, "error")
+    ledger.check_integrity()
+
+
+CASES = [(Scenes, hook) for hook in HOOKS] + [(EngineScenes, hook) for hook in ENGINE_HOOKS]
+
+
+@pytest.mark.parametrize("act", [raises, calls_a_verb])
+@pytest.mark.parametrize(
+    ("scenes", "name"),
+    [case for case in CASES if case[1] not in (*PASSED_ON, "on_build", "on_attach") and "report_" not in case[1]],
+)
+def test_an_error_in_a_hook_names_it_and_harms_nobody(scenes: Any, name: str, act: Callable[[Any], object]) -> None:
+    """Whatever hook raises or calls a verb: the call raises `ExtensionError` with the names of the extension and of the
+    hook, the ledger is whole, and it works as before once the extension does."""
+    extension = misbehaving(name, act)
+    if name == "ask_former_readers" or name == "ask_first_wrong":
+        extension.ledger = None
+    driven = scenes(extension)
+    caught: list[ExtensionError] = []
+    for scene in driven.scenes():
+        try:
+            scene()
+        except ExtensionError as error:
+            caught.append(error)
+        driven.ledger.check_integrity()
+        for job in [*driven.ledger.jobs.unsettled.values()]:
+            if job.state.name == "LAUNCHED":  # its copy goes on
+                with suppress(ExtensionError):
+                    driven.driven.end(job.plan)
+        clear(driven.ledger)
+    assert extension.called == {name}
+    assert caught, "the error was swallowed"
+    for error in caught:
+        assert (error.extension, error.hook) == ("Naughty", name)
+        assert isinstance(error.__cause__, OopsError if act is raises else WrongState)
+    extension.is_over = True
+    driven.ledger.reset()
+    driven.works()
+
+
+@pytest.mark.parametrize("name", ["ask_admit", "ask_commit"])
+def test_a_hook_that_may_refuse_passes_its_error_on(name: str) -> None:
+    """`ask_admit` and `ask_commit` refuse a call by an error of the program's own: nothing has changed."""
+    extension = misbehaving(name, raises)
+    extension.is_over = True
+    driven = Scenes(extension)
+    request = driven.driven.running(A)
+    before = driven.driven.picture()
+    extension.is_over = False
+    call: Any = {"ask_admit": lambda: driven.driven.admit(B), "ask_commit": lambda: driven.driven.commit(request)}[name]
+    with pytest.raises(OopsError):
+        call()
+    assert driven.driven.picture() == before
+    assert [*driven.ledger.live_requests.values()] == [request]
+
+
+def test_an_answer_of_the_wrong_type_is_an_error_of_the_extension() -> None:
+    """An answer that is no answer is named like an exception, and counts as no wish."""
+    extension = misbehaving("ask_store_stop", lambda _: None)
+    driven = Scenes(extension)
+    NEUTRAL["ask_store_stop"] = "many"
+    try:
+        with pytest.raises(ExtensionError, match=r"Naughty\.ask_store_stop has raised TypeError"):
+            driven.driven.serve(A)
+    finally:
+        NEUTRAL["ask_store_stop"] = 99
+    driven.ledger.check_integrity()
+
+
+def test_a_request_that_was_not_handed_out_is_over() -> None:
+    """`admit` whose hook has failed hands out no request, so it keeps none."""
+    driven = Scenes(misbehaving("on_matched", raises))
+    with pytest.raises(ExtensionError):
+        driven.driven.admit(A)
+    assert not driven.ledger.live_requests
+
+
+class CapStores(LedgerExtension):
+    def __init__(self, stop: int) -> None:
+        self.stop = stop
+
+    def ask_store_stop(self, request: Any) -> int:
+        return self.stop
+
+
+def test_the_lowest_store_stop_counts() -> None:
+    """Of the store policy and several extensions, the one that stores least decides."""
+    driven = Driven(8)
+    driven.ledger = Ledger(driven.ledger.config, 9, extensions=[CapStores(2), CapStores(1), CapStores(9)])
+    driven.on_host_only(A)
+    assert driven.hit(A) == (0, 4)
+
+
+def test_a_tier_has_one_eviction_order() -> None:
+    """Two extensions that set the order of a tier are refused when the ledger is made."""
+
+    class Orders(LedgerExtension):
+        def on_build(self, build: Build) -> None:
+            build.set_order(Tier.HOST, list)  # type: ignore[arg-type]
+
+    config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=16)
+    with pytest.raises(ConfigError, match="two of them set the eviction order of HOST"):
+        Ledger(config, 9, extensions=[Orders(), Orders()])
+
+
+@pytest.mark.parametrize(
+    ("handle", "key"),
+    [("disk", "disk"), ("remote", "remote"), ("fetches", "disk"), ("eviction", "eviction")],
+)
+def test_a_handle_that_is_off_names_its_key(handle: str, key: str) -> None:
+    """A feature that the configuration leaves out has no handle; the error names the key that turns it on."""
+    for ledger in (Driven(8).ledger, EngineDriven().ledger):
+        with pytest.raises(ConfigError) as caught:
+            getattr(ledger, handle)
+        assert caught.value.argument == key
+    with pytest.raises(ConfigError, match="store_policy"):
+        _ = Driven(8).ledger.write_back
+
+
+def test_extensions_that_are_none_are_refused() -> None:
+    """`extensions` names the argument, and says what belongs there."""
+    config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=16)
+    for wrong in (None, 3, [object()], [LedgerExtension]):
+        with pytest.raises(AoffloadError, match="extensions"):
+            Ledger(config, 9, extensions=wrong)  # type: ignore[arg-type]
+
+
+def test_a_plain_ledger_has_no_hooks() -> None:
+    """An extension that is off is not made: no hook of a plain ledger has a listener."""
+    ledger = Driven(8).ledger
+    assert {name for name in HOOKS if getattr(ledger.hooks, name, ())} == set()
+
+
+def test_what_an_extension_does_in_its_hooks_is_accounted_for() -> None:
+    """Leases and blocks that an extension holds and reports belong to it: everything is free after it lets go."""
+    meddler = Meddler(7)
+    driven = Driven(8)
+    driven.ledger = Ledger(driven.ledger.config, 9, extensions=[meddler])
+    for name in range(20):
+        with suppress(AoffloadError):
+            driven.serve(prompt(name % 5, 10))
+        clear(driven.ledger)
+    assert meddler.num_acts
+    meddler.is_over = True
+    meddler.let_go()
+    driven.ledger.check_integrity()
+    assert driven.num_pinned() == (0, 0)
+
+
+def test_the_quota_of_the_example_holds_with_stores_in_flight() -> None:
+    """examples/store_quota.py: no salt has more blocks than its quota, those that stores are bringing included."""
+    quota = runpy.run_path(str(Path(__file__).parents[2] / "examples/store_quota.py"))["StoreQuota"](4)
+    rng, driven, in_flight, most = random.Random(5), Driven(12), list[TransferPlan](), Counter[object]()
+    driven.ledger = Ledger(driven.ledger.config, 13, extensions=[quota])
+    for _ in range(300):
+        request = driven.running(prompt(rng.randrange(6), rng.choice((6, 10, 14))), root=Root("test", rng.choice("ab")))
+        in_flight += driven.launch([*driven.commit(request), *driven.release(request)])
+        held = Counter(quota.num_blocks)
+        for job in driven.ledger.jobs.unsettled.values():
+            held[job.run.root.cache_salt] += len(job.plan.destination_ids)
+        assert max(held.values(), default=0) <= 4
+        most |= held
+        while in_flight and rng.random() < 0.6:
+            driven.end(in_flight.pop(0))
+        if rng.random() < 0.02:
+            driven.ledger.reset(Tier.HOST)
+    assert most == {"a": 4, "b": 4}
