@@ -95,8 +95,7 @@ class Turn:
 class Engine:
     def __init__(self, runtime: HostCacheRuntime, kv: torch.Tensor, pool: Pool) -> None:
         self.runtime, self.kv, self.pool = runtime, kv, pool
-        self.door, self.running, self.counts = asyncio.Lock(), list[EngineRequest](), Counter[str]()
-        self.num_short = 0
+        self.door, self.running, self.counts, self.num_short = asyncio.Lock(), list[EngineRequest](), Counter[str](), 0
 
     async def serve(self, turn: Turn) -> None:
         max_hit = None

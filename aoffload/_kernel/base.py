@@ -382,6 +382,7 @@ class CacheBase:
 
     def unwatch(self, watcher: BlockWatcher) -> None:
         """Stop reporting to `watcher`."""
+        check_has("watcher", watcher, "BlockWatcher", "part_changed all_cleared")
         self.cache.unwatch(watcher)
 
 

@@ -100,7 +100,7 @@ class RequestState(Plain):
     QUEUED = "queued"
     """Created, and not matched yet."""
     MATCHED = "matched"
-    """A request stays here only with `engine_blocks`, while its match is `PENDING` and it has no leases."""
+    """A request stays here only in a `HostCache`, while its match is `PENDING` and it has no leases."""
     PINNED = "pinned"
     """The hit is leased; there are no blocks for the rest."""
     ALLOCATED = "allocated"
