@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "AoffloadError",
     "CommitError",
@@ -108,13 +110,16 @@ class LeaseError(WrongState):
 
 
 class ExtensionError(AoffloadError):
-    """A hook of an extension has raised an error or called a verb of the ledger. The call that raises this is complete,
-    but all queued copies are discarded, and a request that it was to admit is over. `__cause__` is the error."""
+    """A hook of an extension has raised an error, called a verb of the ledger, or answered wrongly.
+
+    The call that raises this is complete, but all queued copies are discarded, and a request or a pin that it was to
+    return is over. `__cause__` is the error. `readers`: the requests that `invalidate` was to return; abort them."""
 
     def __init__(self, extension: str, hook: str, problem: str) -> None:
         super().__init__(f"{extension}.{hook} {problem}")
         self.extension = extension
         self.hook = hook
+        self.readers: tuple[Any, ...] = ()
 
 
 class RequestAborted(AoffloadError):  # noqa: N818

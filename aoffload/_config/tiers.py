@@ -232,14 +232,14 @@ def check_eviction(value: object) -> None:
         new_order(value)
 
 
-def new_order(factory: object) -> Any:
-    """An order that `factory` makes. `ConfigError("eviction")` if it makes none."""
+def new_order(factory: object, key: str = "eviction") -> Any:
+    """An order that `factory` makes. `ConfigError` names `key` if it makes none."""
     if not callable(factory):
         problem = f"must be 'lru', 'learned', a LearnedEviction or a factory of eviction orders, got {shown(factory)}"
         raise ConfigError("eviction", problem)
     try:
         order = factory()
     except Exception as error:
-        raise ConfigError("eviction", f"made no order: {type(error).__name__}: {error}") from error
-    check_has("eviction", order, "factory of eviction orders", ORDER, ConfigError)
+        raise ConfigError(key, f"made no order: {type(error).__name__}: {error}") from error
+    check_has(key, order, "factory of eviction orders", ORDER, ConfigError)
     return order

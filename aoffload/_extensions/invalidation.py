@@ -85,8 +85,7 @@ class Invalidation(LedgerExtension):
             stop = max(reader.published, self._read_before.get(reader, 0))
             if reader is not request and first < stop:
                 wakes += ledger.invalidated(reader.sequence, first, stop)
-        ledger.end_call(wakes)
-        return tuple(reader for reader in tainted if not reader.is_over)
+        return ledger.end_invalidation(tuple([reader for reader in tainted if not reader.is_over]), wakes)
 
     # -- the search -----------------------------------------------------------------------------------------------
 

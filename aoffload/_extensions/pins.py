@@ -35,7 +35,7 @@ from .._kernel.prefix import Prefix
 from .._kernel.records import Lease, Part
 from .._kernel.states import BELOW, HIT_TIERS, Plain, State, Tier
 from .._kernel.tokens import TokenSequence
-from ..errors import InvalidArgument, OutOfBlocks
+from ..errors import ExtensionError, InvalidArgument, OutOfBlocks
 
 
 class PinState(Plain):
@@ -122,7 +122,11 @@ class Pins(LedgerExtension):
         """Pin the cached part of `prefix` until `release`, or until `lapse` of the ledger is called with `expires_at`
         or a later time. `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
         pin = self._pin(self._ledger.sequence_of(prefix), expires_at)
-        self._ledger.end_call()
+        try:
+            self._ledger.end_call()
+        except ExtensionError:  # nobody gets the pin
+            self.release(pin)
+            raise
         return pin
 
     def release(self, pin: Pin) -> None:

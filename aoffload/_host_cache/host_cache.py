@@ -521,8 +521,8 @@ class HostCache(AnyLedger):
         # that this request has only begun.
         if start < published or any(component.width > 1 for component in self.layout.components):
             wakes += self.invalidated(sequence, start, published)
-        self.end_call(wakes)
-        return tuple(reader for reader in readers if not reader.is_over)
+        self.end_invalidation(found := tuple([reader for reader in readers if not reader.is_over]), wakes)
+        return found
 
     def _invalidate(
         self, request: HostCacheRequest, first_wrong: object, others: Iterable[HostCacheRequest]

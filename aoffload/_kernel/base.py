@@ -39,10 +39,10 @@ from .._arguments import (
 from .._config.config import MAX_BLOCKS, OffloadConfig
 from .._config.groups import KVCacheGroup
 from .._config.tiers import new_order
-from ..errors import ConfigError, DuplicateRequest, InvalidArgument
+from ..errors import ConfigError, DuplicateRequest, ExtensionError, InvalidArgument
 from .cache import PrefixCache
 from .events import Observer
-from .extension import Build, LedgerExtension
+from .extension import Build, LedgerExtension, check_extension, make_tier
 from .hooks import Hooks
 from .jobs import JobBook, Stores
 from .layout import Layout
@@ -97,8 +97,10 @@ class CacheBase:
         if observer is not None:
             check_has("observer", observer, "Observer", "observe")
         own = as_tuple("extensions", extensions, "LedgerExtension")
-        for extension in own:
-            check_type("extensions", extension, LedgerExtension)
+        for number, extension in enumerate(own):
+            check_extension(extension)
+            if any(extension is other for other in own[:number]):
+                raise InvalidArgument("extensions", f"has one {type(extension).__name__} twice")
         self.config, self.layout, self.block_bytes = config, Layout.of(groups_of(config)), block_bytes
         self.hooks = Hooks(self._fail)
         self.live_requests: dict[str, LedgerRequest] = {}
@@ -119,15 +121,18 @@ class CacheBase:
         orders = build.orders
 
         def order_of(tier: Tier) -> EvictionOrder:
+            order: EvictionOrder = LeastRecentlyUsed()
             if tier in orders:
-                return orders[tier]()
-            return new_order(config.eviction) if callable(config.eviction) else LeastRecentlyUsed()
+                order = new_order(orders[tier], "extensions")
+            elif callable(config.eviction):
+                order = new_order(config.eviction)
+            return order
 
         device = make_device(order_of(Tier.DEVICE), moves)
         host = TierBlocks(Tier.HOST, ExtentPool(sizes[Tier.HOST]), order_of(Tier.HOST))
         # A tier's number is its place in the cache, so tiers that nobody has added are there without blocks.
         lower = [
-            build.tiers[tier](order_of(tier)) if tier in build.tiers else absent_tier(tier)
+            make_tier(build, tier, order_of(tier)) if tier in build.tiers else absent_tier(tier)
             for tier in CACHE_TIERS
             if Tier.HOST < tier <= max(build.tiers, default=Tier.HOST)
         ]
@@ -146,7 +151,13 @@ class CacheBase:
         self._waiting = ()
 
     def _add(self, extension: LedgerExtension, *, is_trusted: bool) -> None:
-        extension.on_attach(self)
+        before = self.hooks.calling
+        self.hooks.calling = "" if is_trusted else f"{type(extension).__name__}.on_attach"
+        try:
+            extension.on_attach(self)
+        finally:
+            self.hooks.calling = before
+        extension.is_attached = True
         self._extensions.append(extension)
         self.hooks.add(extension, is_trusted=is_trusted)
 
@@ -289,8 +300,20 @@ class CacheBase:
         wakes: list[Callable[[], object]] = []
         for hook in self.hooks.on_invalidated:
             for job in hook(sequence, first, stop):
-                wakes += self.jobs.end_claims(self.jobs.discard(job))
+                if self.jobs.unsettled.get(job.job_id) is job and job.state is JobState.QUEUED:
+                    wakes += self.jobs.end_claims(self.jobs.discard(job))
         return wakes
+
+    def end_invalidation(
+        self, readers: tuple[LedgerRequest, ...], wakes: Iterable[Callable[[], object]]
+    ) -> tuple[LedgerRequest, ...]:
+        """End a call that returns `readers`. Also the error of an extension has them, because nobody may miss them."""
+        try:
+            self.end_call(wakes)
+        except ExtensionError as error:
+            error.readers = readers
+            raise
+        return readers
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
@@ -331,7 +354,13 @@ class CacheBase:
     def next_lapse(self) -> float:
         """The time at which `lapse` is to be called; infinity if there is none."""
         asks = self.hooks.ask_next_lapse
-        return min([ask() for ask in asks]) if asks else math.inf
+        if not asks:
+            return math.inf
+        due = min([ask() for ask in asks])
+        if (error := self.hooks.error) is not None:  # nothing has changed, so there is nothing to complete
+            self.hooks.error = None
+            raise error
+        return due
 
     def lapse(self, now: float) -> None:
         """The time is `now`: end what ends by then, such as pins and hints."""

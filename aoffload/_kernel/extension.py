@@ -40,20 +40,27 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from inspect import iscoroutinefunction
+from types import MappingProxyType
 from typing import Any
 
-from ..errors import ConfigError
+from .._arguments import check_callable, check_int, check_type, shown
+from .._config.config import MAX_BLOCKS
+from ..errors import ConfigError, InvalidArgument
 from .layout import Layout
 from .pools import TierBlocks
 from .protocols import EvictionOrder
 from .records import Job, Lease, Run
 from .requests import LedgerRequest
-from .states import LOWER_TIERS, TIERS, Tier
+from .states import LOWER_TIERS, TIERS, Tier, check_tier
 from .tokens import TokenSequence
 
 
 class LedgerExtension:
     """Base of extensions: a hook that is not overridden is never called."""
+
+    is_attached = False
+    """A ledger has it."""
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -171,7 +178,8 @@ class LedgerExtension:
         """Raise `IntegrityError` if `job` breaks a law of the extension."""
 
 
-HOOKS = tuple(name for name in vars(LedgerExtension) if name.startswith(("on_", "ask_", "report_")))
+_PREFIXES = ("on_", "ask_", "report_")
+HOOKS = tuple(name for name in vars(LedgerExtension) if name.startswith(_PREFIXES))
 
 
 class Build:
@@ -181,8 +189,9 @@ class Build:
         self.config = config
         self.layout = layout
         self.block_bytes = block_bytes
-        self.sizes = sizes
+        self.sizes: Mapping[Tier, int] = MappingProxyType(sizes)
         """Blocks of each tier, the null block excluded. It has every tier once `when_sized` calls."""
+        self._sizes = sizes
         self.sized: list[Callable[[], object]] = []
         self.tiers: dict[Tier, Callable[[EvictionOrder], TierBlocks]] = {}
         self.orders: dict[Tier, Callable[[], EvictionOrder]] = {}
@@ -190,18 +199,49 @@ class Build:
     def add_tier(self, tier: Tier, num_blocks: int, make: Callable[[EvictionOrder], TierBlocks]) -> None:
         """Add a tier below the host whose blocks the index knows. `make` gets its eviction order."""
         if tier not in LOWER_TIERS or not TIERS[tier].is_indexed:
-            raise ConfigError("extensions", f"cannot add the tier {tier.name}")
+            raise ConfigError("extensions", f"cannot add the tier {getattr(tier, 'name', shown(tier))}")
         if tier in self.sizes:
             raise ConfigError("extensions", f"add the tier {tier.name} twice")
-        self.sizes[tier] = num_blocks
+        check_callable("make", make)
+        self._sizes[tier] = check_int("num_blocks", num_blocks, 1, MAX_BLOCKS)
         self.tiers[tier] = make
 
     def when_sized(self, function: Callable[[], object]) -> None:
         """Call `function` once all extensions have added their tiers. It may set eviction orders."""
+        check_callable("function", function)
         self.sized.append(function)
 
     def set_order(self, tier: Tier, make: Callable[[], EvictionOrder]) -> None:
         """Let `make` make the eviction order of `tier`."""
+        check_callable("make", make)
         if tier in self.orders:
             raise ConfigError("extensions", f"two of them set the eviction order of {tier.name}")
-        self.orders[tier] = make
+        self.orders[check_tier("tier", tier)] = make
+
+
+def make_tier(build: Build, tier: Tier, order: EvictionOrder) -> TierBlocks:
+    """The blocks of a tier that was added, with the eviction order `order`."""
+    blocks = build.tiers[tier](order)
+    if not isinstance(blocks, TierBlocks) or blocks.tier is not tier or blocks.pool.num_blocks != build.sizes[tier]:
+        problem = f"made no TierBlocks of {build.sizes[tier]} blocks for {tier.name}: {shown(blocks)}"
+        raise ConfigError("extensions", problem)
+    return blocks
+
+
+def check_extension(extension: object) -> LedgerExtension:
+    """Refuse a program's extension with a method that looks like a hook and is none, with an async hook, and one that
+    another ledger has."""
+    check_type("extensions", extension, LedgerExtension)
+    assert isinstance(extension, LedgerExtension)
+    kind = type(extension)
+    for name in dir(kind):
+        if not name.startswith(_PREFIXES) or getattr(kind, name) is getattr(LedgerExtension, name, None):
+            continue
+        if name not in HOOKS:
+            raise InvalidArgument("extensions", f"{kind.__name__}.{name} is no hook of LedgerExtension")
+        if iscoroutinefunction(getattr(kind, name)):
+            problem = f"{kind.__name__}.{name} is async: a hook is called, and not awaited"
+            raise InvalidArgument("extensions", problem)
+    if extension.is_attached:
+        raise InvalidArgument("extensions", f"has a {kind.__name__} that another ledger has: make a new one")
+    return extension

@@ -110,6 +110,8 @@ class GuardedHook:
         hooks.calling = f"{self._extension}.{self._name}"
         try:
             answer = self._hook(*args)
+            if self._name == "ask_former_readers":
+                answer = tuple(answer)
             if self._is_wrong(answer):
                 raise TypeError(f"it must not answer {answer!r}")
             return answer
@@ -133,5 +135,7 @@ class GuardedHook:
         if self._name == "ask_first_wrong":
             return answer is not None and (type(answer) is not int or answer < 0)
         if self._name == "on_invalidated":
-            return type(answer) is not list
+            return type(answer) is not list or not all(isinstance(job, Job) for job in answer)
+        if self._name == "ask_former_readers":
+            return not all(isinstance(reader, LedgerRequest) for reader in answer)
         return False

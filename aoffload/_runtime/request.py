@@ -49,7 +49,7 @@ from .._kernel.requests import LedgerRequest, Waiter
 from .._kernel.states import RequestState, require
 from .._tiers.fetch.loop import fetch
 from .._transfer.fences import Fence
-from ..errors import AoffloadError, OutOfBlocks, RequestAborted, RuntimeClosed, WrongState
+from ..errors import AoffloadError, ExtensionError, OutOfBlocks, RequestAborted, RuntimeClosed, WrongState
 from .loading import EnginePendingLoad, PendingLoad
 from .session import AnyFace, Session
 
@@ -363,6 +363,22 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
+    def _abort_readers(self, invalidate: Callable[[], tuple[LedgerRequest, ...]]) -> None:
+        """Call `invalidate`, and abort the requests that it returns."""
+        session, readers = self._session, tuple[LedgerRequest, ...]()
+        try:
+            readers = invalidate()
+        except ExtensionError as error:  # the ledger has invalidated all the same
+            readers = error.readers
+            raise
+        finally:
+            for reader in readers:
+                session.cancel(reader.request_id, "prefix_invalidated")
+        if session.disk is not None:
+            session.disk.invalidate()
+        if session.remote is not None:
+            session.remote.store_more()
+
     def _live(self) -> AnyRecord:
         self._session.check_usable()
         record = self._record
@@ -523,13 +539,8 @@ class Request(RequestBase[Ledger, LedgerRequest]):
 
     def invalidate(self, from_token: int) -> None:
         """Invalidate what a failed forward committed from `from_token` on. Aborts requests that may have read it."""
-        record, session = self._live(), self._session
-        for tainted in session.ledger.invalidation.invalidate(record, from_token):
-            session.cancel(tainted.request_id, "prefix_invalidated")
-        if session.disk is not None:
-            session.disk.invalidate()
-        if session.remote is not None:
-            session.remote.store_more()
+        record = self._live()
+        self._abort_readers(partial(self._session.ledger.invalidation.invalidate, record, from_token))
 
     # -- preemption -----------------------------------------------------------------------------------------------
 
@@ -714,10 +725,5 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
 
     def invalidate(self, from_token: int) -> None:
         """Invalidate what a failed forward has offered from `from_token` on. Aborts requests that may have read it."""
-        record, session = self._live(), self._session
-        for tainted in session.ledger.invalidate(record, from_token):
-            session.cancel(tainted.request_id, "prefix_invalidated")
-        if session.disk is not None:
-            session.disk.invalidate()
-        if session.remote is not None:
-            session.remote.store_more()
+        record = self._live()
+        self._abort_readers(partial(self._session.ledger.invalidate, record, from_token))

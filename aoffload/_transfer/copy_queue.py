@@ -430,11 +430,18 @@ class CopyQueue:
     @property
     def next_deadline(self) -> float:
         """When a copy in flight is late or a pin lapses, on `clock`; infinity if neither. `advance` is due then."""
-        due = self.ledger.next_lapse
+        due = self._next_lapse()
         for link in self._links.values():
             if link.in_flight:
                 due = min(due, link.next_deadline)
         return due
+
+    def _next_lapse(self) -> float:
+        try:
+            return self.ledger.next_lapse
+        except ExtensionError as error:
+            self._report(WorkerFailed(error))
+            return math.inf
 
     def give_up_late(self) -> None:
         """Give up the copies whose time is over, and let pins lapse."""
@@ -445,7 +452,7 @@ class CopyQueue:
                 if link.late_outcome is Outcome.UNPROVEN:
                     self._report(TransportStalled(link.source, link.destination, len(late)))
                 self._give_up(link, late, "no end within transfer_timeout_s")
-        if self.ledger.next_lapse <= now:
+        if self._next_lapse() <= now:
             self.call_ledger(self.ledger.lapse, now)
 
     def give_up(self, job_ids: Iterable[int], error: str) -> None:
@@ -536,8 +543,8 @@ class CopyQueue:
 
     def num_under_way(self, source: Tier, destination: Tier) -> int:
         """Jobs of this link that are queued or in flight."""
-        link = self.link(source, destination)
-        return len(link.queue) + len(link.in_flight)
+        link = self._links.get((source, destination))
+        return 0 if link is None else len(link.queue) + len(link.in_flight)
 
     def room_bytes(self, source: Tier, destination: Tier) -> int:
         """Bytes that could be submitted to this link now and launched at once: its bound without the bytes that are
@@ -553,7 +560,8 @@ class CopyQueue:
 
     def is_stalled(self, source: Tier, destination: Tier) -> bool:
         """Whether this link refuses jobs, because jobs that were given up are not proven to be over."""
-        return bool(self.link(source, destination).overdue)
+        link = self._links.get((source, destination))
+        return link is not None and bool(link.overdue)
 
     @property
     def overdue(self) -> frozenset[int]:

@@ -254,7 +254,7 @@ class LocalTransport:
         ending: list[CopyLane | TransportTier] = [*self._lanes.values(), *self._lower.values()]
         for each in ending:
             each.stop_launching()
-        ended = [each.join(deadline_s - time.monotonic()) for each in ending]
+        ended = [each.join(max(0.0, deadline_s - time.monotonic())) for each in ending]
         self._turns.close()
         if all(ended):
             self.backend.close()

@@ -15,9 +15,11 @@ import pytest
 from driving import BLOCK, ROOT, Driven, prompt
 from engine_driving import EngineDriven
 
-from aoffload import AoffloadError, ConfigError, KVCacheGroup, Ledger, OffloadConfig, Tier
+from aoffload import AoffloadError, ConfigError, InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, Tier
 from aoffload._host_cache.host_cache import HostCache
 from aoffload._kernel.extension import HOOKS
+from aoffload._kernel.pools import ExtentPool, LeastRecentlyUsed, TierBlocks
+from aoffload._kernel.records import Job
 from aoffload.errors import WrongState
 from aoffload.ledger import Build, ExtensionError, JobState, LedgerExtension, Outcome, Prefix, Root, TransferPlan
 from aoffload.testing.meddler import Meddler
@@ -290,7 +292,7 @@ def test_a_tier_has_one_eviction_order() -> None:
 
     class Orders(LedgerExtension):
         def on_build(self, build: Build) -> None:
-            build.set_order(Tier.HOST, list)  # type: ignore[arg-type]
+            build.set_order(Tier.HOST, LeastRecentlyUsed)
 
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=16)
     with pytest.raises(ConfigError, match="two of them set the eviction order of HOST"):
@@ -317,6 +319,124 @@ def test_extensions_that_are_none_are_refused() -> None:
     for wrong in (None, 3, [object()], [LedgerExtension]):
         with pytest.raises(AoffloadError, match="extensions"):
             Ledger(config, 9, extensions=wrong)  # type: ignore[arg-type]
+
+
+def no_order(build: Build) -> None:
+    build.set_order(Tier.HOST, lambda: None)  # type: ignore[arg-type,return-value]
+
+
+def order_of_no_tier(build: Build) -> None:
+    build.set_order("host", LeastRecentlyUsed)  # type: ignore[arg-type]
+
+
+def no_blocks(build: Build) -> None:
+    build.add_tier(Tier.CUSTOM, -5, lambda order: TierBlocks(Tier.CUSTOM, ExtentPool(5), order))
+
+
+def other_blocks(build: Build) -> None:
+    build.add_tier(Tier.CUSTOM, 4, lambda order: TierBlocks(Tier.CUSTOM, ExtentPool(5), order))
+
+
+def other_tier(build: Build) -> None:
+    build.add_tier(Tier.CUSTOM, 5, lambda order: TierBlocks(Tier.DISK, ExtentPool(5), order))
+
+
+def no_tier(build: Build) -> None:
+    build.add_tier("custom", 5, lambda order: TierBlocks(Tier.CUSTOM, ExtentPool(5), order))  # type: ignore[arg-type]
+
+
+def the_host_again(build: Build) -> None:
+    build.add_tier(Tier.HOST, 5, lambda order: TierBlocks(Tier.HOST, ExtentPool(5), order))
+
+
+def no_function(build: Build) -> None:
+    build.when_sized(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "add", [no_order, order_of_no_tier, no_blocks, other_blocks, other_tier, no_tier, the_host_again, no_function]
+)
+def test_what_an_extension_builds_is_checked(add: Callable[[Build], None]) -> None:
+    """A tier or an order that cannot work is refused when the ledger is made, by a typed error."""
+    kind = type("Builds", (LedgerExtension,), {"on_build": lambda _, build: add(build)})
+    config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=16)
+    with pytest.raises((ConfigError, InvalidArgument)):
+        Ledger(config, 9, extensions=[kind()])
+
+
+def test_a_misspelt_and_an_async_hook_are_refused() -> None:
+    """A hook that would never be called, or never be awaited, is refused by name: a quota must not fail silently."""
+
+    class Misspelt(LedgerExtension):
+        def on_admit(self, request: Any) -> None:
+            pass
+
+    class Waits(LedgerExtension):
+        async def ask_admit(self, request: Any) -> None:  # type: ignore[override]
+            pass
+
+    config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=16)
+    with pytest.raises(InvalidArgument, match=r"extensions: Misspelt\.on_admit is no hook"):
+        Ledger(config, 9, extensions=[Misspelt()])
+    with pytest.raises(InvalidArgument, match=r"extensions: Waits\.ask_admit is async"):
+        Ledger(config, 9, extensions=[Waits()])
+
+
+def test_an_extension_belongs_to_one_ledger() -> None:
+    """One instance in two ledgers, or twice in one, is refused: its state is about one ledger."""
+    config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=16)
+    extension = CapStores(1)
+    with pytest.raises(InvalidArgument, match="extensions: has one CapStores twice"):
+        Ledger(config, 9, extensions=[extension, extension])
+    Ledger(config, 9, extensions=[extension])
+    with pytest.raises(InvalidArgument, match="extensions: has a CapStores that another ledger has"):
+        Ledger(config, 9, extensions=[extension])
+
+
+@pytest.mark.parametrize("answer", [None, 5, [None], [object()]])
+def test_an_invalidation_is_complete_whatever_a_hook_answers(answer: object) -> None:
+    """The error has the readers, so the caller can abort them."""
+    driven = Scenes(misbehaving("on_invalidated", lambda _: None)).driven
+    first = driven.running(A)
+    driven.commit(first)
+    second = driven.running(A)
+    NEUTRAL["on_invalidated"] = answer
+    try:
+        with pytest.raises(ExtensionError) as caught:
+            driven.ledger.invalidation.invalidate(first, BLOCK)
+    finally:
+        NEUTRAL["on_invalidated"] = []
+    assert caught.value.readers == (second,)
+    driven.ledger.check_integrity()
+
+
+def test_jobs_that_are_not_queued_are_not_discarded() -> None:
+    """`on_invalidated` may name a job that runs, or one twice: only a queued job is discarded, and once."""
+    jobs: list[Job] = []
+
+    class Names(LedgerExtension):
+        def on_invalidated(self, sequence: Any, first: int, stop: int) -> list[Job]:
+            return [*jobs, *jobs]
+
+    driven = Driven(8)
+    driven.ledger = Ledger(driven.ledger.config, 9, extensions=[Names()])
+    request, other = driven.running(A), driven.running(B)
+    running, queued = driven.commit(request), driven.commit(other)
+    jobs += driven.ledger.jobs.unsettled.values()
+    driven.launch(running)
+    driven.ledger.invalidation.invalidate(request, BLOCK)
+    assert not driven.launch(queued)
+    for plan in running:
+        driven.end(plan)
+    assert not driven.ledger.jobs.unsettled
+
+
+def test_an_error_of_next_lapse_is_its_own() -> None:
+    """`next_lapse` raises the error of `ask_next_lapse` itself: no later call gets it."""
+    driven = Scenes(misbehaving("ask_next_lapse", raises)).driven
+    with pytest.raises(ExtensionError, match="ask_next_lapse"):
+        _ = driven.ledger.next_lapse
+    driven.serve(A)
 
 
 def test_a_plain_ledger_has_no_hooks() -> None:

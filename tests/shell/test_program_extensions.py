@@ -8,7 +8,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
+from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, RequestState
 from aoffload.ledger import ExtensionError, LedgerExtension, LedgerRequest
 
 pytestmark = pytest.mark.anyio
@@ -62,3 +62,33 @@ async def test_the_request_whose_call_failed_gets_the_error_and_no_other() -> No
             await serve(runtime, 1, "unlucky")
         assert await serve(runtime, 1, "lucky") == 32
         assert runtime.statistics().num_requests == 0
+
+
+class FailsOnce(LedgerExtension):
+    is_on = False
+
+    def on_withdrawn(self) -> None:
+        if self.is_on:
+            raise ValueError("by mistake")
+
+
+async def test_readers_of_wrong_kv_are_aborted_even_if_a_hook_fails() -> None:
+    """`invalidate` raises the error of the extension, and the requests that have read the KV are aborted all the
+    same."""
+    extension = FailsOnce()
+    async with opened(extension) as runtime:
+        async with runtime.request(40 * [1]) as request:
+            await request.allocate()
+            await request.load()
+            request.commit(40)
+            async with runtime.request(40 * [1]) as reader:
+                assert reader.match.num_device_tokens == 32
+                await reader.allocate()
+                await reader.load()
+                extension.is_on = True
+                with pytest.raises(ExtensionError, match=r"FailsOnce\.on_withdrawn"):
+                    request.invalidate(16)
+                extension.is_on = False
+                await anyio.sleep_forever()
+            assert (reader.state, reader.reason) == (RequestState.ABORTED, "prefix_invalidated")
+        runtime.ledger.check_integrity()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import math
 import os
 import runpy
 import shutil
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from aoffload import ConfigError, DiskTier, InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime, Tier
-from aoffload.ledger import LowerTier, Outcome
+from aoffload.ledger import Build, LowerTier, Outcome
 from aoffload.transport import LocalTransport, TransportTier
 
 pytestmark = pytest.mark.anyio
@@ -397,6 +398,17 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:
         Ledger(config, 9, extensions=[LowerTier(4), LowerTier(4)])
     with pytest.raises(InvalidArgument, match="num_blocks"):
         LowerTier(0)
+    odd: tuple[Any, ...] = (5, "ab", (1,), (1, 2, 3), ("a", "b"), (-1, 1), (1, 0), (math.nan, 1), (1, math.inf))
+    for timeouts_s in odd:
+        with pytest.raises(InvalidArgument, match="timeouts_s"):
+            LowerTier(4, timeouts_s=timeouts_s)
+
+    class Builds(LowerTier):
+        def on_build(self, build: Build) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match=r"extensions: Builds\.on_build must call"):
+        Ledger(config, 9, extensions=[Builds(4)])
     directory: TransportTier = EXAMPLE["Directory"](str(tmp_path), 4)
     wrong: tuple[Any, ...] = ([], {Tier.DISK: directory}, {Tier.CUSTOM: object()})
     for tiers in wrong:

@@ -6,13 +6,16 @@ evicted, and which are fetched into the host. The program brings the copies: see
 
 from __future__ import annotations
 
-from ..._arguments import check_int
+import math
+
+from ..._arguments import check_int, number_of, shown
 from ..._config.config import MAX_BLOCKS
 from ..._kernel.base import CacheBase
 from ..._kernel.extension import Build, LedgerExtension
 from ..._kernel.plans import TransferPlan
 from ..._kernel.pools import ExtentPool, TierBlocks
 from ..._kernel.states import Tier
+from ...errors import ConfigError, InvalidArgument
 from .rules import stores_to
 
 
@@ -29,7 +32,7 @@ class LowerTier(LedgerExtension):
 
     def __init__(self, num_blocks: int, *, timeouts_s: tuple[float, float] | None = None) -> None:
         self.num_blocks = check_int("num_blocks", num_blocks, 1, MAX_BLOCKS)
-        self._timeouts_s = timeouts_s
+        self._timeouts_s = None if timeouts_s is None else _checked(timeouts_s)
 
     def on_build(self, build: Build) -> None:
         pool, timeouts_s = ExtentPool(self.num_blocks), self._timeouts_s
@@ -38,6 +41,8 @@ class LowerTier(LedgerExtension):
         )
 
     def on_attach(self, ledger: CacheBase) -> None:
+        if self.tier not in ledger.jobs.tiers:
+            raise ConfigError("extensions", f"{type(self).__name__}.on_build must call super().on_build")
         self._ledger = ledger
         self._stores = stores_to(ledger, self.tier)
 
@@ -49,3 +54,11 @@ class LowerTier(LedgerExtension):
         if not self._stores.are_due:
             return ()
         return self._ledger.plans_of(self._stores.plan(max_blocks, is_idle=False, only_requested_twice=False))
+
+
+def _checked(timeouts_s: object) -> tuple[float, float]:
+    if isinstance(timeouts_s, (tuple, list)) and len(timeouts_s) == 2:
+        load_s, store_s = map(number_of, timeouts_s)
+        if load_s is not None and store_s is not None and min(load_s, store_s) > 0 and max(load_s, store_s) < math.inf:
+            return load_s, store_s
+    raise InvalidArgument("timeouts_s", f"must be two numbers of seconds above 0, or None, got {shown(timeouts_s)}")
