@@ -368,7 +368,7 @@ class CacheBase:
             self.cache.reset_tier(tier)
         for hook in self.hooks.on_reset:
             hook(tier)
-        if tier is None or tier in HIT_TIERS:  # a match has no leases in other tiers
+        if tier is None or tier in HIT_TIERS:  # matches have no leases in other tiers
             self._match_again(self.live_requests.values())
         if tier is Tier.DEVICE:
             for request in (*self.live_requests.values(), *self.closing):

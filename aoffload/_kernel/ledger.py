@@ -51,7 +51,7 @@ _WITH_A_LOAD = (State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED)
 
 
 class CoreLedger(CacheBase):
-    """The kernel alone: decides which block holds which KV, and who may use it. See `Ledger`."""
+    """The kernel alone: decides which block holds which KV and which requests may use it. See `Ledger`."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class CoreLedger(CacheBase):
         self.moves.request(request, State.PINNED)
         self.moves.report()
         if self.hooks.error is not None:
-            self.release(request, "error: ExtensionError")  # the caller does not get the request
+            self.release(request, "error: ExtensionError")  # nobody gets the request
         return request
 
     def allocate_nowait(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
