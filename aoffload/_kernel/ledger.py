@@ -387,6 +387,6 @@ def _device_tier(num_device_blocks: int, device_pool: DevicePool | None, order: 
     if device_pool is None:
         device_pool = FreeList(num_device_blocks)
     check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)
-    for name in ("num_blocks", "num_free"):  # numpy's integers, for example, would make every sum one of theirs
+    for name in ("num_blocks", "num_free"):  # a numpy integer, for example, would make every sum one
         check_int(f"device_pool.{name}", getattr(device_pool, name), 0, error=ConfigError)
     return TierBlocks(Tier.DEVICE, device_pool, order)
