@@ -1,20 +1,20 @@
-"""`Ledger`: the kernel with its features, and what `Ledger` and `HostCache` share beside the kernel.
+"""`Ledger`: the kernel with its features; and `AnyLedger`, the base of `Ledger` and `HostCache`.
 
-The configuration says which features there are. `built_in` makes their extensions, and the constructor adds those of
-the program after them. A feature has its verbs on a handle of its own:
+The configuration decides which features a ledger has. `built_in` makes their extensions, and the constructor adds the
+program's own extensions after them. Each feature has its verbs on a handle:
 
-Handle | verbs | there if
+Handle | verbs | present
 --- | --- | ---
 `pins` | `hold`, `release`, `drop` | always
 `transfers` | `prefetch`, `demote`, `cancel` | always; a `HostCache` only cancels
 `forks`, `preemption`, `invalidation`, `overlap` | | always; not in a `HostCache`
 `reports` | `requests`, `holders` | always
-`write_back` | `plan` | `store_policy` has a watermark
-`eviction` | `hint` | `eviction` learns
-`disk`, `remote`, `fetches` | | `disk`, `remote` are configured
+`write_back` | `plan` | if `store_policy` has a watermark
+`eviction` | `hint` | if `eviction` is learned
+`disk`, `remote`, `fetches` | | if `disk` or `remote` is configured
 
-A feature of which nothing is configured is made when its handle is read first, so a ledger that never uses it has
-nothing of it. `ConfigError` names the key of a feature that is off.
+An extension that needs no configuration is made when its handle is first read, so an unused feature costs nothing. The
+handle of a feature that is off raises `ConfigError`, which names the configuration key.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ Handle = TypeVar("Handle", bound=LedgerExtension)
 def built_in(
     config: OffloadConfig, layout: Layout, num_device_blocks: int
 ) -> tuple[StorePolicy, list[LedgerExtension]]:
-    """The store policy, and the extensions that `config` asks for."""
+    """The store policy, and the extensions that `config` needs."""
     check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
     found: list[LedgerExtension] = []
     counts = RequestCounts(has_remote=config.remote is not None)
@@ -100,9 +100,10 @@ class LedgerStatistics:
     num_jobs: int
     num_late_completions: int
     num_pins: int
-    """Held pins of `Pins.hold`, not those of requests."""
+    """Pins of `Pins.hold` that are held. The leases of requests do not count."""
     loads_paused: bool
-    """Of a `HostCache`: more than `max_quarantined_share` of the blocks are in quarantine, so nothing is loaded."""
+    """True if a `HostCache` loads nothing, because more than `max_quarantined_share` of the blocks are in
+    quarantine."""
     disk: TierStatistics | None
     """None without a disk."""
     custom: TierStatistics | None
@@ -110,18 +111,19 @@ class LedgerStatistics:
     remote: RemoteCounts | None
     """None without a remote store."""
     learned: tuple[Tier, ...]
-    """The tiers that use the learned eviction order now, and not LRU."""
+    """The tiers that use the learned eviction order now, instead of LRU."""
     num_hints: int
     """Hints in force."""
     eviction: EvictionStatistics | None
-    """None unless eviction learns."""
+    """None unless eviction is learned."""
 
 
 class AnyLedger(CacheBase):
     """Base of `Ledger` and `HostCache`: the handles and reports that both have."""
 
     def _needed(self, kind: type[Handle], key: str) -> Handle:
-        """The extension of class `kind`, which is there if the configuration has `key`."""
+        """The extension of class `kind`. `ConfigError(key)` if there is none, because the configuration has no
+        `key`."""
         found = self.find(kind)
         if found is None:
             raise ConfigError(key, f"is not configured, so this {type(self).__name__} has no such feature")
@@ -144,7 +146,7 @@ class AnyLedger(CacheBase):
 
     @property
     def eviction(self) -> Eviction:
-        """Give hints. `ConfigError("eviction")` unless eviction learns."""
+        """Give hints. `ConfigError("eviction")` unless eviction is learned."""
         return self._needed(Eviction, "eviction")
 
     @property
@@ -159,8 +161,8 @@ class AnyLedger(CacheBase):
 
     @property
     def fetches(self) -> Fetches:
-        """Fetch prompts from the tiers below the host. `ConfigError("disk")` without one."""
-        if self.cache.has_lower_tiers:  # perhaps only one of the program's own
+        """Fetch prompts from the tiers below the host. `ConfigError("disk")` if there is no such tier."""
+        if self.cache.has_lower_tiers:  # perhaps only the program's own `LowerTier`
             return self.add_once(Fetches, Fetches)
         return self._needed(Fetches, "disk")
 
@@ -179,7 +181,7 @@ class AnyLedger(CacheBase):
 
     @property
     def loads_paused(self) -> bool:
-        """Whether nothing is loaded, because too many blocks of an engine are in quarantine."""
+        """Whether nothing is loaded, because too many of an engine's blocks are in quarantine."""
         return False
 
     def statistics(self) -> LedgerStatistics:
@@ -234,14 +236,15 @@ def check_ledger(name: str, value: object) -> AnyLedger:
 
 
 class Ledger(AnyLedger, CoreLedger):
-    """Decides which block holds which KV, and who may use it: the kernel, and its features on handles.
+    """Decides which block holds which KV and which requests may use it. The kernel has the basic verbs; the features
+    have theirs on handles.
 
     `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is the size of
     one block over all regions; it only bounds bytes in flight and per job, and converts `host_bytes` to blocks.
 
-    The ledger allocates the device blocks. An engine that has a block pool and a prefix cache itself uses a `HostCache`
-    instead. `clock` counts seconds, such as `time.monotonic`; it only gives the ages in the reports. `extensions`:
-    features of the program's own (docs/engines.md).
+    The ledger allocates the device blocks. For an engine that has its own block pool and prefix cache, use a
+    `HostCache` instead. `clock` counts seconds, such as `time.monotonic`; it only gives the ages in the reports.
+    `extensions`: the program's own features (docs/engines.md).
     """
 
     def __init__(
@@ -277,12 +280,12 @@ class Ledger(AnyLedger, CoreLedger):
 
     @property
     def preemption(self) -> Preemptions:
-        """Let requests give up their blocks, and go on later."""
+        """Let requests give up their blocks and continue later."""
         return self.add_once(Preemptions, lambda: Preemptions(stores_nothing=self._stores_nothing))
 
     @property
     def invalidation(self) -> Invalidation:
-        """Take back what a failed forward has committed."""
+        """Withdraw the KV that a failed forward has committed."""
         return self.add_once(Invalidation, Invalidation)
 
     @property
@@ -292,7 +295,8 @@ class Ledger(AnyLedger, CoreLedger):
 
     @property
     def write_back(self) -> WriteBack:
-        """Store blocks that are about to be evicted. `ConfigError("store_policy")` unless it has a watermark."""
+        """Store blocks that are about to be evicted. `ConfigError("store_policy")` unless the store policy has a
+        watermark."""
         return self._needed(WriteBack, "store_policy")
 
     @property

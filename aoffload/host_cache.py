@@ -1,7 +1,7 @@
 """Public names around `HostCache`, which `aoffload` itself has.
 
-For engines that have a block pool and a prefix cache of their own: what they hand in, and what they are told.
-docs/engines.md is the guide. Nothing here needs torch.
+For engines that have their own block pool and prefix cache: the protocols that such an engine implements, and the
+values and events that it receives. docs/engines.md is the guide. Nothing here needs torch.
 """
 
 from ._host_cache.events import LoadsPaused, LoadsResumed

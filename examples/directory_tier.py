@@ -1,8 +1,8 @@
-"""A tier of its own below host memory: a directory with one file for each block.
+"""A custom tier below host memory: a directory with one file for each block.
 
-The ledger says which block holds which KV, what is stored, and what is fetched. A tier brings only its copies: threads
-that write and read the files. They remember the digest of each block, so a file that is damaged, missing, or left by
-another process is a miss and never wrong KV.
+The ledger decides which block holds which KV, and which blocks are stored and fetched. The tier only makes the copies:
+its threads write and read the files. The tier remembers the digest of each block, so a file that is damaged, missing,
+or left by another process is a miss and never wrong KV.
 
 Prints:
     after other prompts: PrefixMatch(num_device_tokens=0, num_host_tokens=0, num_lower_tokens=80)
@@ -40,7 +40,7 @@ class Directory:
 
     def __init__(self, path: str, num_blocks: int) -> None:
         self.path, self.num_blocks = Path(path), num_blocks
-        self._digests: dict[int, bytes] = {}  # of the blocks that were stored
+        self._digests: dict[int, bytes] = {}  # of the stored blocks
         self._plans: SimpleQueue[TransferPlan | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # guards everything below
@@ -89,7 +89,7 @@ class Directory:
                 self._given_up.discard(plan.job_id)
 
     def _copied(self, plan: TransferPlan) -> Completion:
-        """Every block is tried. Of a load, the ledger forgets those that were not what was stored."""
+        """Copy every block. The ledger forgets the blocks of a load whose bytes are not the stored ones."""
         began_s, bad, num_bytes = time.monotonic(), list[int](), 0
         copy = self._load if plan.direction is Direction.LOAD else self._store
         try:
@@ -118,7 +118,7 @@ class Directory:
         beside = file.with_suffix(".new")
         try:
             beside.write_bytes(block.data)
-            os.replace(beside, file)  # a file is never there in part
+            os.replace(beside, file)  # so no file is ever incomplete
         except OSError:
             with suppress(OSError):
                 beside.unlink()
@@ -148,18 +148,18 @@ kv_cache = torch.zeros(9, 2, BLOCK_SIZE, 64)  # 8 usable blocks after the null b
 
 
 async def serve(runtime: OffloadRuntime, token_ids: list[int]) -> tuple[int, torch.Tensor]:
-    """Stands for an engine: the KV of a token depends on all tokens up to it. Returns how many tokens were loaded, and
+    """Stands for an engine. The KV of a token depends on all tokens up to it. Returns the number of loaded tokens, and
     the KV of the first five blocks."""
     sums = torch.tensor(token_ids, dtype=torch.float32).cumsum(0)
     async with runtime.request(token_ids) as request:
-        await request.allocate()  # fetches what only the directory holds into host memory
+        await request.allocate()  # fetches blocks that only the directory holds into host memory
         num_loaded = await request.load()
         with runtime.step([request]):
             for position in range(num_loaded, len(token_ids)):
                 block_id = request.block_ids[0][position // BLOCK_SIZE]
                 kv_cache[block_id, :, position % BLOCK_SIZE] = sums[position]
         request.commit(len(token_ids))
-        found = kv_cache[request.block_ids[0][:5]]  # an index by a list copies
+        found = kv_cache[request.block_ids[0][:5]]  # indexing with a list copies
     await runtime.flush()
     return num_loaded, found
 
@@ -176,14 +176,13 @@ def damage(path: str) -> None:
 
 
 async def main() -> None:
-    # A fetch is declined where computing is faster. A real model is slower than this one.
-    groups = [KVCacheGroup("full", block_size=BLOCK_SIZE)]
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # without warnings
+    groups, prompt = [KVCacheGroup("full", block_size=BLOCK_SIZE)], list(range(90))
+    # The runtime may compute in place of a fetch if it measures that this toy is fast. So give it the speed of a model.
     config = OffloadConfig(groups=groups, num_host_blocks=64, prefill_tokens_per_s=100.0)
-    prompt = list(range(90))
     with tempfile.TemporaryDirectory() as path:
         directory = Directory(path, num_blocks=256)
-        transport = LocalTransport(kv_cache, tiers={Tier.CUSTOM: directory})
-        tier = LowerTier(directory.num_blocks)
+        transport, tier = LocalTransport(kv_cache, tiers={Tier.CUSTOM: directory}), LowerTier(directory.num_blocks)
         async with OffloadRuntime(config, transport=transport, extensions=[tier]) as runtime:
             _, right = await serve(runtime, prompt)
             await fill_host(runtime)
@@ -192,7 +191,6 @@ async def main() -> None:
             print(f"fetched and loaded {num_loaded} tokens, bytes right: {torch.equal(found, right)}")
             await fill_host(runtime)
             damage(path)
-            structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # it would warn
             num_loaded, found = await serve(runtime, prompt)
             print(f"with damaged files: loaded {num_loaded} tokens, bytes right: {torch.equal(found, right)}")
 

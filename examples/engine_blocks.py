@@ -1,6 +1,6 @@
-"""An engine that owns its blocks, and a `HostCache` below its prefix cache, in few lines.
+"""A minimal engine that owns its blocks, with a `HostCache` below its prefix cache.
 
-A copy is made when `finish_copies` is called, and the engine's prefix cache is a variable. See docs/engines.md.
+`finish_copies` makes the copies, and a variable stands for the engine's prefix cache. See docs/engines.md.
 
 Prints:
     released: 6 blocks are still held by the store

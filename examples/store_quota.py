@@ -22,7 +22,7 @@ class StoreQuota(LedgerExtension):
         ledger.watch(self)
 
     def part_changed(self, part, first: int, stop: int) -> None:
-        """A `BlockWatcher` hears of each change of the cached blocks."""
+        """Called after each change of the cached blocks, because this object is a `BlockWatcher`."""
         if part.tier is Tier.HOST:
             self.num_blocks[part.run.root.cache_salt] += (part.stop - part.first - (stop - first)) * part.width
 
@@ -30,13 +30,13 @@ class StoreQuota(LedgerExtension):
         self.num_blocks.clear()
 
     def ask_store_stop(self, request: LedgerRequest) -> int:
-        """The unit up to which host memory holds the blocks of the request, or the quota has room for them."""
+        """The unit up to which host memory holds the blocks of the request, or the quota allows more of them."""
         salt, jobs = request.sequence.root.cache_salt, self.jobs.unsettled.values()
         stores = [job for job in jobs if job.plan.destination is Tier.HOST and job.run.root.cache_salt == salt]
         in_flight = sum(len(job.plan.destination_ids) for job in stores)
         room, stop = max(0, self.max_blocks - self.num_blocks[salt] - in_flight) // self.width, 0
         for run, stop in self.index.walk(request.sequence, request.published):
-            room -= max(0, stop - max(run.start, run.parts[Tier.HOST].stop))  # its last units may be missing there
+            room -= max(0, stop - max(run.start, run.parts[Tier.HOST].stop))  # its last units may not be there
             if room < 0:
                 break
         return stop + room
@@ -51,7 +51,7 @@ async def main() -> None:
             async with runtime.request(tokens, cache_salt=salt) as request:
                 await request.allocate()
                 request.commit(await request.load() or 50)
-        await runtime.reset(Tier.DEVICE)  # the stores are over then
+        await runtime.reset(Tier.DEVICE)  # returns after the stores are over
         hits = [runtime.lookup(tokens, cache_salt=salt).num_host_tokens for salt, tokens in prompts]
         print(f"blocks in host memory: {dict(quota.num_blocks)}, hits: {hits}")
 

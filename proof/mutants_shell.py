@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .planting import Mutant, Patch
+from .planting import Mutant
 
 __all__ = ["SHELL_MUTANTS"]
 
@@ -422,18 +422,9 @@ _RUNTIME = (
     Mutant(
         "tainted readers not cancelled",
         REQUEST,
-        "        for tainted in session.ledger.invalidation.invalidate(record, from_token):\n"
-        '            session.cancel(tainted.request_id, "prefix_invalidated")\n',
-        "        for tainted in session.ledger.invalidation.invalidate(record, from_token):\n            del tainted\n",
+        '                session.cancel(reader.request_id, "prefix_invalidated")\n',
+        "                del reader\n",
         "whoever matched wrong bytes is aborted",
-        also=(
-            Patch(
-                REQUEST,
-                "        for tainted in session.ledger.invalidate(record, from_token):\n"
-                '            session.cancel(tainted.request_id, "prefix_invalidated")\n',
-                "        for tainted in session.ledger.invalidate(record, from_token):\n            del tainted\n",
-            ),
-        ),
     ),
 )
 

@@ -1,7 +1,7 @@
 """How often prefixes were requested: runs without blocks, bounded by the tokens that they keep.
 
-Counts outlive the cached blocks, so they cannot be on the runs of the cache. What a run is found by is the run that it
-follows, and its own first unit; the rest is compared. So, unlike the cache, nothing is hashed but long first units.
+Counts outlive the cached blocks, so they cannot be on the runs of the cache. The key of a run is made from the run
+before it and its own first unit; the other tokens are compared. So only keys with a long first unit are hashed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .._kernel.tokens import TokenSequence
 RUN_TOKENS = 256
 """Overhead of one run (about 1 KB), in tokens of 4 bytes."""
 NEXT_SALT = 0x9E3779B1
-"""From one run's salt to that of the next, by the golden ratio: those of every second run, or every third, are as far
-apart."""
+"""The difference between the salts of two consecutive runs. It is the golden ratio in 32 bits, so the salts of every
+second run, or of every third, are spread evenly, too."""
 MAX_RECENT = 256
 """Prompts that `RecentPrompts` keeps."""
 MAX_RECENT_TOKENS = 2**22
 
 PLAIN_KEY_BYTES = 96
-"""Up to this size, as of units of 16 tokens, a key is what it stands for; others are hashed."""
+"""A key of at most this size, such as one with a unit of 16 tokens, is not hashed. A longer key is hashed."""
 HASHED_KEY_BYTES = 17
-"""No size that a plain key has, as tokens have 4 bytes each."""
+"""Size of a hashed key. No plain key has this size, because tokens have 4 bytes each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,17 +37,18 @@ class CountedRun:
 
     key: bytes
     number: bytes
-    """No other run has it: what follows is found by it."""
+    """A number that no other run has. The keys of the runs after this run contain it."""
     start: int
     stop: int
     tokens: bytes | memoryview
     spans: tuple[KeySpan, ...]
     salt: int
-    """A byte that tells runs apart, and not the parts of one that was split. It follows from how many runs came before,
-    not from what they hold: so a planner, who knows no tokens, draws the same."""
+    """A byte that decides which units of the run are sampled. The parts of a split run have the same salt. The salt
+    depends on the number of runs made before, and not on their tokens, so a planner that knows no tokens draws the same
+    sample."""
     num_uses: int = 0
     last_asked: int = 0
-    """By a clock of whoever counts times, too."""
+    """The time of the last request, by the clock of the caller; 0 if the caller has no clock."""
 
     def used(self, now: int) -> None:
         self.num_uses += 1
@@ -55,16 +56,17 @@ class CountedRun:
 
 
 class RunWatcher(Protocol):
-    """Receives what becomes of the runs of `HitCounts`."""
+    """Receives the runs that `HitCounts` splits and forgets."""
 
     def was_split(self, counted: CountedRun, head: CountedRun) -> None:
-        """`head` has the units before the start of `counted`, which had them until now."""
+        """`counted` was split: `head` has its first units from now on."""
 
     def was_forgotten(self, counted: CountedRun) -> None: ...
 
 
 class HitCounts:
-    """Hit counts of prefixes. The least recently seen is forgotten first, the end of a prefix before its start."""
+    """Hit counts of prefixes. The least recently requested run is forgotten first, and the end of a prefix before its
+    start."""
 
     def __init__(
         self, layout: Layout, max_tokens: int, run_tokens: int = RUN_TOKENS, watcher: RunWatcher | None = None
@@ -75,7 +77,7 @@ class HitCounts:
         self._run_tokens = run_tokens
         self._watcher = watcher
         self._runs: OrderedDict[bytes, CountedRun] = OrderedDict()
-        """Oldest first. A run is never older than the runs behind it."""
+        """Oldest first. A run is never older than the runs after it."""
         self._num_numbers = 0
         self._salt = 0
         """The last number times `NEXT_SALT`, in 32 bits; added up, not multiplied: see `NO_LIMIT`."""
@@ -97,7 +99,8 @@ class HitCounts:
         self.trim()
 
     def _was_seen_whole(self, sequence: TokenSequence, stop: int, now: int) -> bool:
-        """Count one more request for the first `stop` units if they are one run, as most prompts that come back are."""
+        """Count one more request for the first `stop` units if they are one run, because most repeated prompts are one
+        run."""
         run = self._runs.get(_key(sequence.root.digest, sequence.unit_record(0)))
         if run is None or run.stop != stop or sequence.common_stop(run, stop) != stop:
             return False
@@ -106,7 +109,8 @@ class HitCounts:
         return True
 
     def path(self, sequence: TokenSequence, first: int, stop: int) -> Sequence[CountedRun]:
-        """The counts of units `[first, stop)` of `sequence`, in runs of their own, which become the latest."""
+        """The runs with exactly the units `[first, stop)` of `sequence`. Inserts missing runs, and splits runs at
+        `first` and `stop`. The runs become the most recently requested."""
         path: list[CountedRun] = []
         runs, position, behind = self._runs, 0, sequence.root.digest
         while position < stop:
@@ -127,7 +131,7 @@ class HitCounts:
         return [counted for counted in path if counted.start >= first] if first else path
 
     def trim(self) -> None:
-        """Forget what is too much."""
+        """Forget the oldest runs until the tokens kept are at most `max_tokens`."""
         while self.num_tokens > self._max_tokens:
             _, counted = self._runs.popitem(last=False)
             self.num_tokens -= self._cost(counted)
@@ -149,8 +153,8 @@ class HitCounts:
         return stop
 
     def _cut(self, run: CountedRun, at: int) -> CountedRun:
-        """The run that ends at unit `at` of `run`, which goes on and is split there. What is left of it counts as seen
-        now."""
+        """Split `run` at unit `at`. Returns a new run with the units before `at`. `run` keeps the units from `at` on,
+        and becomes the most recently requested run."""
         cut, tokens = (at - run.start) * self._unit_bytes, run.tokens
         head = CountedRun(
             run.key, self._new_number(), run.start, at, bytes(tokens[:cut]), run.spans, run.salt, run.num_uses,
@@ -166,7 +170,8 @@ class HitCounts:
         return head
 
     def _insert(self, sequence: TokenSequence, start: int, limit: int, key: bytes) -> CountedRun:
-        """Runs with the units before `first` are apart from those behind it: only these are counted."""
+        """Insert a run that begins at unit `start` and ends at `limit` at the latest. `path` passes its `first` as
+        `limit`, because only the units from `first` on are counted."""
         stop = sequence.run_stop(start, limit)
         tokens, spans = sequence.shared_stretch(start, stop), sequence.spans_at(start)
         number = self._new_number()
@@ -184,17 +189,19 @@ class HitCounts:
 
 
 def _key(behind: bytes, unit: bytes) -> bytes:
-    """What the run is found by that follows the run with that number, or the root with that digest."""
+    """The key of a run whose first unit is `unit`. `behind` is the number of the run before it, or the digest of the
+    root."""
     key = behind + unit
     return key if len(key) <= PLAIN_KEY_BYTES else sha256(key).digest()[:HASHED_KEY_BYTES]
 
 
 class RecentPrompts:
-    """What was asked for lately, within bounds: the prompt that was asked for first is dropped first."""
+    """The prompts that were requested last, up to `MAX_RECENT`. The prompt that was requested first is dropped
+    first."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[TokenSequence, int] = OrderedDict()
-        """With the tokens that each counts for."""
+        """The number of tokens of each prompt."""
         self._num_tokens = 0
         self.num_added = 0
 
@@ -209,13 +216,14 @@ class RecentPrompts:
             self._num_tokens -= self._kept.popitem(last=False)[1]
 
     def take(self) -> TokenSequence:
-        """Remove the one that was asked for last, and return it."""
+        """Remove and return the prompt that was requested last."""
         sequence, num_tokens = self._kept.popitem()
         self._num_tokens -= num_tokens
         return sequence
 
     def give_back(self, sequence: TokenSequence, *, as_last: bool) -> None:
-        """Keep one that was taken; `as_last`: it is the next to be dropped, and the last to be taken."""
+        """Put back a prompt that `take` has returned. `as_last`: the prompt is dropped before all others, and taken
+        after all others."""
         self._kept[sequence] = sequence.num_tokens
         self._num_tokens += sequence.num_tokens
         self._kept.move_to_end(sequence, last=not as_last)

@@ -50,7 +50,8 @@ class Eviction(LedgerExtension):
         """Evict the cached part of `prefix` last, until it is requested, or until `lapse` of the ledger is called with
         `expires_at` or a later time. Pins nothing. Returns the number of tokens spared.
 
-        Hints of a `category`, at most 64 of them, have no effect while less than a quarter of them come true."""
+        The hints of one `category` have no effect while less than a quarter of them come true. The ledger keeps the
+        records of 64 categories."""
         sequence = self._ledger.sequence_of(prefix)
         expires_at, category = check_time("expires_at", expires_at), check_text("category", category)
         if len(category) > MAX_CATEGORY:

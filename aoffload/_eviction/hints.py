@@ -1,8 +1,8 @@
-"""Hints: what an engine knows of prompts that will be asked for again, such as that an agent's tool call takes a while.
+"""Hints: prompts that the engine expects to be requested again, for example when the tool call of an agent returns.
 
-A hint spares what is cached of a prompt, from its start on, until it expires or the prompt is asked for again. It pins
-nothing: where only spared blocks could make room, they are evicted like all others. Hints of one category share a
-record. While too few of them come true, they spare nothing.
+A hint spares the cached part of a prompt until the hint expires or the prompt is requested again. A hint pins nothing:
+if only spared blocks are left to evict, they are evicted like all others. The hints of one category share a record,
+which counts how many of them have come true. While too few of them come true, they spare nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .learned import Learning, Rulings
 from .status import HintEnd, HintEnded, HintGiven
 
 MAX_HINTS = 1024
-"""With more, the one that expires first ends."""
+"""Maximum hints in force. One more hint ends the hint that expires first."""
 MAX_CATEGORIES = 64
 ENOUGH = 16
-"""Hints of a category that ended before its record counts."""
+"""The record of a category counts once this many of its hints have ended."""
 TRUE_SHARE = 0.25
-"""The part of the hints of a category that has to come true."""
+"""Minimum share of the hints of a category that has to come true."""
 KEPT = 0.98
-"""What the ends of earlier hints weigh beside the last one, per hint."""
+"""Each hint that ends multiplies the counts of the hints before it by this, so that older hints count less."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,13 +38,14 @@ class _Hint:
     hint_id: int
     sequence: TokenSequence
     stop: int
-    """It is about the units before this one."""
+    """The hint is about the units before this unit."""
     expires_at: float
     category: str
     about: CountedRun
-    """Of the history: what it is about ends there, or ended there when the history forgot it."""
+    """The run of the history that ends at `stop`. The history may have forgotten the run since."""
     last: Run | None = None
-    """Of the cache: it spares this run and all before it, which were cached when it was given."""
+    """The last run of the prompt that was cached when the hint was given. The hint spares this run and all runs before
+    it. None: it spares nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,9 +70,9 @@ class Hints:
         self._moves = moves
         self._by_run: dict[CountedRun, _Hint] = {}
         self._forgotten: dict[_Hint, None] = {}
-        """Those about what the history has forgotten: they are found by their tokens."""
+        """Hints whose run the history has forgotten. They are found by their tokens."""
         self._by_expiry: list[_Hint] = []
-        """The first to expire in front."""
+        """All hints in force, the first to expire first."""
         self._records: OrderedDict[str, _Record] = OrderedDict()
         self._last_id = 0
         learning.when_forgotten = self._forgot
@@ -80,7 +81,7 @@ class Hints:
         return len(self._by_expiry)
 
     def hint(self, sequence: TokenSequence, expires_at: float, category: str) -> int:
-        """Spare what is cached of `sequence`. Returns the units that are spared now."""
+        """Spare the cached part of `sequence`. Returns the number of units that are spared now."""
         stop = sequence.num_tokens // self._cache.layout.unit_tokens
         if not stop:
             return 0
@@ -119,8 +120,8 @@ class Hints:
             self._end(hint, HintEnd.LAPSED)
 
     def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
-        """`request` asks for units `[first, stop)`: learn from that. Hints about beginnings of its tokens have come
-        true."""
+        """Learn that `request` requests units `[first, stop)`. Hints about a prefix of its tokens have come true, and
+        end."""
         path = self._learning.seen(request, first, stop)
         for hint in self._about(request.sequence, stop, path) if self._by_expiry else ():
             self._record(hint.category).ended(is_true=True)
@@ -129,7 +130,8 @@ class Hints:
             self._rulings.look()
 
     def _about(self, sequence: TokenSequence, stop: int, path: Sequence[CountedRun]) -> list[_Hint]:
-        """The hints about `path`, or about another beginning of `sequence` before unit `stop`."""
+        """The hints about runs of `path`, and those about a prefix of `sequence`, up to unit `stop`, that the history
+        has forgotten."""
         found = [hint for counted in path if (hint := self._by_run.get(counted)) is not None]
         unit_tokens = self._cache.layout.unit_tokens
         for hint in self._forgotten:
@@ -142,7 +144,7 @@ class Hints:
             self._forgotten[hint] = None
 
     def clear(self) -> None:
-        """Nothing is cached any more."""
+        """Drop all hints, because nothing is cached any more."""
         dropped = self._by_expiry
         self._by_run, self._forgotten, self._by_expiry = {}, {}, []
         for hint in dropped:
@@ -156,7 +158,7 @@ class Hints:
         self._moves.note(HintEnded(hint.hint_id, hint.category, end))
 
     def _last_cached(self, sequence: TokenSequence, stop: int) -> Run | None:
-        """The run in which what is cached of `sequence`, at most up to unit `stop`, ends."""
+        """The last cached run of `sequence` before unit `stop`. Splits a cached run that goes on with other tokens."""
         last = None
         for found, agreed in list(self._cache.index.walk(sequence, stop)):
             last = self._cache.cut(found, agreed)
@@ -165,9 +167,10 @@ class Hints:
     def _change(self, last: Run | None, change: int) -> None:
         """Let one hint more, or one less, spare `last` and all runs before it.
 
-        While a hint spares them, `before` leads to the same runs again, or to what became of them: to both parts of one
-        that was split, to what two have become that all hints spare alike, and past one that was evicted, of which
-        nothing is left. So none keeps a hint that has ended, nor loses one that it has: no tail has more than its head.
+        When the hint ends, `before` leads from `last` to the same runs as when it was given, with three exceptions:
+        both parts of a run that was split, one run in place of two that were merged (only runs with the same hints are
+        merged), and no run in place of one that was evicted. So no run keeps a hint that has ended or loses a hint in
+        force, and a suffix never has more hints than its prefix.
         """
         while last is not None:
             for tier, order in self._learning.orders.items():

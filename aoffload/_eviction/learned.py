@@ -1,31 +1,34 @@
 """Learned eviction: evict the blocks that will bring the fewest hits for the space that they take.
 
-**What is learned** (`ReturnTimes`). How long prefixes stay away before they return, by how often they were requested.
-Time is counted in requested units. Ages fall into bins, each half as long again as all bins before it together:
+**The return times** (`ReturnTimes`). How much time passes until a prefix is requested again (it *returns*). The times
+are counted separately for each *class*: prefixes that were requested once, twice, 3 or 4 times, or more often. The unit
+of time is one requested unit. The age of a unit is the time since its last request. Ages are counted in bins. Each bin
+ends at 1.5 times the age at which the bin before it ends:
 
     age      0 |....|......|.........|..............|.....................|  ...
     bin          0     1        2           3                  4
     counted    [units that reached the bin] [of those, units that returned within it]      one row per class
 
-For a unit of some age, the counts of the later bins give the chance that it returns before any later age, and the time
-for which it is kept until then. Its worth is the largest number of returns per unit of time over all these ends.
+For a unit of some age, the counts of the later bins give, for each later age, the probability that the unit returns by
+then, and the expected time that it stays in the cache until then. The worth of the unit is the largest quotient of the
+two.
 
-**The order** (`LearnedOrder`). One list for each class of parts, by how often they were requested. The next part to be
-evicted is the oldest of that list whose oldest is worth least:
+**The order** (`LearnedOrder`). The parts of each class are in one list, the oldest first. The order compares the oldest
+parts of all lists, and evicts the part that is worth least:
 
     requested once     oldest [a][d][g][h] newest
     twice                     [b][e]                worth(class, age): see `ReturnTimes`
     3 or 4 times              [c]
     more often                [f]
 
-Below these are the same lists once more, for parts that hints spare: they are evicted last. A part's head is in the
-same class or a higher one, and as old or newer. So it is worth as much or more, and a prefix loses its tail before its
-head.
+Parts that hints spare are in a second set of such lists, and are evicted last. A prefix is in the same class as its
+suffix or in a higher one, and it is as old or newer. So the prefix is worth at least as much, and the suffix is evicted
+first.
 
-**The guard** (`Guard`). Learning may be wrong. So two small caches beside the real one see the same requests and hold a
-sample, one unit in `SAMPLED`, in the same part of the capacity. One evicts by what was learned, the other by the last
-use. The order whose cache hits more decides in the real cache. `Rulings` reports when that changes, and counts the
-evictions of each order.
+**The guard** (`Guard`). The learned order may get fewer hits than LRU. So two small simulated caches (`Shadow`) process
+a sample of the requested units, one in `SAMPLED`, and have the same fraction of the capacity. One evicts in the learned
+order, the other in LRU order. The real cache uses the order whose simulated cache has more hits. `Rulings` reports when
+the order changes, and counts the evictions in each order.
 """
 
 from __future__ import annotations
@@ -52,39 +55,40 @@ from .status import EvictionRule, EvictionStatistics, EvictionSwitched, TierEvic
 NUM_CLASSES = 4
 NUM_BINS = 24
 GROWTH = 1.5
-"""The end of a bin, by that of the one before it."""
+"""The end of a bin, divided by the end of the bin before it."""
 FIRST_BIN = 32
-"""The first bin is one of so many parts of the capacity."""
+"""The capacity, divided by the length of the first bin."""
 MERGED = 8
-"""Times of which something is known are apart by about one of so many parts of their age."""
+"""The counts are recorded at times that are apart by about their age divided by this."""
 PRIOR_REQUESTS = 4.0
-"""A class behaves like all of them together, until it has been seen this often in a bin."""
+"""Weight of the return rates of all classes in each bin of one class, in requests. A class with few requests in a bin
+has about the rates of all classes."""
 EVERY = 128
-"""Requests between two computations of the index."""
+"""Requests between two computations of the worth."""
 KEPT = 0.5 ** (EVERY / 4000)
-"""What counts weigh after so many requests: half of it after 4000."""
+"""Counts are multiplied by this every `EVERY` requests, so a count is halved after 4000 requests."""
 MOST = 0.999
-"""Nothing is certain to return."""
+"""Upper bound on the estimated return probability."""
 AFTER_ALL = [inf]
-"""Of what was asked for by some time, behind all that it may be."""
+"""Sorts after all counts that can be recorded at the same time."""
 
 _CLASS_OF = (0, 0, 1, 2, 2)
 
 
 def class_of(num_uses: int) -> int:
-    """Asked for once, twice, 3 or 4 times, more often."""
+    """The class by the number of requests: 0 for one, 1 for two, 2 for 3 or 4, and 3 for more."""
     return _CLASS_OF[num_uses] if num_uses < 5 else 3
 
 
 class ReturnTimes:
-    """Counts returns, and computes the worth of blocks from them: `worth(class, age)`. It never rises with age, and
-    never falls with the class: so a prefix, which is asked for at least as often and as late as what is behind it, is
-    worth at least as much."""
+    """Counts returns, and computes the worth of blocks from them: `worth(class, age)`. The worth never rises with the
+    age, and never falls with the class. A prefix is requested at least as often and as recently as its suffix, so the
+    prefix is worth at least as much."""
 
     def __init__(self, capacity: int) -> None:
         first = max(1.0, capacity / FIRST_BIN)
         self.clock = 1
-        """Units asked for so far, and one more: 0 is no time."""
+        """Units requested so far, plus 1, because 0 means no time."""
         self.num_requests = 0
         self._ends = [first * GROWTH**number for number in range(NUM_BINS)]
         self._starts = [0.0, *self._ends[:-1]]
@@ -92,9 +96,10 @@ class ReturnTimes:
         self._asked = [0.0] * NUM_CLASSES
         self._returned = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES)]
         self._past: list[tuple[int, list[float]]] = [(0, [0.0] * NUM_CLASSES)]
-        """What `_asked` was at some times, the oldest first: the longer ago, the further apart."""
+        """Records of `_asked`, each with its time, the oldest first. The older the records, the larger the gaps between
+        their times."""
         self._worth = [[1.0 / (1 + number) for number in range(NUM_BINS)] for _ in range(NUM_CLASSES)]
-        """Until there is something to learn from, the order is that of the last use."""
+        """The initial values give LRU order."""
 
     def worth(self, of_class: int, age: int) -> float:
         number, worth = bisect_right(self._ends, age), self._worth[of_class]
@@ -106,13 +111,15 @@ class ReturnTimes:
     # -- what is counted ------------------------------------------------------------------------------------------
 
     def returned(self, of_class: int, since: int, num_units: int) -> None:
-        """Units that were last asked for at `since`, and were in `of_class` then, are asked for again."""
+        """Count units that are requested again. They were last requested at time `since`, and were in `of_class`
+        then."""
         number = bisect_right(self._ends, self.clock - since)
         if number < NUM_BINS:
             self._returned[of_class][number] += num_units
 
     def asked(self, by_class: list[int]) -> None:
-        """A request asks for so many units, which are in these classes now. It is over with this call."""
+        """Count one request. `by_class`: the number of its units in each class, this request included. Call it after
+        `returned`, because it advances the clock."""
         for of_class, num_units in enumerate(by_class):
             if num_units:
                 self._asked[of_class] += num_units
@@ -139,7 +146,7 @@ class ReturnTimes:
             floor = self._worth[of_class] = self._worth_by_bin(own, floor)
 
     def _note(self) -> None:
-        """Add to the past what is now, and leave out of it what is close to others for its age."""
+        """Record `_asked`, and drop older records whose times are too close together for their age."""
         past, clock = self._past, self.clock
         kept = past[:1]
         for at in range(1, len(past)):
@@ -150,8 +157,8 @@ class ReturnTimes:
         self._past = kept
 
     def _reached(self) -> list[list[float]]:
-        """By class: the units that came into each bin. That were as many as had been asked for by then, less those that
-        returned within the bins before it."""
+        """For each class, the number of units that have reached each bin: the units that were requested long enough
+        ago, without those that returned in an earlier bin."""
         past = [self._asked_before(self.clock - start) for start in self._starts]
         found: list[list[float]] = []
         for all_asked, all_returned in zip(zip(*past, strict=True), self._returned, strict=True):
@@ -176,10 +183,11 @@ class ReturnTimes:
         return [one + (other - one) * part for one, other in zip(before, after, strict=True)]
 
     def _worth_by_bin(self, rates: list[float], floor: list[float]) -> list[float]:
-        """`rates`: which part of the units that reach a bin return within it. At least `floor`, and falling.
+        """The worth in each bin. `rates`: the share of the units that reach a bin and return within it. The worth is at
+        least `floor`, and never rises from one bin to the next.
 
-        From the last bin back, each stretch is joined with the one behind it while that one is worth more: it is the
-        best end to keep a block for."""
+        From the last bin backwards, each stretch of bins is joined with the stretch after it while that stretch is
+        worth more. The end of the joined stretch is the best age to keep a block for."""
         spans: list[tuple[float, float]] = []
         kept = 1.0
         for rate, length in zip(rates, self._lengths, strict=True):
@@ -198,37 +206,38 @@ class ReturnTimes:
 
 
 def _smoothed(counts: list[float]) -> list[float]:
-    """Of each bin and both beside it."""
+    """For each bin, the sum of its count and the counts of both neighbours."""
     sides = zip([0.0, *counts[:-1]], counts, [*counts[1:], 0.0], strict=True)
     return [before + own + after for before, own, after in sides]
 
 
 SAMPLED_RUNS, SAMPLED_UNITS = 2, 4
-"""One run in so many is in the sample; of these, one unit in so many."""
+"""The sample has one run in `SAMPLED_RUNS`, and of these runs one unit in `SAMPLED_UNITS`."""
 SAMPLED = SAMPLED_RUNS * SAMPLED_UNITS
 MIN_LEARNED_BLOCKS = 8
-"""A sample of fewer blocks tells nothing."""
+"""A sample of fewer blocks is too small to compare the orders."""
 HALF_LIFE = 500
-"""Runs of the sample asked for after which a hit of a shadow counts half."""
+"""A hit of a simulated cache counts half after this many requests for runs of the sample."""
 LEAD = 0.01
-"""By how much what was learned has to hit more before it rules again."""
+"""The share by which the learned order must have more hits than LRU before the tier uses it again."""
 BEHIND = 0.0025
-"""By how much it may hit less while it rules."""
+"""The share by which the learned order may have fewer hits than LRU while the tier uses it."""
 
 
 class Shadow:
-    """A cache whose blocks are only counted. Given `times`, it evicts by what was learned, else by the last use."""
+    """A simulated cache, which only counts blocks. It evicts in the learned order if it has `times`, else in LRU
+    order."""
 
     def __init__(self, capacity: int, times: ReturnTimes | None = None) -> None:
         self.capacity = capacity
         self._times = times
         self.rings = [OrderedDict[CountedRun, int]() for _ in range(1 if times is None else NUM_CLASSES)]
-        """By class, the oldest first: the blocks of each run that it holds."""
+        """For each class, the number of blocks that it holds of each run, the oldest run first."""
         self.num_held = 0
 
     def ask(self, path: Sequence[tuple[CountedRun, int]]) -> int:
-        """Hold so many blocks of each run of `path`, evicting others. Returns the blocks that it held, as far as no
-        gap is before them. This request is among the uses of each."""
+        """Request the runs of `path`, each with its number of sampled blocks: hold them, and evict others. Returns the
+        number of blocks that were held before the first gap. `num_uses` of each run includes this request."""
         num_hits, left, is_whole = 0, self.capacity, True
         wanted: list[tuple[CountedRun, int]] = []
         for counted, size in path:
@@ -270,7 +279,7 @@ class Shadow:
         return found
 
     def split(self, counted: CountedRun, head: CountedRun) -> None:
-        """`head` is the newest: whoever splits a run asks for its head."""
+        """`counted` was split. `head` becomes the newest run, because a run is only split by a request for its head."""
         for ring in self.rings:
             if held := ring.get(counted, 0):
                 front = min(held, num_sampled(head))
@@ -282,7 +291,7 @@ class Shadow:
                 return
 
     def forget(self, counted: CountedRun) -> int:
-        """Returns how many blocks it had."""
+        """Remove `counted`. Returns the number of blocks that were held of it."""
         for ring in self.rings:
             if held := ring.pop(counted, 0):
                 self.num_held -= held
@@ -291,8 +300,8 @@ class Shadow:
 
 
 def num_sampled(counted: CountedRun) -> int:
-    """Units in the sample. Which ones differs from run to run, or those at the same position of many prompts would be
-    in it together; the parts of a run that is split have those that it had."""
+    """The number of units of `counted` in the sample. The salt of the run decides which ones, because otherwise the
+    same positions of all prompts would be in the sample. A split changes no unit's place in the sample."""
     if counted.salt % SAMPLED_RUNS:
         return 0
     shift = SAMPLED_UNITS - 1 - counted.salt // SAMPLED_RUNS % SAMPLED_UNITS
@@ -300,23 +309,23 @@ def num_sampled(counted: CountedRun) -> int:
 
 
 def sample_of(path: Sequence[CountedRun]) -> list[tuple[CountedRun, int]]:
-    """The runs of `path` that have units in the sample, and how many."""
+    """The runs of `path` that have units in the sample, each with their number."""
     return [(counted, size) for counted in path if not counted.salt % SAMPLED_RUNS and (size := num_sampled(counted))]
 
 
 class Guard:
-    """Which order rules in one tier: the one with more hits lately. The last use rules first; in a tier so small that
-    its sample tells nothing, what was learned does."""
+    """Decides which order one tier uses: the order with more recent hits in its simulated cache. A tier starts with
+    LRU, and a tier that is too small to compare the orders starts with the learned order."""
 
     def __init__(self, times: ReturnTimes, capacity: int) -> None:
         size = max(1, capacity // SAMPLED)
         self._learned, self._last_used = Shadow(size, times), Shadow(size)
         self.learned_hits = self.last_used_hits = 0.0
-        """Hits of both lately."""
+        """Hits of both simulated caches. Older hits count less."""
         self.is_learned = size < MIN_LEARNED_BLOCKS
 
     def asked(self, sample: Sequence[tuple[CountedRun, int]]) -> None:
-        """`sample`: of the path that a request asks for; it may not be empty."""
+        """`sample`: the sampled runs of the units that a request requests. It must not be empty."""
         keep = 0.5 ** (len(sample) / HALF_LIFE)
         self.learned_hits = self.learned_hits * keep + self._learned.ask(sample)
         self.last_used_hits = self.last_used_hits * keep + self._last_used.ask(sample)
@@ -340,7 +349,7 @@ class Guard:
 
 
 class LearnedOrder:
-    """Ruled by what was learned or, as long as `guard` says so, by the last use."""
+    """The eviction order of one tier: the learned order, or LRU while `guard` has decided for it."""
 
     def __init__(self, times: ReturnTimes, guard: Guard) -> None:
         self._times = times
@@ -349,17 +358,17 @@ class LearnedOrder:
         self._spared = tuple([LeastRecentlyUsed() for _ in range(NUM_CLASSES)])
         self._last_use = 0
         self._known = [(0, 0, 0.0) for _ in range(NUM_CLASSES)]
-        """By class: of which use, at which time of the clock, the worth was computed last, and what it was."""
+        """The worth that was computed last, by class: (last use of the part, clock at the computation, worth)."""
 
     def asked(self, part: Part, num_uses: int) -> None:
-        """The units of `part` were asked for, for the `num_uses`-th time. A class never falls: what is behind the part
-        may be in it, too."""
+        """The units of `part` were requested for the `num_uses`-th time. The class of a part never falls, because the
+        parts after it may be in the same class."""
         more = class_of(num_uses) - part.rank % NUM_CLASSES
         if more > 0:
             self._move(part, part.rank + more)
 
     def hinted(self, part: Part, change: int) -> None:
-        """One hint more spares `part`, or one less."""
+        """One hint more spares `part` (`change` is 1), or one hint less (-1)."""
         self._move(part, max(part.rank % NUM_CLASSES, part.rank + change * NUM_CLASSES))
 
     def _move(self, part: Part, ring: int) -> None:
@@ -371,12 +380,13 @@ class LearnedOrder:
             self._ring(part).add_among(part)
 
     def _ring(self, part: Part) -> LeastRecentlyUsed:
-        """By its class. Those that hints spare are apart."""
+        """The list of the class of `part`. Spared parts have lists of their own."""
         ring = part.rank
         return self._plain[ring] if ring < NUM_CLASSES else self._spared[ring % NUM_CLASSES]
 
     def add(self, part: Part) -> None:
-        """Uses are numbered by the clock, as ages are; each has a number of its own."""
+        """Numbers the use by the clock, because ages are computed from these numbers. No two uses have the same
+        number."""
         clock = self._times.clock
         self._last_use = last_use = clock if clock > self._last_use else self._last_use + 1
         ring = part.rank
@@ -401,8 +411,9 @@ class LearnedOrder:
         return plain or self._first_of([ring.first for ring in self._spared])
 
     def _first_of(self, parts: list[Part | None]) -> Part | None:
-        """Of the oldest ones by class: what is worth least or, of equal worth, the lower class. What is newer than one
-        of a lower class, as a head is, is worth at least as much."""
+        """The part to evict first. `parts` has the oldest part of each class. In the learned order it is the part that
+        is worth least, or the one in the lower class if both are worth the same. A part that is newer than a part of a
+        lower class is worth at least as much, so it is not compared."""
         found: Part | None = None
         least: float | None = None
         for part in parts:
@@ -434,7 +445,7 @@ class LearnedOrder:
 
 
 REMEMBERED = 8
-"""How often units were asked for is remembered for this many times the units that the host holds."""
+"""The history counts the requests of this many times the units that the largest tier can hold."""
 
 
 class Learning:
@@ -461,13 +472,13 @@ class Learning:
 
     @property
     def ruled(self) -> tuple[Tier, ...]:
-        """The tiers that follow what was learned now."""
+        """The tiers that use the learned order now."""
         return tuple([tier for tier, guard in self.guards.items() if guard.is_learned])
 
     # -- what requests ask for ------------------------------------------------------------------------------------
 
     def seen(self, request: LedgerRequest, first: int, stop: int) -> Sequence[CountedRun]:
-        """`request` asks for units `[first, stop)`. Returns the runs of the history."""
+        """Count that `request` requests units `[first, stop)`. Returns their runs in the history."""
         if first >= stop:
             return ()
         times, by_class = self._times, [0] * NUM_CLASSES
@@ -501,7 +512,7 @@ class Learning:
     # -- what the cache holds of it -------------------------------------------------------------------------------
 
     def mark(self, cache: PrefixCache, request: LedgerRequest, run: Run, start: int) -> None:
-        """Tell the orders how often the units from `start` on were asked for, on the path of `run`."""
+        """Tell the orders how often the units from `start` on, on the path of `run`, were requested."""
         uses = request.uses
         if not uses:
             return
@@ -520,11 +531,12 @@ class Learning:
 
 
 def _nobody(counted: CountedRun) -> None:
-    """Hears of a run that is forgotten: does nothing."""
+    """Default of `Learning.when_forgotten`: does nothing."""
 
 
 def _uses(path: Sequence[CountedRun]) -> tuple[tuple[int, int], ...]:
-    """(stop, number of uses): where the class changes. Not of what is asked for once, which is behind all else."""
+    """(stop, number of uses) for each stretch of `path` whose runs are in one class. Runs that were requested once are
+    left out: they come last."""
     found: list[tuple[int, int]] = []
     last = -1
     for counted in path:
@@ -539,20 +551,20 @@ def _uses(path: Sequence[CountedRun]) -> tuple[tuple[int, int], ...]:
 
 
 RUN_BYTES = 512
-"""Of what is remembered, beside its tokens, for each stretch of a prompt."""
+"""Approximate size of a run of the history, without its tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class _Ruled:
     num_switches: int = 0
     num_before: int = 0
-    """Blocks that were evicted until the last switch,"""
+    """Blocks evicted until the last switch."""
     num_by_learned: int = 0
-    """and of these by what was learned."""
+    """Those of them that were evicted while the learned order was in use."""
 
 
 class Rulings:
-    """Tells the observer when the guard of a tier switches between both orders."""
+    """Reports to the observer when the guard of a tier switches between the two orders."""
 
     def __init__(self, cache: PrefixCache, learning: Learning, moves: Moves) -> None:
         self._cache = cache
@@ -562,7 +574,7 @@ class Rulings:
         self._ruled = {tier: _Ruled() for tier in learning.tiers}
 
     def look(self) -> None:
-        """Called when the guards have counted a request."""
+        """Report switches. Called after the guards have counted a request."""
         learned, before = self._learning.ruled, self._learned
         self._learned = learned
         for tier in self._learning.tiers:

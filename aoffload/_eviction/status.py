@@ -36,7 +36,7 @@ class TierEviction:
     learned_hits: float
     lru_hits: float
     num_switches: int
-    """From one order to the other; the first is LEARNED."""
+    """Switches between the two orders. A tier starts with LRU, unless it is too small to compare the orders."""
     num_evicted_learned: int
     """Blocks evicted while the learned order was in use."""
     num_evicted_lru: int
@@ -49,7 +49,7 @@ class EvictionStatistics:
 
     tiers: tuple[TierEviction, ...]
     num_remembered_runs: int
-    """Stretches of prompts of which it counts the requests."""
+    """Stretches of prompts whose requests are counted."""
     num_remembered_bytes: int
     """Approximate memory that these counts use in this process."""
 

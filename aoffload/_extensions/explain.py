@@ -1,7 +1,6 @@
-"""Status reports of a ledger: which owners hold device blocks, and what each request waits for.
+"""Status reports of a ledger: the holders of device blocks, and the cause of each request's wait.
 
-The reports are computed from the present state when they are requested. Only the times of state changes are recorded
-for them.
+Each call computes its report from the present state. Only the times of state changes are recorded in advance.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ class Reports(LedgerExtension):
 
     def __init__(self) -> None:
         self.asking: dict[LedgerRequest, float] = {}
-        """Requests that wait for an answer of the remote store, and since when. The remote tier's loop side sets it."""
+        """Requests that wait for an answer of the remote store, each with the time of the question. The remote tier's
+        loop side sets it."""
         self.declined: dict[str, Declined] = {}
         """By request id: the part of the hit that is computed instead of loaded. `LoadCosts` sets it."""
 
@@ -53,8 +53,9 @@ class Reports(LedgerExtension):
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def requests(self) -> tuple[RequestStatus, ...]:
-        """The live requests, those that have been in their state for the longest first: the blocks that each holds and
-        waits for, and the holders of these. Ages are None in a ledger without a `clock`."""
+        """The live requests, those that have been in their state for the longest first. Each status has the blocks that
+        the request holds, the blocks that it waits for, and the holders of these. Ages are None in a ledger without a
+        `clock`."""
         biggest = self.holders()
         places = {waiter: place for place, waiter in enumerate(self._waiters(), 1)}
         steps: dict[LedgerRequest, list[Step]] = {}
@@ -103,13 +104,14 @@ class Reports(LedgerExtension):
         is_in_doubt = job.job_id in self._jobs.quarantined
         state = "quarantined" if is_in_doubt else job.state.value
         if job.parked is not None:
-            state = "parked"  # it has ended, and waits for the job that brings the blocks before its own
-        # Device blocks that it writes, and until it is settled, those that it copies from or that lie before them.
+            state = "parked"  # its copy has ended, and it waits for the job that brings the blocks before its own
+        # The device blocks that the job writes. Until it is settled, also the blocks that it copies from and the blocks
+        # before them.
         num_blocks = job.plan.num_blocks if job.plan.destination is Tier.DEVICE else 0
-        if not is_in_doubt:  # the sources of a copy that was given up are free
+        if not is_in_doubt:  # the source blocks of a copy that was given up are free
             num_blocks += len(_pinned(job.leases()))
             if job.plan.source is Tier.DEVICE and job.source_lease is None:
-                num_blocks = job.plan.num_blocks  # an engine's: no lease protects them
+                num_blocks = job.plan.num_blocks  # an engine's blocks have no leases
         began = (job.request_id,) if job.request_id else ()
         return Holder(job.plan.direction.value, str(job.job_id), state, self._age(job.since_s), num_blocks, began)
 
@@ -177,7 +179,7 @@ class Reports(LedgerExtension):
             cancelled=request.reason,
         )
         if fetch is not None and place is None:
-            # A job of a fetch holds host blocks, and none of the device.
+            # A job of a fetch holds host blocks, but no device blocks.
             jobs = [
                 attrs.evolve(self._job(job), num_blocks=job.plan.num_blocks) for job in self._jobs_of(fetch.request)
             ]
@@ -244,8 +246,8 @@ def _others(holders: Iterable[Holder], request_id: str) -> Iterator[Holder]:
 
 
 def num_held(request: LedgerRequest) -> int:
-    """Device blocks that a request holds: those of its tables, those that its leases pin (also where its table has
-    copies of its own), and a grant that its task has not accepted yet."""
+    """Number of device blocks that a request holds: the blocks of its tables, the blocks that its leases pin (even if
+    the table has its own copy instead), and a grant that its task has not accepted yet."""
     found = set[int]()
     for table in request.tables:
         found.update(table.ids)

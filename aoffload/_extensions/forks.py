@@ -1,14 +1,15 @@
-"""Forks: a new request continues from where its parent is, and shares the blocks of the full units.
+"""Forks: a new request continues from the present token of its parent, and shares the blocks of the full units.
 
     parent   [ published: cached, leased ........)[ private, partly computed )
-    child    [ the same blocks, a lease of its own )[ own blocks, into which the engine copies )
+    child    [ the same blocks, its own lease ......)[ own blocks, into which the engine copies )
              0                                shared
 
-The child begins RUNNING, with the tokens and the limits of its parent. It never waits for blocks. Like an extension, a
-fork goes ahead of allocations, but not of waiting extensions.
+The child begins RUNNING, with the tokens and the limits of its parent. It never waits for blocks. A fork takes blocks
+before requests that wait for their first blocks, but after requests that wait to extend their tables.
 
-Copied blocks carry KV from parent to child without a lease. So a request remembers its origins, each with the number of
-tokens that it had computed at the fork, and an invalidation of an origin reaches its forks (`ask_first_wrong`).
+A copied block carries KV from parent to child, but no lease shows it. So the extension records the *origins* of each
+fork, with the number of tokens that each origin had computed at the fork. With that record, an invalidation of an
+origin also finds its forks (`ask_first_wrong`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Fork:
 
     request: LedgerRequest
     copies: tuple[tuple[int, int], ...]
-    """(source, destination) device blocks: blocks that are not full, and others that could not be shared."""
+    """Pairs of device blocks (source, destination): the blocks that are not full, and blocks that could not be
+    shared."""
 
 
 class Forks(LedgerExtension):
@@ -48,12 +50,13 @@ class Forks(LedgerExtension):
 
     def __init__(self) -> None:
         self._origins: dict[LedgerRequest, dict[LedgerRequest, int]] = {}
-        """By fork: the requests that it descends from, each with its number of computed tokens at that fork."""
+        """By fork: its origins, which are the requests that it descends from, each with its number of computed tokens
+        at that fork."""
         self._over: dict[LedgerRequest, None] = {}
-        """Forks that are over while a request from which they were forked is live. Their published units depend on a
-        block that was copied from that request, and the index does not show this."""
+        """Forks that are over while one of their origins is live. Their published units may depend on a block that was
+        copied from the origin, and the index does not show this."""
         self._over_of: dict[LedgerRequest, list[LedgerRequest]] = {}
-        """The same by origin, so that the end of a request scans its own forks only."""
+        """The forks of `_over` by origin, so that the end of a request scans only its own forks."""
 
     def on_attach(self, ledger: CoreLedger) -> None:
         self._ledger, self._cache, self._admission = ledger, ledger.cache, ledger.admission
@@ -62,14 +65,15 @@ class Forks(LedgerExtension):
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def num_shared_tokens(self, request: LedgerRequest) -> int:
-        """Leading tokens whose blocks a fork of `request` would share. It needs its own blocks for the tokens after."""
+        """Number of leading tokens whose blocks a fork of `request` would share. The fork needs its own blocks for the
+        later tokens."""
         require(self._ledger.own(request), "fork", State.RUNNING)
         return self._shared_stop(request) * self._cache.layout.unit_tokens
 
     def fork(self, request: LedgerRequest, request_id: str | None = None, *, num_tokens: int = 0) -> Fork:
-        """Start another request with the tokens that `request` has so far, RUNNING at once. It shares the full blocks;
-        the engine copies the others (`Fork.copies`). It has blocks for `num_tokens`, or for all known tokens if those
-        are more. `OutOfBlocks` changes nothing.
+        """Start another request with the present tokens of `request`, RUNNING at once. The fork shares the full blocks;
+        the engine copies the other blocks (`Fork.copies`). It gets blocks for `num_tokens`, or for all known tokens if
+        there are more of them. `OutOfBlocks` changes nothing.
         """
         ledger = self._ledger
         require(ledger.own(request), "fork", State.RUNNING)
@@ -81,13 +85,13 @@ class Forks(LedgerExtension):
             ledger.moves.request(fork.request, state)
         ledger.moves.report()
         if ledger.hooks.error is not None:
-            ledger.release(fork.request, "error: ExtensionError")  # nobody gets the fork
+            ledger.release(fork.request, "error: ExtensionError")  # the caller does not get the fork
         return fork
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def on_leaving(self, request: LedgerRequest, is_last: bool) -> None:
-        """A fork with published units is remembered, because an invalidation of an origin must reach them."""
+        """Remember a fork with published units, because an invalidation of an origin must find these."""
         if not is_last or request not in self._origins:
             return
         origins = [origin for origin in self._origins[request] if not origin.is_over]
@@ -98,7 +102,7 @@ class Forks(LedgerExtension):
                 self._over_of.setdefault(origin, []).append(request)
 
     def on_released(self, request: LedgerRequest) -> None:
-        """Forget the forks whose origins are all over, because no invalidation can reach them."""
+        """Forget the forks whose origins are all over, because no invalidation has to find their units any more."""
         for fork in self._over_of.pop(request, ()):
             if all(origin.is_over for origin in self._origins.get(fork, ())):
                 self._over.pop(fork, None)
@@ -129,7 +133,7 @@ class Forks(LedgerExtension):
             raise WrongState(f"fork: {parent} has read KV that was invalidated: it must be aborted")
 
     def _shared_stop(self, parent: LedgerRequest) -> int:
-        """The unit up to which `parent` can share its blocks: published, and not found corrupt since."""
+        """The unit up to which `parent` can share its blocks. They must be published, and not found corrupt since."""
         stop = parent.published
         for component, table in zip(self._cache.layout.components, parent.tables, strict=True):
             for run, first, last in stretches(parent.device_run, table.start, stop) if component.width else ():
@@ -139,8 +143,8 @@ class Forks(LedgerExtension):
         return stop
 
     def _fork(self, parent: LedgerRequest, name: str, ticket: int, num_tokens: int) -> Fork:
-        """A request with the same tokens, and with blocks for `num_tokens`, or for all known tokens if those are more.
-        `OutOfBlocks` changes nothing. The caller moves the state of the new request."""
+        """Make a request with the same tokens, and with blocks for `num_tokens`, or for all known tokens if there are
+        more of them. `OutOfBlocks` changes nothing. The caller sets the state of the new request."""
         layout, components, shared = self._cache.layout, self._cache.layout.components, self._shared_stop(parent)
         num_units = layout.num_units(max(num_tokens, parent.sequence.num_tokens, parent.num_computed_tokens))
 

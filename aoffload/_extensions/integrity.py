@@ -1,4 +1,4 @@
-"""Check of all invariants, by a full scan: every block has one owner, and every reference belongs to a lease."""
+"""Checks all invariants by a full scan: every block has one owner, and every reference belongs to a lease."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def demand(law: bool, message: str, *about: object) -> None:
 
 
 def _runs(cache: PrefixCache, leases: list[Lease]) -> set[Run]:
-    """All runs: those in the index, and leased runs that a reset has made unfindable."""
+    """All runs: those in the index, and leased runs that a reset has removed from the index."""
     runs = set(cache.index.runs.values())
     for lease in leases:
         demand(not lease.released, "a released lease is still held", lease)

@@ -1,26 +1,28 @@
-"""Invalidation: take back what a failed forward has committed, and find the requests that may have read it.
+"""Invalidation: withdraw the KV that a failed forward has committed, and find the requests that may have read it.
 
-A forward has failed after its tokens were committed: KV from `from_token` on is wrong, and so is everything computed
-with it. Two sets are searched until neither grows:
+A forward has failed after its tokens were committed. The KV from `from_token` on is wrong, and so is all KV that was
+computed from it. A search fills two sets until neither of them grows:
 
-    wrong      runs whose blocks are wrong: at first those that the request itself has published from there on
+    wrong      runs whose blocks are wrong: at first the runs that the request itself has published from there on
     sources    requests that have computed wrong KV, each with its first wrong token: at first the request
 
     A request is tainted if it may have read wrong KV:
         a lease of its block tables covers a wrong run; or
         it gave up its blocks since (preempted), and its tokens agree with wrong tokens of a source; or
-        another extension says so (`ask_first_wrong`): a fork has copied wrong tokens of a source
+        an extension reports it (`ask_first_wrong`): a fork has copied wrong KV of a source
     Then it is a source, too, and the runs that it uses from its first wrong unit on are wrong.
 
-Requests that are over, but still in a step, and forks that are over count as readers, because others may have read what
-they computed. A tainted request publishes nothing any more, and its caller aborts it. All wrong runs become unfindable,
-with all runs after them. Requests whose match pins such runs, and that have no blocks yet, are matched again.
+Requests that are over but still in a step, and forks that are over, are searched too, because other requests may have
+read the KV that they computed. A tainted request publishes nothing any more, and its caller aborts it. All wrong runs
+and the runs after them are removed from the index. A request without blocks whose match pins such runs is matched
+again.
 
-The request itself computes again, from `from_token` on. Its blocks there become private again, so no other request may
-read them any more. In place of blocks that others still read, it takes fresh ones. If it cannot, it is tainted as well.
+The request itself computes again from `from_token` on. Its blocks there become private again, so no other request may
+read them. In place of blocks that other requests still read, it takes fresh blocks. If it cannot take them, it is
+tainted, too.
 
-**Memory.** A request that gives up its blocks has no leases any more that would show what it has read. So its number of
-published units is remembered until it is over, and for a fork until an invalidation cannot reach it any more (`keep`).
+**Memory.** After a request has given up its blocks, no lease shows which units it has read. So its number of published
+units is remembered until the request is over. For a fork it is remembered until no origin is live any more (`keep`).
 """
 
 from __future__ import annotations
@@ -60,19 +62,19 @@ class Invalidation(LedgerExtension):
     # -- the verb -------------------------------------------------------------------------------------------------
 
     def invalidate(self, request: LedgerRequest, from_token: int) -> tuple[LedgerRequest, ...]:
-        """Invalidate the KV that a failed forward committed: all KV from `from_token` on is wrong.
+        """Invalidate the KV of `request` from `from_token` on, because the forward that committed it has failed.
 
-        Drops the generated tokens after `from_token`, because that forward, or a later one, sampled them. Returns the
-        other requests that may have read the wrong KV; abort them. Abort `request` too if it comes first in the result:
-        it would have to go back to units that have left its window, or other requests still read blocks that it would
-        write to and it cannot get others.
+        Drops the generated tokens after `from_token`, because that forward or a later one sampled them. Returns the
+        other requests that may have read the wrong KV; abort them. If `request` itself comes first in the result, abort
+        it, too: it cannot compute again, because the units have left its window, or because other requests still read
+        its blocks and it cannot get fresh ones.
         """
         ledger = self._ledger
         ledger.own(request)
         sequence, published = request.sequence, request.published
         if self.hooks.on_invalidated:
             sequence = sequence.copy()
-        # Requests that are over may have read it too, in a step or as forks, but need not be aborted.
+        # Requests that are over, but in a step or forks, may have read the KV, too. They need not be aborted.
         readers = dict.fromkeys((*ledger.live_requests.values(), *ledger.closing))
         for ask in self.hooks.ask_former_readers:
             readers.update(dict.fromkeys(ask()))
@@ -81,7 +83,7 @@ class Invalidation(LedgerExtension):
         if start < published:
             wakes += ledger.invalidated(sequence, start, published)
         for reader, first in tainted.items() if self.hooks.on_invalidated else ():
-            # A fork may have published units that `request` has only begun.
+            # A fork may have published units of which `request` has only a part.
             stop = max(reader.published, self._read_before.get(reader, 0))
             if reader is not request and first < stop:
                 wakes += ledger.invalidated(reader.sequence, first, stop)
@@ -92,11 +94,11 @@ class Invalidation(LedgerExtension):
     def _invalidate(
         self, request: LedgerRequest, first_wrong: object, readers: Iterable[LedgerRequest]
     ) -> dict[LedgerRequest, int]:
-        """Returns the tainted requests, each with its first wrong unit, also those that are over; `request` comes first
-        if it cannot compute again.
+        """Returns the tainted requests, each with its first wrong unit, including those that are over. `request` comes
+        first if it cannot compute again.
 
-        A request that is matched again may have a grant that was not accepted yet. Then the grant goes back, and the
-        request joins the wait queue again.
+        A request that is matched again may have a grant that it has not accepted yet. Then it gives back the grant and
+        joins the wait queue again.
         """
         require(request, "invalidate", State.RUNNING)
         ready = request.ready_stop * self.cache.layout.unit_tokens
@@ -105,12 +107,13 @@ class Invalidation(LedgerExtension):
             raise CommitError("from_token", f"must lie in [{ready}, {request.num_computed_tokens}], got {from_token}")
         start = from_token // self.cache.layout.unit_tokens
         others = [other for other in readers if other is not request]
-        # Also after a reset, when the index has none of these runs, because other requests may still share the blocks.
+        # Needed after a reset, too, when the index has none of these runs, because other requests may still share the
+        # blocks.
         wrong = dict.fromkeys(self._runs_from(request, first_published(self.cache, request, start), ()))
         tainted = self._taint(wrong, others, {request: from_token})
         self.cache.withdraw_all(wrong)
         matched = [other for other in others if other in tainted or _leases_any(other, wrong)]
-        for hook in self.hooks.on_withdrawn:  # it may split runs of `wrong`
+        for hook in self.hooks.on_withdrawn:  # a hook may split runs of `wrong`
             hook()
         self.admission.match_again(matched)
         goes_on = self._compute_again(request, from_token, tainted)
@@ -125,9 +128,9 @@ class Invalidation(LedgerExtension):
 
     def _compute_again(self, request: LedgerRequest, from_token: int, readers: Iterable[LedgerRequest]) -> bool:
         """Let `request` compute again from `from_token` on, into private blocks. False: other requests still read some
-        of its blocks, and `request` cannot take fresh blocks in their place. Either there are too few available blocks,
-        or a step of `request` writes to its blocks, or the first block begins with KV that is right, which a fresh
-        block would lack."""
+        of its blocks, and `request` cannot take fresh blocks in their place. There are too few available blocks, or a
+        step of `request` writes to its blocks, or the first block begins with correct KV, which a fresh block would
+        lack."""
         start, excess = divmod(from_token, self.cache.layout.unit_tokens)
         published = published_by(self.cache, request, start)
         shared = read_by(readers, published)
@@ -152,7 +155,7 @@ class Invalidation(LedgerExtension):
             for other in others:
                 if other in tainted:
                     continue
-                # Without block tables it has read nothing: its leases only pin.
+                # A request without block tables has read nothing: its leases only pin.
                 leases = other.all_leases() if other.tables else ()
                 read = [run.start for lease in leases for run in lease.run.path() if run in wrong]
                 read += self._read_before_of(other, sources)
@@ -160,7 +163,7 @@ class Invalidation(LedgerExtension):
                     if (first := ask(other, sources)) is not None:
                         read.append(first)
                 if read:
-                    # Only from its first wrong unit on: the KV that it computed before is right, and others may use it.
+                    # The KV that it computed before its first wrong unit is correct, and other requests may use it.
                     tainted[other] = min(read)
                     sources[other] = min(read) * self.cache.layout.unit_tokens
                     other.epoch = NoEpoch.INVALIDATED  # its task may still commit before it unwinds
@@ -170,8 +173,8 @@ class Invalidation(LedgerExtension):
 
     def _read_before_of(self, other: LedgerRequest, sources: dict[LedgerRequest, int]) -> list[int]:
         """The first wrong unit of each of `sources` whose wrong KV `other` may have read before it gave up its blocks.
-        `other` has no leases any more that would show this, so tokens are compared. `other` is tainted even if it
-        computes all KV again, because tokens that it sampled from wrong KV are wrong."""
+        No lease of `other` shows this any more, so its tokens are compared. `other` is tainted even if it computes all
+        KV again, because tokens that it sampled from wrong KV are wrong."""
         read_before = self._read_before.get(other, 0)
         if not read_before:
             return []
@@ -184,8 +187,9 @@ class Invalidation(LedgerExtension):
         ]
 
     def _runs_from(self, request: LedgerRequest, start: int, cut: Container[Run]) -> list[Run]:
-        """The runs from unit `start` on that the request uses: those of its device lease or, without tables, the cached
-        runs of the tokens that it had published when it gave its tables up. Splits at `start`, but no run in `cut`."""
+        """The runs from unit `start` on that the request uses: the runs of its device lease. If it has no tables: the
+        cached runs of the tokens that it had published when it gave up its tables. Splits a run at `start`, unless it
+        is in `cut`."""
         if request.tables:
             runs = request.device_run.whole_path() if request.device_run is not None else []
         else:
@@ -203,12 +207,12 @@ class Invalidation(LedgerExtension):
             self.remember(request)
 
     def remember(self, request: LedgerRequest) -> None:
-        """`request`, which is about to give up its blocks, may have read all units that are published."""
+        """Record that `request`, which is about to give up its blocks, may have read all its published units."""
         if request.published > self._read_before.get(request, 0):
             self._read_before[request] = request.published
 
     def has_read(self, request: LedgerRequest) -> bool:
-        """Whether it may have read units that it no longer leases."""
+        """Whether `request` may have read units that it no longer leases."""
         return request in self._read_before
 
     def keep(self, request: LedgerRequest) -> None:
@@ -260,7 +264,7 @@ def _own_units(cache: PrefixCache, request: LedgerRequest, start: int) -> list[t
 
 
 def read_by(readers: Iterable[LedgerRequest], published: list[tuple[Component, Run]]) -> list[tuple[Component, Run]]:
-    """Those of `published` whose blocks are in the tables of `readers`."""
+    """The runs of `published` whose blocks are in the tables of `readers`."""
     leases = [reader.leases[Tier.DEVICE] for reader in readers if reader.tables and Tier.DEVICE in reader.leases]
     paths = [(lease, set(lease.run.path())) for lease in leases]
     return [
@@ -279,12 +283,12 @@ def take_private(
     published: list[tuple[Component, Run]],
     shared: list[tuple[Component, Run]],
 ) -> None:
-    """Make the withdrawn blocks of `published` private to the request again. The `shared` ones stay with the requests
-    that read them; in their place the request gets fresh blocks, which must be available."""
+    """Make the withdrawn blocks of `published` private to the request again. The requests that read `shared` blocks
+    keep them, and the request gets fresh blocks in their place, which must be available."""
     for component, run in published:
         table = request.tables[component.number]
         if run.start < table.start:
-            continue  # it has left the window
+            continue  # the run has left the window
         if (component, run) in shared:
             cache.last_uses.gave_up(request, table.at(run.start, run.stop))
             table.put(run.start, cache.take(Tier.DEVICE, (run.stop - run.start) * component.width))

@@ -24,15 +24,15 @@ class WriteBack(LedgerExtension):
         self._watermark = EvictionWatermark(ledger.cache, ledger.jobs, ledger.stores, self._num_watermark_blocks)
 
     def ask_deferred(self, run: Run, stop: int) -> bool:
-        """Mark the path of `run`: it is stored once it is about to be evicted."""
+        """Mark the path of `run`. Its blocks are stored once they are about to be evicted."""
         self._watermark.offer(run, stop)
         return True
 
     def plan(self) -> tuple[TransferPlan, ...]:
-        """Stores of the blocks that the next allocations would evict.
+        """Plan stores of the blocks that the next allocations would evict.
 
-        Call it after `commit` and `release`; it is cheap if nothing has changed. The blocks may have been computed at
-        any time, so the copies have to wait for all compute submitted to the device so far.
+        Call it after `commit` and `release`. The call is cheap if nothing has changed. The blocks may have been
+        computed at any time, so the copies have to wait for all compute submitted to the device so far.
         """
         self._ledger.hooks.refuse_verb()
         return self._ledger.plans_of(self._watermark.plan())

@@ -1,4 +1,4 @@
-"""Load or compute: how much of a hit is loaded, by an estimate of the cost of both.
+"""Load or compute: decides how much of a hit to load, by estimating the cost of loading and of computing.
 
     loading costs      max(A, Q) - Q           this request waits for its first token
                        + 2 busy(W) L           requests after it wait for its copy
@@ -54,14 +54,14 @@ def loadable(ledger: CoreLedger, request: LedgerRequest, max_tokens: int | None 
         return None  # `plan` refuses it
     run, there = lease.run, start
     part = run.parts[Tier.DEVICE]
-    if part.incoming is not None or part.stop > start or run.start > start:  # else the device gets no unit of it
+    if part.incoming is not None or part.stop > start or run.start > start:  # else the device has no unit of it
         there = min(ledger.loads.on_its_way(run.whole_path(), start, stop)[1], stop)
     return Loadable(start, stop, layout.num_blocks(there, start, stop))
 
 
 @dataclass(slots=True, eq=False)
 class LoadOffer:
-    """The facts for the choice of one request: its hit, the state of the link, and the state of the engine."""
+    """The input of the choice for one request: its hit, the state of the link, and the state of the engine."""
 
     num_units: int
     """Units of the hit that could be loaded."""
@@ -112,8 +112,8 @@ class LoadChoice(Protocol):
 
 
 class CostChoice:
-    """Loads the hit if that costs no more than computing it. If the request has a deadline that only one of the two
-    meets, the choice is that one. A link that was slow is probed with a small load now and then."""
+    """Loads the hit if loading costs no more than computing it. If the request has a deadline that only one of the two
+    meets, that one is chosen. Now and then a slow link is probed with a small load."""
 
     def stop(self, offer: LoadOffer) -> int:
         num_units, tokens_per_s, bytes_per_s = offer.num_units, offer.tokens_per_s, offer.bytes_per_s
@@ -140,14 +140,14 @@ class CostChoice:
 
 
 def chosen_stop(choice: LoadChoice, offer: LoadOffer, most: int) -> int:
-    """The answer of `choice`, checked, because it may be a program's own: `InvalidArgument` unless it is an integer in
-    `[0, most]`."""
+    """The answer of `choice`. `InvalidArgument` unless it is an integer in `[0, most]`: the program may have written
+    `choice`."""
     stop = choice.stop(offer)
     return stop if type(stop) is int and 0 <= stop <= most else check_int("load_choice.stop", stop, 0, most)
 
 
 def load_choice_of(value: Any) -> LoadChoice | None:
-    """The choice that `OffloadConfig.load_choice` names or is. None: load everything."""
+    """The choice for `OffloadConfig.load_choice`, which is a name or an object. None: load everything."""
     if isinstance(value, str):
         return CostChoice() if value == "cost" else None
     return value  # type: ignore[no-any-return]

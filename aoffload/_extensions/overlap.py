@@ -1,13 +1,13 @@
 """Load overlaps: a step that begins before the load of its request is over.
 
-The step assumes that the load succeeds: it reads blocks that jobs still own, and writes after them, into the
-request's own blocks. The assumption may turn out wrong: a copy may fail, or another request may publish the same tokens
-first, and then the table of the request names other blocks than the step has read. So the block tables that the step
-assumes are kept in a `LoadOverlap`. They are compared with each job of the load that is settled (`Load.job_settled`),
-and with the tables of the request once the load is over.
+The step assumes that the load succeeds: it reads blocks that jobs still own, and writes to the request's own blocks
+after them. The assumption may be wrong. A copy may fail, or another request may publish the same tokens first; then the
+request's table names other blocks than the step has read. So a `LoadOverlap` keeps the block tables that the step
+assumes. They are compared with each settled job of the load (`Load.job_settled`), and with the request's tables once
+the load is over.
 
-    SPECULATIVE --> CONFIRMED       all blocks that the step reads were brought: what it computes counts
-         `-------> INVALID          some were not: commits beyond the loaded tokens are refused
+    SPECULATIVE --> CONFIRMED       the load brought all blocks that the step reads: its results are valid
+         `-------> INVALID          the load fell short: commits beyond the loaded tokens are refused
                       `---> ACKNOWLEDGED    the engine has asked for the first invalid token, and begins another step
 """
 
@@ -63,9 +63,9 @@ class LoadOverlap:
     stop: int
     """The step assumes that the load succeeds up to this unit."""
     num_tokens: int
-    """The same in tokens."""
+    """`stop` in tokens."""
     tables: tuple[array[int], ...]
-    """The block tables up to there as the step assumes them, one per component."""
+    """The block tables up to unit `stop` as the step assumes them, one per component."""
     state: OverlapState = OverlapState.NEW
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class LoadOverlap:
 
 @attrs.frozen
 class OverlapMoved(Event):
-    """A step overlaps a load, or it has turned out whether the load brought what the step assumed."""
+    """A step overlaps a load, or the overlap was confirmed, invalid or acknowledged."""
 
     overlap: LoadOverlap
     old: OverlapState
@@ -91,7 +91,7 @@ class Overlap(LedgerExtension):
         self._ledger, self._cache, self._moves = ledger, ledger.cache, ledger.moves
 
     def __contains__(self, request: LedgerRequest) -> bool:
-        """Whether a step of `request` has overlapped a load, and not all that follows from it is known."""
+        """Whether a step of `request` has overlapped a load and the overlap is not confirmed or replaced yet."""
         return request in self._overlaps
 
     # -- the verbs ------------------------------------------------------------------------------------------------
@@ -102,9 +102,9 @@ class Overlap(LedgerExtension):
 
     @contextmanager
     def step(self, requests: Iterable[LedgerRequest], arriving: Iterable[LedgerRequest]) -> Iterator[None]:
-        """As `Ledger.step` for `requests`. For those in `arriving`, the forward overlaps a load: see `block_ids`. If
-        the load falls short, the tokens that the forward computed cannot be committed. A request whose load is over is
-        held like the others."""
+        """Like `Ledger.step`, for `requests` and `arriving`. For requests in `arriving`, the forward overlaps a load:
+        see `block_ids`. If the load falls short, the tokens that the forward computed cannot be committed. If the load
+        of such a request is over already, the request is handled like one in `requests`."""
         held, arrived = as_tuple("requests", requests, "LedgerRequest"), as_tuple("arriving", arriving, "LedgerRequest")
         for request in held:
             require(self._ledger.own(request), "step", RequestState.ALLOCATED, RequestState.RUNNING)
@@ -117,27 +117,29 @@ class Overlap(LedgerExtension):
             yield
 
     def num_expected_tokens(self, request: LedgerRequest) -> int:
-        """Tokens whose KV is on the device once the load has landed: where an overlapping step starts to compute."""
+        """Number of tokens whose KV is on the device once the load has landed. An overlapping step starts to compute
+        there."""
         load = self._ledger.own(request).load
         return request.num_computed_tokens if load is None else load.stop * self._cache.layout.unit_tokens
 
     def block_ids(self, request: LedgerRequest) -> list[list[int]]:
-        """The block table as it will be once the load has landed, one list per group, for a step with the request in
-        `arriving`. A loaded block is valid once the fence of its job has passed. `WrongState` before such a step."""
+        """The block table that the request will have once the load has landed, one list per group. Call it inside a
+        step with the request in `arriving`. A loaded block is valid once the fence of its job has passed. Raises
+        `WrongState` before such a step."""
         ids, layout = self._expected_ids(self._ledger.own(request)), self._cache.layout
         return layout.by_group(ids) if ids else [[] for _ in layout.groups]
 
     def begin_again(self, request: LedgerRequest) -> int | None:
-        """The first token to compute again, in a new step, because the load fell short of the blocks that an
-        overlapping step assumed; None: nothing to compute again. After an invalid overlap, commits need this call and a
-        new step."""
+        """The first token to compute again in a new step, because the load has not brought all blocks that an
+        overlapping step assumed. None: nothing to compute again. After an invalid overlap, commits are refused until
+        you call this and begin a new step."""
         require(self._ledger.own(request), "begin_again", RequestState.RUNNING)
         self._acknowledge(request)
         self._ledger.moves.report()
         return self._first_invalid_token(request)
 
     def first_invalid_token(self, request: LedgerRequest) -> int | None:
-        """The same as `begin_again`, but commits stay refused."""
+        """The result of `begin_again`, but without its effect: commits stay refused."""
         return self._first_invalid_token(self._ledger.own(request))
 
     # -- hooks ----------------------------------------------------------------------------------------------------
@@ -164,8 +166,9 @@ class Overlap(LedgerExtension):
     # -- the rules ------------------------------------------------------------------------------------------------
 
     def _can_start(self, request: LedgerRequest) -> bool:
-        """Whether a step may overlap the load: the device holds, or jobs of the load bring, all units that the step
-        would read, and the units after them have blocks. False after a reset, because then jobs publish nothing."""
+        """Whether a step may overlap the load. The device must hold all units that the step would read, or jobs of the
+        load must bring them, and the units after them must have blocks. False after a reset, because then jobs publish
+        nothing."""
         cache, load, overlap = self._cache, request.load, self._overlaps.get(request)
         if load is None or not load.jobs:
             return False  # DRAINING: the results of its steps cannot be committed
@@ -198,11 +201,12 @@ class Overlap(LedgerExtension):
             self._move(overlap, OverlapState.SPECULATIVE)
 
     def _expected_ids(self, request: LedgerRequest) -> list[array[int]]:
-        """The block tables, one per component, that an overlapping step assumes: those once the load has landed."""
+        """The block tables, one per component, that an overlapping step assumes, as they will be once the load has
+        landed."""
         overlap = self._overlaps.get(request)
         if request.load is None or not request.load.jobs:
             return [table.ids for table in request.tables]
-        # Without a step under way, the overlap may be that of an earlier load.
+        # Without a step under way, the overlap may belong to an earlier load.
         if overlap is None or (overlap.state is not OverlapState.SPECULATIVE and not request.num_steps):
             raise WrongState(f"block_ids: no step of {request} has begun: a load may end otherwise until one has")
         return [
@@ -211,9 +215,9 @@ class Overlap(LedgerExtension):
         ]
 
     def _compare(self, request: LedgerRequest) -> None:
-        """The load is over, and units that it did not bring are null: CONFIRMED if the tables are as the step assumed,
-        else INVALID. Another copy of the same tokens counts as different, because the block that the step assumed, and
-        may still read, is free by then."""
+        """The load is over, and units that it did not bring are null. Mark the overlap as CONFIRMED if the tables are
+        as the step assumed, else as INVALID. Another block with the same tokens counts as different, because the block
+        that the step assumed, and may still read, is already free."""
         overlap = self._overlaps.get(request)
         if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
             return
@@ -226,9 +230,9 @@ class Overlap(LedgerExtension):
         del self._overlaps[request]
 
     def _compare_job(self, request: LedgerRequest, job: Job) -> None:
-        """A job of the load is settled: INVALID unless its blocks that the step reads are published. They are compared
-        while the load goes on, because a block that was not brought is free: it may return to the same position with
-        other bytes before the load ends."""
+        """A job of the load is settled. Mark the overlap as INVALID unless all of the job's blocks that the step reads
+        are published. This cannot wait until the load ends, because a block that was not brought is free, and may be in
+        the same position of the table again, with other bytes, before the load ends."""
         overlap, component = self._overlaps.get(request), self._cache.layout.components[job.component]
         if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
             return
@@ -240,7 +244,7 @@ class Overlap(LedgerExtension):
             self._move(overlap, OverlapState.INVALID)
 
     def _check_valid(self, request: LedgerRequest, num_computed_tokens: int) -> None:
-        """Refuse to commit what was computed on a load that fell short."""
+        """Refuse to commit tokens that a step computed from a load that fell short."""
         ready = request.num_computed_tokens
         if num_computed_tokens > ready:
             problem = f"is {num_computed_tokens}, but the load of {request} brought fewer tokens than its step assumed"
@@ -268,8 +272,8 @@ class Overlap(LedgerExtension):
 
 
 def _once_landed(cache: PrefixCache, request: LedgerRequest, load: Load, component: Component) -> array[int]:
-    """The table of `component` up to the end of the load, as it will be once the load has landed: the blocks that the
-    device holds, and for the rest the destinations of the jobs of the load."""
+    """The table of `component` up to the end of the load, as it will be once the load has landed. It has the blocks
+    that the device holds, and for the other units the destinations of the jobs of the load."""
     expected, width = BlockTable(component.width, request.tables[component.number].at(0, load.stop)), component.width
     if not width:
         return expected.ids
@@ -280,8 +284,8 @@ def _once_landed(cache: PrefixCache, request: LedgerRequest, load: Load, compone
         start, stop = max(part.first, first), min(part.stop, last)
         if start < stop:
             expected.put(start, part.ids(start, stop))
-        # The last job first, and only where the table is null: a predecessor may go on in another branch, at units that
-        # a later job brings here.
+        # The last job first, and only into null entries, because an earlier job may continue in another branch, at
+        # units that a later job brings in this branch.
         for job in jobs_into(part):
             start, stop = max(job.start, first), min(job.stop, last)
             if job in load.jobs and start < stop:

@@ -1,17 +1,17 @@
-"""Pins: the cached part of a prompt stays cached until its pin ends.
+"""Pins: a pin keeps the cached part of a prompt cached until the pin ends.
 
-A pin owns leases, as a request does, but it computes nothing and waits for nothing. Two rules keep pins from starving
+A pin owns leases, like a request, but computes nothing and waits for nothing. Two rules prevent pins from starving
 requests:
 
 - All pins together pin at most `max_share` of each tier. A block that several pins share counts once.
-- If the head of the wait queue lacks blocks and only pins could free some, a pin ends (YIELDED): the one with the
-  earliest deadline among those on blocks that nothing but pins protects.
+- If the head of the wait queue lacks blocks and only pins could free some, one pin ends (YIELDED). It is the pin with
+the earliest deadline among the pins on blocks that only pins protect.
 
 A pin takes a lease in each tier that holds a part of the prompt: on the device up to the device hit, in the host up to
 the end of the hit. In a window, a lease pins the units that the next request for the same prompt needs. That request
 computes the last token again, so its hit may be a unit shorter, and its windows begin earlier.
 
-Pins also end by their deadlines. The ledger reads no clock: the caller compares `next_lapse` and calls `lapse`.
+Pins also end at their deadlines. The ledger does not read the time: the caller reads `next_lapse` and calls `lapse`.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ PIN_MOVES: Mapping[State, frozenset[State]] = {
 
 @dataclass(slots=True, eq=False, repr=False)
 class Pin:
-    """A pin of `Pins.hold`. It ends once: by `release`, its deadline, `drop`, a reset, or because it yields."""
+    """A pin of `Pins.hold`. It ends by `release`, at its deadline, by `drop`, by a reset, or because it yields."""
 
     pin_id: int
     sequence: TokenSequence
     expires_at: float
-    """Its deadline, on the clock of the times that the caller passes to `Ledger.lapse`."""
+    """The deadline, by the same clock as the times that the caller passes to `Ledger.lapse`."""
     ledger: Any
     state: PinState = PinState.NEW
     match: PrefixMatch = NO_MATCH
     """The cached prefix that it pins, or has pinned."""
     leases: list[Lease] = field(default_factory=list)
     since_s: float = 0.0
-    """When it entered its state, where the ledger has a clock."""
+    """The time at which it entered its state; 0 if the ledger has no clock."""
 
     def __repr__(self) -> str:
         return f"<Pin {self.pin_id} {self.state.name} {self.match.num_tokens} tokens>"
@@ -81,7 +81,7 @@ class Pin:
 
     @property
     def has_lapsed(self) -> bool:
-        """Whether its time was over before it was released."""
+        """Whether it ended at its deadline."""
         return self.state is PinState.LAPSED
 
 
@@ -96,7 +96,7 @@ class PinMoved(Event):
 
 @dataclass(slots=True, frozen=True)
 class _Wish:
-    """A lease to take: in `tier`, up to unit `stop`, and in each window from its entry in `starts` on."""
+    """A lease to take in `tier`, up to unit `stop`. In each window it begins at the window's entry in `starts`."""
 
     tier: Tier
     stop: int
@@ -154,7 +154,7 @@ class Pins(LedgerExtension):
             self._end(self.held[0], PinState.LAPSED)
 
     def on_resetting(self, tier: Tier | None) -> None:
-        if tier is None or tier in HIT_TIERS:  # a pin has no leases in other tiers
+        if tier is None or tier in HIT_TIERS:  # pins have no leases in other tiers
             self._end_all(PinState.DROPPED)
 
     def ask_blocks(self) -> bool:
@@ -170,7 +170,8 @@ class Pins(LedgerExtension):
         return False
 
     def on_withdrawn(self) -> None:
-        """Each pin on tombstones takes new leases on the blocks that are left, so that the tombstones are freed."""
+        """Each pin on withdrawn blocks takes new leases on the blocks that are still cached, so that the withdrawn
+        blocks become free."""
         for pin in self.held:
             if any(part.tombstones for lease in pin.leases for part in pinned_parts(lease)):
                 limit = pin.match.num_tokens // self.cache.layout.unit_tokens
@@ -184,7 +185,8 @@ class Pins(LedgerExtension):
     # -- beginning and end ----------------------------------------------------------------------------------------
 
     def _pin(self, sequence: TokenSequence, expires_at: object) -> Pin:
-        """Pin the cached part of `sequence`, whole units only. `OutOfBlocks` beyond the share changes nothing."""
+        """Pin the cached units of `sequence`. `OutOfBlocks` changes nothing; it is raised if pins would exceed their
+        share."""
         expiry = check_time("expires_at", expires_at)
         limit = sequence.num_tokens // self.cache.layout.unit_tokens
         hit, wishes = self._wishes(sequence, limit)
@@ -198,7 +200,7 @@ class Pins(LedgerExtension):
 
     def _end(self, pin: Pin, state: PinState) -> None:
         """End `pin` and release its leases."""
-        self._move(pin, state)  # first: raises, with nothing changed, if it is over
+        self._move(pin, state)  # first, because it raises if the pin is over
         self.held.remove(pin)
         self._let_go(pin)
 
@@ -215,19 +217,20 @@ class Pins(LedgerExtension):
     # -- leases ---------------------------------------------------------------------------------------------------
 
     def _wishes(self, sequence: TokenSequence, limit: int) -> tuple[Hit, list[_Wish]]:
-        """The hit, and the leases to take: in each tier up to the end of the part that the tier holds."""
+        """The hit, and the leases to take. In each tier, the lease ends where the units that the tier holds end."""
         cache = self.cache
         hit = find_hit(cache.index, sequence, cache.layout, limit)
         ends: list[tuple[Tier, int]] = []
         if hit.stop > hit.device_stop:
             ends.append((BELOW, hit.stop))
-            if cache.layout.windows:  # window blocks that the device holds after the device hit
+            if cache.layout.windows:  # the device may hold window blocks after the device hit
                 ends.append((Tier.DEVICE, hit.stop))
         elif (host_stop := held_stop(cache.layout, hit.path, BELOW, 0, hit.stop)) > 0:
             ends.append((BELOW, host_stop))
         if hit.device_stop:
             ends.append((Tier.DEVICE, hit.device_stop))
-        # A request for the same prompt computes the last token: its hit may be shorter, and its windows begin earlier.
+        # A request for the same prompt computes the last token, so its hit may be shorter, and its windows may begin
+        # earlier.
         again, limit = hit, (sequence.num_tokens - 1) // cache.layout.unit_tokens
         if hit.stop > limit and cache.layout.windows:
             again = find_hit(cache.index, sequence, cache.layout, limit)
@@ -240,7 +243,7 @@ class Pins(LedgerExtension):
         pin.match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
         if not wishes:
             return
-        # Pin the hit exactly, and no units that are published after it later.
+        # Pin only the hit, and not units that are published after it later.
         last = self.cache.cut(hit.path[-1], hit.stop)
         for wish in wishes:
             pin.leases.append(self.cache.lease(wish.tier, self.cache.cut(last, wish.stop), wish.starts))
@@ -264,7 +267,7 @@ class Pins(LedgerExtension):
                 raise OutOfBlocks(added, left, retryable=added <= bound, argument="max_pinned_share")
 
     def _num_added(self, hit: Hit, wishes: list[_Wish], kept: set[Part]) -> int:
-        """Blocks of one tier that `wishes` would pin and no other pin pins."""
+        """Number of blocks of one tier that `wishes` would pin and no other pin pins."""
         wanted: dict[Part, range] = {}
         for wish in wishes:
             for component, start in zip(self.cache.layout.components, (0, *wish.starts), strict=True):
@@ -278,7 +281,7 @@ class Pins(LedgerExtension):
 
 
 def pinned_parts(lease: Lease) -> Iterator[Part]:
-    """Every part that `lease` pins: in full attention all, in a window from its start on."""
+    """Every part that `lease` pins: all parts in full attention, and in a window the parts from its start on."""
     for run in lease.run.path():
         for part, start in zip(run.parts_in(lease.tier), (0, *lease.starts), strict=True):
             if run.start >= start:

@@ -1,8 +1,8 @@
 """Preemption: a request gives up its device blocks, keeps its progress in host memory, and continues later.
 
-A preempted request has one lease, on the host copy of its published units, and its tokens. `resume` matches it again,
-and from there on it is served like a new request: blocks, load, step. Units that the host could not store are computed
-again. Results of the last step that are not committed are lost with their blocks (`Computing.LOST_BLOCKS`).
+A preempted request keeps its tokens, and one lease on the host copy of its published units. `resume` matches it again,
+and then it allocates blocks, loads and steps like a new request. It computes units again that the host could not store.
+Uncommitted results of the last step are lost with their blocks (`Computing.LOST_BLOCKS`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Preemption:
     """The device blocks that a preempted request has given up."""
 
     num_freed: int
-    """Number of device blocks that became available, without those of an abandoned load. Blocks shared with other
+    """Number of device blocks that became available, without the blocks of an abandoned load. Blocks shared with other
     requests stay in use."""
     num_pending: int
-    """Blocks that copies still read: released when the jobs in `job_ids` are over."""
+    """Number of blocks that copies still read. They are released when the jobs in `job_ids` are over."""
     job_ids: tuple[int, ...]
     plans: tuple[TransferPlan, ...] = ()
     """Stores to launch."""
@@ -50,11 +50,11 @@ class Preemptions(LedgerExtension):
     def on_attach(self, ledger: CoreLedger) -> None:
         self._ledger, self._cache, self._moves, self._jobs = ledger, ledger.cache, ledger.moves, ledger.jobs
         self._request_leases, self._stores, self._admission = ledger.request_leases, ledger.stores, ledger.admission
-        ledger.add_once(Invalidation, Invalidation)  # it remembers what a preempted request has read
+        ledger.add_once(Invalidation, Invalidation)  # it remembers which units a preempted request has read
 
     @staticmethod
     def may_preempt(request: LedgerRequest) -> bool:
-        """Whether a preemption is allowed, if no step holds the blocks of `request`."""
+        """Whether `request` may be preempted while no step holds its blocks."""
         has_blocks = bool(request.tables) or request.state in (State.REQUEUED, State.STRANDED)
         waits = request.waiter is not None and request.state is not State.REQUEUED
         return has_blocks and not waits and not request.is_over
@@ -62,16 +62,16 @@ class Preemptions(LedgerExtension):
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def preempt(self, request: LedgerRequest) -> Preemption:
-        """Give up every device block of `request`. Its computed blocks are stored in host memory as far as the host has
-        free blocks, and pinned there until the request is resumed or over. Refused in a step, and in the wait queue
-        unless REQUEUED."""
+        """Give up every device block of `request`. Its computed blocks are stored in host memory, as far as the host
+        has free blocks, and pinned there until the request is resumed or over. Refused while the request is in a step,
+        or in the wait queue (unless REQUEUED)."""
         self._check(self._ledger.own(request))
         wakes: list[Callable[[], object]] = []
         load = request.load
         if load is not None:
             wakes += self._jobs.end_claims(self._jobs.abandon(load))
             wakes += load.conclude()
-        if request.waiter is not None:  # REQUEUED: its wait ends here, too
+        if request.waiter is not None:  # REQUEUED: end its wait, too
             wakes.append(request.waiter.wake)
         found = self._preempt(request)
         self._ledger.end_call(wakes)
@@ -81,7 +81,8 @@ class Preemptions(LedgerExtension):
         """Match a preempted request again, with the tokens that it had computed: PINNED afterwards, as after `admit`.
         It computes again from the first token that no load brings back.
 
-        `num_tokens`: the tokens that it will allocate; `OutOfBlocks`, with nothing changed, if they can never fit.
+        `num_tokens`: the number of tokens that it will allocate. `OutOfBlocks`, which changes nothing, if they can
+        never fit.
         """
         require(
             self._ledger.own(request), "resume", State.PREEMPTED, instead="only a request that was preempted is resumed"
@@ -110,8 +111,8 @@ class Preemptions(LedgerExtension):
             raise WrongState(f"preempt: a step touches the blocks of {request}")
 
     def _preempt(self, request: LedgerRequest) -> Preemption:
-        """Store the published units in the host, pin its copy, and release every device block. The caller has abandoned
-        the load, if there was one."""
+        """Store the published units in the host, pin the host copy, and release every device block. The caller has
+        abandoned the load, if there was one."""
         for hook in self._ledger.hooks.on_leaving:
             hook(request, False)
         cache, before, published = self._cache, self._admission.num_available, request.published
@@ -122,7 +123,7 @@ class Preemptions(LedgerExtension):
             self._request_leases.end_host_lease(request)
             request.num_computed_tokens = published * unit_tokens
 
-        # Stored at once, whatever the timing of the policy, but nothing with `NoStore`, nor beyond the store limit.
+        # Store at once, even if the policy stores later. `NoStore` and the store limit of the request still apply.
         jobs: list[Job] = []
         stop = min(published, request.store_limit)
         if run is not None and stop and request.epoch == cache.epoch and not self._stores_nothing:
@@ -133,7 +134,8 @@ class Preemptions(LedgerExtension):
             request.leases[self._stores.destination] = cache.lease(self._stores.destination, run)
             self._request_leases.lease_device_to(request, None)
 
-        # The limit of `admit` is about the prompt. What the request itself has computed may always be matched.
+        # The limit of `admit` applies only to the prompt. Units that the request itself has computed may always be
+        # matched.
         request.hit_limit = max(request.hit_limit, request.num_computed_tokens // unit_tokens)
         request.published = request.ready_stop = 0
         if request.computing is Computing.ITS_BLOCKS:

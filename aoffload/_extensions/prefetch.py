@@ -1,8 +1,8 @@
 """Prefetches and demotions: cache transfers between the device and the host.
 
-They must not harm requests. A prefetch takes free blocks only while no request waits for some, and all prefetches under
-way take at most `max_prefetch_share` of the device. A demotion frees a block only if no lease pins it, and only if the
-host serves at least the same hit without it.
+They must not delay requests. A prefetch takes free blocks only while no request waits for blocks, and all prefetches
+under way take at most `max_prefetch_share` of the device. A demotion frees a block only if no lease pins it, and if the
+host alone serves at least the same hit.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False, repr=False)
 class Prefetch(CacheTransfer):
     num_blocks: int = 0
-    """Device blocks that it has taken: they count in the share of all prefetches while it is under way."""
+    """Number of device blocks that it has taken. They count in the share of all prefetches while it is under way."""
     num_tokens: int = 0
-    """Tokens of the prompt on the device when it was over."""
+    """Number of tokens of the prompt that were on the device when it was over."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Demotion(CacheTransfer):
     num_blocks: int = 0
-    """Device blocks that it has freed."""
+    """Number of device blocks that it has freed."""
 
 
 class DeviceTransfers(CacheTransfers):
-    """`Ledger.transfers`: prefetches and demotions, too."""
+    """`Ledger.transfers`: begins prefetches and demotions, and cancels all cache transfers."""
 
     def on_attach(self, ledger: CoreLedger) -> None:  # type: ignore[override]
         super().on_attach(ledger)
@@ -50,9 +50,9 @@ class DeviceTransfers(CacheTransfers):
     # -- prefetch -------------------------------------------------------------------------------------------------
 
     def prefetch(self, prefix: Prefix, wake: Callable[[], object] = do_nothing) -> Prefetch:
-        """Start to load the host hit of `prefix`, as a request for it would, or as many of its leading units as there
-        are free blocks for: launch the `plans` of the prefetch. Loads nothing while requests wait for blocks. `wake` is
-        called once it is over."""
+        """Start to load the host hit of `prefix`, as a request for it would. Launch the `plans` of the prefetch. If
+        there are too few free blocks, only the leading units are loaded. Nothing is loaded while requests wait for
+        blocks. `wake` is called once the prefetch is over."""
         check_callable("wake", wake)
         sequence = self._ledger.sequence_of(prefix)
         limit = (sequence.num_tokens - 1) // self.cache.layout.unit_tokens
@@ -73,10 +73,10 @@ class DeviceTransfers(CacheTransfers):
         transfer.num_tokens = hit.device_stop * self.cache.layout.unit_tokens
 
     def _take_blocks(self, request: LedgerRequest) -> bool:
-        """Give `request` block tables with free blocks for its hit, or for as much of the front of its hit as fits.
-        False: there are no free blocks, or there is nothing to load."""
+        """Give `request` block tables with free blocks for its hit, or for as many leading units of the hit as there
+        are free blocks. False: there are no free blocks, or there is nothing to load."""
         layout = self.cache.layout
-        for _ in range(2):  # once more with the shorter hit
+        for _ in range(2):  # a second time with the shorter hit
             start, stop = request.published, request.hit_stop
             if stop <= start or not self.admission.queue.is_empty:
                 return False
@@ -90,8 +90,9 @@ class DeviceTransfers(CacheTransfers):
             share = int(self.admission.capacity * self.max_share) - taken
             excess = wanted - min(share, self.admission.num_available)
             if excess <= 0:
-                # Full attention gets blocks only for missing units, because no block should be evicted for one that
-                # the load gives back at once. The tables begin after the device hit: a prefetch does not read it.
+                # Full attention gets blocks only for missing units, because no block should be evicted in exchange for
+                # a block that the load gives back at once. The tables begin after the device hit, because a prefetch
+                # does not read it.
                 tables = [
                     BlockTable(component.width, nulls(stop * component.width), start) for component in layout.components
                 ]
@@ -107,9 +108,9 @@ class DeviceTransfers(CacheTransfers):
     # -- demotion -------------------------------------------------------------------------------------------------
 
     def demote(self, prefix: Prefix, wake: Callable[[], object] = do_nothing) -> Demotion:
-        """Start to move `prefix` from the device to the host: store the units that the host lacks, and free the device
-        blocks once the host could serve them alone. Launch the `plans` of the demotion. `wake` is called once it is
-        over."""
+        """Start to move `prefix` from the device to the host. Launch the `plans` of the demotion, which store the units
+        that the host lacks. The device blocks are freed once the host alone can serve the hit. `wake` is called once
+        the demotion is over."""
         check_callable("wake", wake)
         sequence = self._ledger.sequence_of(prefix)
         cache, limit = self.cache, sequence.num_tokens // self.cache.layout.unit_tokens
@@ -140,8 +141,9 @@ class DeviceTransfers(CacheTransfers):
             self._free(transfer)
 
     def _leaving(self, sequence: TokenSequence) -> list[Run]:
-        """The runs at the end of the path of `sequence` that only this prompt needs on the device, last first: no lease
-        pins them, no job adds to them, and no other cached prompt continues them. Empty if they hold no blocks there.
+        """The runs at the end of the path of `sequence` that only this prompt needs on the device, the last one first:
+        no lease pins them, no job adds to them, and no other cached prompt continues them. Empty if they have no device
+        blocks.
         """
         found: list[Run] = []
         walked = list(self.cache.index.walk(sequence, sequence.num_tokens // self.cache.layout.unit_tokens))
@@ -155,7 +157,7 @@ class DeviceTransfers(CacheTransfers):
 
     def _free(self, transfer: Demotion) -> None:
         """Free the device blocks that are still unpinned. If the host alone does not serve the whole hit, free none,
-        because a demotion shortens no hit."""
+        because a demotion must not shorten a hit."""
         cache, sequence, host = self.cache, transfer.request.sequence, self.stores.destination
         if transfer.request.epoch != cache.epoch:
             return

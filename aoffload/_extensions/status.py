@@ -1,5 +1,5 @@
-"""Status reports for diagnosing a stall: which request waits for what, since when, and which owners hold it. As values,
-and as text.
+"""Status reports for diagnosing a stall, as values and as text: which request waits, for how long, for which blocks or
+event, and which owners hold these blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WaitsFor(enum.Enum):
     PROGRAM = "its program"
     """The next call of the program: the request waits for nothing here."""
     BLOCKS = "free blocks"
-    """A place in the wait queue for device blocks."""
+    """Device blocks: the request is in the wait queue."""
     COPIES = "copies"
     """The jobs of its load, including jobs that other requests began."""
     STEP = "a step"
@@ -32,9 +32,9 @@ class WaitsFor(enum.Enum):
     FETCH = "a fetch"
     """Copies of its prompt from tiers below host memory into host memory."""
     ANSWER = "an answer"
-    """The answer of the remote store to the question which cells it has."""
+    """The answer of the remote store to the question of which cells it has."""
     REQUEST = "another request"
-    """In a `HostCache`: the load of that request brings the next block."""
+    """In a `HostCache`: the load of another request, which brings the next block."""
 
 
 def seconds(value: float | None) -> str:
@@ -69,7 +69,7 @@ def _for(age_s: float | None) -> str:
 
 @attrs.frozen
 class Holder:
-    """An owner that holds device blocks. A block that several owners hold counts for each of them."""
+    """An owner that holds device blocks. A block with several holders counts for each of them."""
 
     kind: str
     """`request`, `step`, `pin`, `prefetch` or `demotion`; for a job `load` or `store`."""
@@ -82,7 +82,7 @@ class Holder:
     request_ids: tuple[str, ...] = ()
     """For a step: its requests. For a job: the request that began it."""
     over: tuple[str, ...] = ()
-    """For a step: those of its requests that are over. Their blocks become free when no step holds them."""
+    """For a step: the requests in it that are over. Their blocks become free when no step holds them."""
 
     def __str__(self) -> str:
         of = ""
@@ -106,7 +106,7 @@ class Fetching:
 @attrs.frozen
 class Declined:
     """A part of a hit that a request computes instead of loading it, because computing costs less. Both times are
-    estimates from the decision to the first token."""
+    estimates, from the decision until the first token."""
 
     num_tokens: int
     load_s: float
@@ -128,30 +128,31 @@ class RequestStatus:
     age_s: float | None
     """Seconds in that state; None without a clock."""
     num_blocks: int
-    """Device blocks that it holds, including blocks that it shares."""
+    """Number of device blocks that it holds, including blocks that it shares."""
     waits_for: WaitsFor
     place: int | None = None
     """Its place in the wait queue for blocks, from 1. Extensions come first. None: it is not in the queue."""
     waited_s: float | None = None
-    """Seconds in the wait queue, or since the question to the remote store."""
+    """Seconds that it has been in the wait queue, or has waited for the answer of the remote store."""
     num_missing: int = 0
-    """Free blocks that it waits for in the queue."""
+    """Number of free blocks that it waits for in the queue."""
     held_by: tuple[Holder, ...] = ()
-    """The owners that it waits for: the largest holders of device blocks, the jobs of its load or fetch, the steps, or
+    """The holders that it waits for: the largest holders of device blocks, the jobs of its load or fetch, its steps, or
     the other request."""
     fetching: tuple[Fetching, ...] = ()
     """Tokens that a fetch still brings for it, by source tier."""
     declined: Declined | None = None
-    """The part of its hit that it computes instead of loading it. None again once it is over, or matched again."""
+    """The part of its hit that it computes instead of loading it. None once the request is over or matched again."""
     cancelled: str = ""
-    """Why it is being cancelled; its task has not left its block yet. Empty: it is not being cancelled."""
+    """Why it is being cancelled, while its task has not left its `async with` block yet. Empty: it is not being
+    cancelled."""
 
     def __str__(self) -> str:
         state = f"request {plain(self.request_id)}, {self.state.value}{_for(self.age_s)}, {blocks(self.num_blocks)}"
         return f"{state}; waits for {self.what()}"
 
     def what(self) -> str:
-        """As text: what it waits for, which owners hold that, and why it computes a part of its hit."""
+        """The wait as text: its cause, the holders, and the reason why a part of the hit is computed."""
         found = self._what() if self.declined is None else f"{self._what()}; {self.declined}"
         if self.cancelled:
             return f"its task to leave its block, cancelled ({plain(self.cancelled)}); {found}"

@@ -2,7 +2,7 @@
 
 `EagerStore` stores all blocks at their commit. `LazyStore` stores blocks that are about to be evicted. `SelectiveStore`
 stores, at their commit, blocks that were requested before. `NoStore` stores none. The `StoreScope` and the limit of a
-request narrow that further.
+request restrict the stores further.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ class StorePolicy(Protocol):
     """A store policy, as the ledger calls it. All positions are units of the layout. `EagerStore` is a base for your
     own policies.
 
-    If a method raises, the ledger raises the same error. `admit`, `commit` and `offer` have changed nothing then;
-    `release` has ended the request, and stores nothing."""
+    If a method raises, the ledger raises the same error. Then `admit`, `commit` and `offer` have changed nothing;
+    `release` has ended the request and stores nothing."""
 
     @property
     def num_watermark_blocks(self) -> int:
-        """0: store wanted blocks at once. Otherwise the watermark: store wanted blocks once they are among this number
-        of device blocks that the next allocations would take."""
+        """0: store wanted blocks at once. Otherwise the watermark: store a wanted block once it is among the first
+        `num_watermark_blocks` device blocks that the next allocations would take."""
         ...
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
-        """The policy for one ledger: a new object if it counts, or depends on the size of the pool."""
+        """The policy for one ledger. Return a new object if the policy counts requests or depends on the size of the
+        pool."""
         ...
 
     def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
-        """Units `[first, stop)` of the tokens of `request` were requested. Called for the units of the prompt at
-        admission, and for generated units when the request is done. Not called for requests that store nothing."""
+        """Units `[first, stop)` of the tokens of `request` were requested. Called at admission for the units of the
+        prompt, and when the request is done for the generated units. Not called for requests that store nothing."""
         ...
 
     def wanted_stop(self, request: LedgerRequest) -> int:
-        """The unit up to which the published blocks of `request` should be in the host. Asked at every commit, and once
-        more when the request is done."""
+        """The unit up to which the published blocks of `request` should be in the host. Called at every commit, and
+        once more when the request is done."""
         ...
 
 
@@ -91,9 +92,10 @@ def _int_in(minimum: int, maximum: int) -> Any:
 
 @attrs.frozen
 class LazyStore(EagerStore):
-    """Stores blocks just before their eviction: once allocating `watermark_blocks` more device blocks would evict them.
+    """Stores blocks just before their eviction, once the allocation of `watermark_blocks` more device blocks would
+    evict them.
 
-    None is an eighth of the device pool. Best effort: blocks evicted before they are stored are lost.
+    None means an eighth of the device pool. Best effort: blocks that are evicted before they are stored are lost.
     """
 
     watermark_blocks: int | None = attrs.field(
@@ -114,7 +116,8 @@ class LazyStore(EagerStore):
 class SelectiveStore(EagerStore):
     """Stores, at their commit, the blocks of prefixes that were requested at least `min_seen` times.
 
-    The counts include prefixes that no tier holds any more. They keep up to `max_counted_tokens` tokens, of 4 bytes.
+    The counts include prefixes that no tier holds any more. They keep up to `max_counted_tokens` tokens of 4 bytes
+    each.
     """
 
     min_seen: int = attrs.field(default=2, validator=_int_in(1, MAX_SEEN))
@@ -137,14 +140,14 @@ class SelectiveStore(EagerStore):
 
 
 class StorePolicies(LedgerExtension):
-    """Asks a store policy what to store. `EagerStore` needs none of this, because the kernel stores all blocks."""
+    """Calls a store policy. `EagerStore` does not need this extension, because the kernel itself stores all blocks."""
 
     def __init__(self, policy: StorePolicy) -> None:
         self._policy = policy
         self._is_known = type(policy) in (NoStore, LazyStore, SelectiveStore)
 
     def ask_admit(self, request: LedgerRequest) -> None:
-        """Before the request is admitted, because a policy of the program's own may raise."""
+        """Calls the policy before the request is admitted, because the program's own policy may raise."""
         if request.store_limit:
             self._policy.seen(request, 0, request.sequence.num_prompt_units)
 
@@ -157,7 +160,7 @@ class StorePolicies(LedgerExtension):
 
 
 class RequestCounts(LedgerExtension):
-    """Counts how often prefixes are requested, for the tiers below the host."""
+    """Counts how often prefixes were requested. The tiers below the host use the counts."""
 
     counts: HitCounts
 
@@ -187,7 +190,7 @@ class RequestCounts(LedgerExtension):
 
 
 def store_policy_of(value: Any) -> StorePolicy:
-    """The policy that `OffloadConfig.store_policy` names or is."""
+    """The policy for `OffloadConfig.store_policy`, which is a name or an object."""
     if isinstance(value, str):
         named: dict[str, Any] = {"eager": EagerStore, "lazy": LazyStore, "selective": SelectiveStore, "off": NoStore}
         policy: StorePolicy = named[value]()

@@ -4,10 +4,9 @@
     demotion    device -> host    store the units of a prompt that the host lacks, and free its device blocks
     fetch       below  -> host    copy the units of a prompt that only lower tiers hold, so that a request hits them
 
-A cache transfer has a `LedgerRequest` of its own, which is matched and has a load like that of any request, so that
-jobs, leases and the index need not tell it apart. But that record is not live: it never joins the wait queue and
-computes nothing, and when its load is over, or cancelled, it releases everything. The blocks that have landed stay
-cached, unpinned.
+A cache transfer has its own `LedgerRequest`. This record is matched and has a load like any request, so jobs, leases
+and the index treat it like one. But the record is not live: it never joins the wait queue and computes nothing. When
+its load is over or cancelled, the record releases everything. The blocks that have landed stay cached, unpinned.
 
 `CacheTransfers` begins and ends them. `prefetch.py` has prefetches and demotions, `_tiers.fetch` has fetches.
 """
@@ -53,12 +52,12 @@ class CacheTransfer:
     """Base of prefetches, demotions and fetches: a transfer for the cache, for which no request waits."""
 
     request: LedgerRequest
-    """A record of the transfer's own, which owns its leases and its load. It is not a live request."""
+    """The record that owns the leases and the load of the transfer. It is not a live request."""
     wake: Callable[[], object]
     """Called once it is over."""
     state: CacheTransferState = CacheTransferState.NEW
     plans: tuple[TransferPlan, ...] = ()
-    """The copies to launch. Without any, the transfer may still wait for jobs of other requests."""
+    """The copies to launch. A transfer without plans may still wait for jobs of other requests."""
     when_over: Callable[[CacheTransferState], object] | None = None
     """Called when its leases are released, before its last event."""
 
@@ -78,9 +77,10 @@ class Fetch(CacheTransfer):
     for_request: LedgerRequest | None = None
     """The request that waits for it; None if no request waits yet."""
     num_blocks: int = 0
-    """Host blocks that it has taken: they count in the share of all fetches while it is under way."""
+    """Number of host blocks that it has taken. They count in the share of all fetches while it is under way."""
     num_tokens: int = 0
-    """Tokens that a request for the prompt would have hit when it was over, on the device and in the host."""
+    """Number of tokens that a request for the prompt would have hit when the fetch was over, on the device and in the
+    host."""
 
 
 @attrs.frozen
@@ -110,7 +110,8 @@ class CacheTransfers(LedgerExtension):
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def cancel(self, transfer: CacheTransfer) -> None:
-        """Cancel a prefetch, a fetch or a demotion; nothing if it is over. Launched copies and all stores go on."""
+        """Cancel a prefetch, a fetch or a demotion. Does nothing if it is over. Launched copies and all stores go
+        on."""
         if not isinstance(transfer, CacheTransfer) or transfer.request.ledger is not self._ledger:
             raise InvalidArgument("transfer", f"was not begun by this ledger: {shown(transfer)}")
         self._ledger.hooks.refuse_verb()
@@ -130,14 +131,14 @@ class CacheTransfers(LedgerExtension):
     def new_request(self, kind: str, sequence: TokenSequence, limit: int) -> LedgerRequest:
         self.num_cache_transfers += 1
         name = f"{kind}-{self.num_cache_transfers}"
-        # A ticket before those of all requests: if one call ends several loads, transfers release blocks before
-        # requests take some.
+        # The ticket is before the tickets of all requests, so that if one call ends several loads, transfers release
+        # blocks before requests take blocks.
         ticket = self.num_cache_transfers - NO_LIMIT
         return LedgerRequest(name, sequence, self.cache.epoch, ticket, limit, 1, ledger=self._ledger)
 
     def wait_for_jobs(self, transfer: CacheTransfer) -> None:
-        """Begin a load that waits for all jobs under way into the host on the path of `transfer`, also for those of
-        other requests."""
+        """Begin a load that waits for all jobs under way that bring blocks on the path of `transfer` into the host,
+        including jobs of other requests."""
         request, jobs = transfer.request, dict[Job, None]()
         for run, _ in self.cache.index.walk(request.sequence, request.hit_limit):
             for part in run.parts_in(BELOW):
@@ -147,7 +148,7 @@ class CacheTransfers(LedgerExtension):
             request.load = Load(request.hit_limit, transfer.wake, over, request.ticket, jobs)
 
     def begin(self, transfer: CacheTransfer) -> None:
-        """Begin `transfer`; end it at once if it has nothing to wait for."""
+        """Begin `transfer`. End it at once if it has nothing to wait for."""
         request = transfer.request
         if request.load is None or not request.load.jobs:
             self._end(transfer, CacheTransferState.DONE)
@@ -168,7 +169,7 @@ class CacheTransfers(LedgerExtension):
         self._move(transfer, state)
 
     def hit_of(self, sequence: TokenSequence) -> Hit:
-        """What a request for `sequence` would hit now."""
+        """The hit that a request for `sequence` would get now."""
         layout = self.cache.layout
         return find_hit(self.cache.index, sequence, layout, (sequence.num_tokens - 1) // layout.unit_tokens)
 

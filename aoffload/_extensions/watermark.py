@@ -3,8 +3,8 @@
     eviction order, oldest first:   [being stored | stored | not stored yet | ............]
                                      <-- free blocks + these: the watermark -->
 
-Blocks that stores under way read count within the watermark, so such stores pin about one watermark of blocks at most.
-An allocation of more blocks than the watermark may evict blocks before they are stored. These are lost.
+Blocks that stores under way read count as part of the watermark, so these stores pin about `num_blocks` blocks at most.
+An allocation of more blocks than the watermark may evict blocks before they are stored; these blocks are lost.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ class EvictionWatermark:
         self.source, self.there = tiers[self.stores.source], tiers[self.stores.destination]
 
     def offer(self, run: Run, stop: int) -> None:
-        """Mark the path of `run` up to unit `stop`, to be stored once it is about to be evicted."""
+        """Mark the path of `run` up to unit `stop`, so that its blocks are stored once they are about to be evicted."""
         for current in run.path():
             reached = min(stop, current.stop)
             if current.start < stop:
                 if current.offered_stop >= reached:
-                    break  # and so is all before it
+                    break  # the runs before it are marked already, too
                 current.offered_stop = reached
                 self._num_offers += 1
 
     def plan(self) -> list[Job]:
-        """Store what was offered of the runs that are about to lose blocks, with all that is missing before it: the
-        host holds nothing whose front it lacks."""
+        """Store the offered units of the runs that are about to lose blocks, and all missing units before them, because
+        the host holds no suffix without its prefix."""
         if self.nothing_changed():
             return []
         return self.store(self.about_to_lose(self.offered), self.offered)
 
     def store(self, runs: list[Run], wanted: Callable[[Run], int], most: int = NO_LIMIT) -> list[Job]:
-        """Store the units of each of `runs` up to `wanted(run)`, at most `most` blocks. `runs` is a list that was made
-        before, because a store changes the eviction order."""
+        """Store the units of each of `runs` up to `wanted(run)`, at most `most` blocks. `runs` must be a list, and no
+        iterator over the eviction order, because a store changes that order."""
         jobs: list[Job] = []
         for run in runs:
             if (left := left_of(most, jobs)) <= 0:
                 break
-            if run.parts:  # else it was merged with another one meanwhile: next time
+            if run.parts:  # else it was merged into another run: the next call stores it
                 stop, starts = wanted(run), [run.stop for _ in self.cache.layout.windows]
                 pin = self.cache.lease(self.stores.source, run, starts, is_use=False)
                 jobs += self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run, stop), most=left)
@@ -76,12 +76,12 @@ class EvictionWatermark:
         return min(run.offered_stop, run.stop)
 
     def nothing_changed(self) -> bool:
-        """True for most commits: free counts and offers unchanged."""
+        """Whether free counts and offers are the same as at the last scan. True for most commits."""
         before, self.seen = self.seen, self.state()
         return self.seen == before
 
     def state(self) -> tuple[object, ...]:
-        """What `nothing_changed` compares."""
+        """The values that `nothing_changed` compares."""
         source, there, step = self.source, self.there, self.step
         return (
             source.pool.num_free // step, source.num_cached // step, source.num_evicted // step,
@@ -95,7 +95,7 @@ class EvictionWatermark:
         return self.lacking(source.order, left, wanted)
 
     def lacking(self, parts: Iterable[Part], num_blocks: int, wanted: Callable[[Run], int]) -> list[Run]:
-        """The runs of the first of `parts`, up to `num_blocks` blocks, of which the tier below may lack units."""
+        """The runs of the first parts, up to `num_blocks` blocks, if the tier below may lack units of the run."""
         found: dict[Run, None] = {}
         for part in parts:
             if num_blocks <= 0:
@@ -115,6 +115,6 @@ class EvictionWatermark:
 
 
 def _is_end(run: Run, stop: int) -> bool:
-    """Whether a later hit may end in `run`: it has no child run, or only its front, up to unit `stop`, is wanted. Only
-    a hit that ends there needs the window blocks."""
+    """Whether a later hit may end in `run`, because it has no child run or because only its units before `stop` are
+    wanted. Only a hit that ends in `run` needs its window blocks."""
     return not run.num_after or stop < run.stop

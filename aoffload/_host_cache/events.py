@@ -9,13 +9,13 @@ from .._kernel.events import Event
 
 @attrs.frozen
 class LoadsPaused(Event):
-    """Of a `HostCache`: more than `max_quarantined_share` of the blocks are in quarantine, so nothing is loaded."""
+    """A `HostCache` has paused all loads, because more than `max_quarantined_share` of the blocks are in quarantine."""
 
     num_quarantined: int
 
 
 @attrs.frozen
 class LoadsResumed(Event):
-    """Enough of these copies have ended for certain, and loading goes on."""
+    """A `HostCache` loads again, because enough blocks have left quarantine: their copies are proven over."""
 
     num_quarantined: int

@@ -1,17 +1,17 @@
-"""`HostCache`: host memory, and the tiers below, for an engine that has device blocks and a prefix cache itself.
+"""`HostCache`: host memory and the tiers below it, for an engine that has its own device blocks and prefix cache.
 
-A request's way through it:
+The verbs of one request:
 
-    admit(k)         pins what the host holds after the k tokens that the engine has; or PENDING: another request is
-                     loading the next block, and the engine asks again (`match_again`)
-    plan_load(into)  copies into the engine's blocks, held by the jobs
-    offer(n, ids)    stores of what the host lacks of the first n tokens, from the engine's blocks
-    offer_deferred() at the beginning of a step: stores of the blocks that offers have deferred
-    invalidate(n)    what was offered from token n on was wrong
-    release()        the request is over
+    admit(k)         matches and pins the host blocks after the k tokens in the engine's cache. PENDING: another request
+                     is loading the next block, so call `match_again` later
+    plan_load(into)  plans copies into the engine's blocks, which jobs hold
+    offer(n, ids)    plans stores of the blocks of the first n tokens that the host lacks
+    offer_deferred() plans stores of the blocks that offers have deferred. Call it at the beginning of a step
+    invalidate(n)    withdraws the blocks offered from token n on, because their KV is wrong
+    release()        ends the request
 
-There is no index of the device: the engine says what it has there. A request has no block table here, and the engine
-may free and reuse its blocks at any time, except those that a job holds.
+A `HostCache` has no index of the device: the engine passes the number of tokens in its own cache. A request has no
+block table here, and the engine may free and reuse its blocks at any time, except blocks that a job holds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _WITH_A_LOAD = (State.LOADING,)
 
 
 class HostCache(AnyLedger):
-    """Host memory for an engine that has a block pool and a prefix cache of its own.
+    """Host memory for an engine that has its own block pool and prefix cache.
 
     `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `engine_blocks`: the
     engine's pool. `clock` counts seconds, such as `time.monotonic`. `block_bytes` is the size of one block over all
@@ -105,8 +105,8 @@ class HostCache(AnyLedger):
         self.arrivals = Arrivals(clock, config.pending_timeout_s)
         self.matches = EngineMatches(self.cache, self.request_leases, self.moves, self.arrivals, tiers[0])
         self._unwritten: dict[LedgerRequest, dict[int, range]] = {}
-        """Units that the request's load skipped, by component number: they lay before the window at the end of the
-        load. Blocks that the engine names there were never written."""
+        """By component number: units that the request's load skipped, because they lie before the window at the end of
+        the load. The engine's blocks for these units were never written."""
 
     # -- how a call begins ----------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class HostCache(AnyLedger):
     # -- matches --------------------------------------------------------------------------------------------------
 
     def lookup(self, prefix: Prefix) -> PrefixMatch:
-        """What host memory holds of `prefix`. Changes nothing, not even the eviction order."""
+        """The hit in host memory of a request for `prefix`. Changes nothing, not even the eviction order."""
         unit, sequence = self.layout.unit_tokens, self.sequence_of(prefix)
         limit = (sequence.num_tokens - 1) // unit
         hit = self.matches.hit_after(sequence, limit, 0)
@@ -164,9 +164,9 @@ class HostCache(AnyLedger):
         wake: Callable[[], object] = do_nothing,
         **options: Unpack[RequestOptions],
     ) -> HostCacheRequest:
-        """Match what host memory holds of `prefix` after the first `num_device_tokens`, which the engine has on its
-        device, and pin it, in one step. `RequestOptions` documents the options. The answer, `request.match`, may be
-        `PENDING`: see `match_again`."""
+        """Match `prefix` in host memory and pin the hit, in one step. The hit begins after the first
+        `num_device_tokens` tokens, which are in the engine's own cache. `RequestOptions` documents the options. The
+        answer, `request.match`, may be `PENDING`: see `match_again`."""
         if wake is not do_nothing:
             check_callable("wake", wake)
         request = self._checked(prefix, request_id, options)
@@ -179,7 +179,7 @@ class HostCache(AnyLedger):
         self.matches.match(request, num_device_tokens, wake)
         self.moves.report()
         if self.hooks.error is not None:
-            self.release(request, "error: ExtensionError")  # nobody gets the request
+            self.release(request, "error: ExtensionError")  # the caller does not get the request
         return request
 
     @staticmethod
@@ -191,8 +191,8 @@ class HostCache(AnyLedger):
     ) -> PrefixMatch:
         """Match again, before the load. The pins move if `num_device_tokens` has changed.
 
-        `PENDING`: another request is loading the next block into the engine's blocks; this one has no pins meanwhile.
-        `wake` is called when that load falls short, or when its request has offered or is over. After
+        `PENDING`: another request is loading the next block into the engine's blocks. Meanwhile this request has no
+        pins. `wake` is called when that load falls short, or when the other request has offered or is over. After
         `pending_timeout_s` the answer is no longer `PENDING`.
         """
         require(self.own(request), "match_again", State.MATCHED, State.PINNED)
@@ -204,8 +204,8 @@ class HostCache(AnyLedger):
         return request.match
 
     def pending_until(self, request: HostCacheRequest) -> float:
-        """The time, by the clock, from which `match_again` does not answer `PENDING` any more. Infinity if the last
-        answer for the request was not `PENDING`."""
+        """The time, by the clock, from which `match_again` no longer answers `PENDING`. Infinity if the last answer for
+        the request was not `PENDING`."""
         return float(self.arrivals.pending_until(self.own(request)))
 
     def loadable(self, request: HostCacheRequest, max_tokens: int | None = None) -> Loadable | None:
@@ -216,8 +216,8 @@ class HostCache(AnyLedger):
         return self.matches.loadable(self.own(request))
 
     def decline(self, request: HostCacheRequest, from_token: int) -> PrefixMatch:
-        """Match again, before the load, up to `from_token`, rounded down to a block. The tokens after it are computed,
-        and no later match of this request includes them."""
+        """Match again, before the load, with a hit that ends at `from_token` (rounded down to a block) at the latest.
+        The engine computes the tokens after it, and no later match of this request includes them."""
         require(self.own(request), "decline", State.PINNED)
         request.hit_limit = check_int("from_token", from_token, 0) // self.layout.unit_tokens
         self.matches.match_again(request)
@@ -239,9 +239,9 @@ class HostCache(AnyLedger):
 
         `into` holds the request's block tables: one per group, from the first token at least to the end of the hit. The
         copies write only to the blocks named there for the units that are loaded. RUNNING afterwards: there is nothing
-        to wait for. LOADING: `wake` is called when the load is over. Nothing is planned for a RUNNING request, except
-        that a load that is lost to a reset (`lost_to_reset`) counts for nothing from then on. `max_job_bytes` replaces
-        the configured limit.
+        to wait for. LOADING: `wake` is called when the load is over. Nothing is planned for a RUNNING request. If its
+        load is lost to a reset (`lost_to_reset`), the call gives up the load. `max_job_bytes` replaces the configured
+        limit.
         """
         if wake is not do_nothing:
             check_callable("wake", wake)
@@ -284,7 +284,7 @@ class HostCache(AnyLedger):
         for component, first, blocks in ids:
             run = request.leases[BELOW].run
             jobs += self.jobs.plan(request, BELOW, Tier.DEVICE, run, component, first, stop, blocks, units_per_job)
-        if not jobs:  # no hit, or one at whose end no window needs anything
+        if not jobs:  # no hit, or no component needs a block of it
             self._run(request, stop)
             return []
         request.load = Load(stop, wake, partial(self._conclude, request), request.ticket, jobs)
@@ -293,17 +293,17 @@ class HostCache(AnyLedger):
         return jobs
 
     def lost_to_reset(self, request: HostCacheRequest) -> bool:
-        """Whether a reset came after the load was over and before the request has offered: the loaded KV is from before
-        the reset. `plan_load` gives it up: call it, unless your caller has learned before the reset that the load was
-        over."""
+        """Whether a reset came after the load was over and before the request has offered, so the loaded KV is from
+        before the reset. Then call `plan_load`, which gives up the load, unless your caller learned before the reset
+        that the load was over."""
         is_running = self.own(request).state is State.RUNNING and request in self.arrivals.under_way
         return is_running and request.epoch != self.cache.epoch
 
     def abandon_load(self, request: HostCacheRequest) -> None:
-        """Stop waiting for a load: landed blocks count, the rest is computed.
+        """Stop waiting for a load. The request uses the blocks that have landed, and computes the rest.
 
-        Launched copies go on writing to the blocks that `into` named, and their jobs hold them until they are over:
-        compute the tokens after `request.num_computed_tokens` into other blocks.
+        Launched copies go on writing to the blocks that `into` named, and jobs hold these blocks until the copies are
+        over. So compute the tokens after `request.num_computed_tokens` into other blocks.
         """
         require(self.own(request), "abandon_load", *_WITH_A_LOAD)
         load = request.load
@@ -312,7 +312,7 @@ class HostCache(AnyLedger):
             self.end_call(wakes + load.conclude())
 
     def _falls_short(self, request: HostCacheRequest, ready: int) -> list[Callable[[], object]]:
-        """The load of `request`, which is over, counts only up to unit `ready`. Returns the callbacks to call."""
+        """End the load of `request`, of which only the units before `ready` count. Returns the callbacks to call."""
         unit, arrival = self.cache.layout.unit_tokens, self.arrivals.under_way[request]
         request.num_lost_tokens += (arrival.stop - ready) * unit
         request.retry_max_hit_tokens = ready * unit
@@ -347,7 +347,7 @@ class HostCache(AnyLedger):
         arrival, load = self.arrivals.under_way[request], request.load
         assert load is not None
         wakes = [load.wake]
-        # After a reset, the KV that the copies have brought is from before the reset.
+        # After a reset, the copies have brought KV from before the reset.
         ready = self._ready_stop(arrival) if request.epoch == self.cache.epoch else arrival.start
         request.load = None
         if ready < arrival.stop:
@@ -356,7 +356,7 @@ class HostCache(AnyLedger):
         return wakes
 
     def _run(self, request: HostCacheRequest, ready: int) -> None:
-        """Let `request` compute on from unit `ready`."""
+        """Let `request` compute from unit `ready` on."""
         if (lease := request.leases.get(BELOW)) is not None:
             self.offers.reached(request, lease.run)
         self.request_leases.end_host_lease(request)
@@ -368,7 +368,8 @@ class HostCache(AnyLedger):
         request.num_computed_tokens = max(request.engine_tokens, ready * self.cache.layout.unit_tokens)
 
     def _ready_stop(self, arrival: Arrival) -> int:
-        """The unit at which computing can go on: all that it needs before is proven to be there, in every group."""
+        """The unit from which on the request can compute. The copies of all units before it that computing reads, in
+        every group, are proven over."""
         layout, stop = self.cache.layout, arrival.stop
         for job in arrival.jobs:
             done = job.completion
@@ -395,8 +396,8 @@ class HostCache(AnyLedger):
         *,
         is_last: bool = False,
     ) -> tuple[TransferPlan, ...]:
-        """Append `new_token_ids`, then store those of the first `num_computed_tokens` (absolute) that the host lacks
-        and the policy wants. Returns the stores to launch.
+        """Append `new_token_ids`, then plan stores of the blocks of the first `num_computed_tokens` (absolute) that the
+        host lacks and the store policy wants. Returns the stores to launch.
 
         `block_ids` holds the request's block tables, one per group, from the first token on: lists, ranges or arrays.
         Only the ids of stored blocks are read; with `is_last`, all are checked. Null blocks are skipped. Jobs hold the
@@ -422,7 +423,8 @@ class HostCache(AnyLedger):
         *,
         is_last: bool,
     ) -> list[Job]:
-        """Append `new_token_ids`, and store what the policy wants of the first `num_computed_tokens`."""
+        """Append `new_token_ids`, and plan stores of the blocks of the first `num_computed_tokens` that the policy
+        wants."""
         require(request, "offer", State.PINNED, State.RUNNING)
         added = b"" if type(new_token_ids) is list and not new_token_ids else encode_tokens(new_token_ids, _NEW)
         before = request.num_computed_tokens if request.state is State.RUNNING else request.engine_tokens
@@ -443,7 +445,7 @@ class HostCache(AnyLedger):
         if request.state is State.PINNED:  # without a load
             self.request_leases.end_host_lease(request)
             request.hit_stop = 0
-            request.num_computed_tokens = request.engine_tokens  # observers find what was ready in it
+            request.num_computed_tokens = request.engine_tokens  # observers read the ready tokens from it
             self.moves.request(request, State.ALLOCATED)
             self.moves.request(request, State.RUNNING)
         request.num_computed_tokens = num_tokens
@@ -459,8 +461,8 @@ class HostCache(AnyLedger):
         those of the oldest request first. This includes blocks of requests that are over. The call is cheap if no
         blocks are deferred.
 
-        `FindsBlocks.find` says which block of the engine holds the KV now. If the engine no longer has it, the block is
-        given up, and that is reported to the observer (`store_skipped`, `in_flight`). Without `find`, no block is
+        `FindsBlocks.find` returns the engine's blocks that hold the KV now. If the engine no longer has a block, the
+        ledger gives it up and reports it to the observer (`store_skipped`, `in_flight`). Without `find`, no block is
         deferred: the next offer of the request tries the skipped blocks again. The copies have to wait for all compute
         submitted to the device so far.
         """
@@ -480,7 +482,7 @@ class HostCache(AnyLedger):
 
     def release(self, request: LedgerRequest, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
         """End the request: DONE if it has offered and no other `reason` is given, else ABORTED. Releases all its pins.
-        Plans nothing: the last `offer` has."""
+        It plans no stores: `offer` with `is_last` has planned them."""
         reason = check_text("reason", reason)
         self.own(request)
         if self.live_requests.get(request.request_id) is not request:
@@ -508,17 +510,17 @@ class HostCache(AnyLedger):
     def invalidate(self, request: HostCacheRequest, from_token: int) -> tuple[HostCacheRequest, ...]:
         """Invalidate what a failed forward has offered: all KV from `from_token` on is wrong.
 
-        The units that were offered from `from_token` on, and all units cached after them, are no longer found. Drops
-        the generated tokens after `from_token`. The requests returned may have read the wrong KV in the engine's cache
-        or from the host: abort them. The engine has to invalidate its own cache itself.
+        No later match finds the units that were offered from `from_token` on, or units that are cached after them.
+        Drops the generated tokens after `from_token`. Abort the returned requests, because they may have read the wrong
+        KV in the engine's cache or from the host. Invalidate the engine's own cache, too.
         """
         sequence, published = self.own(request).sequence, request.published
         if self.hooks.on_invalidated:
             sequence = sequence.copy()
         readers, settled = self._invalidate(request, from_token, tuple(self.live_requests.values()))
         wakes, start = self.jobs.end_claims(settled), from_token // self.layout.unit_tokens
-        # An engine's blocks may be shorter than a unit: other requests may have offered units with wrong blocks of one
-        # that this request has only begun.
+        # An engine's blocks may be shorter than a unit. So if this request has only a part of a unit, other requests
+        # may have offered the whole unit with its wrong blocks.
         if start < published or any(component.width > 1 for component in self.layout.components):
             wakes += self.invalidated(sequence, start, published)
         self.end_invalidation(found := tuple([reader for reader in readers if not reader.is_over]), wakes)
@@ -527,13 +529,13 @@ class HostCache(AnyLedger):
     def _invalidate(
         self, request: HostCacheRequest, first_wrong: object, others: Iterable[HostCacheRequest]
     ) -> tuple[list[HostCacheRequest], list[Job]]:
-        """Withdraw what was offered from token `first_wrong` on, and all cached after it. Returns those of `others`
-        that may have read it, in the engine's cache or from the host, and the jobs settled by discarding queued
-        stores."""
+        """Withdraw the units that were offered from token `first_wrong` on, and all units cached after them. Returns
+        those of `others` that may have read these units, in the engine's cache or from the host, and the jobs that were
+        settled because queued stores were discarded."""
         require(request, "invalidate", State.RUNNING, instead="call `load` or `offer` first")
         from_token = check_int("from_token", first_wrong, 0, request.num_computed_tokens)
         for number, units in self._unwritten.get(request, {}).items():
-            # Where a window reads units that the load skipped, they would have to be computed, too.
+            # If a window reads units that the load skipped, the request would have to compute these, too.
             component, first = self.cache.layout.components[number], units.start * self.cache.layout.unit_tokens
             if first < from_token and component.first_needed(from_token) < units.stop:
                 problem = f"is {from_token}, where a window reads what the load has not brought: go back to {first}"
@@ -561,9 +563,9 @@ class HostCache(AnyLedger):
         return tainted, settled
 
     def _runs_from(self, request: HostCacheRequest, from_token: int) -> list[Run]:
-        """The cached runs of its tokens from the unit of `from_token` on, whichever request has offered them: they may
-        have been computed with the same blocks. An engine's blocks may be shorter than a unit, and ignore key spans:
-        so every run with the same tokens up to `from_token` counts."""
+        """The cached runs of the request's tokens from the unit of `from_token` on. Any request may have offered them,
+        because several requests may have computed them with the same blocks. An engine's blocks may be shorter than a
+        unit, and may ignore key spans. So every run with the same tokens up to `from_token` counts."""
         index, start = self.cache.index, from_token // self.cache.layout.unit_tokens
         runs = [run for run, agreed in index.walk(request.sequence, request.published) if agreed > start]
         others = (run for run in index.runs.values() if run not in runs)
@@ -579,9 +581,9 @@ class HostCache(AnyLedger):
         return has_more and other.sequence.begins_alike(request.sequence, from_token + 1)
 
     def _queued_after(self, wrong: Iterable[Run]) -> list[Job]:
-        """Queued stores of `wrong` runs and of runs after them, the last one first. Not stores to a tier that the index
-        does not know, which has rules of its own (`RemoteStores.invalidate`): such a store may end before a wrong
-        unit."""
+        """Queued stores of `wrong` runs and of runs after them, the last one first. Leaves out stores to a tier that
+        the index does not know, because such a store may end before the first wrong unit: `RemoteStores.invalidate`
+        finds the wrong ones."""
         heads = set(wrong)
         queued = [job for job in self.jobs.unsettled.values() if job.state is JobState.QUEUED]
         stores = [job for job in reversed(queued) if job.plan.direction is Direction.STORE]

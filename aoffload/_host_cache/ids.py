@@ -1,4 +1,5 @@
-"""The block ids in an engine's own tables, one table per group, as the components of the layout read them."""
+"""The block ids in an engine's tables, translated to the components of the layout. The engine has one table per
+group."""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ from .._kernel.pools import id_range
 from ..errors import InvalidArgument
 
 MAX_WITHOUT_NUMPY = 64
-"""Up to this many ids, loops over them are faster than numpy's calls."""
+"""A loop over at most this many ids is faster than numpy."""
 
 Find: TypeAlias = Callable[[int, int, int], Sequence[int]]
-"""From group number, `first` and `last` to blocks `[first, last)` of the group: 0 where there is none."""
+"""Called with a group number, `first` and `last`; returns the blocks `[first, last)` of the group, 0 for a missing
+one."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineIds:
-    """Block tables from the first token on, one for each group. A table is only read where ids are asked for."""
+    """Block tables from the first token on, one for each group. Only the requested ids of a table are read."""
 
     layout: Layout
     num_rows: int
@@ -42,7 +44,7 @@ class EngineIds:
             lengths = [*map(len, found)]
         except Exception:  # noqa: BLE001 - whatever a foreign sequence raises
             raise InvalidArgument(name, f"must be block ids for each group, got {shown(tables)}") from None
-        if len(layout.groups) == len(found) == 1 and lengths[0] >= num_units:  # as most are
+        if len(layout.groups) == len(found) == 1 and lengths[0] >= num_units:  # the common case
             return cls(layout, num_rows, name, found)
         wanted = [num_units * (layout.unit_tokens // group.block_size) for group in layout.groups]
         if len(lengths) != len(wanted) or any(map(lt, lengths, wanted)):
@@ -57,7 +59,7 @@ class EngineIds:
         return self.tables[group][first:last]
 
     def with_found(self, component: Component, start: int, stop: int, named: array[int], find: Find) -> array[int]:
-        """The same ids, which are `named`, with what `find` returns in place of null blocks."""
+        """The ids `named`, with the results of `find` in place of null blocks."""
         found = self._of_component(component, start, stop, find)
         return array("i", [block_id or other for block_id, other in zip(named, found, strict=True)])
 
@@ -123,7 +125,7 @@ class ManyRows:
     def are_distinct(self) -> bool:
         if len(self.blocks) == 1:
             rows = np.frombuffer(self.blocks[0], np.int32)
-            if (rows[1:] > rows[:-1]).all():  # as most are
+            if (rows[1:] > rows[:-1]).all():  # the common case
                 return True
         return int(np.count_nonzero(self._marks())) == sum(map(len, self.blocks))
 
@@ -157,7 +159,7 @@ def has_null(ids: array[int]) -> bool:
 
 
 def _are_rows(ids: array[int], num_rows: int) -> bool:
-    """Whether all lie in `[0, num_rows)`."""
+    """Whether all ids lie in `[0, num_rows)`."""
     if len(ids) <= MAX_WITHOUT_NUMPY:
         return not ids or (min(ids) >= 0 and max(ids) < num_rows)
     return bool(np.frombuffer(ids, np.uint32).max() < num_rows)  # a negative id is a very large one there

@@ -1,4 +1,4 @@
-"""Matches and blocks of an engine that owns its device blocks: it has a block pool and a prefix cache of its own.
+"""Matches and blocks for an engine that owns its device blocks and has its own prefix cache.
 
 **Blocks.** The ledger caches nothing in these blocks, and no request owns them here. They are the source or the
 destination of copies, and only jobs hold them:
@@ -6,8 +6,8 @@ destination of copies, and only jobs hold them:
     plan_load(into=ids)   the job holds `ids` until the copy is proven over, however late
     offer(..., ids)       the job holds `ids` until the copy is over, proven or not: a stray read does no harm
 
-Copies that are never proven over would take the engine's pool, block by block. So nothing is loaded while more than a
-share of the engine's blocks is in quarantine.
+A load that is never proven over keeps its blocks in quarantine. So nothing is loaded while more than
+`max_quarantined_share` of the engine's blocks are in quarantine.
 
 **Matches.** The engine names the tokens that its own cache holds, and the ledger matches host memory after them.
 
@@ -43,11 +43,11 @@ from .requests import HostCacheRequest
 
 @dataclass(slots=True, eq=False, repr=False)
 class HeldBlocks:
-    """A pool without free blocks: it counts what jobs hold, and tells the engine."""
+    """A pool without free blocks. It counts the blocks that jobs hold, and reports them to the engine."""
 
     blocks: EngineBlocks
     num_blocks: int = 0
-    """Blocks held now, each as often as it is held."""
+    """Blocks held now. A block that is held twice counts twice."""
     num_free: int = field(default=0, init=False)
 
     def __repr__(self) -> str:
@@ -71,13 +71,13 @@ class HeldBlocks:
 
 @dataclass(slots=True, eq=False, repr=False)
 class EngineTier(TierBlocks):
-    """pinned + quarantined = held by jobs: nothing is free, and nothing is cached."""
+    """The device tier of a `HostCache`. No block is free or cached here: pinned + quarantined = held by jobs."""
 
     held: HeldBlocks = field(kw_only=True)
     """The pool."""
     moves: Moves = field(kw_only=True)
     max_quarantined: int = field(kw_only=True)
-    """With more blocks than that in quarantine, nothing is loaded."""
+    """Nothing is loaded while more blocks than this are in quarantine."""
 
     @classmethod
     def of(cls, blocks: EngineBlocks, order: EvictionOrder, moves: Moves, max_quarantined: int) -> EngineTier:
@@ -134,7 +134,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """A request that was told PENDING."""
+    """A request that got the answer PENDING."""
 
     since: float
     wake: Callable[[], object]
@@ -147,12 +147,12 @@ class Arrivals:
     clock: Callable[[], float]
     pending_timeout_s: float
     under_way: dict[HostCacheRequest, Arrival] = field(default_factory=dict)
-    """Until the request's first offer, or its end."""
+    """The arrivals by request, until the first offer of the request, or until its end."""
     _questions: dict[HostCacheRequest, _Question] = field(default_factory=dict)
 
     def bringer(self, request: HostCacheRequest, unit: int, num_tokens: int) -> HostCacheRequest | None:
-        """The request whose load brings `unit` of `request`, with which its first `num_tokens` end; None if there is
-        none, or once `request` has waited for `pending_timeout_s`."""
+        """The request whose load brings `unit` of `request`. None: no load brings it, or `request` has waited for
+        `pending_timeout_s`. The first `num_tokens` tokens of `request` end with `unit`."""
         if self.clock() >= self.pending_until(request):
             return None
         sequence = request.sequence
@@ -160,23 +160,24 @@ class Arrivals:
         for other, arrival in self.under_way.items():
             if not arrival.start <= unit < arrival.stop:
                 continue
-            # Of most, the unit itself tells that they bring another one.
+            # For most arrivals, comparing this one unit shows that they bring another one.
             if other.sequence.first_bytes(unit, num_tokens) == tokens and other.sequence.agrees(sequence, num_tokens):
                 return other
         return None
 
     def pending_until(self, request: HostCacheRequest) -> float:
-        """When `request` is told to wait no longer; infinity if it is not waiting."""
+        """The time from which `request` no longer gets the answer PENDING. Infinity if it is not waiting."""
         question = self._questions.get(request)
         return math.inf if question is None else question.since + self.pending_timeout_s
 
     def waits_for(self, request: HostCacheRequest) -> HostCacheRequest | None:
-        """The request whose load `request` was told to wait for; None if it was told otherwise."""
+        """The request whose load `request` waits for, because its last answer was PENDING. None: it waits for none."""
         question = self._questions.get(request)
         return None if question is None else question.bringer
 
     def ask_again(self, request: HostCacheRequest, bringer: HostCacheRequest, wake: Callable[[], object]) -> None:
-        """`request` is told PENDING because of `bringer`. The timeout counts from the first time."""
+        """Record that `request` gets the answer PENDING because of the load of `bringer`. The timeout counts from the
+        first such answer."""
         before = self._questions.get(request)
         self._questions[request] = _Question(self.clock() if before is None else before.since, wake, bringer)
 
@@ -184,7 +185,7 @@ class Arrivals:
         self._questions.pop(request, None)
 
     def fell_short(self, request: HostCacheRequest, stop: int) -> list[Callable[[], object]]:
-        """The load of `request` has only reached unit `stop`. Returns the callbacks to call."""
+        """Record that the load of `request` has only reached unit `stop`. Returns the callbacks to call."""
         arrival = self.under_way[request]
         if stop == arrival.start:
             del self.under_way[request]
@@ -193,12 +194,13 @@ class Arrivals:
         return self._waiting_for(request)
 
     def invalidated(self, request: HostCacheRequest, stop: int) -> list[Callable[[], object]]:
-        """`request` has taken back what it has from unit `stop` on. Returns the callbacks to call."""
+        """Record that the units of `request` from `stop` on are invalid. Returns the callbacks to call."""
         arrival = self.under_way.get(request)
         return [] if arrival is None or arrival.stop <= stop else self.fell_short(request, max(stop, arrival.start))
 
     def over(self, request: HostCacheRequest) -> list[Callable[[], object]]:
-        """`request` has offered what it loaded, or is over. Returns the callbacks to call."""
+        """End the arrival of `request`, which has offered its loaded units or is over. Returns the callbacks to
+        call."""
         return [] if self.under_way.pop(request, None) is None else self._waiting_for(request)
 
     def _waiting_for(self, request: HostCacheRequest) -> list[Callable[[], object]]:
@@ -214,8 +216,9 @@ class EngineMatches:
     device: EngineTier
 
     def match(self, request: HostCacheRequest, num_device_tokens: int, wake: Callable[[], object]) -> None:
-        """Match and pin what the host holds behind `num_device_tokens`: PINNED. While another request is loading the
-        next block: MATCHED, without pins; `wake` is called when asking again may give another answer."""
+        """Match and pin the units that the host holds after `num_device_tokens`: PINNED afterwards. MATCHED, without
+        pins, while another request is loading the next block; then `wake` is called when another match may get another
+        answer."""
         is_same = request.state is State.PINNED and num_device_tokens == request.engine_tokens
         if is_same and self._is_held(request):
             return
@@ -249,8 +252,8 @@ class EngineMatches:
         return self.hit_after(request.sequence, min(request.hit_limit, at_most), start, request.hit_alignment)
 
     def hit_after(self, sequence: TokenSequence, limit: int, start: int, alignment: int = 1) -> Hit:
-        """What host memory holds of units `[start, limit)`, the unit of the last token excluded. Nothing while too many
-        blocks are in quarantine."""
+        """The hit in host memory within units `[start, limit)`, without the unit of the last token. Empty while too
+        many blocks are in quarantine."""
         if not self.device.may_load:
             return Hit(start, start, ())
         layout = self.cache.layout
@@ -270,12 +273,12 @@ class EngineMatches:
             hook(request)
 
     def match_again(self, request: HostCacheRequest, at_most: int = NO_LIMIT) -> None:
-        """Match a PINNED request again, after the same tokens of the engine's, up to unit `at_most`."""
+        """Match a PINNED request again, up to unit `at_most`. Its number of device tokens stays the same."""
         self.request_leases.end_host_lease(request)
         self._pin(request, self._hit(request, at_most))
 
     def loadable(self, request: HostCacheRequest) -> Loadable | None:
-        """What a load of the whole hit would bring. None: nothing, or it was planned before."""
+        """A load of the whole hit. None: there is nothing to load, or the load was planned before."""
         start = request.engine_tokens // self.cache.layout.unit_tokens
         if request.state is not State.PINNED or request.hit_stop <= start:
             return None
@@ -288,8 +291,8 @@ class EngineMatches:
                 self.match_again(request, request.hit_stop)
 
     def held_stop(self, request: HostCacheRequest, start: int, stop: int) -> int:
-        """The unit up to which the hit can still be loaded: a corrupt block may have cut it off, and nothing can be
-        while too many blocks are in quarantine."""
+        """The unit up to which the hit can still be loaded. A corrupt block may have shortened the hit. `start` while
+        too many blocks are in quarantine, because nothing is loaded then."""
         if request.epoch != self.cache.epoch or BELOW not in request.leases or not self.device.may_load:
             return start
         path = request.leases[BELOW].run.whole_path()

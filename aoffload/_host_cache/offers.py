@@ -57,8 +57,8 @@ class Offer:
 
 @dataclass(slots=True, eq=False)
 class End:
-    """Where the index ends, on the path of a request: it has the tokens before `position`, which `run` ends with, and
-    none behind."""
+    """The end of the path of a request in the index. `run` ends before unit `position`, and the index has no run after
+    it on this path."""
 
     run: Run | None
     position: int
@@ -72,11 +72,12 @@ class Wanted:
 
     offers: list[Offer]
     end: End | None = None
-    """Where the offers begin, if the index has nothing behind."""
+    """The end of the request's path, at which the offers begin. None: it is not known, or the index has more of the
+    path."""
     stop: int = 0
-    """The unit up to which the search went."""
+    """The unit up to which blocks were searched."""
     num_evicted: int = 0
-    """Blocks that are not offered, since the host has evicted what comes before them."""
+    """Blocks that are not offered, because the host has evicted blocks before them."""
     num_left: int = 0
     """Blocks after the offers that were not searched for."""
     num_missing: int = 0
@@ -130,18 +131,18 @@ class EngineOffers:
     """Whether the engine calls `offer_deferred` at the beginning of a step. Until it does, each offer counts as a
     step."""
     _planned: list[Job] = field(default_factory=list)
-    """What `offer_deferred` has planned and not returned, because `find` raised for a later request."""
+    """Jobs that `offer_deferred` has planned but not returned, because `find` raised for a later request."""
     _ends: dict[HostCacheRequest, End] = field(default_factory=dict)
-    """Where the path of a request was left: what it offers next usually begins there."""
+    """The end of each request's path at the last offer. The next offer usually begins there."""
 
     def reached(self, request: HostCacheRequest, run: Run) -> None:
-        """The index has the tokens of `request` up to the end of `run`."""
+        """Record that the index has the tokens of `request` up to the end of `run`."""
         self._ends[request] = End(run, run.stop)
         if self.learning is not None:
             self.learning.mark(self.cache, request, run, 0)
 
     def forget(self, request: HostCacheRequest) -> None:
-        """The request is over, or its tokens were taken back."""
+        """Forget the end of the request's path, because the request is over or its tokens were dropped."""
         self._ends.pop(request, None)
 
     # -- what an offer stores -------------------------------------------------------------------------------------
@@ -173,8 +174,8 @@ class EngineOffers:
         is_last: bool = False,
         most: int = NO_LIMIT,
     ) -> Wanted:
-        """The blocks of the first `stop` units that the host lacks; of full attention, only the first `most` missing
-        units."""
+        """The blocks of the first `stop` units that the host lacks. For full attention, only those of the first `most`
+        missing units."""
         if not stop or not self.cache.tiers[BELOW].pool.num_blocks:
             return Wanted([])
         full = self.cache.layout.full
@@ -207,8 +208,9 @@ class EngineOffers:
         return wanted
 
     def _stored_end(self, request: HostCacheRequest, stop: int, end: End | None) -> End | None:
-        """`end`, with its key, if the host has everything before it or will get it, and the index nothing behind it up
-        to unit `stop`. None: the path has to be walked to tell, as it always has for windows."""
+        """`end`, with its key, if the host has all units before it, or will get them, and the index has no run after it
+        before unit `stop`. None: walk the path to find the missing units. The result is always None if there are
+        windows."""
         if end is None or self.cache.windows or not self._is_there(end):
             return None
         if end.run is not None and not _is_covered(end.run):
@@ -220,9 +222,9 @@ class EngineOffers:
         return None if key in self.cache.index.runs else End(end.run, end.position, key)
 
     def _evicts(self, request: HostCacheRequest) -> bool:
-        """Whether the host has evicted blocks since `request` was admitted. What it lacks of what `request` stored is
-        then stored again by its last offer only: where the host cannot keep what live requests hold, each of them would
-        evict all others at every offer."""
+        """Whether the host has evicted blocks since `request` was admitted. If it has, only the last offer of the
+        request stores evicted blocks again, because in a host that is too small for all live requests, each offer would
+        evict the blocks of other requests."""
         return self.cache.tiers[BELOW].num_evicted != request.evictions_before
 
     def _is_there(self, end: End) -> bool:
@@ -258,7 +260,7 @@ class EngineOffers:
     def _with_found(
         self, request: HostCacheRequest, component: Component, start: int, stop: int, named: array[int], ids: EngineIds
     ) -> array[int]:
-        """The blocks `named`, with those that the engine has in its prefix cache in place of null blocks."""
+        """The blocks `named`. In place of null blocks, the blocks that the engine finds in its prefix cache."""
         return ids.with_found(component, start, stop, named, partial(self.device.find, request.request_id))
 
     def _of_window(
@@ -277,7 +279,8 @@ class EngineOffers:
     # -- stores ---------------------------------------------------------------------------------------------------
 
     def computed(self, num_units: int) -> None:
-        """Count `num_units` that were computed since the offer before, and that are offered now for the first time."""
+        """Count `num_units` units that were computed since the previous offer and are offered now for the first
+        time."""
         num_blocks = num_units * sum(component.width for component in self.cache.layout.components)
         self._computed_blocks = num_blocks + (self._computed_blocks if self._knows_steps else 0)
         self._step_blocks = max(self._step_blocks, min(self._computed_blocks, self.max_step_blocks))
@@ -320,17 +323,18 @@ class EngineOffers:
                     request.stored_stop = max(request.stored_stop, planned[-1].stop)
                 is_full |= sum(job.plan.num_blocks for job in planned) < len(taken.blocks)
                 jobs += planned
-        if is_full and num_left:  # there is no room for what comes after, either
+        if is_full and num_left:  # the host has no free blocks for later units, either
             self.moves.note(StoreSkipped(request, num_left, "host_full"))
             num_left = 0
         if pin is not None:
             self.cache.release(pin)
         elif not jobs or jobs[-1].run is not run:
-            self.cache.tidy(run)  # its end is not stored
+            self.cache.tidy(run)  # no job stores its last unit
         return jobs, num_left
 
     def _bounded(self, offer: Offer) -> Offer:
-        """The front of `offer` that may be in flight; of a window all or nothing, since a part of it is of no use."""
+        """The leading blocks of `offer` that may be in flight. For a window, all or nothing, because a part of a window
+        is useless."""
         in_flight = self.jobs.num_stored_now(Tier.DEVICE)
         num_units = max(0, self._num_free_blocks) // offer.component.width
         if offer.start + num_units >= offer.stop or (offer.component.number and not in_flight):
@@ -348,7 +352,8 @@ class EngineOffers:
     # -- deferred blocks ------------------------------------------------------------------------------------------
 
     def offer_deferred(self) -> list[Job]:
-        """A step begins: store deferred blocks, up to the bound, those of the oldest request first."""
+        """Store deferred blocks, up to the bound, those of the oldest request first. Called at the beginning of a
+        step."""
         self._knows_steps, self._computed_blocks = True, 0
         while self.deferred and (room := self._num_free_blocks) > 0:
             request_id, old = next(iter(self.deferred.items()))
@@ -362,14 +367,14 @@ class EngineOffers:
             if old.request.is_over:
                 self.forget(old.request)
             left = self.deferred.pop(request_id, None)
-            if left is not None:  # it stays the first one
+            if left is not None:  # the request stays first
                 self.deferred = {request_id: left, **self.deferred}
                 break
         jobs, self._planned = self._planned, []
         return jobs
 
     def _found_of(self, old: Deferred, room: int) -> Wanted:
-        """Up to `room` deferred blocks that the engine still has; of full attention, one missing unit at least."""
+        """At most `room` deferred blocks that the engine still has, but at least one missing unit of full attention."""
         request, layout = old.request, self.cache.layout
         if request.epoch != self.cache.epoch:
             return Wanted([])
@@ -385,15 +390,15 @@ class EngineOffers:
         return wanted
 
     def invalidated(self, wrong: TokenSequence, num_tokens: int) -> None:
-        """Drop the deferred blocks of requests that share the first `num_tokens` of `wrong`, because the KV at the end
-        of these is invalid."""
+        """Drop the deferred blocks of requests that share the first `num_tokens` of `wrong`, because the last of these
+        tokens has wrong KV."""
         for request_id, old in tuple(self.deferred.items()):
             if old.request.sequence.begins_alike(wrong, num_tokens):
                 del self.deferred[request_id]
 
     def _path(self, request: HostCacheRequest, end: End | None, stop: int) -> Run:
-        """The run of the index that ends at unit `stop` of the request's tokens; inserts what is missing, behind `end`
-        if that is known."""
+        """The run of the index that ends at unit `stop` of the request's tokens. Inserts missing runs, after `end` if
+        it is known."""
         if end is not None and self._is_there(end):
             last = self.cache.insert_after(end.run, request.sequence, end.position, stop, end.key)
         else:
@@ -414,7 +419,7 @@ def _is_covered(run: Run) -> bool:
 
 
 def _first(lacking: list[range], most: int) -> tuple[list[range], int]:
-    """The first `most` units of `lacking`, and the number of the other ones."""
+    """The first `most` units of `lacking`, and the number of the other units."""
     found: list[range] = []
     for units in lacking:
         taken = units[: max(0, most)]

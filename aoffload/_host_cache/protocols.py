@@ -10,9 +10,9 @@ from typing import Protocol
 class EngineBlocks(Protocol):
     """An engine's pool of device blocks, as the ledger calls it.
 
-    Both methods are called in the middle of ledger calls, also of calls about other requests. They must neither raise
-    nor call the ledger: they only count references of each block. A block may be held several times, and is given back
-    as often.
+    The ledger calls both methods in the middle of its own calls, including calls about other requests. They must not
+    raise and must not call the ledger: they only count references of each block. The ledger may hold a block several
+    times, and gives it back as often.
     """
 
     def hold(self, block_ids: array[int]) -> object:
@@ -30,6 +30,6 @@ class FindsBlocks(EngineBlocks, Protocol):
 
     def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
         """The engine's ids of blocks `[start, stop)` of a request, in group number `group`. 0 for a block that the
-        engine does not have, or that a forward will write which is not submitted yet. The request may be over: of
-        several requests with this id, the last one is meant."""
+        engine does not have, or whose forward is not submitted yet. The request may be over. If several requests had
+        this id, return blocks of the last one."""
         ...

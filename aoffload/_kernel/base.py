@@ -1,22 +1,22 @@
 """`CacheBase`: what `Ledger` and `HostCache` have in common.
 
-Both keep a prefix cache, the copies that fill it and the requests that read it. `Ledger` allocates the device blocks;
-`HostCache` serves an engine that allocates them itself. Here are the verbs that mean the same in both:
+Both keep a prefix cache, the copies that fill the cache, and the requests that read it. A `Ledger` allocates the device
+blocks. A `HostCache` serves an engine that allocates them itself. `CacheBase` has the verbs that are the same in both:
 
 Verb | what it does
 --- | ---
-`launch`, `settle`, `discard` | a copy begins, is over, or is given up
-`lookup` | how much of a prompt is cached
-`lapse` | tells the time, for what ends at a time
-`reset` | forgets what is cached
-`statistics`, `check_integrity`, `watch` | look at it
+`launch`, `settle`, `discard` | report that a copy begins or is over, or give it up
+`lookup` | returns how much of a prompt is cached
+`lapse` | passes the time, and ends what expires, such as pins
+`reset` | forgets all cached blocks
+`statistics`, `check_integrity`, `watch` | report and check the state
 
-Each verb checks its arguments and the state first, so a refused call changes nothing. No verb waits, and none leaves a
-change half done. A verb ends with `_end`: it grants blocks to waiters, reports the events to the observer, and calls
-the callbacks of what is over.
+Each verb checks its arguments and the state first, so a refused call changes nothing. No verb waits, and no verb leaves
+a change half done. A verb that may change the free blocks or the wait queue ends with `end_call`, which grants blocks
+to waiters, reports the events to the observer, and calls the callbacks of loads and waiters that are over.
 
-A feature beside the kernel is an extension (`extension.py`). `extensions` are added in their order when the ledger is
-made; `extend` adds one later.
+A feature outside of the kernel is an extension (`extension.py`). The constructor adds the extensions in the given
+order; `add_once` adds one later.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def groups_of(config: OffloadConfig) -> list[KVCacheGroup]:
 
 
 class EndsCall(Protocol):
-    """Ends a call of a ledger, and calls `wakes`, those of what is over."""
+    """Ends a call of a ledger, and calls `wakes`, the callbacks of loads and waiters that are over."""
 
     def __call__(self, wakes: Iterable[Callable[[], object]] = ()) -> None: ...
 
@@ -89,8 +89,9 @@ class CacheBase:
         built_in: Iterable[LedgerExtension],
         extensions: Iterable[LedgerExtension],
     ) -> None:
-        """`built_in`: the extensions that the configuration asks for, which are trusted. `extensions`: those of the
-        program. `num_tracked_blocks`: the device blocks of which the last step that used them is known."""
+        """`built_in`: the extensions that the configuration needs; their exceptions are not caught. `extensions`: the
+        program's own extensions. `num_tracked_blocks`: the number of device blocks for which the ledger records the
+        last step that used them."""
         check_type("config", config, OffloadConfig)
         check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
         check_int("block_bytes", block_bytes, 1)
@@ -130,7 +131,7 @@ class CacheBase:
 
         device = make_device(order_of(Tier.DEVICE), moves)
         host = TierBlocks(Tier.HOST, ExtentPool(sizes[Tier.HOST]), order_of(Tier.HOST))
-        # A tier's number is its place in the cache, so tiers that nobody has added are there without blocks.
+        # A tier's number is its index in the cache, so a tier that no extension has added is there without blocks.
         lower = [
             make_tier(build, tier, order_of(tier)) if tier in build.tiers else absent_tier(tier)
             for tier in CACHE_TIERS
@@ -145,7 +146,7 @@ class CacheBase:
         self._waiting = added
 
     def _attach(self) -> None:
-        """Add the extensions, once the ledger is made."""
+        """Add the extensions. Called at the end of the constructor."""
         for number, extension in enumerate(self._waiting):
             self._add(extension, is_trusted=number < self._trusted)
         self._waiting = ()
@@ -169,7 +170,7 @@ class CacheBase:
         return None
 
     def add_once(self, kind: type[Added], make: Callable[[], Added]) -> Added:
-        """The extension of class `kind`; if there is none yet, the one that `make` makes is added."""
+        """The extension of class `kind`. If there is none yet, adds the one that `make` returns."""
         if (found := self.find(kind)) is not None:
             return found
         made = make()
@@ -191,11 +192,12 @@ class CacheBase:
         return InvalidArgument("request", f"was not admitted by this ledger: {shown(request)}")
 
     end_call: EndsCall
-    """The change is complete: grant blocks to waiters, report the change, and call the callbacks that are handed in.
-    Every verb ends with it, also those of extensions."""
+    """End a call whose change is complete: grant blocks to waiters, report the events, and call `wakes`. Every verb
+    ends with it, including those of extensions."""
 
     def _fail(self) -> None:
-        """A hook has failed. The call gives no answer, so nobody would launch the copies that it has planned."""
+        """Raise the error of a hook. The call returns no plans, so discard all queued jobs, because no caller would
+        launch them."""
         error, self.hooks.error = self.hooks.error, None
         assert error is not None
         wakes: list[Callable[[], object]] = []
@@ -206,7 +208,8 @@ class CacheBase:
         raise error
 
     def waits_for(self, request: LedgerRequest) -> LedgerRequest | None:
-        """The request whose load `request` waits for before it can be matched; None: it waits for none."""
+        """The other request whose load `request` waits for before it is matched. None: it waits for no other
+        request."""
         return None
 
     def rematch(self, request: LedgerRequest) -> None:
@@ -229,7 +232,7 @@ class CacheBase:
     # -- admission ------------------------------------------------------------------------------------------------
 
     def _checked(self, prefix: Prefix, request_id: str | None, options: RequestOptions) -> LedgerRequest:
-        """The record of a request that is about to be admitted. Nothing has changed yet."""
+        """Check the arguments of `admit`, and return the record of the new request. Changes nothing."""
         if options:
             check_names(f"{type(self).__name__}.admit", options, RequestOptions)
         if self.hooks.calling:
@@ -270,7 +273,7 @@ class CacheBase:
         return name
 
     def enrol(self, request: LedgerRequest, parent: LedgerRequest | None = None) -> None:
-        """`request`, a fork of `parent` if there is one, is live from now on."""
+        """Make `request` live. `parent`: the request that it was forked from, if any."""
         self.num_admitted += 1
         self.live_requests[request.request_id] = request
         for hook in self.hooks.on_admitted:
@@ -283,7 +286,7 @@ class CacheBase:
         raise NotImplementedError
 
     def lost_to_reset(self, request: Any) -> bool:
-        """Whether a reset came between the end of the load and the begin of computing."""
+        """Whether a reset came after the load was over and before the request began to compute."""
         raise NotImplementedError
 
     def abandon_load(self, request: Any) -> None:
@@ -291,12 +294,12 @@ class CacheBase:
         raise NotImplementedError
 
     def release(self, request: Any, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
-        """End the request, and give back all that it owns."""
+        """End the request, and release its blocks and leases."""
         raise NotImplementedError
 
     def invalidated(self, sequence: TokenSequence, first: int, stop: int) -> list[Callable[[], object]]:
-        """The KV of `sequence` from unit `first` on is wrong: tell the extensions (`on_invalidated`). Returns the
-        callbacks to call."""
+        """Report to the extensions (`on_invalidated`) that the KV of `sequence` from unit `first` on is wrong, and
+        discard the jobs that they return. Returns the callbacks to call."""
         wakes: list[Callable[[], object]] = []
         for hook in self.hooks.on_invalidated:
             for job in hook(sequence, first, stop):
@@ -328,8 +331,8 @@ class CacheBase:
         return is_wanted
 
     def settle(self, completion: Completion) -> None:
-        """Settle a launched job: publish, release its leases, end the loads that waited for it, grant blocks to
-        waiters, call the wakes; in this order."""
+        """Settle a launched job: publish its blocks, release its leases, end the loads that waited for it, grant blocks
+        to waiters, and call the wakes, in this order."""
         check_completion(completion)
         if self.hooks.calling:
             self.hooks.refuse_verb()
@@ -352,7 +355,7 @@ class CacheBase:
 
     @property
     def next_lapse(self) -> float:
-        """The time at which `lapse` is to be called; infinity if there is none."""
+        """The time at which to call `lapse` next; infinity if nothing expires."""
         asks = self.hooks.ask_next_lapse
         if not asks:
             return math.inf
@@ -363,7 +366,7 @@ class CacheBase:
         return due
 
     def lapse(self, now: float) -> None:
-        """The time is `now`: end what ends by then, such as pins and hints."""
+        """End the pins and hints that expire by the time `now`."""
         if self.hooks.calling:
             self.hooks.refuse_verb()
         seconds = check_time("now", now)
@@ -372,8 +375,7 @@ class CacheBase:
         self.end_call()
 
     def reset(self, tier: Tier | None = None) -> None:
-        """Forget everything cached, or everything that `tier` holds. Every pin ends, unless only a tier below the host
-        is reset.
+        """Forget all cached blocks, or those of `tier`. Every pin ends, unless only a tier below the host is reset.
 
         No request begins to compute with KV from before the reset. The reset drops the match of a request without
         blocks. If the load of a request is not over, the request loses its device hit, its load ends with no tokens,
@@ -405,7 +407,7 @@ class CacheBase:
 
     def watch(self, watcher: BlockWatcher) -> None:
         """Report to `watcher` every block that becomes cached or is no longer cached, except blocks that an engine
-        owns. Earlier watchers go on."""
+        owns. Watchers that were added before stay."""
         check_has("watcher", watcher, "BlockWatcher", "part_changed all_cleared")
         self.cache.watch(watcher)
 

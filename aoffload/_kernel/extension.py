@@ -1,39 +1,39 @@
-"""The seam: what the kernel tells extensions, and what it asks them.
+"""The seam: the hooks that the kernel calls on extensions, to report changes and to ask questions.
 
-A feature beside the kernel is a `LedgerExtension`. It overrides the hooks that it needs; the kernel calls a hook only
-on those extensions that override it, in the order in which they were added, so a request pays nothing for the others.
+A feature outside of the kernel is a `LedgerExtension`. It overrides the hooks that it needs. The kernel calls a hook
+only on the extensions that override it, in the order in which they were added, so unused hooks cost nothing.
 
     on_...     the kernel reports a change, or that a change begins
-    ask_...    the kernel asks. The table below says how the answers of several extensions are combined
-    report_... `check_integrity` asks what the extension holds
+    ask_...    the kernel asks a question. The table below says how the answers of several extensions are combined
+    report_... `check_integrity` asks for the blocks and leases that the extension holds
 
-**What a hook may do.** Before and after a change the kernel holds no run and no part in a local variable, so a hook
-may lease, release, take and give blocks, cut and split runs (through `ledger.cache`). A hook must not call a verb of
-the ledger, and must not raise, except where the table says so. A program's extension that does either is caught: the
-change is completed, all queued copies are discarded, and the call then raises `ExtensionError` with the name of the
-extension and of the hook. Nothing is lost but copies, which are best effort anyway.
+**What a hook may do.** An `on_...` hook is called before or after a change, when the kernel has no run or part in a
+local variable. So it may lease and release, take and give blocks, and cut and split runs (through `ledger.cache`). A
+hook must not call a verb of the ledger. It must not raise, except where the table or the docstring of the hook says so.
+If a hook of a program's extension does either, the ledger completes the change and discards all queued copies, and then
+the call raises `ExtensionError` with the names of the extension and the hook. Only these copies are lost.
 
-Blocks that a hook gives back are granted to waiters at the end of the call. Calls that free no blocks themselves, such
-as `admit` and `accept`, do not look at the wait queue: then the next call that does grants them. An `ask_...` hook only
-answers: while it is called the kernel may hold runs in local variables, so it must not lease, cut or split. Only
-`ask_blocks` may release and give.
+The ledger grants blocks that a hook gives back to waiters at the end of the call. Calls that free no blocks themselves,
+such as `admit` and `accept`, do not serve the wait queue; in that case the next call that serves the wait queue grants
+the blocks. An `ask_...` hook only answers. It must not lease, cut or split, because the kernel may have runs in local
+variables during the call. Only `ask_blocks` may release leases and give blocks.
 
-Question | combined by
+Hook | how the answers are combined
 --- | ---
-`ask_admit`, `ask_commit` | all; each may raise, before anything has changed
+`ask_admit`, `ask_commit` | all are called; each may raise, because nothing has changed yet
 `ask_store_stop` | the minimum, together with the store policy
-`ask_load_stop` | in turn: each gets the answer of the one before
+`ask_load_stop` | each extension gets the answer of the extension before it
 `ask_deferred` | the first True
 `ask_blocks` | the first True
 `ask_first_wrong` | the minimum
-`ask_former_readers` | all of them
-`report_...` | all of them; each may raise
+`ask_former_readers` | all answers together
+`report_...` | all answers together; each may raise
 `ask_next_lapse` | the minimum
 
 A `HostCache` has no block tables and no wait queue, so it calls no `on_allocated`, `on_load_over`, `on_published`,
-`on_step`, `ask_commit`, `ask_load_stop`, `ask_deferred`, `ask_blocks`, and no question of an invalidation.
+`on_step`, `ask_commit`, `ask_load_stop`, `ask_deferred`, `ask_blocks`, `ask_first_wrong`, `ask_former_readers`.
 
-Extensions are interpreted where the kernel is compiled, so programs may derive from `LedgerExtension`.
+Extensions stay interpreted if the kernel is compiled, so programs may derive from `LedgerExtension`.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class LedgerExtension:
     # -- construction ---------------------------------------------------------------------------------------------
 
     def on_build(self, build: Build) -> None:
-        """Before the cache is made: add tiers below the host, or set the eviction order of a tier. May raise."""
+        """Called before the cache is made: add tiers below the host, or set the eviction order of a tier. May raise."""
 
     def on_attach(self, ledger: Any) -> None:
-        """The extension is added to `ledger`: called once. May raise."""
+        """The extension is added to `ledger`. Called once. May raise."""
 
     # -- a request ------------------------------------------------------------------------------------------------
 
@@ -82,10 +82,10 @@ class LedgerExtension:
         """The leases of the hit are taken. Called after each match of `request`."""
 
     def on_allocated(self, request: LedgerRequest) -> None:
-        """`request` has got block tables."""
+        """`request` now has block tables."""
 
     def on_load_over(self, request: LedgerRequest) -> None:
-        """The load of `request` is over: its tables are null where the load has brought nothing."""
+        """The load of `request` is over. Its tables have null blocks for units that the load has not brought."""
 
     def ask_commit(self, request: LedgerRequest, num_computed_tokens: int) -> None:
         """`request` is about to commit. Raise to refuse the commit."""
@@ -120,13 +120,13 @@ class LedgerExtension:
         return []
 
     def on_resetting(self, tier: Tier | None) -> None:
-        """All that `tier` holds, or all that is cached, is about to be forgotten."""
+        """All cached blocks, or those of `tier`, are about to be forgotten."""
 
     def on_reset(self, tier: Tier | None) -> None:
-        """It is forgotten. No request has been matched again yet."""
+        """The blocks of `on_resetting` are forgotten. No request has been matched again yet."""
 
     def on_lapse(self, now: float) -> None:
-        """The time is `now`."""
+        """End what expires by the time `now`. Called by `lapse`."""
 
     # -- questions ------------------------------------------------------------------------------------------------
 
@@ -139,43 +139,43 @@ class LedgerExtension:
         raise NotImplementedError
 
     def ask_deferred(self, run: Run, stop: int) -> bool:
-        """Whether the extension stores the units up to `stop` on the path of `run` itself, at a later time."""
+        """Whether the extension itself stores the units up to `stop` on the path of `run` later."""
         raise NotImplementedError
 
     def ask_blocks(self) -> bool:
-        """Free blocks that the extension keeps on the device, because no request can free any. Returns whether it
-        did."""
+        """Free device blocks that the extension keeps. Called if the head of the wait queue lacks blocks and no request
+        can free any. Returns whether it has freed some."""
         raise NotImplementedError
 
     def ask_next_lapse(self) -> float:
-        """When `on_lapse` has something to do; infinity if it has nothing."""
+        """The time at which `on_lapse` has to be called next; infinity if it has nothing to do."""
         raise NotImplementedError
 
     def ask_first_wrong(self, request: LedgerRequest, sources: Mapping[LedgerRequest, int]) -> int | None:
-        """The first unit at which `request` may have taken over wrong KV from one of `sources`, each given with its
-        first wrong token; None if it has taken none."""
+        """The first unit at which `request` may have copied wrong KV from one of `sources`. None: it has copied none.
+        `sources` has the first wrong token of each."""
         raise NotImplementedError
 
     def ask_former_readers(self) -> Iterable[LedgerRequest]:
-        """Requests that are over and whose cached units an invalidation may still have to find."""
+        """Requests that are over, but whose cached units an invalidation may still have to find."""
         raise NotImplementedError
 
     # -- integrity ------------------------------------------------------------------------------------------------
 
     def report_leases(self) -> Iterable[Lease]:
-        """Its leases: the references of each part are compared with all leases."""
+        """The leases of the extension. The check compares the references of each part with all leases."""
         raise NotImplementedError
 
     def report_requests(self) -> Iterable[LedgerRequest]:
-        """Records of its own that are not live requests, and may own leases and blocks."""
+        """Request records of the extension that are not live requests, and may own leases and blocks."""
         raise NotImplementedError
 
     def report_blocks(self, tier: Tier) -> Iterable[array[int]]:
-        """Blocks of `tier` that it has taken from the pool and holds itself."""
+        """Blocks of `tier` that the extension has taken from the pool and holds itself."""
         raise NotImplementedError
 
     def report_job(self, job: Job) -> None:
-        """Raise `IntegrityError` if `job` breaks a law of the extension."""
+        """Raise `IntegrityError` if `job` violates an invariant of the extension."""
 
 
 _PREFIXES = ("on_", "ask_", "report_")
@@ -190,14 +190,16 @@ class Build:
         self.layout = layout
         self.block_bytes = block_bytes
         self.sizes: Mapping[Tier, int] = MappingProxyType(sizes)
-        """Blocks of each tier, the null block excluded. It has every tier once `when_sized` calls."""
+        """Number of blocks of each tier, without the null block. Complete when the functions of `when_sized` are
+        called."""
         self._sizes = sizes
         self.sized: list[Callable[[], object]] = []
         self.tiers: dict[Tier, Callable[[EvictionOrder], TierBlocks]] = {}
         self.orders: dict[Tier, Callable[[], EvictionOrder]] = {}
 
     def add_tier(self, tier: Tier, num_blocks: int, make: Callable[[EvictionOrder], TierBlocks]) -> None:
-        """Add a tier below the host whose blocks the index knows. `make` gets its eviction order."""
+        """Add a tier below the host whose blocks are in the index. `make` is called with the eviction order of the
+        tier."""
         if tier not in LOWER_TIERS or not TIERS[tier].is_indexed:
             raise ConfigError("extensions", f"cannot add the tier {getattr(tier, 'name', shown(tier))}")
         if tier in self.sizes:
@@ -212,7 +214,7 @@ class Build:
         self.sized.append(function)
 
     def set_order(self, tier: Tier, make: Callable[[], EvictionOrder]) -> None:
-        """Let `make` make the eviction order of `tier`."""
+        """Use the eviction order that `make` returns for `tier`."""
         check_callable("make", make)
         if tier in self.orders:
             raise ConfigError("extensions", f"two of them set the eviction order of {tier.name}")

@@ -16,7 +16,7 @@ MAY_RAISE = (
     "on_build", "on_attach", "ask_admit", "ask_commit", "report_blocks", "report_job", "report_leases",
     "report_requests",
 )  # fmt: skip
-"""Hooks whose exceptions the ledger passes on, because nothing has changed when they are called."""
+"""Hooks whose exceptions the ledger passes on, because it has changed nothing when it calls them."""
 _NOTHING: tuple[Any, ...] = ()
 
 
@@ -33,7 +33,7 @@ class Hooks:
 
     def __init__(self, fail: Callable[[], object]) -> None:
         self.fail = fail
-        """Raises `error`, at the end of the call."""
+        """Called at the end of a call to raise `error`."""
         self.ask_admit: tuple[Callable[[LedgerRequest], object], ...] = _NOTHING
         self.on_admitted: tuple[Callable[[LedgerRequest, LedgerRequest | None], object], ...] = _NOTHING
         self.on_matched: tuple[Callable[[LedgerRequest], object], ...] = _NOTHING
@@ -63,12 +63,14 @@ class Hooks:
         self.report_blocks: tuple[Callable[[Tier], Any], ...] = _NOTHING
         self.report_job: tuple[Callable[[Job], object], ...] = _NOTHING
         self.calling: str = ""
-        """The hook of a program's extension that is being called: verbs are refused meanwhile."""
+        """The name of the hook of a program's extension that is running. Empty: none is. Verbs are refused while one is
+        running."""
         self.error: ExtensionError | None = None
         """The first error of a program's extension in this call."""
 
     def add(self, extension: LedgerExtension, *, is_trusted: bool) -> None:
-        """Add the hooks that `extension` overrides. What raises is caught unless the extension `is_trusted`."""
+        """Add the hooks that `extension` overrides. The hooks of an extension that is not trusted are guarded: see
+        `GuardedHook`."""
         for name in HOOKS:
             hook = getattr(extension, name)
             if name in ("on_build", "on_attach") or getattr(type(extension), name) is getattr(LedgerExtension, name):
@@ -78,7 +80,7 @@ class Hooks:
             setattr(self, name, (*getattr(self, name), hook))
 
     def refuse_verb(self) -> None:
-        """Raise while a hook of a program's extension is called."""
+        """Raise `WrongState` while a hook of a program's extension is running."""
         if self.calling:
             raise WrongState(f"{self.calling}: a hook must not call the ledger")
 
@@ -91,11 +93,12 @@ _NEUTRAL: Mapping[str, Any] = {
     "ask_former_readers": (),
     "on_invalidated": (),
 }
-"""What counts as the answer of a hook that has raised; None for all others."""
+"""The answers that replace those of hooks that have raised; None for all other hooks."""
 
 
 class GuardedHook:
-    """A hook of a program's extension. What it raises is kept for the end of the call, and its answer is checked."""
+    """A hook of a program's extension. It checks the answer of the hook, and keeps the first exception until the end of
+    the call."""
 
     __slots__ = ("_extension", "_hook", "_hooks", "_name")
 

@@ -1,4 +1,5 @@
-"""The ledger: the verbs of the kernel. A step-based engine calls them directly, or the async runtime does.
+"""The ledger: the verbs of the kernel. A step-based engine calls them directly; an async engine calls the runtime,
+which calls them.
 
 One request calls them in this order (`README.md` has the theory):
 
@@ -17,7 +18,7 @@ The caller makes the planned copies. It calls `launch` before a copy begins and 
 A verb that may change the free blocks or the wait queue ends with `end_call`, which grants blocks to waiters, and calls
 the `wake` of each waiter and of each load that is over. A `wake` may call the ledger.
 
-`CoreLedger` knows no feature. `aoffload.Ledger` adds the features as extensions, each with its verbs on a handle.
+`CoreLedger` has no features. `aoffload.Ledger` adds the features as extensions, each with its verbs on a handle.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _WITH_A_LOAD = (State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED)
 
 
 class CoreLedger(CacheBase):
-    """The kernel alone: decides which block holds which KV, and who may use it. See `Ledger`."""
+    """The kernel alone: decides which block holds which KV and which requests may use it. See `Ledger`."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class CoreLedger(CacheBase):
         """Match `prefix` and pin the hit, in one step. `RequestOptions` documents the options.
 
         `reads_cache=False`: use no hit. `store` (all, the prompt only, nothing) and `max_store_tokens` (leading tokens)
-        limit the tokens that may be stored. At least one token is always left to compute, so a fully cached prompt hits
+        limit the tokens that may be stored. A request always computes at least one token, so a fully cached prompt hits
         one block less."""
         request = self._checked(prefix, request_id, options)
         for ask in self.hooks.ask_admit:
@@ -150,7 +151,8 @@ class CoreLedger(CacheBase):
     def queue_allocation(
         self, request: LedgerRequest, num_tokens: int | None = None, wake: Callable[[], object] = do_nothing
     ) -> Waiter:
-        """Join the wait queue. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it.
+        """Join the wait queue. `wake` is called once the waiter is granted or has failed. Then call `accept` or
+        `withdraw`.
 
         `wake` may call the ledger, but must not raise."""
         check_callable("wake", wake)
@@ -202,12 +204,13 @@ class CoreLedger(CacheBase):
     ) -> tuple[TransferPlan, ...]:
         """Start loading the host hit onto the device; returns the plans to launch.
 
-        RUNNING afterwards: there is nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the
-        load fell short and there were no free blocks for the missing units, or a reset has made the device hit useless,
-        so the request gave up all its blocks. `wake` is called when its wait for blocks ends. Then accept
-        `request.waiter` and plan again. Nothing is planned for a RUNNING request, but it is REQUEUED if its load is
-        lost to a reset (`lost_to_reset`). `max_job_bytes` replaces the configured limit, to split an overlapped load
-        into as few jobs as possible.
+        The state afterwards says what to do. RUNNING: compute, because there is nothing to wait for. LOADING: wait
+        until `wake` is called, because the load is over then. A request may also become REQUEUED, now or during the
+        load: it has given up all its blocks, because the load fell short and there were no free blocks for the missing
+        units, or because a reset has made the device hit useless. Then `wake` is called when the wait for blocks ends;
+        accept `request.waiter` and call `plan_load` again. For a RUNNING request nothing is planned, but the request is
+        REQUEUED if its load is lost to a reset (`lost_to_reset`). `max_job_bytes` replaces the configured limit; a
+        large value splits an overlapped load into few jobs.
         """
         if wake is not do_nothing:
             check_callable("wake", wake)
@@ -219,13 +222,14 @@ class CoreLedger(CacheBase):
         return plans
 
     def lost_to_reset(self, request: LedgerRequest) -> bool:
-        """Whether a reset came after the load was over and before the request began to compute: no step, no commit. The
-        loaded KV is from before the reset. `plan_load` gives it up: call it, unless your caller has learned before the
+        """Whether a reset came after the load was over and before the request's first step or commit, so the loaded KV
+        is from before the reset. Then call `plan_load`, which gives up the load, unless your caller learned before the
         reset that the load was over."""
         return self.loads.lost_to_reset(self.own(request))
 
     def abandon_load(self, request: LedgerRequest) -> None:
-        """Stop waiting for a load: landed blocks count, the rest is computed. Launched copies go on."""
+        """Stop waiting for a load. The request uses the blocks that have landed, and computes the rest. Launched copies
+        go on."""
         require(self.own(request), "abandon_load", *_WITH_A_LOAD)
         load = request.load
         if load is not None:
@@ -274,8 +278,9 @@ class CoreLedger(CacheBase):
         """The number of the last step that may have touched the device blocks that `plans` write to. The copies have to
         wait for the fences of all steps up to that number, and for nothing else.
 
-        0: unknown, or the step has not ended; then the loads have to wait for all compute so far. Numbers are known as
-        long as every forward runs in a step. After one commit of tokens that no step has computed, all answers are 0.
+        0: the number is unknown, or the step has not ended; then the loads have to wait for all compute so far. The
+        ledger knows the numbers as long as every forward runs in a `step`. After a commit of tokens that no step has
+        computed, the result is always 0.
         """
         number = 0
         for plan in as_tuple("plans", plans, "TransferPlan"):
@@ -300,7 +305,7 @@ class CoreLedger(CacheBase):
 
     @contextmanager
     def hold(self, held: tuple[LedgerRequest, ...]) -> Iterator[None]:
-        """The step itself: the caller has checked that a forward may use the blocks of the requests."""
+        """The step itself, without checks: the caller has checked that a forward may use the blocks of the requests."""
         for request in held:
             for hook in self.hooks.on_step:
                 hook(request)
@@ -367,7 +372,7 @@ class CoreLedger(CacheBase):
             self.end_call(self.jobs.end_claims(settled) if settled else ())
 
     def _give_back(self, request: LedgerRequest) -> None:
-        """The last step of `request`, which is over, has ended."""
+        """Release the blocks of `request`, which is over, after its last step has ended."""
         self.request_leases.release_all(request)
         for hook in self.hooks.on_released:
             hook(request)
@@ -382,6 +387,6 @@ def _device_tier(num_device_blocks: int, device_pool: DevicePool | None, order: 
     if device_pool is None:
         device_pool = FreeList(num_device_blocks)
     check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)
-    for name in ("num_blocks", "num_free"):  # a number of another class, such as numpy's, would spread to all sums
+    for name in ("num_blocks", "num_free"):  # a numpy integer, for example, would make every sum one
         check_int(f"device_pool.{name}", getattr(device_pool, name), 0, error=ConfigError)
     return TierBlocks(Tier.DEVICE, device_pool, order)

@@ -430,18 +430,15 @@ class CopyQueue:
     @property
     def next_deadline(self) -> float:
         """When a copy in flight is late or a pin lapses, on `clock`; infinity if neither. `advance` is due then."""
-        due = self._next_lapse()
+        try:
+            due = self.ledger.next_lapse
+        except ExtensionError as error:
+            self._report(WorkerFailed(error))
+            due = math.inf
         for link in self._links.values():
             if link.in_flight:
                 due = min(due, link.next_deadline)
         return due
-
-    def _next_lapse(self) -> float:
-        try:
-            return self.ledger.next_lapse
-        except ExtensionError as error:
-            self._report(WorkerFailed(error))
-            return math.inf
 
     def give_up_late(self) -> None:
         """Give up the copies whose time is over, and let pins lapse."""
@@ -452,8 +449,11 @@ class CopyQueue:
                 if link.late_outcome is Outcome.UNPROVEN:
                     self._report(TransportStalled(link.source, link.destination, len(late)))
                 self._give_up(link, late, "no end within transfer_timeout_s")
-        if self._next_lapse() <= now:
-            self.call_ledger(self.ledger.lapse, now)
+        self.call_ledger(self._lapse, now)
+
+    def _lapse(self, now: float) -> None:
+        if self.ledger.next_lapse <= now:
+            self.ledger.lapse(now)
 
     def give_up(self, job_ids: Iterable[int], error: str) -> None:
         """Stop waiting for these launched jobs, as if their time were over."""

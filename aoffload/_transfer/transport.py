@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import attrs
 import numpy as np
@@ -19,7 +19,9 @@ from .._tiers.remote.plans import CellLabel
 from ..env import Env
 from .breaker import LeftAlone, StorageMove
 from .fences import Fence
-from .lane import BlockChecksums
+
+if TYPE_CHECKING:
+    from .lane import BlockChecksums
 
 TRANSPORTS = "num_device_blocks block_bytes open record_fence launch close statistics"
 """The attributes of a `Transport`."""

@@ -1,7 +1,7 @@
-"""The blocks of the disk, as the ledger sees them: free and used slots, and what a restart may find in them.
+"""The blocks of the disk in the ledger: free and used slots, and the slots whose blocks a restart may find.
 
-A slot outlives the process. For each slot the disk keeps a record, made from the label of its block, by which a restart
-finds the block again. So invalidated blocks have to be forgotten on the disk, too, even if their slots are free.
+A slot outlives the process. For each slot the disk keeps a record, made from the label of its block, so that a restart
+finds the block again. So the records of invalidated blocks have to be erased, even if their slots are free.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from .plans import BlockLabel, DiskPayload
 
 
 class SlotPool(ExtentPool):
-    """Slots of a disk. After a slot is given back, a restart may find its old block, until another block is stored
-    there."""
+    """The slots of a disk. A restart may find the old block of a free slot, until another block is stored there."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self.used: set[int] = set()
-        """The free slots that this process has had in use."""
+        """The free slots that this process has used before."""
         self._starts: list[int] = []
-        """Cache of `_extent_with`: the starts of the free extents when it last sorted them."""
+        """Cache of `_extent_with`: the starts of the free extents at its last sort."""
 
     def take(self, num_blocks: int) -> array[int]:
         taken = super().take(num_blocks)
@@ -61,7 +60,7 @@ class SlotPool(ExtentPool):
     def _extent_with(self, block_id: int) -> int:
         """The start of the free extent that holds `block_id`; -1 if it is not free."""
         for starts in (self._starts, None):
-            if starts is None:  # not found in the cache: extents have changed since, or the block is not free
+            if starts is None:  # not in the cache: extents have changed since, or the block is not free
                 self._starts = starts = sorted(self._stop_of)
             at = bisect_right(starts, block_id) - 1
             if at >= 0 and self._stop_of.get(starts[at], 0) > block_id:
@@ -74,9 +73,9 @@ class DiskBlocks(TierBlocks):
     """The blocks of a disk, which outlive the process."""
 
     used: set[int] = field(default_factory=set, kw_only=True)
-    """`SlotPool.used`, cleared by a reset: the free blocks whose old contents a restart may find."""
+    """`SlotPool.used`: the free blocks whose old contents a restart may find. A reset clears it."""
     forgotten: array[int] = field(default_factory=lambda: array("i"), init=False)
-    """Blocks whose contents were invalidated, until `take_forgotten`: the caller erases their records on the disk."""
+    """Blocks whose contents were invalidated, until the caller calls `take_forgotten` and erases their records."""
 
     def payload_of(self, pieces: list[Stretch], component: Component) -> DiskPayload:
         return DiskPayload(labels_of(pieces, component), self.num_resets)
@@ -85,12 +84,14 @@ class DiskBlocks(TierBlocks):
         self.forgotten.extend(block_ids)
 
     def free_blocks_invalidated(self) -> None:
-        """The ledger does not know what a free slot held. So the records of all used free slots are erased."""
+        """Erase the records of all free slots that were used, because the ledger does not know their contents any
+        more."""
         self.forgotten.extend(sorted(self.used))
         self.used.clear()
 
     def end_quarantine(self, block_ids: array[int]) -> None:
-        """The copy that wrote there was given up, and its KV may have been invalidated meanwhile."""
+        """Erases the records, because the copy to these blocks was given up, and its KV may have been invalidated
+        meanwhile."""
         TierBlocks.end_quarantine(self, block_ids)
         self.forgotten.extend(block_ids)
 
@@ -105,7 +106,7 @@ class DiskBlocks(TierBlocks):
 
     def restore(self, part: Part, block_ids: array[int]) -> None:
         """Let the empty `part` hold `block_ids`, which are taken from the pool, for all units of its run. An unpinned
-        part is put first in the eviction order, because this process has not used it yet."""
+        part becomes the first in the eviction order, because this process has not used it yet."""
         held, run = (part.first, part.stop), part.run
         part.enter(run.start, run.stop, block_ids)
         if not part.num_references:
@@ -113,7 +114,7 @@ class DiskBlocks(TierBlocks):
             if oldest is None:
                 self.order.add(part)
             else:
-                self.order.add_newer(part, oldest)  # the order has no verb for "before the oldest": swap both
+                self.order.add_newer(part, oldest)  # the order cannot add before the oldest, so swap both
                 self.order.remove(oldest)
                 self.order.add_newer(oldest, part)
             self.num_cached += len(block_ids)
@@ -121,8 +122,8 @@ class DiskBlocks(TierBlocks):
 
 
 def labels_of(pieces: list[Stretch], component: Component) -> tuple[BlockLabel | None, ...]:
-    """A label for each block of `component` in `pieces`, in prefix order. A restart proves from the labels which KV the
-    blocks hold.
+    """A label for each block of `component` in `pieces`, in prefix order. From the labels, a restart proves which KV
+    the blocks hold.
 
     From the first unit on that a key span touches, the labels are None, because the tokens do not identify the content
     of the span, such as an image."""

@@ -38,8 +38,8 @@ class DiskExtension(LedgerExtension):
     def on_attach(self, ledger: CacheBase) -> None:
         self._ledger = ledger
         self._restores: Restores | None = Restores(ledger.cache, self._blocks, self._pool)
-        """None after the first store to disk or a reset, because the slots that an earlier process has written may have
-        other contents from then on."""
+        """None after the first store to disk or a reset, because from then on the slots that an earlier process has
+        written may have other contents."""
         self._stores = stores_to(ledger, Tier.DISK, self._counts)
 
     def on_resetting(self, tier: Tier | None) -> None:
@@ -51,8 +51,9 @@ class DiskExtension(LedgerExtension):
     def plan_stores(
         self, max_blocks: int, *, is_idle: bool = False, only_requested_twice: bool = False
     ) -> tuple[TransferPlan, ...]:
-        """Stores to disk of the blocks that the host evicts next, at most `max_blocks` blocks; with `is_idle`, also of
-        blocks that were requested twice. `only_requested_twice`: of these alone. Cheap if nothing has changed."""
+        """Plan stores to disk of the blocks that the host evicts next, at most `max_blocks` blocks. `is_idle`: also
+        store blocks that were requested twice. `only_requested_twice`: store only blocks that were requested twice.
+        Cheap if nothing has changed."""
         self._ledger.hooks.refuse_verb()
         check_int("max_blocks", max_blocks, 0)
         check_bool("is_idle", is_idle)
@@ -61,11 +62,11 @@ class DiskExtension(LedgerExtension):
 
     @property
     def stores_are_due(self) -> bool:
-        """Whether `plan_stores` may find something that it did not find last time. Cheap."""
+        """Whether `plan_stores` may find blocks that it did not find last time. Cheap."""
         return self._stores.are_due
 
     def plan_flush(self, max_blocks: int) -> tuple[TransferPlan, ...]:
-        """Stores to disk of the blocks in the host, at most `max_blocks` blocks, the last used first."""
+        """Plan stores to disk of the blocks in the host, at most `max_blocks` blocks, the most recently used first."""
         self._ledger.hooks.refuse_verb()
         check_int("max_blocks", max_blocks, 0)
         return self._planned(self._stores.plan_flush(max_blocks))
@@ -76,21 +77,21 @@ class DiskExtension(LedgerExtension):
         return self._ledger.plans_of(jobs)
 
     def take_forgotten(self) -> array[int]:
-        """The slots on disk whose contents were invalidated since the last call: erase the records by which a restart
-        would find them."""
+        """The slots on disk whose contents were invalidated since the last call. Erase their records, so that no
+        restart finds them."""
         return self._blocks.take_forgotten()
 
     @property
     def num_resets(self) -> int:
-        """How often the disk was reset since this ledger was made: see `DiskPayload.generation`."""
+        """Number of resets of the disk since this ledger was made: see `DiskPayload.generation`."""
         return self._blocks.num_resets
 
     def restore(self, run: RestoredRun) -> int:
-        """Restore a run that an earlier process has left on disk. Returns how many of its slots are in use now.
+        """Restore a run that an earlier process has left on disk. Returns the number of its slots that are in use now.
 
-        Restore a prefix before the runs that follow it. Requests may go on meanwhile, but restore all runs before the
-        first store to disk: after that, and after a reset, nothing is restored. A run that follows no cached run is
-        skipped, and so are units that are cached already."""
+        Restore a prefix before the runs that follow it. Requests may run meanwhile. Restore all runs before the first
+        store to disk, because nothing is restored after that store or after a reset. A run that follows no cached run
+        is skipped, and so are units that are cached already."""
         self._ledger.hooks.refuse_verb()
         found = check_restored(run, self._ledger.cache)
         return 0 if self._restores is None else self._restores.restore(found)

@@ -1,18 +1,19 @@
-"""The disk tier in the event loop: what a runtime reads back, stores, invalidates and resets there.
+"""The disk tier in the event loop of a runtime: restores, stores, invalidations and resets.
 
-The ledger's rules (`rules.py`) say which blocks the disk should have; the lanes move the bytes, in threads. This room
-connects both in the loop's thread, and decides when:
+The ledger's rules (`rules.py`) decide which blocks the disk should have, and the lanes copy the bytes in threads. This
+module connects both in the event loop's thread. Its state decides what is done:
 
-    READING    slices of the blocks that an earlier process left enter the ledger; nothing is stored. The reading thread
-               only appends a slice and asks for a turn of the loop; a turn takes at most a millisecond
-    READY      stores the blocks that host memory is about to evict, within the daily budget. It looks for them after
-               each change that may have made one due; while the disk is idle, also blocks that were requested twice
-    FLUSHING   the runtime closes: stores the rest, for at most `close_flush_s`
-    OFF        closed, or the disk must not be used any more: nothing is stored or fetched
+    READING    blocks that an earlier process left are restored; nothing is stored. A thread reads them in slices and
+               requests a turn of the event loop for each; a turn takes at most a millisecond
+    READY      blocks that host memory is about to evict are stored, within the daily budget. Stores are planned after
+               each change that may have made one due. While the disk is idle, also blocks that were requested twice
+    FLUSHING   the runtime closes: the other blocks are stored, for at most `close_flush_s`
+    OFF        closed, or the disk has failed: nothing is stored or fetched
 
 A restart must not find wrong bytes, so two changes of the ledger have to reach the disk. After a failed forward, the
-slots that have its blocks are forgotten, also those that a store under way still writes. After a reset, nothing is
-stored until the disk has confirmed the reset, because the disk could not tell such a block from those before.
+records of the slots with its blocks are erased, including slots that a store under way still writes. After a reset,
+nothing is stored until the disk has confirmed the reset, because the disk could not tell new blocks from blocks before
+the reset.
 """
 
 from __future__ import annotations
@@ -65,22 +66,23 @@ class DiskWork:
     tier = Tier.DISK
     state: DiskState = attrs.field(default=DiskState.OFF, init=False)
     num_restored: int = attrs.field(default=0, init=False)
-    """Blocks of an earlier process that were found."""
+    """Number of blocks of an earlier process that were restored."""
     num_fetches_skipped: int = attrs.field(default=0, init=False)
-    """Fetches that were not begun because loads from the disk had failed."""
+    """Number of fetches that were not begun because loads from the disk had failed."""
     budget: DailyBudget = attrs.field(init=False)
     is_restored: anyio.Event = attrs.field(init=False)
-    """Set when the reading is over, however it ended. Made by `begin`: there may be no event loop before."""
+    """Set when the reading is over, even if it failed. Made by `begin`, because there may be no event loop before."""
     _found: deque[RestoredRun] = attrs.field(factory=deque, init=False)
-    """Runs that were read and are not in the ledger yet. The reading thread appends."""
+    """Runs that were read and are not in the ledger yet. The reading thread appends to it."""
     _end: str | None = attrs.field(default=None, init=False)
     """How the reading ended: an empty text, or why it failed. None: not yet."""
     _turn: Callable[[], None] = attrs.field(init=False, default=lambda: None)
     _is_turn_due: bool = attrs.field(default=False, init=False)
-    """A turn was requested and has not begun. Several in one round of the event loop would be one long turn."""
+    """Whether a turn was requested and has not begun. Only one is requested, because several turns in one round of the
+    event loop would be one long turn."""
     _began_s: float = attrs.field(default=0.0, init=False)
     _num_resets: int = attrs.field(default=0, init=False)
-    """How many of the ledger's resets have reached the disk."""
+    """Number of the ledger's resets that have reached the disk."""
 
     def __attrs_post_init__(self) -> None:
         self.budget = DailyBudget(self.disk.tier.daily_bytes)
@@ -88,8 +90,8 @@ class DiskWork:
     # -- a restart ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin to read, in a thread. Called in the event loop, once the transport is open. `TransferRefused` if no
-        thread can be started: then the disk stays off."""
+        """Begin to read, in a thread. Called in the event loop once the transport is open. Raises `TransferRefused` if
+        no thread can be started; then the disk stays off."""
         self.is_restored = anyio.Event()
         self._turn = self.env.loop_waker(self._take_in)
         self._began_s = self.env.now()
@@ -114,12 +116,12 @@ class DiskWork:
 
     def _take_in(self) -> None:
         """A turn of the event loop: restore runs in the ledger, until the turn's time is over."""
-        self._is_turn_due = False  # first: a slice that comes from now on requests another turn
-        end = self._end  # before the runs: no run comes after the end
+        self._is_turn_due = False  # first, so that a slice that comes from now on requests another turn
+        end = self._end  # read before the runs, because no run comes after the end
         until_s = self.env.now() + TURN_S
         while self._found:
             run = self._found.popleft()
-            if self.state is DiskState.READING:  # after a reset, the ledger restores none of them
+            if self.state is DiskState.READING:  # after a reset, the ledger restores no runs
                 self.num_restored += self.worker.copies.call_ledger(self.ledger.disk.restore, run) or 0
             if self.env.now() >= until_s:
                 self._ask_for_turn()
@@ -167,24 +169,25 @@ class DiskWork:
         self._store(copies.call_ledger(plan) or ())
 
     def invalidate(self) -> None:
-        """A forward has failed: no restart finds its blocks, neither those that were stored nor those under way."""
+        """Erase the records of the blocks of a failed forward, both of stored blocks and of blocks whose stores are
+        under way."""
         wrong = [
             job.plan
             for job in self.ledger.jobs.unsettled.values()
             if job.epoch is NoEpoch.INVALIDATED and job.plan.destination is Tier.DISK and job.state is JobState.LAUNCHED
         ]
         self.worker.copies.invalidate_sources(plan.job_id for plan in wrong)
-        on_their_way = [slot for plan in wrong for slot in plan.destination_ids]  # even if its copy has just ended
+        on_their_way = [slot for plan in wrong for slot in plan.destination_ids]  # includes copies that have just ended
         self._forget([*self.ledger.disk.take_forgotten(), *on_their_way])
         self.store_more()
 
     def _forget_more(self) -> None:
-        """Forget also the slots of copies that were given up and have ended since."""
+        """Erase also the records of slots whose copies were given up and have ended since."""
         if slots := self.ledger.disk.take_forgotten():
             self._forget(slots)
 
     def _forget(self, slots: Sequence[int]) -> None:
-        """Let no restart find these slots, nor the old content of slots that stores under way replace. `slots` may be
+        """Erase the records of `slots`, and the old records of slots that stores under way overwrite. `slots` may be
         empty."""
         try:
             self.disk.forget(slots)
@@ -192,8 +195,8 @@ class DiskWork:
             self.telemetry.transport_failed(error)
 
     def _num_storable(self) -> int:
-        """Blocks that may be stored now: none on a disk that fails or has not confirmed the last reset, and more only
-        as the queued stores end."""
+        """Number of blocks that may be stored now. 0 if the disk fails or has not confirmed the last reset. Queued
+        stores reduce the number until they end."""
         if self.disk.refuses(Direction.STORE) or self._num_resets < self.ledger.disk.num_resets:
             return 0
         room = self.worker.copies.room_bytes(Tier.HOST, Tier.DISK)
@@ -202,7 +205,7 @@ class DiskWork:
     def _store(self, plans: Sequence[TransferPlan]) -> None:
         self.worker.submit(plans)
         unsettled = self.ledger.jobs.unsettled
-        num_blocks = sum(plan.num_blocks for plan in plans if plan.job_id in unsettled)  # the others were refused
+        num_blocks = sum(plan.num_blocks for plan in plans if plan.job_id in unsettled)  # the other stores were refused
         if num_blocks:
             self.budget.spend(num_blocks * self.block_bytes, self.env.now())
 
@@ -210,18 +213,18 @@ class DiskWork:
 
     @property
     def may_fetch(self) -> bool:
-        """Whether a fetch is worth its time: not on a disk that has failed lately, or hangs."""
+        """Whether a fetch is worth its time. False if the disk has failed recently or hangs."""
         is_off = self.state is DiskState.OFF or self.disk.refuses(Direction.LOAD)
         return not is_off and not self.worker.copies.is_stalled(Tier.DISK, Tier.HOST)
 
     def skip_fetch(self, request_id: str) -> None:
-        """Count a request that computes blocks that the disk has, because loads from the disk have failed."""
+        """Count a fetch that was skipped because loads from the disk have failed. The request computes the blocks."""
         if self.state is not DiskState.OFF and self.disk.refuses(Direction.LOAD):
             self.num_fetches_skipped += 1
             self.telemetry.fetch_skipped(request_id, Tier.DISK)
 
     def remarks(self) -> Iterator[str]:
-        """The lines about it in `explain`."""
+        """The lines about the disk in `explain`."""
         alone = self.disk.statistics().left_alone
         yield from in_lines("the disk", alone)
         if alone and self.num_fetches_skipped:
@@ -236,10 +239,10 @@ class DiskWork:
     # -- reset ----------------------------------------------------------------------------------------------------
 
     async def reset(self, tier: Tier | None, timeout_s: float) -> None:
-        """The ledger was reset: all of it, or `tier`. If that concerns the disk, wait until the disk has confirmed the
-        ledger's last reset: from then on no restart finds blocks from before. `TransferRefused` if that takes longer
-        than `timeout_s` seconds, or if the disk fails, which is turned off then. Nothing is stored before the
-        confirmation."""
+        """Called after the ledger, or only its tier `tier`, was reset. If the reset includes the disk, wait until the
+        disk has confirmed the ledger's last reset. From then on no restart finds blocks from before the reset. Raises
+        `TransferRefused` if the confirmation takes longer than `timeout_s` seconds, or if the disk fails; a failed disk
+        is turned off. Nothing is stored before the confirmation."""
         if tier not in (None, Tier.DISK):
             return
         ended, problems, number = anyio.Event(), list[str](), self.ledger.disk.num_resets
@@ -251,7 +254,7 @@ class DiskWork:
             if problem:
                 self._fail(f"a reset did not reach the disk: {problem}")
             else:
-                self._num_resets = max(self._num_resets, number)  # of two resets, the earlier may end after the later
+                self._num_resets = max(self._num_resets, number)  # an earlier reset may end after a later one
             problems.append(problem)
             ended.set()
 
@@ -268,7 +271,7 @@ class DiskWork:
     # -- the end --------------------------------------------------------------------------------------------------
 
     async def flush(self) -> None:
-        """The runtime closes: store the blocks that the disk lacks, for at most `close_flush_s` seconds."""
+        """Store the blocks that the disk lacks, for at most `close_flush_s` seconds, because the runtime closes."""
         flush_s = self.disk.tier.close_flush_s
         try:
             if flush_s and self.state is not DiskState.OFF:
@@ -280,7 +283,7 @@ class DiskWork:
             self.is_restored.set()
 
     async def _flush(self) -> None:
-        await self.worker.wait_idle()  # also copies on their way into host memory
+        await self.worker.wait_idle()  # waits also for copies into host memory
         if self.state is DiskState.READY:
             self.state = DiskState.FLUSHING
         self._forget_more()

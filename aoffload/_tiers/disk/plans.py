@@ -1,4 +1,5 @@
-"""Values that cross to and from the disk: what a store writes beside its blocks, and what a restart has found.
+"""Values that the ledger exchanges with the disk: the labels that a store writes with its blocks, and the runs that a
+restart has found.
 
 All are frozen and can be copied and pickled. They hold no reference into the ledger. This file is never compiled, so it
 also has the protocol of a pool of slots.
@@ -19,7 +20,7 @@ from ...errors import InvalidArgument
 
 @attrs.frozen(slots=True)
 class BlockLabel:
-    """What a block on a disk holds, so that a restart can find it again."""
+    """The contents of a block on a disk, so that a restart can find the block again."""
 
     component: int
     place: int
@@ -41,13 +42,14 @@ class DiskPayload:
     """The payload of a store to the disk."""
 
     labels: tuple[BlockLabel | None, ...]
-    """What each block of the plan holds. None if the tokens alone do not prove it: no restart finds such a block."""
+    """The label of each block of the plan. None if the tokens alone do not identify the contents; no restart finds such
+    a block."""
     generation: int
     """Number of resets of the disk when the job was planned. A restart finds only blocks of the last generation."""
 
     @classmethod
     def of(cls, plan: TransferPlan) -> DiskPayload:
-        """The payload of `plan`. `InvalidArgument` for a plan that is no store to a disk."""
+        """The payload of `plan`. `InvalidArgument` if `plan` is not a store to a disk."""
         payload = plan.payload
         if not isinstance(payload, cls):
             raise InvalidArgument("plan", f"{plan.job_id} must have a DiskPayload, has {type(payload).__name__}")
@@ -56,7 +58,8 @@ class DiskPayload:
 
 @attrs.frozen
 class RestoredRun:
-    """Units `[start, stop)` of one prefix that an earlier process has left on the disk, proven from their tokens."""
+    """Units `[start, stop)` of one prefix that an earlier process has left on the disk. Their digests were checked
+    against their tokens."""
 
     root: bytes
     before: bytes
@@ -72,7 +75,7 @@ class RestoredRun:
 
 
 class TakesIds(DevicePool, Protocol):
-    """A pool of slots. A restart takes the slots whose blocks it has found, by their ids. By default a `SlotPool`."""
+    """A pool of slots. A restart takes the slots of restored blocks by their ids. The default is a `SlotPool`."""
 
     def are_free(self, block_ids: Sequence[int]) -> bool: ...
 

@@ -1,9 +1,9 @@
-"""The rules of the disk tier: what a restart brings back. `_tiers/lower/rules.py` says what is stored there.
+"""The rules of the disk tier: which runs a restart restores. `_tiers/lower/rules.py` decides which blocks are stored.
 
 Runs that an earlier process has left on disk enter the index before anything else is stored there. Each run names the
-digest of the prefix that it follows, so a prefix is restored before the runs after it. This process has used none of
-them. So each restored run is the next that the disk evicts, before those restored earlier: a prefix loses its tail
-before its head.
+digest of the prefix that it follows, so a prefix is restored before the runs after it. This process has not used the
+restored runs yet. So the disk evicts them before all others, and the run that was restored last first: a suffix is
+evicted before its prefix.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ class Restores:
     pool: TakesIds
     """The pool of `disk`."""
     _ends: dict[bytes, Run] = field(default_factory=dict)
-    """By the digest of the prefix up to its end: the run that ended there when it was restored."""
+    """By the digest of a prefix: the run that ended there when it was restored."""
     _bare: dict[bytes, RestoredRun] = field(default_factory=dict)
-    """Runs without slots, by the same digest: they enter the index with the first run after them."""
+    """By the digest of a prefix: a run without slots that ends there. It enters the index with the first run after
+    it."""
 
     def restore(self, found: RestoredRun) -> int:
-        """Restore `found`. Returns how many of its slots are in use now: 0 if the disk does not hold the prefix before
-        it, or its slots are not free."""
+        """Restore `found`. Returns the number of its slots that are in use now: 0 if the disk does not hold the prefix
+        before it, or if its slots are not free."""
         if self.cache.layout.full.width and not found.slots[0]:
-            return 0  # no hit could end in it, nor after it
+            return 0  # no hit could end in it or after it
         if not any(found.slots):
             self._bare[found.digest] = found
             return 0
@@ -53,7 +54,8 @@ class Restores:
         return taken
 
     def _end_of(self, digest: bytes, stop: int) -> Run | None:
-        """The run with the unit before `stop` of the prefix with `digest`, if the disk holds it up to there."""
+        """The run that has the last unit before `stop` of the prefix with `digest`, if the disk holds that whole
+        prefix."""
         run = self._known_end(digest, stop)
         bare = self._bare.get(digest)
         if run is not None or bare is None:
@@ -65,7 +67,7 @@ class Restores:
 
     def _known_end(self, digest: bytes, stop: int) -> Run | None:
         run = self._ends.get(digest)
-        # It may have been merged into the run after it, and that run may have been split again.
+        # The run may have been merged into the run after it, and that run may have been split again.
         while run is not None and (not run.parts or run.start >= stop):
             run = run.before
         if run is None or run.stop < stop or run.epoch != self.cache.epoch:
@@ -75,7 +77,8 @@ class Restores:
         return run if is_there and _hash_up_to(run, stop).digest() == digest else None
 
     def _enter(self, found: RestoredRun, before: Run | None, root: Root) -> int:
-        """Insert the tokens of `found` after `before`, and let the disk hold its slots there. Returns their number."""
+        """Insert the tokens of `found` after `before`, and let the disk tier hold its slots there. Returns the number
+        of these slots."""
         cache, start = self.cache, found.start
         hasher = root.hasher.copy() if before is None else _hash_up_to(before, start)
         hasher.update(found.tokens)
@@ -94,15 +97,15 @@ class Restores:
                 run = cache.cut(following, sequence.common_stop(following, found.stop))
             taken += sum([self._fill(run, number, found) for number, slots in enumerate(found.slots) if slots])
             if run.parts[Tier.DISK].width and run.parts[Tier.DISK].stop < run.stop:
-                return taken  # a unit was found corrupt meanwhile: no fetch could bring the units after it
+                return taken  # a unit was found corrupt meanwhile, so no fetch could bring the units after it
             start = run.stop
         assert run is not None
         self._ends[found.digest] = run
         return taken
 
     def _fill(self, run: Run, number: int, found: RestoredRun) -> int:
-        """Let `run` hold its slots in one component, unless the disk holds other blocks of it, or will. Returns their
-        number."""
+        """Let `run` hold its slots in one component, unless the disk holds other blocks of the run or a store will
+        bring some. Returns the number of these slots."""
         part, width = run.part(Tier.DISK, number), self.cache.layout.components[number].width
         if part.blocks or part.incoming is not None:
             return 0

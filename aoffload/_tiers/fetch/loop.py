@@ -1,13 +1,13 @@
 """A request fetches KV that only lower tiers hold into host memory, before it allocates blocks.
 
-    ask     how many of the cells after the hit does the remote store have? For at most `ask_timeout_s`
-    gate    would the blocks arrive before they could be computed? If not, the request computes them
-    fetch   copy them into the host, for as long as computing them would take, and `fetch_timeout_s` at most
-    match   match again: the request hits what has arrived by then; later arrivals are for the next request
+    ask     ask the remote store how many of the cells after the hit it has, for at most `ask_timeout_s`
+    gate    estimate whether the blocks would arrive before they could be computed. If not, the request computes them
+    fetch   copy the blocks into the host, for as long as computing them would take, and `fetch_timeout_s` at most
+    match   match again: the request hits the blocks that have arrived; later blocks are for the next request
 
-One transfer fetches from all tiers, up to the token that the best of them reaches. If the remote store makes the
-transfer too slow, the tiers that the index knows are tried alone: the disk, and a tier of the program's own. If one of
-these fails, its copies are refused, and the fetch ends where they begin.
+One transfer fetches from all tiers, up to the last token that any of them has. If the transfer would be too slow with
+the remote store, the gate tries the tiers in the index alone: the disk, and the program's own tier. If one of these
+fails, its copies are refused, and the fetch ends before their first unit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..remote.loop import RemoteWork
 async def fetch(request: Entered, record: LedgerRequest, prefix: Prefix) -> None:
     """Fetch the blocks of `prefix` after the hit of `record` that lower tiers have, and match again.
 
-    However it ends, the request hits the blocks that are in host memory at that moment. A cancellation does not stop
-    launched copies, because the next request can use their blocks.
+    When the fetch ends for any reason, the request hits the blocks that are in host memory at that moment. A
+    cancellation does not stop launched copies, because the next request can use their blocks.
     """
     if not _may_match_again(record):
         return
@@ -74,7 +74,7 @@ class _Search:
     prefix: Prefix
 
     async def worth(self) -> _Worth | None:
-        """None: no fetch is worth its time."""
+        """The fetch to begin. None: no fetch is worth its time."""
         indexed_stop, indexed_s = self._of_index()
         limit_tokens = self.record.hit_limit * self.request._session.ledger.layout.unit_tokens
         most = self._first(min(limit_tokens, self.prefix.num_tokens - 1))  # the longest hit that the request may have
@@ -100,8 +100,7 @@ class _Search:
         return self.record.match.num_tokens
 
     def _of_index(self) -> tuple[int, float]:
-        """The token up to which the tiers that the index knows could extend the hit, and the seconds that this would
-        take."""
+        """The token up to which the tiers in the index could extend the hit, and the seconds that this would take."""
         works, match = self.request._session.indexed_tiers, self.record.match
         if not match.num_lower_tokens:
             return 0, 0.0
@@ -114,8 +113,8 @@ class _Search:
         return stop, max([work.fetch_s(self._first(stop)) for work in usable])
 
     async def _of_remote(self, remote: RemoteWork, prefix: Prefix, after: int) -> int:
-        """The token up to which the store has cells, if it is after token `after`; else 0. The store is not asked if
-        even a fetch of the whole prompt would not be worth its time."""
+        """The token up to which the remote store has cells; 0 if it is not after token `after`. The store is not asked
+        if even a fetch of the whole prompt would not be worth its time."""
         stop = remote.cells_stop(prefix.num_tokens)
         if stop <= after:
             return 0
@@ -128,7 +127,7 @@ class _Search:
             return 0
         labels = await remote.labels(prefix, after)
         answers: list[int] = []
-        wake = self.record.when_idle  # not `request._wake`: a late answer would keep the request alive
+        wake = self.record.when_idle  # not `request._wake`, because a late answer would keep the request alive
 
         def answered(num_cells: int) -> None:
             answers.append(num_cells)
@@ -145,12 +144,13 @@ class _Search:
             question.cancel()
             session.ledger.reports.asking.pop(self.record, None)
         if not remote.is_on:
-            return 0  # a reset came meanwhile: the cells of the store are from before it
+            return 0  # a reset came meanwhile, and the cells are from before it
         num_cells = min(answers[0], len(labels))
         return labels[num_cells - 1].stop * self.request._session.ledger.layout.unit_tokens if num_cells else 0
 
     def _bound_s(self, stop: int, fetch_s: float) -> float:
-        """How long the request waits for a fetch up to token `stop` that takes `fetch_s`; 0: it computes."""
+        """Seconds that the request waits for a fetch up to token `stop` that takes `fetch_s`. 0: the request computes
+        instead."""
         session = self.request._session
         speed = None if session.speed is None else session.speed.tokens_per_s
         return fetch_bound_s(stop - self._hit, speed, fetch_s, session.config.fetch_bound_s)
@@ -161,7 +161,8 @@ class _Search:
         session.telemetry.fetch_declined(self.record.request_id, stop - self._hit, fetch_s)
 
     def _first(self, num_tokens: int) -> Prefix:
-        """The prefix whose hit is at most `num_tokens`: it has one token more, which is always computed."""
+        """A prefix of `num_tokens` + 1 tokens, whose hit is at most `num_tokens`, because the last token is always
+        computed."""
         prefix = self.prefix
         if prefix.spans or num_tokens + 1 >= prefix.num_tokens:
             return prefix

@@ -1,17 +1,17 @@
-"""Fetches: cache transfers from the tiers below into the host.
+"""Fetches: cache transfers from the tiers below the host into the host.
 
 A request hits only on the device and in the host. KV of its prompt that only a lower tier holds is fetched into the
 host first; then the request is matched again (`match_again`).
 
     unit 0 [ in the host, or on its way there | on the disk, or in a custom tier | in cells of the remote store )
 
-The index knows which units the disk and a custom tier hold. Which cells the remote store holds, only the store knows,
-so the caller asks the store and passes the end of these cells. Units that several tiers hold are read from the one that
-is nearest: the order is that of `Tier`.
+The index knows which units the disk and a custom tier hold. Only the remote store knows which cells it holds, so the
+caller asks the store and passes the end of these cells. If several tiers hold a unit, the fetch reads it from the first
+of them in the order of `Tier`.
 
-A fetch pins in the host the units that it brings and the units before them, until it is over. All fetches under way
-take at most `max_share` of the host; a larger fetch brings only the front of its units. The same share bounds the
-blocks that are kept for requests that wait for device blocks after their fetch is over.
+Until a fetch is over, it pins in the host the units that it brings and the units before them. All fetches under way
+take at most `max_share` of the host; a larger fetch brings only its leading units. After the fetch, the brought blocks
+are kept for its request while the request waits for device blocks. The same share bounds these blocks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from ..remote.rules import cells_before, places_in_cells
 
 @dataclass(slots=True)
 class _Kept:
-    """A host lease on a fetched prefix, kept until its request has device blocks to load it into. Unlike the leases of
-    the match, it is kept while the request waits in the queue."""
+    """A host lease on a fetched prefix, kept until its request has device blocks for the load. The request keeps this
+    lease in the wait queue, where it gives up the leases of its match."""
 
     lease: Lease
     num_blocks: int
@@ -66,7 +66,7 @@ class Fetches(LedgerExtension):
         self._remote: RemoteExtension | None = ledger.find(RemoteExtension)
         indexed = [tier.tier for tier in ledger.cache.tiers[BELOW + 1 :] if not tier.is_absent]
         self.sources = [Stores(ledger.cache, ledger.jobs, ledger.moves, tier, Tier.HOST) for tier in indexed]
-        """The copies from each tier that the index knows."""
+        """Plans the copies from each tier that the index knows."""
         self.from_remote = None
         if self._remote is not None:
             self.from_remote = Stores(ledger.cache, ledger.jobs, ledger.moves, Tier.REMOTE, Tier.HOST)
@@ -86,14 +86,14 @@ class Fetches(LedgerExtension):
         num_remote_tokens: int = 0,
         for_request: LedgerRequest | None = None,
     ) -> Fetch:
-        """Start copying to the host the units of `prefix` that only lower tiers hold: launch the `plans` of the fetch.
-        After them, load the cells of a remote store that hold its first `num_remote_tokens`, whole cells: you have
-        asked the store for them.
+        """Start copying the units of `prefix` that only lower tiers hold to the host. Launch the `plans` of the fetch.
+        `num_remote_tokens`: the end of the last whole cell that the remote store has of `prefix`, because you have
+        asked the store. The fetch loads these cells, too, if no tier in the index holds their units.
 
-        All fetches together take at most `max_fetch_share` of the host; a larger fetch brings the front of its units.
+        All fetches together take at most `max_fetch_share` of the host; a larger fetch brings only its leading units.
         Two fetches of one prefix share the copies. A fetch ends at the first cell that the store does not hold. `wake`
-        is called once the fetch is over: if it calls `match_again` itself, nothing can be evicted in between.
-        `for_request` waits for the fetch: the reports and the log name it.
+        is called once the fetch is over. Call `match_again` inside of `wake`, so that no block is evicted in between.
+        `for_request`: the request that waits for the fetch, which the reports and the log name.
         """
         check_callable("wake", wake)
         if for_request is not None:
@@ -108,8 +108,8 @@ class Fetches(LedgerExtension):
         return fetch
 
     def match_again(self, request: LedgerRequest) -> PrefixMatch:
-        """Match a PINNED request again and pin the hit, in one step, because a fetch has brought more of it. Refused in
-        the wait queue, and once the request has blocks."""
+        """Match a PINNED request again and pin the hit, in one step, after a fetch has brought more blocks. Refused
+        while the request is in the wait queue, and once it has device blocks."""
         require(self._ledger.own(request), "match_again", State.PINNED)
         if request.waiter is not None:
             raise waiting_error(request, "match_again")
@@ -119,15 +119,15 @@ class Fetches(LedgerExtension):
         return request.match
 
     def num_blocks(self, prefix: Prefix) -> int:
-        """Blocks that a fetch of `prefix` would copy now from the tiers that the index knows, without those that jobs
-        bring already."""
+        """Number of blocks that a fetch of `prefix` would copy now from the tiers that the index knows, without blocks
+        that jobs bring already."""
         sequence = self._ledger.sequence_of(prefix)
         path, stop = self._in_index(sequence, self._limit(sequence), self._num_allowed())
         return self._num_lacking(path[-1], stop) if stop else 0
 
     def num_remote_blocks(self, prefix: Prefix, num_remote_tokens: int) -> int:
-        """Blocks that a fetch of `prefix` would load now from the cells with its first `num_remote_tokens` tokens,
-        without those that nearer tiers hold or that jobs bring already."""
+        """Number of blocks that a fetch of `prefix` would load now from the cells with its first `num_remote_tokens`
+        tokens, without blocks that tiers in the index hold or that jobs bring already."""
         sequence = self._ledger.sequence_of(prefix)
         remote_stop = check_int("num_remote_tokens", num_remote_tokens, 0) // self.cache.layout.unit_tokens
         limit = min(self._limit(sequence), remote_stop)
@@ -137,7 +137,7 @@ class Fetches(LedgerExtension):
     # -- what is kept for requests that wait for blocks -----------------------------------------------------------
 
     def _keep(self, request: LedgerRequest) -> None:
-        """Pin the host hit, which was just fetched for the request, until the request has block tables. All such pins
+        """Pin the host hit, which was just fetched for the request, until the request has block tables. All these pins
         keep at most `max_share` of the host; a hit beyond that may be evicted."""
         self._end_kept(request)
         lease = request.leases.get(BELOW)
@@ -181,8 +181,8 @@ class Fetches(LedgerExtension):
         remote_stop: int,
         for_request: LedgerRequest | None,
     ) -> Fetch:
-        """Copy into the host the units that the indexed tiers have of `sequence` after its hit, and the cells that a
-        remote store has of it before unit `remote_stop`, as far as the host may hold them. `for_request` waits for the
+        """Begin a fetch of the units of `sequence` after its hit: units that the indexed tiers hold, and cells that the
+        remote store has before unit `remote_stop`, as far as the share of the host allows. `for_request` waits for the
         fetch."""
         layout, limit = self.cache.layout, self._limit(sequence)
         request = self.transfers.new_request("fetch", sequence, limit)
@@ -221,7 +221,7 @@ class Fetches(LedgerExtension):
         transfer.num_tokens = self.transfers.hit_of(transfer.request.sequence).stop * self.cache.layout.unit_tokens
 
     def _limit(self, sequence: TokenSequence) -> int:
-        """Units that a request may hit, because it computes at least one token."""
+        """Number of units that a request may hit, because a request computes at least one token."""
         return (sequence.num_tokens - 1) // self.cache.layout.unit_tokens
 
     def _num_allowed(self) -> int:
@@ -232,8 +232,8 @@ class Fetches(LedgerExtension):
         return min(int(host.pool.num_blocks * self.max_share) - taken, host.num_available)
 
     def _in_index(self, sequence: TokenSequence, limit: int, most: int) -> tuple[list[Run], int]:
-        """The path of `sequence`, and the unit up to which a fetch of at most `most` blocks from the indexed tiers can
-        make the host hold it."""
+        """The path of `sequence`, and the unit up to which the host can hold it after a fetch of at most `most` blocks
+        from the indexed tiers."""
         if not self.sources:
             return [], 0
         layout = self.cache.layout
@@ -243,7 +243,7 @@ class Fetches(LedgerExtension):
         return path, max(0, stop)
 
     def _num_lacking(self, run: Run, stop: int) -> int:
-        """Blocks of a hit that ends at unit `stop` that the host lacks and that no job under way brings."""
+        """Number of blocks, of a hit that ends at unit `stop`, that the host lacks and no job under way brings."""
         found = 0
         for manager in self.cache.managers:
             component, pieces = manager.component, list[tuple[int, int]]()
@@ -251,13 +251,14 @@ class Fetches(LedgerExtension):
                 lacking = manager.lacking(run, source.source, Tier.HOST, component.first_unit(stop), stop)
                 pieces += [(first, last) for _, first, last in lacking]
             reached = 0
-            for first, last in sorted(pieces):  # units that several tiers hold are brought once
+            for first, last in sorted(pieces):  # a unit that several tiers hold counts once
                 found += max(0, last - max(first, reached)) * component.width
                 reached = max(reached, last)
         return found
 
     def _in_host(self, sequence: TokenSequence, limit: int) -> int:
-        """The unit, at most `limit`, up to which the host holds `sequence`, or will once jobs under way have landed."""
+        """The unit, at most `limit`, up to which the host holds `sequence`, or will hold it once the jobs under way
+        have landed."""
         stop = 0
         for run, agreed in self.cache.index.walk(sequence, limit):
             stop = min(covered_stop(run.parts[Tier.HOST]), agreed)
@@ -267,7 +268,8 @@ class Fetches(LedgerExtension):
 
     @staticmethod
     def _cells(remote: RemoteExtension, sequence: TokenSequence, start: int, stop: int) -> tuple[CellLabel, ...]:
-        """The whole cells with units of `[start, stop)`, up to the first cell whose contents are wrong in the store."""
+        """The whole cells with units of `[start, stop)`, up to the first cell that holds invalidated KV in the
+        store."""
         found = [cell for cell in cells_before(sequence, stop, remote.cell_units) if cell.stop > start]
         wrong = [number for number, cell in enumerate(found) if cell.digest in remote.stores.forgotten]
         return tuple(found[: wrong[0]] if wrong else found)

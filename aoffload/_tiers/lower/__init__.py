@@ -1,6 +1,6 @@
-"""What tiers below the host have in common, and a tier of the program's own.
+"""Code that tiers below the host share, and `LowerTier`, a tier that the program provides.
 
-rules       `LowerStores`: which blocks of the host are stored, for tiers whose blocks the index knows
+rules       `LowerStores`: plans stores from the host, for tiers whose blocks are in the index
 extension   `LowerTier`: a tier that a program adds, on the seam of the ledger
 loop        `LowerWork`: the stores of such a tier, in the event loop of one runtime
 """

@@ -1,7 +1,7 @@
-"""A tier of the program's own below the host, on the seam of the ledger.
+"""`LowerTier`: a tier below the host that the program provides, on the seam of the ledger.
 
-The index knows its blocks. So the ledger says which block of the tier holds which KV, which blocks are stored and
-evicted, and which are fetched into the host. The program brings the copies: see `TransportTier`.
+The index has the blocks of the tier. So the ledger decides which block of the tier holds which KV, which blocks are
+stored and evicted, and which are fetched into the host. The program provides the copies: see `TransportTier`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .rules import stores_to
 
 
 class LowerTier(LedgerExtension):
-    """A tier of the program's own: `Tier.CUSTOM`, with `num_blocks` blocks. Give it to a runtime or a ledger as one of
-    `extensions`. A runtime also needs its copies (see `LocalTransport`).
+    """The program's own tier: `Tier.CUSTOM`, with `num_blocks` blocks. Pass it to a runtime or a ledger in
+    `extensions`. A runtime also needs the tier's copies (see `LocalTransport`).
 
-    Blocks that the host evicts next are stored in it, unless it holds them. A request whose prompt it holds fetches the
-    blocks into the host. `timeouts_s`: seconds after which a load and a store are given up; None: `transfer_timeout_s`
-    and `store_timeout_s`. A derived class may override the hooks of `LedgerExtension`, and calls `super` in `on_build`
+    The tier stores the blocks that the host evicts next. A request fetches blocks of its prompt from the tier into the
+    host. `timeouts_s`: seconds after which a load and a store are given up. None: `transfer_timeout_s` and
+    `store_timeout_s`. A derived class may override the hooks of `LedgerExtension`; it has to call `super` in `on_build`
     and `on_attach`."""
 
     tier = Tier.CUSTOM
@@ -47,8 +47,8 @@ class LowerTier(LedgerExtension):
         self._stores = stores_to(ledger, self.tier)
 
     def plan_stores(self, max_blocks: int) -> tuple[TransferPlan, ...]:
-        """Stores of the blocks that the host evicts next, at most `max_blocks` blocks. Cheap if nothing has changed. A
-        runtime calls it; with a ledger alone, call it after each step."""
+        """Plan stores of the blocks that the host evicts next, at most `max_blocks` blocks. Cheap if nothing has
+        changed. A runtime calls it. If you use a ledger alone, call it after each step."""
         self._ledger.hooks.refuse_verb()
         check_int("max_blocks", max_blocks, 0)
         if not self._stores.are_due:

@@ -1,4 +1,4 @@
-"""A tier of the program's own in the event loop: when its stores are planned, and what a fetch from it takes."""
+"""The program's own tier (`LowerTier`) in the event loop: plans its stores, and estimates the time of fetches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LowerWork:
     extension: LowerTier
     block_bytes: int
     num_fetches_skipped: int = attrs.field(default=0, init=False)
-    """Fetches that were not begun because the tier hangs."""
+    """Number of fetches that were not begun because the tier hangs."""
 
     @property
     def tier(self) -> Tier:
@@ -35,11 +35,11 @@ class LowerWork:
 
     @property
     def may_fetch(self) -> bool:
-        """Whether a fetch is worth its time: not from a tier that hangs."""
+        """Whether a fetch is worth its time. False if the tier hangs."""
         return not self.worker.copies.is_stalled(self.tier, Tier.HOST)
 
     def skip_fetch(self, request_id: str) -> None:
-        """Count a request that computes blocks that the tier has, because it hangs."""
+        """Count a fetch that was skipped because the tier hangs. The request computes the blocks."""
         self.num_fetches_skipped += 1
 
     def fetch_s(self, prefix: Prefix) -> float:

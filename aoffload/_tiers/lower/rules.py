@@ -1,8 +1,8 @@
-"""What a tier below the host stores, if the index knows its blocks: the disk, and a tier of the program's own.
+"""The rules of a tier below the host whose blocks are in the index: which blocks it stores. Such tiers are the disk and
+the program's own tier (`LowerTier`).
 
-Blocks that the host is about to evict are stored, then blocks that were requested twice, and at the end all others. A
-prefix is stored whole: the tier holds no suffix whose prefix it lacks. The caller decides how many blocks may be
-written, and when.
+First, blocks are stored that the host is about to evict; then blocks that were requested twice; and at the end all
+others. The tier holds no suffix without its prefix. The caller decides how many blocks may be written, and when.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from ..._kernel.tokens import TokenSequence
 HOST_WATERMARK = 8
 """The first 1/8 of the host blocks in eviction order is stored before eviction."""
 STEPS = 16
-"""The watermark has this many steps: the host is scanned again once it has used one step of free blocks."""
+"""The watermark is divided into this many steps. The host is scanned again once its free blocks have decreased by one
+step."""
 MAX_SCANNED = 64
-"""Maximum parts that one call scans for blocks that were requested twice."""
+"""Maximum number of parts that one call scans for blocks that were requested twice."""
 
 
 @dataclass(slots=True, eq=False)
 class LowerStores:
     watermark: EvictionWatermark
     counts: RequestCounts | None = None
-    """None: no call asks for blocks that were requested twice."""
+    """None if the tier does not store blocks because they were requested twice."""
     _came_to: tuple[object, ...] = ()
-    """The situation at the last scan of what the host is about to evict."""
+    """The state at the last scan for blocks that the host is about to evict."""
     _turns: dict[Run, int] = field(default_factory=dict)
     """Runs that the tier lacked at that scan, each with the number of blocks that may still be stored for it. Empty
-    once each run has had its turn. Turns end the writes to a tier that is smaller than the watermark: without them,
-    each store would bring back blocks that the store before it has evicted."""
+    once each run has had its turn. Without turns, the writes to a tier that is smaller than the watermark would never
+    end, because each store would bring back blocks that the store before it has evicted."""
     _scanned: int = 0
-    """`Part.last_use` up to which no part needs a scan: its blocks that were requested twice are in the tier, or could
-    not be stored."""
+    """No part with this `Part.last_use`, or a smaller one, needs a scan: its blocks that were requested twice are in
+    the tier, or could not be stored."""
     _host: TierBlocks = field(init=False)
     _there: TierBlocks = field(init=False)
     _least_blocks: int = field(init=False)
-    """The blocks of the smallest unit of any component."""
+    """The smallest number of blocks per unit of any component."""
 
     def __post_init__(self) -> None:
         self._host, self._there = self.watermark.source, self.watermark.there
@@ -55,8 +56,8 @@ class LowerStores:
         )
 
     def plan(self, most: int, *, is_idle: bool, only_requested_twice: bool) -> list[Job]:
-        """Store at most `most` blocks that the host is about to evict; with `is_idle`, also blocks that were requested
-        twice, as far as the tier has free slots."""
+        """Store at most `most` blocks that the host is about to evict. With `is_idle`, store also blocks that were
+        requested twice, as far as the tier has free slots."""
         watermark, jobs = self.watermark, list[Job]()
         if most <= 0:
             return []
@@ -67,22 +68,22 @@ class LowerStores:
         if self._turns:
             jobs += self._take_turns(most, wanted)
         if is_idle and not watermark.nothing_changed():
-            left = min(left_of(most, jobs), self._there.pool.num_free)  # evict nothing: stores would never end
+            left = min(left_of(most, jobs), self._there.pool.num_free)  # evict nothing, or stores would never end
             jobs += watermark.store(self._requested_twice(left), self._requested_stop, left)
             if left_of(most, jobs) <= 0:
-                watermark.seen = ()  # more may be left to store, even if nothing changes
+                watermark.seen = ()  # more blocks may be left to store, even if nothing changes
         return jobs
 
     @property
     def are_due(self) -> bool:
-        """Whether `plan`, called with the same arguments as before, may find more to store."""
+        """Whether `plan`, called with the same arguments as last time, may find more blocks to store."""
         watermark = self.watermark
         return bool(self._turns) or self._nearness() != self._came_to[:2] or watermark.state() != watermark.seen
 
     def _take_turns(self, most: int, wanted: Callable[[Run], int]) -> list[Job]:
-        """Store the runs that still have a turn, in eviction order. The turn of a run ends when nothing of it is left
-        to store, or when a store has evicted other blocks of the same run from the tier. If `most` cuts a run off, the
-        next call goes on with it."""
+        """Store the runs that still have a turn, in eviction order. The turn of a run ends when no block of it is left
+        to store, or when a store has evicted other blocks of the same run from the tier. If `most` ends the call within
+        a run, the next call continues with this run."""
         jobs, least = list[Job](), self._least_blocks
         runs = self.watermark.about_to_lose(wanted)
         if not self.watermark.jobs.num_stored_now(self._host.tier):  # during stores, `runs` lacks some runs
@@ -103,17 +104,17 @@ class LowerStores:
 
     @staticmethod
     def _num_blocks(run: Run, blocks: TierBlocks) -> int:
-        """The number of blocks that a tier holds of the path of `run`."""
+        """Number of blocks that a tier holds on the path of `run`."""
         return sum(len(part.blocks) for each in run.path() for part in each.parts_in(blocks.tier))
 
     def _nearness(self) -> tuple[object, ...]:
-        """Changes once the host has used one more part of the watermark, or the tier was reset."""
+        """A value that changes once the host has used one more step of the watermark, or the tier was reset."""
         host = self._host
         return (host.num_evicted - host.pool.num_free) // self.watermark.step, self._there.num_resets
 
     def plan_flush(self, most: int) -> list[Job]:
-        """Store at most `most` of the blocks that the tier lacks, the last used first, as far as the tier can hold all
-        of them: no call evicts a block that an earlier call has stored."""
+        """Store at most `most` blocks that the tier lacks, the most recently used first. Only blocks that fit into the
+        tier together are stored, so no call evicts a block that an earlier call has stored."""
         parts = list(self._host.order)[::-1]
         stops = self._stops_that_fit(parts)
 
@@ -123,23 +124,23 @@ class LowerStores:
         return self.watermark.store(self.watermark.lacking(parts, NO_LIMIT, wanted), wanted, most)
 
     def _stops_that_fit(self, parts: list[Part]) -> dict[Run, int]:
-        """The unit up to which the tier can hold each run of `parts`. Runs on their way to the tier come first, because
-        they are pinned and so in no eviction order."""
+        """For each run of `parts`, the unit up to which the tier can hold it. Runs on their way to the tier come first:
+        they are pinned, so no eviction order has them."""
         jobs = [job for job in self.watermark.jobs.unsettled.values() if job.plan.destination is self._there.tier]
         runs = [run for job in jobs for run in job.run.path()] + [part.run for part in parts]
         stops, left = dict[Run, int](), self._there.capacity
         for run in dict.fromkeys(runs):
             num_blocks = sum(len(part.blocks) for part in run.parts_in(self._host.tier))
             if num_blocks > left:
-                stops[run] = run.start + left // self.watermark.cache.layout.width  # eviction would take its tail first
+                stops[run] = run.start + left // self.watermark.cache.layout.width  # the end is evicted first
                 break
             stops[run] = run.stop
             left -= num_blocks
         return stops
 
     def _whole_stop(self, run: Run) -> int:
-        """The unit up to which host and tier together hold the path of `run` without a gap, because nothing after a gap
-        (a corrupt block) could be published."""
+        """The unit up to which host and tier together hold the path of `run` without a gap (a corrupt block). No later
+        block could be published."""
         source, destination = self.watermark.stores.source, self.watermark.stores.destination
         if not run.parts[source].width:
             return run.stop
@@ -170,10 +171,11 @@ class LowerStores:
 
 
 def stores_to(ledger: CacheBase, tier: Tier, counts: RequestCounts | None = None) -> LowerStores:
-    """The stores from the host of `ledger` to `tier`. `counts`: says which blocks were requested twice."""
+    """The `LowerStores` from the host of `ledger` to `tier`. `counts` has the requests that blocks had."""
     cache, jobs = ledger.cache, ledger.jobs
     host, there = cache.tiers[Tier.HOST].pool.num_blocks, cache.tiers[tier].pool.num_blocks
     most = min(max(ledger.layout.width, host // HOST_WATERMARK), there)
     down = Stores(cache, jobs, ledger.moves, Tier.HOST, tier)
-    # The step: a scan for blocks that were requested twice walks the host's order, so skip it after small changes.
+    # The step skips scans after small changes, because a scan for blocks that were requested twice walks the host's
+    # eviction order.
     return LowerStores(EvictionWatermark(cache, jobs, down, most, max(1, most // STEPS)), counts)

@@ -21,13 +21,13 @@ from .plans import CellLabel
 from .rules import RemoteStores, check_cell
 
 PATIENCE = 2.0
-"""The time-out of a job of a remote store, as a multiple of the time-out of its call, because the job may wait for the
-end of another one. So a store that keeps to its time-outs is never given up."""
+"""The timeout of a job of a remote store, as a multiple of the timeout of its call. It is larger than 1 because the job
+may wait for another job, so a store that keeps its timeouts is never given up."""
 
 
 @attrs.frozen
 class RemoteCounts:
-    """Cells of a remote store that are being copied or removed. Only the store knows the cells that it holds."""
+    """Numbers of cells that are being copied or removed. Only the store knows the cells that it holds."""
 
     num_loads: int
     """Being loaded into the host."""
@@ -49,7 +49,7 @@ class RemoteExtension(LedgerExtension):
         if ledger.layout.windows:
             raise ConfigError("remote", "keeps full attention only: these groups have windows")
         self.cell_units = cell_units(ledger.block_bytes * ledger.layout.width, self._tier.max_cell_bytes)
-        """Units of a cell: see `cells_of`."""
+        """Number of units in a cell: see `cells_of`."""
         self._check_size()
         timeouts_s = PATIENCE * self._tier.load_timeout_s, PATIENCE * self._tier.store_timeout_s
         ledger.jobs.tiers[Tier.REMOTE] = TierBlocks(
@@ -58,8 +58,8 @@ class RemoteExtension(LedgerExtension):
         self.stores = RemoteStores(ledger.cache, ledger.jobs, self._counts, self.cell_units)
 
     def _check_size(self) -> None:
-        """Refuse cells that are larger than the share of all fetches, because they could never be loaded. A share of 0
-        turns fetches off, so any size is allowed."""
+        """Refuse cells that are larger than the share of all fetches, because they could never be loaded. Any size is
+        allowed if the share is 0, because then fetches are off."""
         ledger = self._ledger
         num_blocks, share = self.cell_units * ledger.layout.width, ledger.config.max_fetch_share
         most = int(ledger.cache.tiers[Tier.HOST].pool.num_blocks * share)
@@ -71,11 +71,10 @@ class RemoteExtension(LedgerExtension):
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def plan_stores(self, max_blocks: int, is_wanted: Callable[[CellLabel], bool]) -> tuple[TransferPlan, ...]:
-        """Stores of whole cells that are in the host and were requested twice, at most `max_blocks` blocks, the last
-        requested first. Cheap if nothing has changed.
+        """Plan stores of whole cells that are in the host and were requested twice, at most `max_blocks` blocks, the
+        most recently requested first. Cheap if nothing has changed.
 
-        `is_wanted` is called for each cell in the middle of this call. It returns False if the store holds the
-        cell."""
+        The call calls `is_wanted` for each cell. It must return False if the store holds the cell."""
         ledger = self._ledger
         ledger.hooks.refuse_verb()
         check_int("max_blocks", max_blocks, 0)
@@ -85,13 +84,13 @@ class RemoteExtension(LedgerExtension):
         return tuple([job.plan for job in self.stores.plan(max_blocks, is_wanted, ticket, oldest)])
 
     def take_forgotten(self) -> tuple[CellLabel, ...]:
-        """The cells to remove from the store, because their contents were invalidated: all for which a store may have
-        been planned. Cells that a store under way may still write are kept back until it is settled."""
+        """The cells to remove from the store, because their KV was invalidated: all such cells for which a store may
+        have been planned. A cell that a store under way may still write is returned only after the store is settled."""
         return self.stores.take_forgotten()
 
     @property
     def counts(self) -> RemoteCounts:
-        """The cells that are being copied or removed."""
+        """The numbers of cells that are being copied or removed."""
         links = [job.plan.link for job in self._ledger.jobs.unsettled.values()]
         num_loads, num_stores = links.count((Tier.REMOTE, Tier.HOST)), links.count((Tier.HOST, Tier.REMOTE))
         return RemoteCounts(num_loads, num_stores, len(self.stores.forgotten))
@@ -99,7 +98,7 @@ class RemoteExtension(LedgerExtension):
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def on_invalidated(self, sequence: TokenSequence, first: int, stop: int) -> list[Job]:
-        """Invalidate the cells that hold these units, or follow them."""
+        """Invalidate the cells that hold these units or units after them."""
         return self.stores.invalidate(sequence, first, stop)
 
     def report_job(self, job: Job) -> None:

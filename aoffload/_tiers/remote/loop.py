@@ -1,12 +1,13 @@
-"""The remote tier in the event loop: a runtime asks a store that other processes share, stores there, and removes.
+"""The remote tier in the event loop of a runtime: questions to a store that other processes share, stores and removals.
 
-The ledger does not know which cells the store has, so a request asks how many of the cells after its hit are there.
-Each question, load and store has a bound, because the store may hang; a cell that is unknown by then counts as missing.
-None of them can fail a request. An answer is only a hint: another process may remove a cell before it is loaded.
+The ledger does not know which cells the store has, so a request asks how many of the cells after its hit the store has.
+Each question, load and store has a timeout, because the store may hang. If a question times out, its cells count as
+missing. No question, load or store can fail a request. An answer is only a hint, because another process may remove a
+cell before it is loaded.
 
-Stores are limited by a rate (`WriteRate`), because others share the network and the store. Cells that hold the blocks
-of a failed forward must be removed, since others would find them: removals are tried again until they succeed, also
-after this runtime has stopped using the store.
+Stores are limited by a rate (`WriteRate`), because other processes share the network and the store. Cells with blocks
+of a failed forward must be removed, because other processes would load them. So removals are tried again until they
+succeed, even after this runtime has stopped using the store.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from .plans import CellLabel
 from .rules import cells_of
 
 LATE_S = 0.01
-"""Time for an answer that is given just in time to arrive."""
+"""Seconds added to a timeout, so that an answer that is given just in time can still arrive."""
 MUCH_TO_HASH = 65_536
-"""Tokens from which on a thread computes the digests."""
+"""A prompt with at least this many tokens has its digests computed in a thread."""
 MAX_BYTES = 32 * 2**20
 """Maximum bytes stored at once, because the event loop computes their digests."""
 
@@ -54,7 +55,7 @@ class RemoteWork:
     is_on: bool = attrs.field(init=False, default=False)
     """Between `begin` and `end`."""
     num_fetches_skipped: int = attrs.field(default=0, init=False)
-    """Fetches that were not begun because all nodes of the store had failed."""
+    """Number of fetches that were not begun because all nodes of the store had failed."""
     _rate: WriteRate = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -73,14 +74,14 @@ class RemoteWork:
     # -- begin and end --------------------------------------------------------------------------------------------
 
     def begin(self, hashing: anyio.CapacityLimiter | None) -> None:
-        """Called in the event loop, once the transport is open. `hashing`: for threads that compute digests."""
+        """Called in the event loop once the transport is open. `hashing`: limits the threads that compute digests."""
         self.hashing, self.now, self.is_on = hashing, self.env.loop_clock(), True
         tier = self.remote.tier
         self.telemetry.remote_opened(type(tier.store).__name__, tier.secret is not None, self.cell_tokens)
 
     async def connect(self) -> None:
-        """Wait until the store has connected or failed, for `load_timeout_s` at most, because a request that asks the
-        store has less time."""
+        """Wait until the store has connected or failed, for at most `load_timeout_s`. The runtime waits here because a
+        request that asks the store has less time."""
         over = anyio.Event()
         self.remote.connect(partial(self.worker.call_soon, over.set))
         with anyio.move_on_after(self.remote.tier.load_timeout_s + LATE_S):
@@ -93,7 +94,7 @@ class RemoteWork:
             self.telemetry.remote_turned_off(reason)
 
     def end(self) -> None:
-        """The runtime closes. Stores under way may end, but the runtime does not wait for them."""
+        """Stop, because the runtime closes. Stores under way may end, but the runtime does not wait for them."""
         self._forget()
         self.is_on = False
 
@@ -101,26 +102,26 @@ class RemoteWork:
 
     @property
     def may_fetch(self) -> bool:
-        """Whether a fetch is worth its time: not from a store that has failed lately, or hangs."""
+        """Whether a fetch is worth its time. False if the store has failed recently or hangs."""
         copies = self.worker.copies
         is_off = not self.is_on or not copies.is_accepting or self.remote.refuses(Direction.LOAD)
         return not is_off and not copies.is_stalled(Tier.REMOTE, Tier.HOST)
 
     def skip_fetch(self, request_id: str) -> None:
-        """Count a request that computes cells that the store may have, because all of its nodes have failed."""
+        """Count a fetch that was skipped because all nodes of the store have failed. The request computes the cells."""
         if self.is_on and self.remote.refuses(Direction.LOAD):
             self.num_fetches_skipped += 1
             self.telemetry.fetch_skipped(request_id, Tier.REMOTE)
 
     def remarks(self) -> Iterator[str]:
-        """The lines about it in `explain`."""
+        """The lines about the remote store in `explain`."""
         alone = self.remote.statistics().left_alone
         yield from in_lines("the remote store", alone)
         if alone and self.num_fetches_skipped:
             yield f"fetches from the remote store skipped so far: {self.num_fetches_skipped:,}"
 
     def cells_stop(self, num_tokens: int) -> int:
-        """The token at which the last whole cell ends that a prompt of `num_tokens` tokens may hit."""
+        """The end, in tokens, of the last whole cell that a prompt of `num_tokens` tokens may hit."""
         return (num_tokens - 1) // self.cell_tokens * self.cell_tokens
 
     def fetch_s(self, prefix: Prefix, num_remote_tokens: int) -> float:
@@ -142,8 +143,8 @@ class RemoteWork:
         return cells[after // self.cell_tokens :]
 
     def ask(self, labels: Sequence[CellLabel], answered: Callable[[int], object]) -> Question:
-        """Ask how many of these cells the store has, from the first one on. `answered` is called once with that number,
-        in the event loop, and soon after `ask_timeout_s` at the latest: then the answer is 0."""
+        """Ask how many of the leading cells of `labels` the store has. `answered` is called once in the event loop with
+        that number. If there is no answer soon after `ask_timeout_s`, it is called with 0."""
         question = Question(answered)
         deadline = self.now() + self.remote.tier.ask_timeout_s + LATE_S
         question.stop_timer = self.env.call_at(deadline, partial(self.worker.call_soon, partial(question.over, 0)))
@@ -154,8 +155,8 @@ class RemoteWork:
     # -- storing --------------------------------------------------------------------------------------------------
 
     def store_more(self) -> None:
-        """Remove wrong cells; store cells that were requested twice and that the store lacks. Called after each change
-        that may have made one of them due."""
+        """Remove invalidated cells, and store cells that were requested twice and that the store lacks. Called after
+        each change that may have made a removal or a store due."""
         for move in self.remote.take_moves():
             self.telemetry.storage_moved(move)
         self._forget()  # also when it is off: others use the store
@@ -165,7 +166,7 @@ class RemoteWork:
             self.worker.submit(plans)
 
     def _num_storable(self) -> int:
-        """Blocks that may be stored now: whole cells."""
+        """Number of blocks that may be stored now, in whole cells."""
         cell_bytes, copies, now = self.cell_blocks * self.block_bytes, self.worker.copies, self.now()
         self._rate.spend_up_to(copies.link(Tier.HOST, Tier.REMOTE).bytes_begun, now)
         left = min(self._rate.left(now), MAX_BYTES, copies.room_bytes(Tier.HOST, Tier.REMOTE))
@@ -180,7 +181,7 @@ class RemoteWork:
 
 @attrs.define(eq=False)
 class Question:
-    """A question to the store. It ends with the store's answer or with the timer, whichever comes first."""
+    """A question to the store. It ends with the store's answer or with its timeout, whichever comes first."""
 
     answered: Callable[[int], object]
     stop_timer: Callable[[], object] | None = None

@@ -1,11 +1,12 @@
-"""The rules of the remote tier: cells, which cells are stored, and which cells have to be removed.
+"""The rules of the remote tier: which cells are stored, and which cells have to be removed.
 
 A *cell* is one object in the store: a power of two of units, aligned from the prompt's first token. Its label is the
 digest of the prefix at its end, so every process that serves the same model finds the same cell by the same tokens.
 
-Stored are whole cells that the host holds and that were requested twice, the last requested first. Other processes read
-and write the store, too, and the store does not say what it holds. So the ledger remembers which cells it has planned
-to store, as long as a live request may invalidate the KV in them: such cells have to be removed from the store.
+The tier stores whole cells that the host holds and that were requested twice, the most recently requested first. Other
+processes read and write the store, too, and the store has no list of its cells. So the ledger remembers the cells that
+it has planned to store, as long as a live request may invalidate the KV in them, because invalidated cells have to be
+removed from the store.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from .plans import CellLabel
 
 
 def cells_of(prefix: Prefix, unit_tokens: int, cell_units: int) -> tuple[CellLabel, ...]:
-    """The labels of the whole cells that a request for `prefix` may hit, in prefix order. A request always computes at
-    least one token. May be called in any thread."""
+    """The labels of the whole cells that a request for `prefix` may hit, in prefix order. The last token is left out,
+    because a request always computes at least one token. May be called in any thread."""
     check_int("unit_tokens", unit_tokens, 1)
     if check_int("cell_units", cell_units, 1) & (cell_units - 1):
         raise InvalidArgument("cell_units", f"must be a power of two, got {cell_units}")
@@ -48,15 +49,15 @@ def cells_before(sequence: TokenSequence, stop: int, cell_units: int) -> tuple[C
 
 
 def places_in_cells(start: int, stop: int, cell_units: int, width: int) -> array[int]:
-    """The places in their cells of the blocks of units `[start, stop)`, `width` blocks a unit."""
+    """For each block of units `[start, stop)`, its place in its cell. A unit has `width` blocks."""
     num_blocks = cell_units * width
     return array("i", [at % num_blocks for at in range(start * width, stop * width)])
 
 
 MAX_SCANNED = 16
-"""Maximum prompts that one call scans."""
+"""Maximum number of prompts that one call scans."""
 MAX_KNOWN = 2**16
-"""Maximum cells that are remembered or to be removed. With more, nothing is stored."""
+"""Maximum number of cells that are remembered or to be removed. With more, nothing is stored."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,17 +76,19 @@ class RemoteStores:
     counts: RequestCounts
     cell_units: int
     forgotten: dict[bytes, CellLabel] = field(default_factory=dict)
-    """By digest: cells whose KV was invalidated, until `take_forgotten`: the caller removes them from the store."""
+    """By digest: cells whose KV was invalidated, until the caller calls `take_forgotten` and removes them from the
+    store."""
     _known: dict[bytes, _Known] = field(default_factory=dict)
-    """By digest, in the order of their last scan: cells that were to be stored, and the cells before them."""
+    """By digest, in the order of their last scan: cells that were chosen to be stored, and the cells before them."""
     _stores: dict[bytes, Job] = field(default_factory=dict)
     """By digest: stores under way, and some that are over."""
     _situation: tuple[int, ...] = ()
-    """The state at the last scan. While it stays the same, no prompt and no cell has a second turn."""
+    """The state at the last scan. While it stays the same, no prompt is scanned twice and no cell is planned twice."""
     _num_seen: int = 0
-    """Recent prompts that had their turn in this situation and stay in the list, at its front."""
+    """Number of recent prompts that were scanned in this state and are still in the list, at its beginning."""
     _tried: set[bytes] = field(default_factory=set)
-    """Digests of the cells that were planned in this situation, because a store that has failed would fail again."""
+    """Digests of the cells that were planned in this state. They are not planned again, because a store that has failed
+    would fail again."""
 
     @property
     def _is_full(self) -> bool:
@@ -94,8 +97,8 @@ class RemoteStores:
     # -- storing --------------------------------------------------------------------------------------------------
 
     def plan(self, most: int, is_wanted: Callable[[CellLabel], bool], ticket: int, oldest: int) -> list[Job]:
-        """Store at most `most` blocks, in cells for which `is_wanted` returns True. `ticket`: of the next request;
-        `oldest`: of the live request that was admitted first."""
+        """Store at most `most` blocks, in cells for which `is_wanted` returns True. `ticket`: the ticket of the next
+        request. `oldest`: the ticket of the live request that was admitted first."""
         self._remember_since(oldest)
         recent, left = self.counts.recent, most // (self.cell_units * self.cache.layout.full.width)
         now = (self.cache.tiers[Tier.HOST].num_changes, recent.num_added, len(self.forgotten))
@@ -116,7 +119,7 @@ class RemoteStores:
                 recent.give_back(sequence, as_last=False)
                 break
             if there + self.cell_units <= asked:
-                recent.give_back(sequence, as_last=True)  # the host lacks the rest, perhaps only for now
+                recent.give_back(sequence, as_last=True)  # the host lacks the other cells, perhaps only for now
                 self._num_seen += 1
         self._tried.update([cell.digest for cell in chosen])
         return [self._store(run, cell) for cell, run in chosen.items()]
@@ -136,7 +139,7 @@ class RemoteStores:
         is_wanted: Callable[[CellLabel], bool],
         ticket: int,
     ) -> None:
-        """Add those of `cells` that are to be stored to `chosen`, up to `most` in all, each with its run."""
+        """Add the cells of `cells` that should be stored to `chosen`, each with its run, up to `most` cells in all."""
         before, runs = path[0].root.digest, iter(path)
         run = next(runs)
         for cell in cells:
@@ -164,7 +167,7 @@ class RemoteStores:
     # -- invalidating ---------------------------------------------------------------------------------------------
 
     def _remember_since(self, oldest: int) -> None:
-        """Forget the cells that were scanned before every live request was admitted, because no live request can
+        """Forget the cells that were scanned before the oldest live request was admitted, because no live request can
         invalidate their KV."""
         known = self._known
         while known and known[first := next(iter(known))].ticket <= oldest:
@@ -173,10 +176,10 @@ class RemoteStores:
             self._stores = {digest: job for digest, job in self._stores.items() if not job.is_settled}
 
     def invalidate(self, sequence: TokenSequence, first: int, stop: int) -> list[Job]:
-        """The KV of `sequence` from unit `first` on is wrong, and so is all KV that was computed after it. It has
-        published the units before `stop`. Returns the queued stores of such cells, to be discarded.
+        """Invalidate the cells with KV of `sequence` from unit `first` on, or with KV that was computed after it. The
+        units before `stop` were published. Returns the queued stores of these cells; discard them.
 
-        Every cell that follows the last right one counts as wrong, because a cell may hold wrong KV of a request whose
+        Every cell after the last correct cell counts as wrong, because a cell may hold wrong KV of a request whose
         tokens agree only for a part of the cell."""
         own, number = cells_before(sequence, max(first, stop), self.cell_units), first // self.cell_units
         before = own[number - 1].digest if number else sequence.root.digest
@@ -185,7 +188,7 @@ class RemoteStores:
         for known in self._known.values():
             after.setdefault(known.before, []).append(known.label)
         waiting = [before, *wrong]
-        while waiting:  # other requests may have gone on from the wrong KV
+        while waiting:  # other requests may have continued from the wrong KV
             for cell in after.pop(waiting.pop(), ()):
                 wrong[cell.digest] = cell
                 waiting.append(cell.digest)
@@ -204,7 +207,7 @@ class RemoteStores:
 
 
 def check_cell(cache: PrefixCache, job: Job) -> None:
-    """A job from or to a remote store copies units of one cell, and the cell has the digest of their tokens."""
+    """Check that a job from or to a remote store copies units of one cell, whose digest is that of their tokens."""
     plan, cell, width = job.plan, job.plan.payload, cache.layout.components[job.component].width
     if not isinstance(cell, CellLabel):
         demand(Tier.REMOTE not in plan.link, "a copy from or to a remote store without a cell", job)
