@@ -10,7 +10,7 @@ from aoffload._assembly import AnyLedger
 from aoffload._kernel.extension import HOOKS
 
 FOR_EXTENSIONS = {
-    "add_once", "end_call", "enrol", "find", "hold", "invalidated", "new_name", "own", "plans_of",
+    "add_once", "end_call", "end_invalidation", "enrol", "find", "hold", "invalidated", "new_name", "own", "plans_of",
     "rematch", "sequence_of", "waits_for",
 }  # fmt: skip
 """What a ledger has for the verbs of extensions."""

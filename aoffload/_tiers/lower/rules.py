@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 
 from ..._extensions.store_policies import RequestCounts
 from ..._extensions.watermark import EvictionWatermark
@@ -158,10 +157,13 @@ class LowerStores:
         """Runs with about `num_blocks` blocks that were requested twice and that the tier may lack."""
         found: dict[Run, None] = {}
         scanned = self._scanned  # parts that were used together have the same number: each of them is scanned
-        unseen = (part for part in self._host.order if part.last_use > scanned)
-        for part in islice(unseen, MAX_SCANNED):
-            if num_blocks <= 0:
+        num_scanned = 0
+        for part in self._host.order:
+            if num_blocks <= 0 or num_scanned == MAX_SCANNED:
                 break
+            if part.last_use <= scanned:
+                continue
+            num_scanned += 1
             if self.watermark.lacking((part,), 1, self._requested_stop):
                 found[part.run] = None
                 num_blocks -= len(part.blocks)
