@@ -111,8 +111,8 @@ _STORES = (
         OF_STORES + "the_front_of_what_was_used_together_goes_down_where_its_tail_has_nothing_to_store",
         "disk: a tail that stands for its front",
         STORES,
-        "if part.last_use > scanned)",
-        "if part.last_use > self._scanned)",
+        "            if part.last_use <= scanned:\n",
+        "            if part.last_use <= self._scanned:\n",
         "what was used together is looked at together",
     ),
 )
