@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["SEAM_MUTANTS"]
 
-HOOKS, LEDGER, COMMITS = "aoffload._kernel.hooks", "aoffload._kernel.ledger", "aoffload._kernel.commits"
+BASE, HOOKS, LEDGER, COMMITS = (f"aoffload._kernel.{room}" for room in ("base", "hooks", "ledger", "commits"))
 TESTS = "tests/core/test_extensions.py::test_"
 
 SEAM_MUTANTS = (
@@ -52,11 +52,51 @@ SEAM_MUTANTS = (
     ),
     Mutant(
         "copies of a failed call stay queued",
-        "aoffload._kernel.base",
+        BASE,
         "            if job.job_id in self.jobs.unsettled and job.state is JobState.QUEUED:\n",
         "            if False:\n",
         "a call that has raised leaves no copy that nobody launches",
         test=f"{TESTS}an_error_in_a_hook_names_it_and_harms_nobody",
+    ),
+    Mutant(
+        "readers of a failed invalidation are lost",
+        BASE,
+        "            error.readers = readers\n",
+        "            del readers\n",
+        "a request that may have read wrong KV is aborted, whatever a hook does",
+        test=f"{TESTS}an_invalidation_is_complete_whatever_a_hook_answers",
+    ),
+    Mutant(
+        "job that a hook names is discarded in any state",
+        BASE,
+        "                if self.jobs.unsettled.get(job.job_id) is job and job.state is JobState.QUEUED:\n",
+        "                if job is not None:\n",
+        "only a queued job is discarded",
+        test=f"{TESTS}jobs_that_are_not_queued_are_not_discarded",
+    ),
+    Mutant(
+        "error of next_lapse waits for another call",
+        BASE,
+        "            self.hooks.error = None\n            raise error\n",
+        "            return math.inf\n",
+        "a call gets no error of another one",
+        test=f"{TESTS}an_error_of_next_lapse_is_its_own",
+    ),
+    Mutant(
+        "misspelt hook is accepted",
+        "aoffload._kernel.extension",
+        "        if name not in HOOKS:\n",
+        "        if name is None:\n",
+        "a hook that would never be called is refused",
+        test=f"{TESTS}a_misspelt_and_an_async_hook_are_refused",
+    ),
+    Mutant(
+        "extension in two ledgers",
+        "aoffload._kernel.extension",
+        "    if extension.is_attached:\n",
+        "    if extension is None:\n",
+        "the state of an extension is about one ledger",
+        test=f"{TESTS}an_extension_belongs_to_one_ledger",
     ),
     Mutant(
         "last extension decides what is stored",
