@@ -103,7 +103,7 @@ def usual(name: str, ledger: Ledger, record: Any) -> Any:
         "num_computed_tokens": 40, "from_token": 8, "expires_at": 3.0, "now": 2.0, "arriving": [],
         "max_blocks": 9, "is_wanted": bool, "num_remote_tokens": 0, "watcher": None,
         "waiter": record.waiter, "completion": Completion(0, Outcome.LANDED, 1), "plans": [], "pin": None,
-        "transfer": None, "run": None, "commits": [(record, 40, ())],
+        "transfer": None, "run": None, "readers": (), "wakes": (), "commits": [(record, 40, ())],
     }  # fmt: skip
     return values[name]
 

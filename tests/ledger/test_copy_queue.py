@@ -11,6 +11,7 @@ import attrs
 import pytest
 
 from aoffload import (
+    DiskTier,
     IntegrityError,
     InvalidArgument,
     KVCacheGroup,
@@ -576,7 +577,7 @@ class Linked(Copies):
 )
 def test_a_fast_link_has_more_in_flight(link: float, options: Any, bounds: tuple[int, int]) -> None:
     """The bounds grow to 20 ms of the measured rate, unless the configuration sets them."""
-    loop = Loop(max_job_bytes="32MiB", **options)
+    loop = Loop(max_job_bytes="32MiB", namespace="m", disk=DiskTier("unused", "1MiB"), **options)
     copies = Linked()
     copies.link_bytes_per_s = link
     queue = CopyQueue(

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from aoffload._assembly import Ledger
+from aoffload._tiers.disk.extension import DiskExtension
 from aoffload._tiers.disk.loop import DiskWork
 from aoffload.testing.programs import GroupShape, Program, World, as_test, call, check_program, run_program
 from aoffload.testing.programs.outcome import Outcome
@@ -113,5 +113,5 @@ def test_a_slot_that_another_process_takes_for_another_prompt_is_found(monkeypat
 def test_what_is_not_erased_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a failed forward left on the disk hits after a restart."""
     monkeypatch.setattr(DiskWork, "invalidate", lambda self: None)
-    monkeypatch.setattr(Ledger, "take_forgotten_slots", lambda self: [])
+    monkeypatch.setattr(DiskExtension, "take_forgotten", lambda self: [])
     assert is_found("engine-trio")

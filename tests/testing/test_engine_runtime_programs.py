@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aoffload._host_cache.matches import Arrivals, EngineTier
-from aoffload._runtime.request import Request
+from aoffload._runtime.request import EngineRequest
 from aoffload.testing.programs import (
     Broken,
     Face,
@@ -55,7 +55,7 @@ def test_a_program_that_is_run_again_comes_to_the_same(face: Face) -> None:
 # -- planted defects --------------------------------------------------------------------------------------------------
 
 
-def _nobody_told(self: Request, from_token: int) -> None:
+def _nobody_told(self: EngineRequest, from_token: int) -> None:
     self._session.ledger.invalidate(self._live(), from_token)
 
 
@@ -72,9 +72,9 @@ quarantine = EngineTier.quarantine
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = {
     "copies hold nothing": (EngineTier, "hold", lambda self, block_ids: None, ("a job's blocks", "conservation")),
     "given back before the proof": (EngineTier, "quarantine", _given_before_proof, ("a job's blocks", "conservation")),
-    "readers of a failed forward go on": (Request, "invalidate", _nobody_told, ("not told", "wrong bytes")),
+    "readers of a failed forward go on": (EngineRequest, "invalidate", _nobody_told, ("not told", "wrong bytes")),
     "who waits for another's load is not woken": (
-        Request, "match_again_nowait", _asks_without_a_wake, ("a wait without a need",),
+        EngineRequest, "match_again_nowait", _asks_without_a_wake, ("a wait without a need",),
     ),
     "a wait for another's load is not bounded": (
         Arrivals, "pending_until", lambda self, record: 1e9, ("a wait past its bound",),

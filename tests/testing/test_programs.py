@@ -12,6 +12,7 @@ import attrs
 import pytest
 
 from aoffload import Ledger, Tier
+from aoffload._extensions.pins import Pins
 from aoffload._kernel.cache import FullAttentionManager, PrefixCache
 from aoffload._kernel.leases import RequestLeases
 from aoffload._kernel.pools import TierBlocks
@@ -155,7 +156,7 @@ def test_a_reset_that_forgets_nothing_is_noticed(tier: Tier | None, monkeypatch:
     reset = Ledger.reset
 
     def forgetful(self: Ledger, which: Tier | None = None) -> None:
-        if self._moves._is_reporting or which is not tier:
+        if self.moves._is_reporting or which is not tier:
             reset(self, which)
 
     monkeypatch.setattr(Ledger, "reset", forgetful)
@@ -176,7 +177,7 @@ def test_a_lookup_that_says_something_else_is_noticed(monkeypatch: pytest.Monkey
 
 def test_a_pin_that_is_not_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and not only when everybody has left."""
-    monkeypatch.setattr(Ledger, "unpin", lambda self, pin: None)
+    monkeypatch.setattr(Pins, "release", lambda self, pin: None)
     assert found(200).violation.startswith("an answer")
 
 

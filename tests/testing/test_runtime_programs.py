@@ -72,8 +72,8 @@ def test_a_step_that_holds_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     step = Ledger.step
 
     @contextmanager
-    def holds_nothing(self: Ledger, records: Any, arriving: Any = ()) -> Iterator[None]:
-        with step(self, tuple(records), tuple(arriving)):  # checks, and ends at once
+    def holds_nothing(self: Ledger, records: Any) -> Iterator[None]:
+        with step(self, tuple(records)):  # checks, and ends at once
             pass
         yield
 
