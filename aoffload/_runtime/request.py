@@ -228,6 +228,18 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
 
     # -- the lower tiers ------------------------------------------------------------------------------------------
 
+    async def fetch(self) -> int:
+        """Fetch the units after the hit that the disk and the remote store hold into host memory, and match again. Only
+        before the request has blocks, or blocks to load into. Returns the whole hit in tokens. `allocate` fetches by
+        itself.
+
+        It takes at most `fetch_timeout_s`, and never raises for a tier that fails, because the request can compute the
+        missing tokens.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        await self._fetch(self._live())
+        return self.match.num_tokens
+
     async def _fetch(self, record: AnyRecord) -> None:
         """Fetch into host memory what only lower tiers have of the prompt, and match again."""
         await fetch(self, record, self._prefix)
@@ -355,7 +367,7 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
         return None if self._deadline == math.inf else max(0.0, self._deadline - self._session.now())
 
     async def _hash(self, record: AnyRecord) -> None:
-        """Compute the digests of a long hit in a thread, while its load is under way."""
+        """Hash what follows the hit of a long prompt in a thread, while the load is under way."""
         await self._session.env.run_in_thread(
             partial(record.sequence.hash_ahead, record.hit_stop), self._session.hashing
         )
@@ -403,17 +415,6 @@ class Request(RequestBase[Ledger, LedgerRequest]):
 
     def _admit(self, prefix: Prefix) -> LedgerRequest:
         return self._session.ledger.admit(prefix, request_id=self._request_id, **self._options)
-
-    async def fetch(self) -> int:
-        """Fetch the units after the hit that the disk and the remote store hold into host memory, and match again. Only
-        while the request has no blocks. Returns the whole hit in tokens. `allocate` does this by itself.
-
-        It takes at most `fetch_timeout_s`, and never raises for a tier that fails, because the request can compute the
-        missing tokens.
-        """
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        await self._fetch(self._live())
-        return self.match.num_tokens
 
     # -- allocation -----------------------------------------------------------------------------------------------
 
@@ -652,17 +653,6 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
                     await self._wait()
             self._live()
         return found
-
-    async def fetch(self) -> int:
-        """Fetch the units after the hit that the disk and the remote store hold into host memory, and match again. Only
-        before `load`. Returns the whole hit in tokens.
-
-        It takes at most `fetch_timeout_s`, and never raises for a tier that fails, because the request can compute the
-        missing tokens.
-        """
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        await self._fetch(self._live())
-        return self.match.num_tokens
 
     # -- loading --------------------------------------------------------------------------------------------------
 

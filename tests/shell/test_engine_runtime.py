@@ -19,6 +19,7 @@ from serving import BLOCK, Checkpoints, at_every_checkpoint, config, prompt, tur
 from aoffload import HostCacheRuntime, LazyStore, RequestState, RuntimeClosed, Tier, WrongState
 from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
 from aoffload.errors import CommitError, ConfigError, InvalidArgument
+from aoffload.host_cache import EngineRequest
 from aoffload.ledger import Direction, PinState
 from aoffload.transport import TransferRefused
 
@@ -424,6 +425,30 @@ async def test_a_cancellation_at_each_checkpoint(is_second: bool) -> None:
             return reached
 
     assert await at_every_checkpoint(scenario) >= 2
+
+
+async def test_run_is_cancelled_at_each_checkpoint() -> None:
+    """The task that `run` starts ends with its caller, and the blocks are the engine's again."""
+
+    async def scenario(k: int) -> bool:
+        async with own_engine() as engine:
+            await engine.stored(A)
+            table: list[int] = []
+
+            async def life(request: EngineRequest) -> int:
+                try:
+                    return await engine.prepare(request, A, table)
+                finally:
+                    engine.pool.let_go(reversed(table))
+
+            with anyio.CancelScope() as scope:
+                steps = Checkpoints(k, scope.cancel)
+                assert await steps.run(engine.runtime.run(life, A, num_device_tokens=0)) == 16
+            assert scope.cancelled_caught == steps.reached
+            await engine.assert_at_rest()
+            return steps.reached
+
+    assert await at_every_checkpoint(scenario) >= 1
 
 
 @natively

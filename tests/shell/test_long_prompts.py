@@ -10,7 +10,8 @@ import anyio
 import anyio.from_thread
 import anyio.to_thread
 import pytest
-from serving import BACKENDS, assert_at_rest, prompt, with_bytes
+from engine_serving import own_engine
+from serving import BACKENDS, Checkpoints, assert_at_rest, at_every_checkpoint, prompt, with_bytes
 
 from aoffload import InvalidArgument, RequestState, WrongState
 from aoffload._kernel import index, tokens
@@ -150,3 +151,20 @@ async def test_hashing_waits_for_no_thread_of_the_programs_own(monkeypatch: pyte
         with anyio.fail_after(60):
             assert await anyio.to_thread.run_sync(endpoint) == 0
         await assert_at_rest(engine.runtime)
+
+
+async def test_an_engine_that_is_cancelled_while_it_loads_a_long_prompt() -> None:
+    """At each checkpoint, also while a thread hashes what follows the hit: the blocks are the engine's again, and the
+    next request has the right bytes."""
+
+    async def scenario(k: int) -> bool:
+        async with own_engine() as engine:
+            await engine.stored(A[:17])
+            with anyio.CancelScope() as scope:
+                steps = Checkpoints(k, scope.cancel)
+                await steps.run(engine.serve(A))
+            assert await engine.serve(A) >= 16
+            await engine.assert_at_rest()
+            return steps.reached
+
+    assert await at_every_checkpoint(scenario) >= 9
