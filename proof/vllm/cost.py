@@ -24,7 +24,7 @@ __all__ = ["SCENARIOS"]
 SMALL_POOL = 70
 NUM_ROUNDS = 3
 LEAST_CHEAPER = 2.5
-OFFERED, MOST_OFFER_US = 8_192, 100.0
+OFFERED = 8_192
 NUM_OFFERS, NUM_BEFORE = 30, 10
 """The interpreter adapts code to what it sees in its first runs: these are not counted."""
 BLOCK_SIZE = 16
@@ -70,15 +70,17 @@ class _Uncounted:
 
 
 def offers(bench: Bench) -> Row:
-    """`Ledger.offer` of a long prompt that the host knows nothing of, in a ledger that has served others before."""
+    """`HostCache.offer` of a long prompt that the host has nothing of, in a cache that has served others before. The
+    limit is a loop in C that looks at each block id once, measured in the same run: a set of the same ids."""
     began_s = time.monotonic()
-    taken = sorted(_offers_us()[NUM_BEFORE:])
-    found = f"{OFFERED:,} blocks in {statistics.median(taken):.0f} µs ({taken[0]:.0f} to {taken[-1]:.0f})"
+    offered, limit = (statistics.median(times[NUM_BEFORE:]) for times in zip(*_offers_us(), strict=True))
+    found = f"{OFFERED:,} blocks in {offered:.0f} µs, {offered / limit:.2f} of a set of their ids ({limit:.0f} µs)"
     row = Row(f"an offer of {OFFERED:,} blocks", took_s=time.monotonic() - began_s, found=found)
-    return row.missed("" if statistics.median(taken) <= MOST_OFFER_US else f"wanted: at most {MOST_OFFER_US:.0f} µs")
+    return row.missed("" if offered <= limit else "wanted: at most the time of the set")
 
 
-def _offers_us() -> list[float]:
+def _offers_us() -> list[tuple[float, float]]:
+    """The time of each offer, and of a set of its block ids."""
     from aoffload import KVCacheGroup, OffloadConfig
     from aoffload.ledger import Completion, Outcome, Prefix, Root
 
@@ -93,7 +95,9 @@ def _offers_us() -> list[float]:
         ledger.plan_load(record, into=[table])
         began_ns = time.thread_time_ns()
         plans = ledger.offer(record, OFFERED * BLOCK_SIZE, [table])
-        found.append((time.thread_time_ns() - began_ns) / 1e3)
+        ended_ns = time.thread_time_ns()
+        set(table)
+        found.append(((ended_ns - began_ns) / 1e3, (time.thread_time_ns() - ended_ns) / 1e3))
         if sum(plan.num_blocks for plan in plans) != OFFERED:
             raise RuntimeError(f"{sum(plan.num_blocks for plan in plans)} blocks were planned of {OFFERED}")
         for plan in plans:
