@@ -97,7 +97,8 @@ class Life:
         self._waiting: list[tuple[list[Job], set[tuple[Key, int]]]] = []
         """Invalidated versions, which no restart may find once these stores are over."""
         disk.wrote = self._check_record
-        disk.hang = lambda call: self.strand.park() if self.strand else None
+        disk.hang = lambda call: self.strand.park() if self.strand and not self.strand.is_over else None
+        # A job that is over forgets in the thread of the story itself, and nobody would wake that.
         self.slots = open_slots(world, disk, self.host, rng, world.size_bytes)
 
     # -- what is found at the start -----------------------------------------------------------------------------------
