@@ -21,7 +21,7 @@ FEWEST_LIVES = 2
 """The lives of a story, at least."""
 PIECE = 100
 """Stories that a worker tells before it takes others."""
-MUTANT_SEEDS = 1000
+MUTANT_SEEDS = 2000
 MOST_ERASES = 4
 """In a fourth of the stories with failing erasures each erasure fails, in another fourth each second one, and so on."""
 TIMEOUT_S = 3600.0
