@@ -21,8 +21,8 @@ SEAM_MUTANTS = (
     Mutant(
         "error of a hook is never raised",
         HOOKS,
-        "            if hooks.error is None:\n",
-        "            if hooks.error is not None:\n",
+        "        if hooks.error is None:\n",
+        "        if hooks.error is not None:\n",
         "a mistake is not silent",
         test=f"{TESTS}an_error_in_a_hook_names_it_and_harms_nobody",
     ),
@@ -37,8 +37,8 @@ SEAM_MUTANTS = (
     Mutant(
         "answer of a hook is taken as it is",
         HOOKS,
-        "            if self._is_wrong(answer):\n",
-        "            if False:\n",
+        "            if not self._is_wrong(answer):\n",
+        "            if True:\n",
         "an answer of another type is an error of the extension",
         test=f"{TESTS}an_answer_of_the_wrong_type_is_an_error_of_the_extension",
     ),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from .._arguments import shown
 from ..errors import ExtensionError, WrongState
 from .extension import HOOKS, LedgerExtension
 from .records import Job, Lease, Run
@@ -94,6 +96,13 @@ _NEUTRAL: Mapping[str, Any] = {
     "on_invalidated": (),
 }
 """The answers that replace those of hooks that have raised; None for all other hooks."""
+_MANY: Mapping[str, type] = {
+    "ask_former_readers": LedgerRequest,
+    "report_leases": Lease,
+    "report_requests": LedgerRequest,
+    "report_blocks": array,
+}
+"""The hooks that answer with several objects, and the type of these objects."""
 
 
 class GuardedHook:
@@ -109,24 +118,29 @@ class GuardedHook:
         self._hook = hook
 
     def __call__(self, *args: Any) -> Any:
-        hooks, before = self._hooks, self._hooks.calling
+        hooks, before, cause = self._hooks, self._hooks.calling, None
         hooks.calling = f"{self._extension}.{self._name}"
         try:
             answer = self._hook(*args)
-            if self._name == "ask_former_readers":
+            if self._name in _MANY and isinstance(answer, Iterable):
                 answer = tuple(answer)
-            if self._is_wrong(answer):
-                raise TypeError(f"it must not answer {answer!r}")
-            return answer
-        except BaseException as error:
+        except BaseException as raised:
             if self._name in MAY_RAISE:
                 raise
-            if hooks.error is None:
-                hooks.error = ExtensionError(self._extension, self._name, f"has raised {error!r}")
-                hooks.error.__cause__ = error
-            return args[1] if self._name == "ask_load_stop" else _NEUTRAL.get(self._name)
+            problem, cause = f"has raised {raised!r}", raised
+        else:
+            if not self._is_wrong(answer):
+                return answer
+            problem = f"must not answer {shown(answer)}"
         finally:
             hooks.calling = before
+        error = ExtensionError(self._extension, self._name, problem)
+        error.__cause__ = cause
+        if self._name in MAY_RAISE:
+            raise error
+        if hooks.error is None:
+            hooks.error = error
+        return args[1] if self._name == "ask_load_stop" else _NEUTRAL.get(self._name)
 
     def _is_wrong(self, answer: Any) -> bool:
         if self._name in ("ask_store_stop", "ask_load_stop"):
@@ -139,6 +153,6 @@ class GuardedHook:
             return answer is not None and (type(answer) is not int or answer < 0)
         if self._name == "on_invalidated":
             return type(answer) is not list or not all(isinstance(job, Job) for job in answer)
-        if self._name == "ask_former_readers":
-            return not all(isinstance(reader, LedgerRequest) for reader in answer)
+        if (kind := _MANY.get(self._name)) is not None:
+            return type(answer) is not tuple or not all(isinstance(one, kind) for one in answer)
         return False

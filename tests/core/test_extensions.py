@@ -256,11 +256,22 @@ def test_an_answer_of_the_wrong_type_is_an_error_of_the_extension() -> None:
     driven = Scenes(extension)
     NEUTRAL["ask_store_stop"] = "many"
     try:
-        with pytest.raises(ExtensionError, match=r"Naughty\.ask_store_stop has raised TypeError"):
+        with pytest.raises(ExtensionError, match=r"Naughty\.ask_store_stop must not answer 'many'"):
             driven.driven.serve(A)
     finally:
         NEUTRAL["ask_store_stop"] = 99
     driven.ledger.check_integrity()
+
+
+@pytest.mark.parametrize("hook", ["report_leases", "report_requests", "report_blocks"])
+@pytest.mark.parametrize("answer", [None, 5, "abc", [5], [None]], ids=repr)
+def test_a_report_of_the_wrong_type_is_an_error_of_the_extension(hook: str, answer: object) -> None:
+    """`check_integrity` names the extension, and the ledger goes on."""
+    ledger = Scenes(type("Naughty", (LedgerExtension,), {hook: lambda *_: answer})()).ledger
+    for _ in range(2):
+        with pytest.raises(ExtensionError, match=rf"Naughty\.{hook} must not answer "):
+            ledger.check_integrity()
+        assert ledger.lookup(Prefix.of(ROOT, A)).num_tokens == 0
 
 
 def test_a_request_that_was_not_handed_out_is_over() -> None:
