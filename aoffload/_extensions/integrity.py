@@ -21,11 +21,11 @@ def check_integrity(ledger: CacheBase, queue: WaitQueue | None = None) -> None:
     held = (
         *ledger.live_requests.values(),
         *ledger.closing,
-        *chain.from_iterable(ask() for ask in hooks.report_requests),
+        *chain.from_iterable([ask() for ask in hooks.report_requests]),
     )
     leases = [lease for request in held for lease in request.all_leases()]
     leases += [lease for job in jobs.unsettled.values() for lease in job.leases()]
-    leases += chain.from_iterable(ask() for ask in hooks.report_leases)
+    leases += chain.from_iterable([ask() for ask in hooks.report_leases])
     runs = _runs(cache, leases)
     num_after = Counter(run.before for run in runs if run.before is not None and run.epoch == run.before.epoch)
     for run in runs:
