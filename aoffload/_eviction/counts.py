@@ -112,9 +112,9 @@ class HitCounts:
         """The runs with exactly the units `[first, stop)` of `sequence`. Inserts missing runs, and splits runs at
         `first` and `stop`. The runs become the most recently requested."""
         path: list[CountedRun] = []
-        runs, position, behind = self._runs, 0, sequence.root.digest
+        runs, position, before = self._runs, 0, sequence.root.digest
         while position < stop:
-            key = _key(behind, sequence.unit_record(position))
+            key = _key(before, sequence.unit_record(position))
             run = runs.get(key)
             agreed = position if run is None else sequence.common_stop(run, stop)
             if run is None or agreed == position:
@@ -125,7 +125,7 @@ class HitCounts:
                 if position < first < agreed:
                     path.append(self._cut(run, first))
             path.append(run)
-            position, behind = run.stop, run.number
+            position, before = run.stop, run.number
         for counted in reversed(path):
             runs.move_to_end(counted.key)
         return [counted for counted in path if counted.start >= first] if first else path
@@ -141,15 +141,15 @@ class HitCounts:
     def stop_of(self, sequence: TokenSequence, limit: int, num_times: int) -> int:
         """The unit, at most `limit`, up to which `sequence` was seen at least `num_times`."""
         stop = 0
-        behind = sequence.root.digest
+        before = sequence.root.digest
         while stop < limit:
-            run = self._runs.get(_key(behind, sequence.unit_record(stop)))
+            run = self._runs.get(_key(before, sequence.unit_record(stop)))
             if run is None or run.num_uses < num_times:
                 break
             stop = sequence.common_stop(run, limit)
             if stop < run.stop:
                 break
-            behind = run.number
+            before = run.number
         return stop
 
     def _cut(self, run: CountedRun, at: int) -> CountedRun:
@@ -188,10 +188,10 @@ class HitCounts:
         return (run.stop - run.start) * self._unit_tokens + self._run_tokens
 
 
-def _key(behind: bytes, unit: bytes) -> bytes:
-    """The key of a run whose first unit is `unit`. `behind` is the number of the run before it, or the digest of the
+def _key(before: bytes, unit: bytes) -> bytes:
+    """The key of a run whose first unit is `unit`. `before` is the number of the run before it, or the digest of the
     root."""
-    key = behind + unit
+    key = before + unit
     return key if len(key) <= PLAIN_KEY_BYTES else sha256(key).digest()[:HASHED_KEY_BYTES]
 
 

@@ -15,13 +15,13 @@ origin also finds its forks (`ask_first_wrong`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import attrs
 
 from .._arguments import check_int
 from .._kernel.extension import LedgerExtension
 from .._kernel.index import held_ids, stretches
+from .._kernel.ledger import CoreLedger
 from .._kernel.plans import PrefixMatch
 from .._kernel.records import BlockTable, nulls
 from .._kernel.requests import LedgerRequest
@@ -30,9 +30,6 @@ from .._kernel.states import RequestState as State
 from .._kernel.waiting import waiting_error
 from ..errors import OutOfBlocks, WrongState
 from .invalidation import Invalidation
-
-if TYPE_CHECKING:
-    from .._kernel.ledger import CoreLedger
 
 
 @attrs.frozen

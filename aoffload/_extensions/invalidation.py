@@ -28,7 +28,6 @@ units is remembered until the request is over. For a fork it is remembered until
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from typing import TYPE_CHECKING
 
 from .._arguments import check_int
 from .._kernel.cache import PrefixCache
@@ -36,14 +35,12 @@ from .._kernel.extension import LedgerExtension
 from .._kernel.index import stretches
 from .._kernel.layout import Component, without
 from .._kernel.leases import step_back
+from .._kernel.ledger import CoreLedger
 from .._kernel.records import Run
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import NoEpoch, Tier, require
 from .._kernel.states import RequestState as State
 from ..errors import CommitError
-
-if TYPE_CHECKING:
-    from .._kernel.ledger import CoreLedger
 
 
 class Invalidation(LedgerExtension):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .._kernel.extension import LedgerExtension
+from .._kernel.ledger import CoreLedger
 from .._kernel.plans import TransferPlan
 from .._kernel.records import Run
 from .watermark import EvictionWatermark
-
-if TYPE_CHECKING:
-    from .._kernel.ledger import CoreLedger
 
 
 class WriteBack(LedgerExtension):

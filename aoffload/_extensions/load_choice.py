@@ -13,16 +13,14 @@ busy(t) = t / (t + 0.2 s) is near 0 if little is queued, because then few reques
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from .._arguments import check_int
+from .._kernel.ledger import CoreLedger
 from .._kernel.records import NO_LIMIT
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import BELOW, Tier
 from .._kernel.states import RequestState as State
-
-if TYPE_CHECKING:
-    from .._kernel.ledger import CoreLedger
 
 IDLE_S = 0.2
 """Queue length in seconds at which `busy` is 0.5."""

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import attrs
 
@@ -28,14 +27,12 @@ from .._kernel.events import Event
 from .._kernel.extension import LedgerExtension
 from .._kernel.index import jobs_into, stretches
 from .._kernel.layout import Component
+from .._kernel.ledger import CoreLedger
 from .._kernel.loads import require_no_holes
 from .._kernel.records import BlockTable, Job, Load
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import Plain, RequestState, State, Tier, require
 from ..errors import CommitError, WrongState
-
-if TYPE_CHECKING:
-    from .._kernel.ledger import CoreLedger
 
 
 class OverlapState(Plain):

@@ -124,7 +124,7 @@ class Pins(LedgerExtension):
         pin = self._pin(self._ledger.sequence_of(prefix), expires_at)
         try:
             self._ledger.end_call()
-        except ExtensionError:  # nobody gets the pin
+        except ExtensionError:  # the caller gets no pin
             self.release(pin)
             raise
         return pin

@@ -8,11 +8,11 @@ Uncommitted results of the last step are lost with their blocks (`Computing.LOST
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import attrs
 
 from .._kernel.extension import LedgerExtension
+from .._kernel.ledger import CoreLedger
 from .._kernel.plans import TransferPlan
 from .._kernel.records import Job
 from .._kernel.requests import LedgerRequest
@@ -21,9 +21,6 @@ from .._kernel.states import RequestState as State
 from .._kernel.waiting import waiting_error
 from ..errors import WrongState
 from .invalidation import Invalidation
-
-if TYPE_CHECKING:
-    from .._kernel.ledger import CoreLedger
 
 
 @attrs.frozen

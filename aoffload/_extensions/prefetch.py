@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from .._arguments import check_callable
 from .._kernel.index import find_hit, held_stop
+from .._kernel.ledger import CoreLedger
 from .._kernel.prefix import Prefix
 from .._kernel.records import BlockTable, Lease, Run, nulls
 from .._kernel.requests import LedgerRequest, do_nothing
 from .._kernel.states import Tier
 from .._kernel.tokens import TokenSequence
 from .transfers import CacheTransfer, CacheTransfers, CacheTransferState
-
-if TYPE_CHECKING:
-    from .._kernel.ledger import CoreLedger
 
 
 @dataclass(slots=True, eq=False, repr=False)

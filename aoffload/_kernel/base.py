@@ -310,7 +310,7 @@ class CacheBase:
     def end_invalidation(
         self, readers: tuple[LedgerRequest, ...], wakes: Iterable[Callable[[], object]]
     ) -> tuple[LedgerRequest, ...]:
-        """End a call that returns `readers`. Also the error of an extension has them, because nobody may miss them."""
+        """End a call that returns `readers`. An `ExtensionError` has them, too, because the caller must abort them."""
         try:
             self.end_call(wakes)
         except ExtensionError as error:

@@ -126,7 +126,7 @@ class LedgerExtension:
         """The blocks of `on_resetting` are forgotten. No request has been matched again yet."""
 
     def on_lapse(self, now: float) -> None:
-        """End what expires by the time `now`. Called by `lapse`."""
+        """End all pins, hints and the like that expire by the time `now`. Called by `lapse`."""
 
     # -- questions ------------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ HIT_TIERS: Final = (Tier.DEVICE, BELOW)
 CACHE_TIERS: Final = tuple(row.tier for row in TIERS if row.is_indexed)
 """Tiers whose blocks the index knows, if they are configured."""
 LOWER_TIERS: Final = tuple(row.tier for row in TIERS if row.above is BELOW)
-"""Tiers below the host: what a hit needs of them must be fetched first."""
+"""Tiers below the host: their part of a hit must be fetched first."""
 
 
 class Direction(enum.Enum):

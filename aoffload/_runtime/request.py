@@ -367,7 +367,7 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
         return None if self._deadline == math.inf else max(0.0, self._deadline - self._session.now())
 
     async def _hash(self, record: AnyRecord) -> None:
-        """Hash what follows the hit of a long prompt in a thread, while the load is under way."""
+        """Hash the tokens after the hit of a long prompt in a thread, while the load is under way."""
         await self._session.env.run_in_thread(
             partial(record.sequence.hash_ahead, record.hit_stop), self._session.hashing
         )
