@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Callable
@@ -196,6 +197,7 @@ def test_a_forked_child_leaves_all_blocks_and_harms_nobody(tmp_path: Path) -> No
                             warnings.simplefilter("ignore", DeprecationWarning)
                             child = os.fork()
                         if not child:
+                            signal.alarm(int(GUARD_S))  # a lock of a thread that the fork left behind may be held
                             raise KeyError
             except KeyError:
                 try:

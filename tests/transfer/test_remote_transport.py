@@ -626,17 +626,21 @@ def test_one_question_at_a_time_about_a_prompt(open_remote: Open) -> None:
 
 
 def test_a_question_whose_time_is_over_is_a_miss(open_remote: Open) -> None:
-    """It waited too long for a thread: the store is not asked for it any more."""
-    store = SimulatedStore()
+    """It waited too long for a thread: the store is not asked for it any more. The late calls are another node's, so
+    that no breaker stops this one."""
+    store = SimulatedStore(num_nodes=2)
     copies = open_remote(store)
-    for number in range(3):
+    cells: dict[str, list[CellLabel]] = {"node-0": [], "node-1": []}
+    for number in range(16):
         store.objects[copies.name(cell(number))] = b""
+        cells[store.node_of(copies.name(cell(number)))].append(cell(number))
     waiting = Waiting(store, lambda call: call.kind == "exist")
     heard: list[int] = []
     try:
-        for number in range(3):
-            copies.remote.ask([cell(number)], heard.append)
+        for label in cells["node-0"][:2]:
+            copies.remote.ask([label], heard.append)
         waiting.wait_for(2)
+        copies.remote.ask(cells["node-1"][:1], heard.append)
         copies.clock.seconds = 1.0
     finally:
         waiting.let_go()
