@@ -9,7 +9,7 @@ Handle | verbs | present
 `transfers` | `prefetch`, `demote`, `cancel` | always; a `HostCache` only cancels
 `forks`, `preemption`, `invalidation`, `overlap` | | always; not in a `HostCache`
 `reports` | `requests`, `holders` | always
-`write_back` | `plan` | if `store_policy` has a watermark
+`write_back` | `plan` | if `store_policy` has a watermark; not in a `HostCache`
 `eviction` | `hint` | if `eviction` is learned
 `disk`, `remote`, `fetches` | | if `disk` or `remote` is configured
 
@@ -74,11 +74,13 @@ def built_in(
     """The store policy, and the extensions that `config` needs."""
     check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
     found: list[LedgerExtension] = []
-    counts = RequestCounts(has_remote=config.remote is not None)
-    if config.disk is not None:
-        found.append(DiskExtension(config.disk, counts))
-    if config.remote is not None:
-        found.append(RemoteExtension(config.remote, counts))
+    counts = None
+    if config.disk is not None or config.remote is not None:
+        counts = RequestCounts(has_remote=config.remote is not None)
+        if config.disk is not None:
+            found.append(DiskExtension(config.disk, counts))
+        if config.remote is not None:
+            found.append(RemoteExtension(config.remote, counts))
     policy = store_policy_of(config.store_policy).for_ledger(layout, num_device_blocks - 1)
     if type(policy) not in (EagerStore, LazyStore):
         found.append(StorePolicies(policy))
@@ -86,7 +88,7 @@ def built_in(
     choice = LearnedEviction() if is_named else config.eviction
     if isinstance(choice, LearnedEviction):
         found.append(Eviction(choice))
-    if config.disk is not None or config.remote is not None:
+    if counts is not None:
         found += [counts, Fetches()]
     return policy, found
 

@@ -52,7 +52,7 @@ def odd_arguments() -> Iterator[tuple[str, str]]:
 
 FOR_EXTENSIONS = {
     "add_once", "end_call", "enrol", "find", "hold", "invalidated", "new_name", "own", "plans_of", "rematch",
-    "sequence_of", "waits_for",
+    "report_errors", "sequence_of", "waits_for",
 }  # fmt: skip
 """Calls of a ledger that its extensions make."""
 FOR_ROOMS = {

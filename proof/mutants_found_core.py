@@ -162,8 +162,8 @@ _OBSERVERS = (
     Mutant(
         "policy that raises leaves a request behind",
         "aoffload._kernel.ledger",
-        "        for ask in self.hooks.ask_admit:\n            ask(request)\n        self.enrol(request)\n",
-        "        self.enrol(request)\n        for ask in self.hooks.ask_admit:\n            ask(request)\n",
+        "            ask(request)\n        self.enrol(request)\n",
+        "            self.enrol(request)\n            ask(request)\n",
         _FOREIGN,
         test=f"{_MISBEHAVE}::test_a_policy_that_raises_leaves_no_request_behind",
     ),

@@ -422,8 +422,8 @@ _RUNTIME = (
     Mutant(
         "tainted readers not cancelled",
         REQUEST,
-        '                session.cancel(reader.request_id, "prefix_invalidated")\n',
-        "                del reader\n",
+        '            session.cancel(reader.request_id, "prefix_invalidated")\n',
+        "            del reader\n",
         "whoever matched wrong bytes is aborted",
     ),
 )

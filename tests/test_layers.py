@@ -288,8 +288,9 @@ FEATURE_WORDS = (
     "fork", "preempt", "pins", "prefetch", "demot", "overlap", "watermark", "lazy", "write_back", "hint", "fetch",
     "engine", "disk", "remote", "cell", "selective", "policy", "quota", "explain",
 )  # fmt: skip
-"""What a name in the kernel's code may not have in it. Words of eviction and of windows are not here: the kernel still
-knows how eviction learns, and windows stay in it."""
+"""What a name in the kernel's code may not have in it. To invalidate is the kernel's own word, for epochs and
+tombstones; the feature of that name finds whose KV is wrong. Words of eviction and of windows are not here: the kernel
+still knows how eviction learns, and windows stay in it."""
 KNOWN_WORDS = {
     "DISK": "a tier: TIERS has a row for each",
     "REMOTE": "a tier",

@@ -67,7 +67,11 @@ class Invalidation(LedgerExtension):
         its blocks and it cannot get fresh ones.
         """
         ledger = self._ledger
-        ledger.own(request)
+        require(ledger.own(request), "invalidate", State.RUNNING)
+        ready = request.ready_stop * self.cache.layout.unit_tokens
+        check_int("from_token", from_token, 0)
+        if not ready <= from_token <= request.num_computed_tokens:
+            raise CommitError("from_token", f"must lie in [{ready}, {request.num_computed_tokens}], got {from_token}")
         sequence, published = request.sequence, request.published
         if self.hooks.on_invalidated:
             sequence = sequence.copy()
@@ -89,7 +93,7 @@ class Invalidation(LedgerExtension):
     # -- the search -----------------------------------------------------------------------------------------------
 
     def _invalidate(
-        self, request: LedgerRequest, first_wrong: object, readers: Iterable[LedgerRequest]
+        self, request: LedgerRequest, from_token: int, readers: Iterable[LedgerRequest]
     ) -> dict[LedgerRequest, int]:
         """Returns the tainted requests, each with its first wrong unit, including those that are over. `request` comes
         first if it cannot compute again.
@@ -97,11 +101,6 @@ class Invalidation(LedgerExtension):
         A request that is matched again may have a grant that it has not accepted yet. Then it gives back the grant and
         joins the wait queue again.
         """
-        require(request, "invalidate", State.RUNNING)
-        ready = request.ready_stop * self.cache.layout.unit_tokens
-        from_token = check_int("from_token", first_wrong, 0)
-        if not ready <= from_token <= request.num_computed_tokens:
-            raise CommitError("from_token", f"must lie in [{ready}, {request.num_computed_tokens}], got {from_token}")
         start = from_token // self.cache.layout.unit_tokens
         others = [other for other in readers if other is not request]
         # Needed after a reset, too, when the index has none of these runs, because other requests may still share the

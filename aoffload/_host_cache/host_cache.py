@@ -172,7 +172,7 @@ class HostCache(AnyLedger):
         request = self._checked(prefix, request_id, options)
         assert isinstance(request, HostCacheRequest)
         self._check_device_tokens(num_device_tokens, request.sequence.num_tokens)
-        for ask in self.hooks.ask_admit:
+        for ask in reversed(self.hooks.ask_admit):  # the program's own first: a store policy counts what it is asked
             ask(request)
         self.enrol(request)
         self.offers.deferred.pop(request.request_id, None)  # left by an earlier request with this id
@@ -441,6 +441,7 @@ class HostCache(AnyLedger):
         except BaseException:  # also of the policy or of `find`
             request.sequence.drop_after(known)
             request.num_computed_tokens, request.published = computed, published
+            self.hooks.take_error()  # of a hook that was asked about this offer
             raise
         if request.state is State.PINNED:  # without a load
             self.request_leases.end_host_lease(request)
@@ -499,10 +500,10 @@ class HostCache(AnyLedger):
         self.arrivals.answered(request)
         self.offers.forget(request)
         self._unwritten.pop(request, None)
-        call_all(iter(self.arrivals.over(request)))
+        wakes = self.arrivals.over(request)
         for released in self.hooks.on_released:
             released(request)
-        self.end_call(self.jobs.end_claims(settled))
+        self.end_call([*wakes, *self.jobs.end_claims(settled)])
         return ()
 
     # -- invalidation ---------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from .._arguments import (
@@ -41,7 +42,7 @@ from .._config.groups import KVCacheGroup
 from .._config.tiers import new_order
 from ..errors import ConfigError, DuplicateRequest, ExtensionError, InvalidArgument
 from .cache import PrefixCache
-from .events import Observer
+from .events import Observer, WorkerFailed
 from .extension import Build, LedgerExtension, check_extension, make_tier
 from .hooks import Hooks
 from .jobs import JobBook, Stores
@@ -120,6 +121,8 @@ class CacheBase:
         for function in build.sized:
             function()
         orders = build.orders
+        if orders and callable(config.eviction):
+            raise ConfigError("extensions", "set an eviction order, and so does `eviction`")
 
         def order_of(tier: Tier) -> EvictionOrder:
             order: EvictionOrder = LeastRecentlyUsed()
@@ -195,16 +198,24 @@ class CacheBase:
     """End a call whose change is complete: grant blocks to waiters, report the events, and call `wakes`. Every verb
     ends with it, including those of extensions."""
 
+    def report_errors(self) -> None:
+        """From now on, report the errors of the program's extensions to the observer (`WorkerFailed`), and raise none
+        of them. A runtime does so, because the caller of a verb has work of its own to do after it, such as to end a
+        scope or to reset the disk, and must do it whatever an extension does. An interrupt of the process is raised."""
+        moves = self.moves
+        self.hooks.report_error = lambda error: moves.note(WorkerFailed(error))
+
     def _fail(self) -> None:
         """Raise the error of a hook. The call returns no plans, so discard all queued jobs, because no caller would
         launch them."""
-        error, self.hooks.error = self.hooks.error, None
+        error = self.hooks.take_error()
         assert error is not None
         wakes: list[Callable[[], object]] = []
         for job in tuple(self.jobs.unsettled.values()):
             if job.job_id in self.jobs.unsettled and job.state is JobState.QUEUED:
                 wakes += self.jobs.end_claims(self.jobs.discard(job))
-        self.end_call(wakes)
+        with suppress(ExtensionError):  # the first one is raised
+            self.end_call(wakes)
         raise error
 
     def waits_for(self, request: LedgerRequest) -> LedgerRequest | None:
@@ -360,8 +371,7 @@ class CacheBase:
         if not asks:
             return math.inf
         due = min([ask() for ask in asks])
-        if (error := self.hooks.error) is not None:  # nothing has changed, so there is nothing to complete
-            self.hooks.error = None
+        if (error := self.hooks.take_error()) is not None:  # nothing has changed, so there is nothing to complete
             raise error
         return due
 

@@ -69,6 +69,7 @@ class Commits:
         except BaseException:
             for request, known in appended:
                 request.sequence.drop_after(known)
+            self.hooks.take_error()  # of a hook that was asked about a commit that is undone
             raise
         return [self._publish(request, num_tokens, wanted) for request, num_tokens, wanted in found]
 

@@ -11,7 +11,8 @@ only on the extensions that override it, in the order in which they were added, 
 local variable. So it may lease and release, take and give blocks, and cut and split runs (through `ledger.cache`). A
 hook must not call a verb of the ledger. It must not raise, except where the table or the docstring of the hook says so.
 If a hook of a program's extension does either, the ledger completes the change and discards all queued copies, and then
-the call raises `ExtensionError` with the names of the extension and the hook. Only these copies are lost.
+the call raises `ExtensionError` with the names of the extension and the hook. Only these copies are lost. A runtime
+keeps the copies, and reports the error instead (`CacheBase.report_errors`).
 
 The ledger grants blocks that a hook gives back to waiters at the end of the call. Calls that free no blocks themselves,
 such as `admit` and `accept`, do not serve the wait queue; in that case the next call that serves the wait queue grants

@@ -30,7 +30,7 @@ class Hooks:
         "ask_load_stop", "ask_next_lapse", "ask_store_stop", "calling", "error", "fail", "on_admitted", "on_allocated",
         "on_finishing", "on_invalidated", "on_job_settled", "on_lapse", "on_leaving", "on_load_over", "on_matched",
         "on_published", "on_released", "on_reset", "on_resetting", "on_step", "on_withdrawn", "report_blocks",
-        "report_job", "report_leases", "report_requests",
+        "report_error", "report_job", "report_leases", "report_requests",
     )  # fmt: skip
 
     def __init__(self, fail: Callable[[], object]) -> None:
@@ -68,7 +68,9 @@ class Hooks:
         """The name of the hook of a program's extension that is running. Empty: none is. Verbs are refused while one is
         running."""
         self.error: ExtensionError | None = None
-        """The first error of a program's extension in this call."""
+        """The first error of a program's extension in this call, which raises it at its end."""
+        self.report_error: Callable[[ExtensionError], object] | None = None
+        """Called with each error of a program's extension, in place of raising it: see `CacheBase.report_errors`."""
 
     def add(self, extension: LedgerExtension, *, is_trusted: bool) -> None:
         """Add the hooks that `extension` overrides. The hooks of an extension that is not trusted are guarded: see
@@ -80,6 +82,11 @@ class Hooks:
             if not is_trusted:
                 hook = GuardedHook(self, type(extension).__name__, name, hook)
             setattr(self, name, (*getattr(self, name), hook))
+
+    def take_error(self) -> ExtensionError | None:
+        """The first error of the call, which is not raised at the end of a call any more."""
+        error, self.error = self.error, None
+        return error
 
     def refuse_verb(self) -> None:
         """Raise `WrongState` while a hook of a program's extension is running."""
@@ -138,7 +145,9 @@ class GuardedHook:
         error.__cause__ = cause
         if self._name in MAY_RAISE:
             raise error
-        if hooks.error is None:
+        if hooks.report_error is not None and not isinstance(cause, KeyboardInterrupt | SystemExit):
+            hooks.report_error(error)
+        elif hooks.error is None:
             hooks.error = error
         return args[1] if self._name == "ask_load_stop" else _NEUTRAL.get(self._name)
 

@@ -29,7 +29,7 @@ from typing import Unpack
 
 from .._arguments import as_tuple, check_callable, check_has, check_int, check_text, check_type, shown
 from .._config.config import OffloadConfig
-from ..errors import ConfigError, InvalidArgument, WrongState
+from ..errors import ConfigError, ExtensionError, InvalidArgument, WrongState
 from .base import CacheBase
 from .commits import Commits
 from .events import Observer
@@ -130,7 +130,7 @@ class CoreLedger(CacheBase):
         limit the tokens that may be stored. A request always computes at least one token, so a fully cached prompt hits
         one block less."""
         request = self._checked(prefix, request_id, options)
-        for ask in self.hooks.ask_admit:
+        for ask in reversed(self.hooks.ask_admit):  # the program's own first: a store policy counts what it is asked
             ask(request)
         self.enrol(request)
         self.request_leases.pin(request)
@@ -156,8 +156,14 @@ class CoreLedger(CacheBase):
 
         `wake` may call the ledger, but must not raise."""
         check_callable("wake", wake)
-        waiter = self.admission.queue_allocation(self.own(request), num_tokens, wake)
-        self.end_call()
+        return self._queued(self.admission.queue_allocation(self.own(request), num_tokens, wake))
+
+    def _queued(self, waiter: Waiter) -> Waiter:
+        try:
+            self.end_call()
+        except ExtensionError:  # the caller does not get the waiter
+            self.admission.withdraw(waiter)
+            raise
         return waiter
 
     def extend_nowait(self, request: LedgerRequest, num_tokens: int) -> Extension:
@@ -172,9 +178,7 @@ class CoreLedger(CacheBase):
     ) -> Waiter:
         """Join the wait queue for more blocks, ahead of all allocations."""
         check_callable("wake", wake)
-        waiter = self.admission.queue_extension(self.own(request), num_tokens, wake)
-        self.end_call()
-        return waiter
+        return self._queued(self.admission.queue_extension(self.own(request), num_tokens, wake))
 
     def accept(self, waiter: Waiter) -> Extension:
         """Give the request of `waiter` the blocks that were granted, or raise the error of a failed waiter."""
@@ -251,6 +255,8 @@ class CoreLedger(CacheBase):
     ) -> tuple[tuple[TransferPlan, ...], ...]:
         """Commit several requests of one forward, all or nothing. Each commit is a tuple of the arguments of `commit`.
         Returns the stores to launch, one tuple for each commit."""
+        if self.hooks.calling:
+            self.hooks.refuse_verb()
         checked: list[tuple[LedgerRequest, object, TokenIds]] = []
         for one in as_tuple("commits", commits, "tuple"):
             if type(one) is not tuple or len(one) != 3:
@@ -306,6 +312,8 @@ class CoreLedger(CacheBase):
     @contextmanager
     def hold(self, held: tuple[LedgerRequest, ...]) -> Iterator[None]:
         """The step itself, without checks: the caller has checked that a forward may use the blocks of the requests."""
+        if self.hooks.calling:
+            self.hooks.refuse_verb()
         for request in held:
             for hook in self.hooks.on_step:
                 hook(request)

@@ -22,7 +22,7 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import Any, Protocol, TypeAlias, TypedDict
 
 import attrs
 import numpy as np
@@ -30,10 +30,14 @@ import numpy as np
 from .._arguments import as_tuple, check_type, shown
 from ..errors import InvalidArgument
 
-if TYPE_CHECKING:
-    Hasher: TypeAlias = "hashlib._Hash"
-else:
-    Hasher = Any
+
+class Hasher(Protocol):
+    """A running hash of `hashlib`."""
+
+    def copy(self) -> Hasher: ...
+    def update(self, data: bytes | memoryview, /) -> None: ...
+    def digest(self) -> bytes: ...
+
 
 TokenIds: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | bytes | Any"
 

@@ -49,7 +49,7 @@ from .._kernel.requests import LedgerRequest, Waiter
 from .._kernel.states import RequestState, require
 from .._tiers.fetch.loop import fetch
 from .._transfer.fences import Fence
-from ..errors import AoffloadError, ExtensionError, OutOfBlocks, RequestAborted, RuntimeClosed, WrongState
+from ..errors import AoffloadError, OutOfBlocks, RequestAborted, RuntimeClosed, WrongState
 from .loading import EnginePendingLoad, PendingLoad
 from .session import AnyFace, Session
 
@@ -377,15 +377,9 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
 
     def _abort_readers(self, invalidate: Callable[[], tuple[LedgerRequest, ...]]) -> None:
         """Call `invalidate`, and abort the requests that it returns."""
-        session, readers = self._session, tuple[LedgerRequest, ...]()
-        try:
-            readers = invalidate()
-        except ExtensionError as error:  # the ledger has invalidated all the same
-            readers = error.readers
-            raise
-        finally:
-            for reader in readers:
-                session.cancel(reader.request_id, "prefix_invalidated")
+        session = self._session
+        for reader in invalidate():
+            session.cancel(reader.request_id, "prefix_invalidated")
         if session.disk is not None:
             session.disk.invalidate()
         if session.remote is not None:

@@ -270,6 +270,7 @@ class Session(Generic[AnyFace]):
         self.loop = self.env.running_loop()
         self._thread_id, self._process_id = get_ident(), os.getpid()
         self.running_task, self.now = self.env.running_task(), self.env.loop_clock()
+        self.ledger.report_errors()
         self.ledger.moves.clock = self.now  # not given to the ledger when it is made: there was no loop yet
         self.slow = self.worker.slow = SlowWatch(self.ledger, self.config, self.observers, self.now)
         self.hashing = anyio.CapacityLimiter(1)

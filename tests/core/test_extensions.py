@@ -20,7 +20,7 @@ from aoffload._host_cache.host_cache import HostCache
 from aoffload._kernel.extension import HOOKS
 from aoffload._kernel.pools import ExtentPool, LeastRecentlyUsed, TierBlocks
 from aoffload._kernel.records import Job
-from aoffload.errors import WrongState
+from aoffload.errors import CommitError, WrongState
 from aoffload.ledger import Build, ExtensionError, JobState, LedgerExtension, Outcome, Prefix, Root, TransferPlan
 from aoffload.testing.meddler import Meddler
 
@@ -274,6 +274,63 @@ def test_a_report_of_the_wrong_type_is_an_error_of_the_extension(hook: str, answ
         assert ledger.lookup(Prefix.of(ROOT, A)).num_tokens == 0
 
 
+def test_a_request_that_an_extension_refuses_is_not_counted() -> None:
+    """A selective store policy counts the requests that are admitted: the program's own extensions are asked first."""
+
+    class Refuses(LedgerExtension):
+        is_on = True
+
+        def ask_admit(self, request: object) -> None:
+            if self.is_on:
+                raise OopsError
+
+    extension, driven = Refuses(), Driven(8)
+    config = OffloadConfig(groups=driven.ledger.config.groups, num_host_blocks=16, store_policy="selective")
+    driven.ledger = Ledger(config, 9, extensions=[extension])
+    for _ in range(2):
+        with pytest.raises(OopsError):
+            driven.ledger.admit(Prefix.of(ROOT, A))
+    extension.is_on = False
+    assert not driven.commit(driven.running(A))
+
+
+def test_a_refused_invalidation_asks_no_extension() -> None:
+    """So the call after it does not raise the error of a hook."""
+    extension = misbehaving("ask_former_readers", raises)
+    driven = Scenes(extension).driven
+    request = driven.running(A)
+    with pytest.raises(CommitError, match="from_token"):
+        driven.ledger.invalidation.invalidate(request, 10**6)
+    driven.ledger.lapse(0.0)
+    assert extension.called == set()
+
+
+def test_commits_that_are_undone_leave_no_error() -> None:
+    """One of several is refused, after a hook that was asked about another one failed: the next call is fine."""
+    extension = misbehaving("ask_store_stop", raises)
+    driven = Scenes(extension).driven
+    first, second = driven.running(A), driven.running(B)
+    with pytest.raises(CommitError):
+        driven.ledger.commit_all([(first, 10, ()), (second, 10**6, ())])
+    assert extension.called == {"ask_store_stop"}
+    driven.ledger.lapse(0.0)
+
+
+def test_a_waiter_that_was_not_handed_out_has_left_the_queue() -> None:
+    """`queue_allocation` whose hook has failed hands out no waiter, so the request may try again."""
+    extension = misbehaving("ask_blocks", raises)
+    driven = Scenes(extension).driven
+    driven.ledger.pins.hold(driven.prefix(A), expires_at=9.0)
+    driven.serve(A)
+    pin = driven.ledger.pins.hold(driven.prefix(A), expires_at=9.0)
+    request = driven.ledger.admit(driven.prefix(prompt(7, 30)))
+    with pytest.raises(ExtensionError, match="ask_blocks"):
+        driven.ledger.queue_allocation(request)
+    assert request.waiter is None and driven.ledger.num_waiting == 0
+    driven.ledger.pins.release(pin)
+    driven.ledger.allocate_nowait(request)
+
+
 def test_a_request_that_was_not_handed_out_is_over() -> None:
     """`admit` whose hook has failed hands out no request, so it keeps none."""
     driven = Scenes(misbehaving("on_matched", raises))
@@ -299,7 +356,8 @@ def test_the_lowest_store_stop_counts() -> None:
 
 
 def test_a_tier_has_one_eviction_order() -> None:
-    """Two extensions that set the order of a tier are refused when the ledger is made."""
+    """Two extensions that set the order of a tier are refused when the ledger is made, and so is an extension beside
+    an order of the configuration."""
 
     class Orders(LedgerExtension):
         def on_build(self, build: Build) -> None:
@@ -308,6 +366,23 @@ def test_a_tier_has_one_eviction_order() -> None:
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=16)
     with pytest.raises(ConfigError, match="two of them set the eviction order of HOST"):
         Ledger(config, 9, extensions=[Orders(), Orders()])
+    config = OffloadConfig(groups=config.groups, num_host_blocks=16, eviction=LeastRecentlyUsed)
+    with pytest.raises(ConfigError, match="and so does `eviction`"):
+        Ledger(config, 9, extensions=[Orders()])
+
+
+@pytest.mark.parametrize("name", ["step", "commit_all"])
+def test_a_verb_that_a_hook_calls_with_nothing_is_refused(name: str) -> None:
+    """Its end would serve the wait queue in the middle of a change."""
+
+    def calls(ledger: Any) -> None:
+        found = getattr(ledger, name)(())
+        if name == "step":
+            found.__enter__()
+
+    driven = Scenes(misbehaving("on_matched", calls)).driven
+    with pytest.raises(ExtensionError, match="must not call the ledger"):
+        driven.serve(A)
 
 
 @pytest.mark.parametrize(

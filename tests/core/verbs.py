@@ -11,7 +11,7 @@ from aoffload._kernel.extension import HOOKS
 
 FOR_EXTENSIONS = {
     "add_once", "end_call", "end_invalidation", "enrol", "find", "hold", "invalidated", "new_name", "own", "plans_of",
-    "rematch", "sequence_of", "waits_for",
+    "rematch", "report_errors", "sequence_of", "waits_for",
 }  # fmt: skip
 """What a ledger has for the verbs of extensions."""
 FOR_ROOMS = {
