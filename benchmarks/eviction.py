@@ -1,7 +1,7 @@
 """Eviction that learns, beside the last use: hits on traces, and what they cost.
 
-`TRACE=FILE` and `SYNTHETIC=FILE` name traces with `hash_ids`; without them, their rows are left out. The device holds
-one request, so what hits is the host.
+`TRACE=FILE`, `SYNTHETIC=FILE` and `AGENTS=FILE` name traces with `hash_ids`; without them, their rows are left out. The
+device holds one request, so what hits is the host.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _hits(trace: Trace, num_host: int, eviction: str) -> int:
 
 
 def _on_traces() -> Iterator[Row]:
-    for variable, wanted in (("TRACE", WANTED), ("SYNTHETIC", dict[int, float]())):
+    nothing = dict[int, float]()
+    for variable, wanted in (("TRACE", WANTED), ("SYNTHETIC", nothing), ("AGENTS", nothing)):
         if (named := os.environ.get(variable)) is None:
             print(f"eviction: {variable}=FILE names a trace to replay", file=sys.stderr)
             continue

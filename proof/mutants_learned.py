@@ -41,6 +41,22 @@ LEARNED_MUTANTS: tuple[Mutant, ...] = (
         "counts outlive eviction",
     ),
     _met_by(
+        "merged_runs_of_the_history_count_as_before",
+        "runs merged that were requested at different times",
+        "aoffload._eviction.counts",
+        "head.last_asked == run.last_asked\n            and ",
+        "",
+        "merging loses no count",
+    ),
+    _met_by(
+        "merged_runs_of_the_history_count_as_before",
+        "a run merged into one of those after it",
+        "aoffload._eviction.counts",
+        "            and head.num_after == 1\n",
+        "",
+        "merging loses no count",
+    ),
+    _met_by(
         "the_last_use_rules_where_it_hits_more",
         "a guard that never gives way",
         SHADOWS,

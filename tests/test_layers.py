@@ -41,6 +41,7 @@ them."""
 LONELY_BASES = {
     "CacheTransfers": "what a `HostCache` has of them; a `Ledger` has prefetches and demotions, too",
     "CoreLedger": "the kernel alone; `Ledger` puts the features beside it",
+    "LeastRecentlyUsed": "learned eviction has several such lists, and numbers their uses itself",
     "LedgerRequest": "a request of a `HostCache` has more",
     "DevicePool": "a protocol: a restart takes slots of a disk by their ids, too",
     "EngineBlocks": "a protocol: an engine may also find blocks by their tokens",
@@ -219,8 +220,8 @@ def _only_sets(method: ast.FunctionDef) -> bool:
 RECORDS = ("_kernel.records", "_kernel.requests")
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 WRITTEN_BY_FEATURES = {
-    "_eviction.counts": "key start tokens",
-    "_eviction.learned": "rank uses",
+    "_eviction.counts": "before key num_after start tokens",
+    "_eviction.learned": "last_use rank",
     "_extensions.forks": (
         "has_parent hit_stop last_step leases match num_computed_tokens num_units published ready_stop tables"
     ),
@@ -286,11 +287,10 @@ def written(path: Path) -> set[str]:
 
 FEATURE_WORDS = (
     "fork", "preempt", "pins", "prefetch", "demot", "overlap", "watermark", "lazy", "write_back", "hint", "fetch",
-    "engine", "disk", "remote", "cell", "selective", "policy", "quota", "explain",
+    "engine", "disk", "remote", "cell", "selective", "policy", "quota", "explain", "learn", "shadow",
 )  # fmt: skip
 """What a name in the kernel's code may not have in it. To invalidate is the kernel's own word, for epochs and
-tombstones; the feature of that name finds whose KV is wrong. Words of eviction and of windows are not here: the kernel
-still knows how eviction learns, and windows stay in it."""
+tombstones; the feature of that name finds whose KV is wrong. Words of windows are not here: windows stay in it."""
 KNOWN_WORDS = {
     "DISK": "a tier: TIERS has a row for each",
     "REMOTE": "a tier",

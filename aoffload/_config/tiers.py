@@ -208,7 +208,7 @@ class RemoteTier:
 
 
 NAMES = ("lru", "learned")
-ORDER = "add add_newer add_back remove oldest __iter__"
+ORDER = "add add_newer add_back remove oldest are_adjacent __iter__"
 """Methods that an order of a program must have. `asked` is not one of them, because nothing is counted for it."""
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from .._kernel.layout import Layout
 from .._kernel.prefix import TOKEN_BYTES, KeySpan
+from .._kernel.records import NO_LIMIT
 from .._kernel.tokens import TokenSequence
 
 RUN_TOKENS = 256
@@ -21,6 +22,8 @@ RUN_TOKENS = 256
 NEXT_SALT = 0x9E3779B1
 """The difference between the salts of two consecutive runs. It is the golden ratio in 32 bits, so the salts of every
 second run, or of every third, are spread evenly, too."""
+MAX_RUN_TOKENS = 2**14
+"""Runs are merged up to this size, because merging copies their tokens."""
 MAX_RECENT = 256
 """Prompts that `RecentPrompts` keeps."""
 MAX_RECENT_TOKENS = 2**22
@@ -49,6 +52,10 @@ class CountedRun:
     num_uses: int = 0
     last_asked: int = 0
     """The time of the last request, by the clock of the caller; 0 if the caller has no clock."""
+    before: CountedRun | None = None
+    """The run before it, if `HitCounts` has one."""
+    num_after: int = 0
+    """Number of runs right after it."""
 
     def used(self, now: int) -> None:
         self.num_uses += 1
@@ -61,6 +68,9 @@ class RunWatcher(Protocol):
     def was_split(self, counted: CountedRun, head: CountedRun) -> None:
         """`counted` was split: `head` has its first units from now on."""
 
+    def was_merged(self, counted: CountedRun, head: CountedRun) -> None:
+        """`head`, the run before `counted`, was merged into `counted`."""
+
     def was_forgotten(self, counted: CountedRun) -> None: ...
 
 
@@ -69,13 +79,16 @@ class HitCounts:
     start."""
 
     def __init__(
-        self, layout: Layout, max_tokens: int, run_tokens: int = RUN_TOKENS, watcher: RunWatcher | None = None
-    ) -> None:
+        self, layout: Layout, max_tokens: int, run_tokens: int = RUN_TOKENS, watcher: RunWatcher | None = None,
+        same_from: int = NO_LIMIT,
+    ) -> None:  # fmt: skip
         self._unit_bytes = layout.unit_tokens * TOKEN_BYTES
         self._unit_tokens = layout.unit_tokens
         self._max_tokens = max_tokens
         self._run_tokens = run_tokens
         self._watcher = watcher
+        self._same_from = same_from
+        self._max_run_bytes = MAX_RUN_TOKENS * TOKEN_BYTES
         self._runs: OrderedDict[bytes, CountedRun] = OrderedDict()
         """Oldest first. A run is never older than the runs after it."""
         self._num_numbers = 0
@@ -112,20 +125,23 @@ class HitCounts:
         """The runs with exactly the units `[first, stop)` of `sequence`. Inserts missing runs, and splits runs at
         `first` and `stop`. The runs become the most recently requested."""
         path: list[CountedRun] = []
-        runs, position, before = self._runs, 0, sequence.root.digest
+        runs, position, before, last = self._runs, 0, sequence.root.digest, None
         while position < stop:
             key = _key(before, sequence.unit_record(position))
             run = runs.get(key)
             agreed = position if run is None else sequence.common_stop(run, stop)
             if run is None or agreed == position:
-                run = self._insert(sequence, position, first if position < first else stop, key)
+                run = self._insert(sequence, last, position, first if position < first else stop, key)
             else:
                 if run.stop != agreed:
                     run = self._cut(run, agreed)
                 if position < first < agreed:
                     path.append(self._cut(run, first))
+                elif last is not None and not first and self._may_merge(last, run):
+                    self._merge(last, run)
+                    path.pop()
             path.append(run)
-            position, before = run.stop, run.number
+            position, before, last = run.stop, run.number, run
         for counted in reversed(path):
             runs.move_to_end(counted.key)
         return [counted for counted in path if counted.start >= first] if first else path
@@ -135,6 +151,8 @@ class HitCounts:
         while self.num_tokens > self._max_tokens:
             _, counted = self._runs.popitem(last=False)
             self.num_tokens -= self._cost(counted)
+            if counted.before is not None:
+                counted.before.num_after -= 1
             if self._watcher is not None:
                 self._watcher.was_forgotten(counted)
 
@@ -158,8 +176,9 @@ class HitCounts:
         cut, tokens = (at - run.start) * self._unit_bytes, run.tokens
         head = CountedRun(
             run.key, self._new_number(), run.start, at, bytes(tokens[:cut]), run.spans, run.salt, run.num_uses,
-            run.last_asked,
+            run.last_asked, run.before, 1,
         )  # fmt: skip
+        run.before = head
         self._runs[head.key] = head
         record = bytes(tokens[cut : cut + self._unit_bytes]) + b"".join([span.record() for span in run.spans])
         run.start, run.tokens, run.key = at, bytes(tokens[cut:]), _key(head.number, record)
@@ -169,13 +188,40 @@ class HitCounts:
             self._watcher.was_split(run, head)
         return head
 
-    def _insert(self, sequence: TokenSequence, start: int, limit: int, key: bytes) -> CountedRun:
+    def _may_merge(self, head: CountedRun, run: CountedRun) -> bool:
+        """Whether `head` and `run`, the run after it, are requested together, and count the same."""
+        return (
+            head.last_asked == run.last_asked
+            and (head.num_uses == run.num_uses or head.num_uses >= self._same_from <= run.num_uses)
+            and head.num_after == 1
+            and head.salt == run.salt
+            and head.spans == run.spans
+            and len(head.tokens) + len(run.tokens) <= self._max_run_bytes
+        )
+
+    def _merge(self, head: CountedRun, run: CountedRun) -> None:
+        """Merge `head` into `run`, the run after it."""
+        del self._runs[run.key]
+        run.start, run.tokens, run.key = head.start, b"".join((head.tokens, run.tokens)), head.key
+        run.before = head.before
+        self._runs[run.key] = run
+        self.num_tokens -= self._run_tokens
+        if self._watcher is not None:
+            self._watcher.was_merged(run, head)
+
+    def _insert(
+        self, sequence: TokenSequence, before: CountedRun | None, start: int, limit: int, key: bytes
+    ) -> CountedRun:
         """Insert a run that begins at unit `start` and ends at `limit` at the latest. `path` passes its `first` as
         `limit`, because only the units from `first` on are counted."""
         stop = sequence.run_stop(start, limit)
         tokens, spans = sequence.shared_stretch(start, stop), sequence.spans_at(start)
-        number = self._new_number()
-        self._runs[key] = counted = CountedRun(key, number, start, stop, tokens, spans, self._salt >> 24)
+        number, salt = self._new_number(), self._salt >> 24
+        if before is not None:
+            if not before.num_after:
+                salt = before.salt
+            before.num_after += 1
+        self._runs[key] = counted = CountedRun(key, number, start, stop, tokens, spans, salt, before=before)
         self.num_tokens += self._cost(counted)
         return counted
 

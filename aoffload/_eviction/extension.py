@@ -86,6 +86,9 @@ class Eviction(LedgerExtension):
     def on_finishing(self, request: LedgerRequest) -> None:
         self._hints.seen(request, request.sequence.num_prompt_units, request.published)
 
+    def on_released(self, request: LedgerRequest) -> None:
+        self.learning.uses.pop(request, None)
+
     def on_reset(self, tier: Tier | None) -> None:
         if tier is None:
             self._hints.clear()

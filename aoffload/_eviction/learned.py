@@ -73,6 +73,8 @@ AFTER_ALL = [inf]
 """Sorts after all counts that can be recorded at the same time."""
 
 _CLASS_OF = (0, 0, 1, 2, 2)
+TOP_USES = 5
+"""From this many requests on, a run is in the highest class."""
 
 
 def class_of(num_uses: int) -> int:
@@ -290,6 +292,12 @@ class Shadow:
                     del ring[counted]
                 return
 
+    def merge(self, counted: CountedRun, head: CountedRun) -> None:
+        """`head` was merged into `counted`, which was requested together with it."""
+        for ring in self.rings:
+            if held := ring.pop(head, 0):
+                ring[counted] = ring.get(counted, 0) + held
+
     def forget(self, counted: CountedRun) -> int:
         """Remove `counted`. Returns the number of blocks that were held of it."""
         for ring in self.rings:
@@ -342,10 +350,40 @@ class Guard:
             self._learned.split(counted, head)
             self._last_used.split(counted, head)
 
+    def was_merged(self, counted: CountedRun, head: CountedRun) -> None:
+        if num_sampled(head):
+            self._learned.merge(counted, head)
+            self._last_used.merge(counted, head)
+
     def was_forgotten(self, counted: CountedRun) -> None:
         if num_sampled(counted):
             self._learned.forget(counted)
             self._last_used.forget(counted)
+
+
+class UseList(LeastRecentlyUsed):
+    """The parts of one class, by `last_use`. Learned eviction numbers the uses, because ages are computed from them."""
+
+    def add_used(self, part: Part, last_use: int) -> None:
+        """Add `part` as the newest, with `last_use` as its number."""
+        self._num_uses = last_use - 1
+        self.add(part)
+
+    def add_among(self, part: Part) -> None:
+        """Insert `part`, which was in another list, by its `last_use`. Parts that were split from one part have the
+        same `last_use`: of these, the tail is evicted before the head, whichever is inserted first."""
+        self.add_back(part)
+        older = part.older
+        while older is not None and older.last_use == part.last_use and older.run.start < part.run.start:
+            older = older.older
+        if older is not part.older:
+            self.remove(part)
+            self._link(part, older)
+
+    def add_as_old(self, part: Part, than: Part) -> None:
+        """Insert `part` at the place that `than`, which is in another list, would have here."""
+        part.last_use = than.last_use
+        self.add_back(part)
 
 
 class LearnedOrder:
@@ -354,8 +392,8 @@ class LearnedOrder:
     def __init__(self, times: ReturnTimes, guard: Guard) -> None:
         self._times = times
         self._guard = guard
-        self._plain = tuple([LeastRecentlyUsed() for _ in range(NUM_CLASSES)])
-        self._spared = tuple([LeastRecentlyUsed() for _ in range(NUM_CLASSES)])
+        self._plain = tuple([UseList() for _ in range(NUM_CLASSES)])
+        self._spared = tuple([UseList() for _ in range(NUM_CLASSES)])
         self._last_use = 0
         self._known = [(0, 0, 0.0) for _ in range(NUM_CLASSES)]
         """The worth that was computed last, by class: (last use of the part, clock at the computation, worth)."""
@@ -379,7 +417,7 @@ class LearnedOrder:
         if is_linked:
             self._ring(part).add_among(part)
 
-    def _ring(self, part: Part) -> LeastRecentlyUsed:
+    def _ring(self, part: Part) -> UseList:
         """The list of the class of `part`. Spared parts have lists of their own."""
         ring = part.rank
         return self._plain[ring] if ring < NUM_CLASSES else self._spared[ring % NUM_CLASSES]
@@ -409,6 +447,9 @@ class LearnedOrder:
     def oldest(self) -> Part | None:
         plain = self._first_of([ring.first for ring in self._plain])
         return plain or self._first_of([ring.first for ring in self._spared])
+
+    def are_adjacent(self, older: Part, newer: Part) -> bool:
+        return older.newer is newer
 
     def _first_of(self, parts: list[Part | None]) -> Part | None:
         """The part to evict first. `parts` has the oldest part of each class. In the learned order it is the part that
@@ -457,11 +498,13 @@ class Learning:
         most = REMEMBERED * max(units.values()) * layout.unit_tokens
         self.when_forgotten: Callable[[CountedRun], object] = _nobody
         """Called with each run that the history forgets."""
-        self.counts = HitCounts(layout, most, layout.unit_tokens, self)
+        self.counts = HitCounts(layout, most, layout.unit_tokens, self, TOP_USES)
         """The history of the prompts."""
         self.tiers = tuple(units)
         self.orders: dict[Tier, LearnedOrder] = {}
         """The present order of each tier whose eviction learns."""
+        self.uses: dict[LedgerRequest, tuple[tuple[int, int], ...]] = {}
+        """How often the prompt of each live request was requested before, as (stop, number)."""
 
     def new_order(self, tier: Tier) -> EvictionOrder:
         guard = self.guards.get(tier)
@@ -497,12 +540,17 @@ class Learning:
         times.asked(by_class)
         self.counts.trim()
         if not first and path[0].num_uses > 1:
-            request.uses = _uses(path)
+            self.uses[request] = _uses(path)
         return path
 
     def was_split(self, counted: CountedRun, head: CountedRun) -> None:
         for guard in self.guards.values():
             guard.was_split(counted, head)
+
+    def was_merged(self, counted: CountedRun, head: CountedRun) -> None:
+        for guard in self.guards.values():
+            guard.was_merged(counted, head)
+        self.when_forgotten(head)
 
     def was_forgotten(self, counted: CountedRun) -> None:
         for guard in self.guards.values():
@@ -512,17 +560,22 @@ class Learning:
     # -- what the cache holds of it -------------------------------------------------------------------------------
 
     def mark(self, cache: PrefixCache, request: LedgerRequest, run: Run, start: int) -> None:
-        """Tell the orders how often the units from `start` on, on the path of `run`, were requested."""
-        uses = request.uses
-        if not uses:
+        """Tell the orders how often the units from `start` on, on the path of `run`, were requested.
+
+        While the learned order is in use, a run is split where the class changes. Splits are costly, so while LRU is in
+        use, a run that has a class already is not split again: it gets the class of its last unit."""
+        uses = self.uses.get(request)
+        if uses is None:
             return
-        at = len(uses)
+        at, is_in_use = len(uses), bool(self.ruled)
         current: Run | None = run
         while current is not None and current.stop > start:
             while at and uses[at - 1][0] >= current.stop:
                 at -= 1
-            if at and start < uses[at - 1][0] > current.start:
-                cache.split(current, uses[at - 1][0])
+            changes_at = uses[at - 1][0] if at else 0
+            has_class = current.parts[Tier.HOST].rank % NUM_CLASSES > 0
+            if start < changes_at > current.start and (is_in_use or not has_class):
+                cache.split(current, changes_at)
             if at < len(uses):
                 for tier, order in self.orders.items():
                     for part in current.parts_in(tier):

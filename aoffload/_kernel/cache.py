@@ -405,7 +405,8 @@ class PrefixCache:
                 return False
             if following.blocks and not manager.follows(front, following):
                 return False
-            if following.blocks and front.blocks and following.newer is not front:
+            order = self.tiers[front.tier].order
+            if following.blocks and front.blocks and not order.are_adjacent(following, front):
                 return False
             if back is not tail and manager.leaves_gap(front, following):
                 return False

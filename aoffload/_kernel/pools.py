@@ -343,7 +343,7 @@ class LeastRecentlyUsed:
 
     def __init__(self) -> None:
         self.first: Part | None = None
-        """The oldest part. Learned eviction reads this field of many lists, without a call."""
+        """The oldest part."""
         self._newest: Part | None = None
         self._num_uses = 0
 
@@ -357,30 +357,9 @@ class LeastRecentlyUsed:
         else:
             newest.newer = part
 
-    def add_used(self, part: Part, last_use: int) -> None:
-        """Add `part` as the newest, with `last_use` as its number."""
-        self._num_uses = last_use - 1
-        self.add(part)
-
     def add_newer(self, part: Part, than: Part) -> None:
         part.last_use = than.last_use
         self._link(part, than)
-
-    def add_among(self, part: Part) -> None:
-        """Insert `part`, which was in another list, by its `last_use`. Parts that were split from one part have the
-        same `last_use`: of these, the tail is evicted before the head, whichever is inserted first."""
-        self.add_back(part)
-        older = part.older
-        while older is not None and older.last_use == part.last_use and older.run.start < part.run.start:
-            older = older.older
-        if older is not part.older:
-            self.remove(part)
-            self._link(part, older)
-
-    def add_as_old(self, part: Part, than: Part) -> None:
-        """Insert `part` at the place that `than`, which is in another list, would have here."""
-        part.last_use = than.last_use
-        self.add_back(part)
 
     def add_back(self, part: Part) -> None:
         """Searches from both ends: parts about to be evicted are near one, hot parts near the other."""
@@ -421,6 +400,9 @@ class LeastRecentlyUsed:
 
     def oldest(self) -> Part | None:
         return self.first
+
+    def are_adjacent(self, older: Part, newer: Part) -> bool:
+        return older.newer is newer
 
     def __iter__(self) -> Iterator[Part]:
         part = self.first

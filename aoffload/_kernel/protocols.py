@@ -66,6 +66,9 @@ class Watchers:
 class EvictionOrder(Protocol):
     """The eviction order of one tier. It has every unpinned part with blocks; the oldest one loses its tail first.
 
+    An order may write `Part.rank`, a number that means nothing to the cache: runs whose parts differ in rank are not
+    merged, both halves of a split run have its rank, and a run whose rank is not 0 does not grow.
+
     The methods must not raise: they are called in the middle of changes. After an error the blocks of the tier may be
     lost, and the runtime turns the cache off."""
 
@@ -85,5 +88,10 @@ class EvictionOrder(Protocol):
     def remove(self, part: Part) -> None: ...
 
     def oldest(self) -> Part | None: ...
+
+    def are_adjacent(self, older: Part, newer: Part) -> bool:
+        """Whether `newer` is evicted right after `older`, so that the cache may merge their runs. An order that always
+        returns False is correct, but keeps many short runs."""
+        ...
 
     def __iter__(self) -> Iterator[Part]: ...

@@ -92,9 +92,9 @@ class Part:
         self.last_use = 0
         """Number of the last use that has ended, counted by the eviction order of the tier. 0 while in use."""
         self.rank = 0
-        """Only for learned eviction: the class of the part, plus the number of classes for each hint that spares it."""
+        """Written by the eviction order of the tier, which alone knows what it means: see `EvictionOrder`."""
         self.older: Part | None = None
-        """The neighbour in the eviction order that is evicted before this part."""
+        """The neighbour that is evicted before this part, if the eviction order is a linked list."""
         self.newer: Part | None = None
 
     def __str__(self) -> str:

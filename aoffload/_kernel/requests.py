@@ -75,7 +75,6 @@ class LedgerRequest:
         "store_limit",
         "tables",
         "ticket",
-        "uses",
         "waiter",
         "when_idle",
     )  # fmt: skip
@@ -99,8 +98,6 @@ class LedgerRequest:
         """`TierBlocks.num_evicted` of the host when it was admitted: whether the host has evicted since."""
         self.hit_alignment = hit_alignment
         """A match ends at a multiple of this number of units."""
-        self.uses: tuple[tuple[int, int], ...] = ()
-        """Only with learned eviction: how often its prompt was requested before, as (stop, number)."""
         self.store_limit = store_limit
         """End of the units that may be stored."""
         self.state: RequestState = RequestState.QUEUED

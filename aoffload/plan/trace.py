@@ -1,17 +1,19 @@
 """A trace: what was asked for and when, in blocks that are equal where prefixes are.
 
-One JSON object a line: `timestamp` in ms, `input_length`, `output_length`, `hash_ids`, one for each block of the
-prompt, the last one perhaps partly filled. `Recorder` writes such files, and public traces come in this form. An
-id counts together with all ids before it, so it need not be chained itself.
+One JSON object a line, in a file that may be compressed (`.gz`): `timestamp` in ms, `input_length`, `output_length`,
+`hash_ids`, one for each block of the prompt, the last one perhaps partly filled. `Recorder` writes such files, and
+public traces come in this form. An id counts together with all ids before it, so it need not be chained itself.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import attrs
 import numpy as np
@@ -74,16 +76,25 @@ class Trace:
 
 
 def read_trace(path: Path, block_tokens: int | None = None, limit: int | None = None) -> Trace:
-    """The first `limit` requests of the file. `block_tokens`: tokens of a block, where the file does not say; by
-    default 512. Raises `TraceError`, or `OSError`."""
+    """The first `limit` requests of the file, which is compressed if its name ends with `.gz`. `block_tokens`: tokens
+    of a block, where the file does not say; by default 512. Raises `TraceError`, or `OSError`."""
     reader = _Reader(path.name, block_tokens)
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if limit is not None and len(reader.requests) >= limit:
-                break
-            if line.strip():
-                reader.take(number, line)
+    try:
+        with _opened(path) as lines:
+            for number, line in enumerate(lines, 1):
+                if limit is not None and len(reader.requests) >= limit:
+                    break
+                if line.strip():
+                    reader.take(number, line)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(f"{path.name} is no complete gzip file: {error}") from error
     return reader.finish()
+
+
+def _opened(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", errors="replace")
+    return path.open(encoding="utf-8", errors="replace")
 
 
 class _Reader:

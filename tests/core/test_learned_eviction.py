@@ -12,10 +12,11 @@ from driving import BLOCK, Driven, prompt
 
 from aoffload import ConfigError, InvalidArgument, KVCacheGroup, SlidingWindow
 from aoffload._config.groups import FullAttention
-from aoffload._eviction.counts import CountedRun, HitCounts
+from aoffload._eviction.counts import MAX_RUN_TOKENS, CountedRun, HitCounts
 from aoffload._eviction.learned import (
     NUM_BINS,
     NUM_CLASSES,
+    TOP_USES,
     Guard,
     LearnedOrder,
     ReturnTimes,
@@ -273,6 +274,39 @@ def test_a_sample_is_an_eighth() -> None:
         assert sum(num_sampled(part) for part in parts) == size
         total += size
     assert 0.9 < total / (200 * 100 / 8) < 1.1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_merged_runs_of_the_history_count_as_before(seed: int) -> None:
+    """Prompts grow and part: each unit has the class and the time of its last request that a count of each prefix by
+    itself gives, although runs that are always requested together are one."""
+    rng, counts = random.Random(seed), HitCounts(LAYOUT, 10**6, 1, None, TOP_USES)
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    prompts = [[0, 0]]
+    for now in range(1, 200):
+        tokens = list(rng.choice(prompts[-6:]))[: rng.choice((3, 5, 10**6, 10**6))]
+        tokens += [rng.randrange(2) for _ in range(rng.randrange(4))]
+        prompts.append(tokens)
+        for counted in counts.path(TokenSequence(Prefix.of(Root(""), tokens), 1), 0, len(tokens)):
+            for stop in range(counted.start + 1, counted.stop + 1):
+                uses, last = known.get(tuple(tokens[:stop]), (0, 0))
+                assert (class_of(counted.num_uses), counted.last_asked) == (class_of(uses), last)
+                known[tuple(tokens[:stop])] = (uses + 1, now)
+            counted.used(now)
+
+
+@pytest.mark.parametrize(("turn_tokens", "num_runs"), [(10, 6), (1000, 8)])
+def test_the_history_of_a_long_session_has_few_runs(turn_tokens: int, num_runs: int) -> None:
+    """A prompt that grows with each request does not become a run for each request. Runs of many tokens are not merged,
+    because merging copies their tokens."""
+    counts = HitCounts(LAYOUT, 10**6, 1, None, TOP_USES)
+    for turn in range(1, 41):
+        tokens = range(turn * turn_tokens)
+        path = counts.path(TokenSequence(Prefix.of(Root(""), tokens), 1), 0, len(tokens))
+        for counted in path:
+            counted.used(turn)
+    assert len(counts) == num_runs
+    assert max(counted.stop - counted.start for counted in path) <= MAX_RUN_TOKENS
 
 
 # -- hints --------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class Own:
     def __init__(self) -> None:
         order = LeastRecentlyUsed()
         self.add, self.add_newer, self.add_back = order.add, order.add_newer, order.add_back
+        self.are_adjacent = order.are_adjacent
         self.remove, self.oldest, self.order = order.remove, order.oldest, order
 
     def __iter__(self) -> Iterator[Part]:

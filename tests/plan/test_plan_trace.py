@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,15 @@ def test_bytes_that_are_no_text_are_no_json(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00\x01\n")
     with pytest.raises(TraceError, match="line 1: is no JSON"):
         read_trace(tmp_path / "b.jsonl")
+
+
+def test_a_compressed_trace_is_read(tmp_path: Path) -> None:
+    """A file whose name ends with `.gz` is decompressed. One that was cut off is refused, and not read in part."""
+    line = b'{"timestamp": 0, "input_length": 1024, "hash_ids": [1, 2]}\n'
+    whole = gzip.compress(line * 1000)
+    (tmp_path / "trace.jsonl.gz").write_bytes(whole)
+    assert len(read_trace(tmp_path / "trace.jsonl.gz").requests) == 1000
+    for wrong in (whole[:-12], whole[:20] + bytes(20), line):
+        (tmp_path / "wrong.gz").write_bytes(wrong)
+        with pytest.raises(TraceError, match=r"wrong\.gz is no complete gzip file"):
+            read_trace(tmp_path / "wrong.gz")
