@@ -6,8 +6,8 @@ from collections import Counter
 from itertools import chain, islice
 
 from .._kernel.base import CacheBase
-from .._kernel.cache import Manager, PrefixCache
-from .._kernel.index import covered, covered_stop
+from .._kernel.cache import ComponentManager, PrefixCache
+from .._kernel.index import jobs_into
 from .._kernel.records import BlockTable, Lease, Run
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import NoEpoch, Tier
@@ -77,13 +77,13 @@ def _check_run(cache: PrefixCache, run: Run, num_after: int) -> None:
         demand(begins_there, "a part that does not begin where its run does", run, part.first)
         if part.incoming is not None:
             demand(not part.incoming.is_settled, "a settled job is still `incoming`", run, part.incoming)
-            reaches_furthest = part.component > 0 or covered(part)[1] == covered_stop(part)
+            reaches_furthest = part.component > 0 or all(job.stop <= part.incoming.stop for job in jobs_into(part))
             demand(reaches_furthest, "an earlier job brings more than the last one", run, part.incoming)
 
 
-def _check_references(tier: Tier, manager: Manager, runs: set[Run], leases: list[Lease]) -> None:
+def _check_references(tier: Tier, manager: ComponentManager, runs: set[Run], leases: list[Lease]) -> None:
     try:
-        expected = manager.expected_references(tier, runs, leases)
+        expected = manager.expected_references(leases)
     except ValueError as error:
         raise IntegrityError(str(error)) from None
     for run in runs:
@@ -151,9 +151,9 @@ def _check_tables(request: LedgerRequest) -> None:
     for number, table in enumerate(request.tables):
         demand(len(table.ids) == request.num_units * table.width, "a table of the wrong length", request, number)
         demand(not any(table.at(0, table.start)), "a table names blocks before its window", request, number)
-        if number and request.load is None and table.start <= request.published:
+        if request.load is None and table.start <= request.published:
             lease = request.leases.get(Tier.DEVICE)
-            is_let_go = lease is None or lease.starts[number - 1] >= table.start
+            is_let_go = lease is None or lease.starts[number] >= table.start
             demand(is_let_go, "blocks before a window are pinned", request, number)
         _check_table(request, number, table)
 

@@ -266,10 +266,7 @@ def read_by(readers: Iterable[LedgerRequest], published: list[tuple[Component, R
     return [
         (component, run)
         for component, run in published
-        if any(
-            run in path and (not component.number or run.start >= lease.starts[component.number - 1])
-            for lease, path in paths
-        )
+        if any(run in path and run.start >= lease.starts[component.number] for lease, path in paths)
     ]
 
 

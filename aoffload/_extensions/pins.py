@@ -96,7 +96,7 @@ class PinMoved(Event):
 
 @dataclass(slots=True, frozen=True)
 class _Wish:
-    """A lease to take in `tier`, up to unit `stop`. In each window it begins at the window's entry in `starts`."""
+    """A lease to take in `tier`, up to unit `stop`. In each component it begins at the entry in `starts`."""
 
     tier: Tier
     stop: int
@@ -235,8 +235,7 @@ class Pins(LedgerExtension):
         if hit.stop > limit and cache.layout.windows:
             again = find_hit(cache.index, sequence, cache.layout, limit)
         starts = {Tier.DEVICE: again.device_stop or again.stop, BELOW: again.stop}
-        window_starts = cache.layout.window_starts
-        return hit, [_Wish(tier, stop, list(window_starts(min(stop, starts[tier])))) for tier, stop in ends]
+        return hit, [_Wish(tier, stop, cache.layout.starts(min(stop, starts[tier]))) for tier, stop in ends]
 
     def _take(self, pin: Pin, hit: Hit, wishes: list[_Wish]) -> None:
         unit = self.cache.layout.unit_tokens
@@ -270,7 +269,7 @@ class Pins(LedgerExtension):
         """Number of blocks of one tier that `wishes` would pin and no other pin pins."""
         wanted: dict[Part, range] = {}
         for wish in wishes:
-            for component, start in zip(self.cache.layout.components, (0, *wish.starts), strict=True):
+            for component, start in zip(self.cache.layout.components, wish.starts, strict=True):
                 for run, first, stop in stretches(hit.path[-1], start, wish.stop):
                     part = run.part(wish.tier, component.number)
                     first, stop = max(first, part.first), min(stop, part.stop)
@@ -283,6 +282,6 @@ class Pins(LedgerExtension):
 def pinned_parts(lease: Lease) -> Iterator[Part]:
     """Every part that `lease` pins: all parts in full attention, and in a window the parts from its start on."""
     for run in lease.run.path():
-        for part, start in zip(run.parts_in(lease.tier), (0, *lease.starts), strict=True):
+        for part, start in zip(run.parts_in(lease.tier), lease.starts, strict=True):
             if run.start >= start:
                 yield part

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .._kernel.cache import PrefixCache
-from .._kernel.index import covered_stop
+from .._kernel.index import covered
 from .._kernel.jobs import JobBook, Stores, left_of
 from .._kernel.pools import TierBlocks
 from .._kernel.records import NO_LIMIT, Job, Part, Run
@@ -64,7 +64,8 @@ class EvictionWatermark:
             if (left := left_of(most, jobs)) <= 0:
                 break
             if run.parts:  # else it was merged into another run: the next call stores it
-                stop, starts = wanted(run), [run.stop for _ in self.cache.layout.windows]
+                stop, layout = wanted(run), self.cache.layout
+                starts = layout.starts_of(layout.full, 0, run.stop)
                 pin = self.cache.lease(self.stores.source, run, starts, is_use=False)
                 jobs += self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run, stop), most=left)
                 self.cache.release(pin)
@@ -108,7 +109,7 @@ class EvictionWatermark:
     def _may_lack(self, part: Part, wanted: Callable[[Run], int]) -> bool:
         run = part.run
         if part is run.parts[self.stores.source]:
-            there = covered_stop(run.parts[self.stores.destination])
+            there = covered(run.parts[self.stores.destination])[1]
             return there < part.stop and there < wanted(run)
         stop = wanted(run)
         return stop > run.start and _is_end(run, stop)

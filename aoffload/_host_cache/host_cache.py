@@ -276,10 +276,8 @@ class HostCache(AnyLedger):
         ids = self._destinations(into, start, stop) if stop > start else []
         self.moves.request(request, State.ALLOCATED)
         if self.cache.layout.windows:
-            firsts = zip(self.cache.layout.windows, self.cache.layout.window_starts(stop), strict=True)
-            self._unwritten[request] = {
-                component.number: range(start, first) for component, first in firsts if start < first
-            }
+            firsts = enumerate(self.cache.layout.starts(stop))
+            self._unwritten[request] = {number: range(start, first) for number, first in firsts if start < first}
         jobs: list[Job] = []
         for component, first, blocks in ids:
             run = request.leases[BELOW].run

@@ -24,7 +24,7 @@ from .._eviction.learned import Learning
 from .._kernel.cache import PrefixCache
 from .._kernel.events import StoreSkipped
 from .._kernel.hooks import Hooks
-from .._kernel.index import covered, covered_stop, stretches
+from .._kernel.index import covered, stretches
 from .._kernel.jobs import JobBook, Stores, first_stored
 from .._kernel.layout import Component, without
 from .._kernel.moves import Moves
@@ -211,7 +211,7 @@ class EngineOffers:
         """`end`, with its key, if the host has all units before it, or will get them, and the index has no run after it
         before unit `stop`. None: walk the path to find the missing units. The result is always None if there are
         windows."""
-        if end is None or self.cache.windows or not self._is_there(end):
+        if end is None or self.cache.layout.windows or not self._is_there(end):
             return None
         if end.run is not None and not _is_covered(end.run):
             return None
@@ -311,7 +311,8 @@ class EngineOffers:
         run = self._path(request, wanted.end, stop)
         pin = None
         if len(found) > 1:  # one offer pins its path itself
-            pin = self.cache.lease(BELOW, run, [run.stop for _ in self.cache.layout.windows], is_use=False)
+            layout = self.cache.layout
+            pin = self.cache.lease(BELOW, run, layout.starts_of(layout.full, 0, run.stop), is_use=False)
         is_full = False
         for offer in found:
             taken = self._bounded(offer)
@@ -412,7 +413,7 @@ def _is_covered(run: Run) -> bool:
     current: Run | None = run
     while current is not None:
         part = current.parts[BELOW]
-        if part.stop != current.stop and covered_stop(part) != current.stop:
+        if part.stop != current.stop and covered(part)[1] != current.stop:
             return False
         current = current.before
     return True

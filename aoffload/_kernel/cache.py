@@ -33,10 +33,9 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from ..errors import LeaseError
-from .index import RunIndex, Stretch, covered, covered_stop, stretches
+from .index import RunIndex, Stretch, covered, stretches
 from .layout import Component, Layout, outside
 from .pools import LastUses, TierBlocks
 from .protocols import BlockWatcher, EvictionOrder, Watchers
@@ -46,114 +45,20 @@ from .tokens import TokenSequence, max_run_units
 
 
 @dataclass(slots=True, eq=False)
-class FullAttentionManager:
-    """Full attention. Every layout has this manager; where all groups have windows, its component has no blocks."""
+class ComponentManager:
+    """The parts of one component: how leases count on them, and how blocks enter them.
+
+    Full attention is the component whose first needed unit is always 0. In addition, its blocks are a *prefix*: what
+    comes after a gap is never found."""
 
     component: Component
-
-    def pin(self, blocks: TierBlocks, run: Run, is_use: bool) -> None:
-        """Count a lease that ends at `run`: one more reference on each run back to the first that already had one.
-
-        `is_use` also marks the parts as in use (`last_use`), back to the first part that is in use already, because
-        then all parts before it are."""
-        current: Run | None = run
-        is_new = True
-        while current is not None and (is_new or is_use):
-            part = current.parts[blocks.tier]
-            if is_new:
-                part.num_references += 1
-                is_new = part.num_references == 1
-                if is_new and part.blocks:
-                    blocks.make_pinned(part)
-            if is_use:
-                is_use = part.last_use > 0 or not part.blocks
-                part.last_use = 0
-            current = current.before
-
-    def unpin(self, blocks: TierBlocks, run: Run) -> list[Run]:
-        """Remove the references of a lease that ended at `run`. Returns the runs left without any, last first."""
-        unpinned: list[Run] = []
-        current: Run | None = run
-        while current is not None:
-            part = current.parts[blocks.tier]
-            part.num_references -= 1
-            if part.num_references:
-                break
-            unpinned.append(current)
-            blocks.make_unpinned(part)
-            current = current.before
-        return unpinned
-
-    def head_references(self, num_references: int) -> int:
-        """The references that the head gets when a run with `num_references` is split."""
-        return min(1, num_references)  # leases stay with the tail, and a referenced tail counts once on the head
-
-    def follows(self, front: Part, back: Part) -> bool:
-        """Whether `front` and `back` can be one part. `front` is the part of the run before; `back` has blocks."""
-        return front.stop == back.first
-
-    def leaves_gap(self, front: Part, back: Part) -> bool:
-        """Whether `front` is the last part with blocks on this path: `back`, the part of the next run, has none.
-        Joining both with a third part that has blocks would then leave a gap."""
-        return False
-
-    def first_brought(self, job: Job, part: Part) -> int:
-        """The first unit that `job` may add to `part`. In full attention, jobs only append."""
-        return part.stop
-
-    def enter(self, part: Part, first: int, last: int, ids: array[int]) -> array[int]:
-        """Publish `ids`, which begin at unit `first`, up to unit `last`. Takes none if a unit before `first` is missing
-        or all units up to `last` are present. Returns the ids not used."""
-        if not first <= part.stop < last:
-            return ids
-        before = part.run.before
-        if first == part.run.start and before is not None and before.parts[part.tier].stop != before.stop:
-            return ids
-        skip = (part.stop - first) * part.width  # cached by another request meanwhile: that copy stays
-        take = (last - first) * part.width
-        if not skip and take == len(ids):
-            part.append(ids, last)
-            return array("i")
-        part.append(ids[skip:take], last)
-        return ids[:skip] + ids[take:]
-
-    def fitting(self, start: int, stop: int, num_units: int) -> range:
-        """The units of `[start, stop)` to store if there are free blocks for `num_units` only."""
-        return range(start, min(stop, start + num_units))
-
-    def lacking(self, run: Run, source: Tier, tier: Tier, start: int, stop: int) -> list[Stretch]:
-        """Units before `stop` on the path of `run` that `source` holds and `tier` neither holds nor will get; last
-        first. Walks back to unit `start`, and from there to the first run of which `tier` holds or will get units,
-        because in full attention `tier` then has all units before them, too."""
-        found: list[Stretch] = []
-        current: Run | None = run
-        while current is not None:
-            part, there = current.parts[tier], min(current.parts[source].stop, stop)
-            reached = part.stop if part.incoming is None else covered_stop(part)
-            if reached < there:
-                found.append((current, reached, there))
-            if current.start < min(start, reached, stop):
-                break
-            current = current.before
-        return found
-
-    def expected_references(self, tier: Tier, runs: Iterable[Run], leases: Iterable[Lease]) -> Counter[Run]:
-        """The references that each run must have, given all `leases` of one tier."""
-        expected = Counter(lease.run for lease in leases)
-        expected.update(run.before for run in runs if run.before is not None and run.parts[tier].num_references)
-        return expected
-
-
-@dataclass(slots=True, eq=False)
-class WindowManager:
-    """One window component: sliding window or chunked local attention."""
-
-    component: Component
-    places: tuple[int, ...]
+    is_prefix: bool
+    places: Sequence[int]
     """By tier: the index into `Run.parts` of the part of this component."""
 
     def pin(self, blocks: TierBlocks, run: Run, start: int, is_use: bool) -> None:
-        """Count a lease on every run from unit `start` on, on the path of `run`."""
+        """Count a lease on every run from unit `start` on, on the path of `run`. `is_use` also marks the parts as in
+        use (`last_use`)."""
         current: Run | None = run
         place = self.places[blocks.tier]
         while current is not None and current.stop > start:
@@ -165,61 +70,75 @@ class WindowManager:
                 part.last_use = 0
             current = current.before
 
-    def unpin(self, blocks: TierBlocks, run: Run, start: int) -> None:
-        """The opposite of `pin`."""
+    def unpin(self, blocks: TierBlocks, run: Run, start: int) -> list[Run]:
+        """The opposite of `pin`. Returns the runs whose parts are left without a reference, last first."""
+        unpinned: list[Run] = []
         current: Run | None = run
         place = self.places[blocks.tier]
         while current is not None and current.stop > start:
             part = current.parts[place]
             part.num_references -= 1
             if not part.num_references:
+                unpinned.append(current)
                 blocks.make_unpinned(part)
             current = current.before
+        return unpinned
 
-    def head_references(self, num_references: int) -> int:
-        return num_references  # leases begin only where runs begin, so each lease on the run covers head and tail
-
-    def follows(self, front: Part, back: Part) -> bool:
-        return front.stop == back.first or not front.blocks
-
-    def leaves_gap(self, front: Part, back: Part) -> bool:
-        return bool(front.blocks) and not back.blocks
-
-    def first_brought(self, job: Job, part: Part) -> int:
-        return job.start
+    def may_join(self, front: Part, back: Part, *, is_tail: bool) -> bool:
+        """Whether the parts of a run and of the next one can be one part without a gap. If `back` has no blocks and is
+        not the tail of the merge, a part after it may have some."""
+        if back.blocks:
+            return front.stop == back.first or (not self.is_prefix and not front.blocks)
+        return is_tail or self.is_prefix or not front.blocks
 
     def enter(self, part: Part, first: int, last: int, ids: array[int]) -> array[int]:
-        """Publish `ids`, which begin at unit `first`, up to unit `last`: only if they adjoin what the part holds.
-        Returns the ids not used."""
+        """Publish `ids`, which begin at unit `first`, up to unit `last`: only if they adjoin what the part holds and,
+        in a prefix, if nothing before them is missing. Returns the ids not used. Units that the part holds already
+        stay, because another request may use them."""
         if part.blocks and (last < part.first or first > part.stop):
             return ids
+        if self.is_prefix:
+            before = part.run.before
+            if first > part.stop:
+                return ids
+            if first == part.run.start and before is not None and before.parts[part.tier].stop != before.stop:
+                return ids
         known, width = part.enter(first, last, ids), part.width
         if not known and len(ids) == (last - first) * width:
             return array("i")
         return ids[(known.start - first) * width : (known.stop - first) * width] + ids[(last - first) * width :]
 
     def fitting(self, start: int, stop: int, num_units: int) -> range:
-        return range(max(start, stop - num_units), stop)  # hits need the end of a window
+        """The units of `[start, stop)` to store if there are free blocks for `num_units` only. Hits need the front of a
+        prefix, and the end of a window."""
+        if self.is_prefix:
+            return range(start, min(stop, start + num_units))
+        return range(max(start, stop - num_units), stop)
 
     def lacking(self, run: Run, source: Tier, tier: Tier, start: int, stop: int) -> list[Stretch]:
-        """Units of `[start, stop)` that `source` holds and `tier` neither holds nor will get; last first."""
+        """Units of `[start, stop)` on the path of `run` that `source` holds and `tier` neither holds nor will get; last
+        first. In a prefix, also the units before `start`, back to the first run of which `tier` holds or will get
+        units, because it then has all units before them, too."""
         found: list[Stretch] = []
+        here, there, goes_on = self.places[source], self.places[tier], self.is_prefix
         current: Run | None = run
-        here, there = self.places[source], self.places[tier]
-        while current is not None and current.stop > start:
+        while current is not None and (current.stop > start or goes_on):
             part, other = current.parts[here], current.parts[there]
-            first, last = max(start, part.first), min(stop, part.stop)
-            if first < last and not other.first <= first < last <= other.stop:
-                units = outside(*covered(other), first, last)
+            held_first, held_stop = covered(other)
+            first, last = part.first if self.is_prefix else max(start, part.first), min(stop, part.stop)
+            if first < last and not held_first <= first < last <= held_stop:
+                units = outside(held_first, held_stop, first, last)
                 found += [(current, one.start, one.stop) for one in reversed(units)]
+            goes_on = self.is_prefix and held_stop <= current.start
             current = current.before
         return found
 
-    def expected_references(self, tier: Tier, runs: Iterable[Run], leases: Iterable[Lease]) -> Counter[Run]:
-        """The references that each run must have, given all `leases`. `ValueError` if a lease begins inside a run."""
+    def expected_references(self, leases: Iterable[Lease]) -> Counter[Run]:
+        """The references that each run must have, given all `leases` of one tier. `ValueError` if a lease begins inside
+        a run."""
         expected: Counter[Run] = Counter()
         for lease in leases:
-            start = lease.starts[self.component.number - 1]
+            start = lease.starts[self.component.number]
             covered = [run for run in lease.run.path() if run.stop > start]
             if any(run.start < start for run in covered):
                 raise ValueError(f"a lease begins inside of a run: {lease}, {start}")
@@ -227,32 +146,19 @@ class WindowManager:
         return expected
 
 
-Manager: TypeAlias = FullAttentionManager | WindowManager
+def brings(job: Job, run: Run) -> bool:
+    """Whether `job` is unsettled and adds units of `run`. False if `run` is not on the job's path, because a settled
+    job clears `incoming` on its own path only."""
+    return not job.is_settled and any(each is run for each, _, _ in stretches(job.run, job.start, job.stop))
 
 
-def brings(manager: Manager, job: Job, part: Part, run: Run) -> bool:
-    """Whether `job` is unsettled and adds units of `run` to `part`, which is the part of `run`, or is about to be split
-    so that its front becomes that. False if `run` is not on the job's path, because a settled job clears `incoming` on
-    its own path only."""
-    first = manager.first_brought(job, part)
-    return not job.is_settled and any(each is run for each, _, _ in stretches(job.run, first, job.stop))
-
-
-def window_managers(layout: Layout, num_tiers: int) -> tuple[WindowManager, ...]:
-    places = (
-        (component, range(component.number * num_tiers, (component.number + 1) * num_tiers))
-        for component in layout.windows
-    )
-    return tuple(WindowManager(component, tuple(of_component)) for component, of_component in places)
-
-
-def _incoming_before(manager: Manager, part: Part, head: Run, at: int) -> Job | None:
+def _incoming_before(part: Part, head: Run, at: int) -> Job | None:
     """The `incoming` of the part of `head`, when `part` is split at unit `at`: the last unsettled job that adds units
     before `at`."""
     job = part.incoming
     while job is not None and job.start >= at:
         job = job.predecessor
-    return job if job is not None and brings(manager, job, part, head) else None
+    return job if job is not None and brings(job, head) else None
 
 
 class PrefixCache:
@@ -268,10 +174,12 @@ class PrefixCache:
     ) -> None:
         self.layout = layout
         self.tiers = tiers
-        self.full = FullAttentionManager(layout.full)
-        self.windows = window_managers(layout, len(tiers))
-        self.managers: tuple[Manager, ...] = (self.full, *self.windows)
+        places = range(len(tiers) * len(layout.components))
+        self.managers = tuple(
+            [ComponentManager(each, not each.number, places[each.number * len(tiers) :]) for each in layout.components]
+        )
         """One per component."""
+        self._windows_first = (*self.managers[1:], self.managers[0])
         self.index = RunIndex(layout, 0, [tier.tier for tier in tiers])
         self._max_run_units = max_run_units(layout.unit_tokens)
         self.last_uses = last_uses
@@ -296,9 +204,8 @@ class PrefixCache:
 
     def _divide(self, head: Run, start: int, part: Part, at: int) -> Part:
         """Split `part` at unit `at`. Returns the part of the head; `part` keeps the rest."""
-        manager = self.managers[part.component]
-        num_references = manager.head_references(part.num_references)
-        incoming = _incoming_before(manager, part, head, at)
+        num_references = part.num_references  # leases begin only where runs begin: each covers head and tail
+        incoming = _incoming_before(part, head, at)
         if part.incoming is not None and part.incoming.stop <= at:
             part.incoming = None
         front = part.cut_off(head, start, at, num_references, incoming)
@@ -317,7 +224,7 @@ class PrefixCache:
             run = run.before
         if run.stop == at:
             return run
-        if run.num_after or any(part.num_references or covered_stop(part) > at for part in run.parts):
+        if run.num_after or any(part.num_references or covered(part)[1] > at for part in run.parts):
             return self.split(run, at)
         self.index.shorten(run, at)  # no tier holds a block after `at`: a tail would be useless
         return run
@@ -341,15 +248,14 @@ class PrefixCache:
         if head.num_after != 1 or head.spans != run.spans or head.epoch != self.index.epoch:
             return False
         for front, back in zip(head.parts, run.parts, strict=True):
-            manager = self.managers[back.component]
             if front.incoming is not None or back.incoming is not None or front.rank != back.rank:
                 return False
-            if back.blocks and not manager.follows(front, back):
+            if not self.managers[back.component].may_join(front, back, is_tail=True):
                 return False
             if back.component == component.number and back.tier is tier:  # the caller unpins these units
                 if (front.num_references, back.num_references) != (0, 1):
                     return False
-            elif front.num_references != manager.head_references(back.num_references):
+            elif front.num_references != back.num_references:
                 return False
         return True
 
@@ -398,17 +304,14 @@ class PrefixCache:
         if self.is_cut(head.stop):
             return False
         for front, following in zip(head.parts, back.parts, strict=True):
-            manager = self.managers[following.component]
             if front.num_references or following.num_references or front.rank != following.rank:
                 return False
             if front.incoming is not None or following.incoming is not None:
                 return False
-            if following.blocks and not manager.follows(front, following):
+            if not self.managers[following.component].may_join(front, following, is_tail=back is tail):
                 return False
             order = self.tiers[front.tier].order
             if following.blocks and front.blocks and not order.are_adjacent(following, front):
-                return False
-            if back is not tail and manager.leaves_gap(front, following):
                 return False
         return True
 
@@ -460,86 +363,71 @@ class PrefixCache:
     # -- leases ---------------------------------------------------------------------------------------------------
 
     def lease(self, tier: Tier, run: Run, starts: Sequence[int] | None = None, *, is_use: bool = True) -> Lease:
-        """Pin the path of `run` in `tier`; of each window the units from its entry in `starts` on, or those needed to
-        continue computing at the end of `run`.
+        """Pin the path of `run` in `tier`: of each component the units from its entry in `starts` on. By default, those
+        needed to continue computing at the end of `run`.
 
         Without `is_use`, the lease does not refresh LRU positions: at its release, blocks that no other lease has used
         meanwhile return to their old place in the eviction order. Stores lease their sources so, because lazy stores
         would reverse the order otherwise."""
-        blocks = self.tiers[tier]
-        self.full.pin(blocks, run, is_use)
-        lease = Lease(tier, run)
-        if self.windows:
-            lease.starts = list(self.layout.window_starts(run.stop) if starts is None else starts)
-            self._pin_windows(lease, is_use)
-        return lease
-
-    def _pin_windows(self, lease: Lease, is_use: bool) -> None:
-        blocks, run = self.tiers[lease.tier], lease.run
-        for window, start in zip(self.windows, lease.starts, strict=True):
+        if starts is None:
+            starts = self.layout.starts(run.stop)
+        blocks, lease = self.tiers[tier], Lease(tier, run, [*starts])
+        for manager, start in zip(self.managers, lease.starts, strict=True):
             if start < run.stop:
-                if start != run.start:
+                if start:
                     self.split_path(run, start)
-                window.pin(blocks, run, start, is_use)
+                manager.pin(blocks, run, start, is_use)
+        return lease
 
     def release(self, lease: Lease) -> None:
         """End a lease. Blocks that no other lease pins become evictable, the tail of the path first."""
         if lease.released:
             raise LeaseError(f"{lease.tier.name} lease on {lease.run} released twice")
         lease.released = True
-        blocks = self.tiers[lease.tier]
-        if self.windows:
-            for window, start in zip(self.windows, lease.starts, strict=True):
-                if start < lease.run.stop:
-                    window.unpin(blocks, lease.run, start)
-        unpinned = self.full.unpin(blocks, lease.run)
-        for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
-            self.tidy(left)
+        blocks, unpinned = self.tiers[lease.tier], list[Run]()
+        for manager in self._windows_first:
+            start = lease.starts[manager.component.number]
+            if start < lease.run.stop:
+                unpinned = manager.unpin(blocks, lease.run, start)
+        self._tidy_all(unpinned)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
         """Move the end of `lease` forward or back to `run`, which is on the same path."""
         if lease.run is run:
             return
-        blocks, old = self.tiers[lease.tier], lease.run
-        self.full.pin(blocks, run, is_use=True)
-        for window, start in zip(self.windows, lease.starts, strict=True):
+        blocks, old, unpinned = self.tiers[lease.tier], lease.run, list[Run]()
+        for manager in self._windows_first:
+            start = lease.starts[manager.component.number]
             if run.stop > old.stop:
-                window.pin(blocks, run, max(start, old.stop), is_use=True)
+                manager.pin(blocks, run, max(start, old.stop), is_use=True)
             else:
-                window.unpin(blocks, old, max(start, run.stop))
-        lease.run = run
-        if run.stop < old.stop:
-            lease.starts = [min(start, run.stop) for start in lease.starts]
-        unpinned = self.full.unpin(blocks, old)
+                unpinned = manager.unpin(blocks, old, max(start, run.stop))
+        lease.run, lease.starts = run, [min(start, run.stop) for start in lease.starts]
+        self._tidy_all(unpinned)
+
+    def _tidy_all(self, unpinned: list[Run]) -> None:
+        """Merge and tidy the runs that a lease has left without references in full attention, last first."""
         for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
             self.tidy(left)
 
     def unpin_before(self, lease: Lease, component: Component, start: int) -> None:
         """Unpin the units of `component` before `start`. They stay cached until their blocks are needed."""
-        at = component.number - 1
-        if lease.starts[at] >= start:
+        if lease.starts[component.number] >= start:
             return
-        window, blocks = self.windows[at], self.tiers[lease.tier]
-        for current in reversed(_between(lease.run, lease.starts[at], start)):
+        manager, blocks = self.managers[component.number], self.tiers[lease.tier]
+        for current in reversed(_between(lease.run, lease.starts[component.number], start)):
             if current.stop <= start:
-                window.unpin(blocks, current, current.start)
+                manager.unpin(blocks, current, current.start)
             elif not self.shift_boundary(current, start, lease.tier, component):
                 head = self.split(current, start)
-                window.unpin(blocks, head, head.start)
-        lease.starts[at] = start
+                manager.unpin(blocks, head, head.start)
+        lease.starts[component.number] = start
 
     def pinned_by_none_but(self, leases: Iterable[Lease]) -> list[Part]:
         """The parts that only `leases`, all of one tier, pin: those that would become evictable without them."""
         counts: Counter[Part] = Counter()
         for lease in leases:
-            current: Run | None = lease.run
-            while current is not None:
-                part = current.parts[lease.tier]
-                counts[part] += 1
-                if counts[part] < part.num_references:
-                    break
-                current = current.before
-            for number, start in enumerate(lease.starts, 1):
+            for number, start in enumerate(lease.starts):
                 for run in _between(lease.run, start, lease.run.stop):
                     counts[run.part(lease.tier, number)] += 1
         return [part for part, count in counts.items() if count == part.num_references]

@@ -163,7 +163,7 @@ class Commits:
         host = self.cache.tiers[self.stores.destination]
         if first and host.num_evicted != request.evictions_before and not is_last:
             source, destination = self.stores.source, self.stores.destination
-            if self.cache.full.lacking(lease.run, source, destination, first, first):  # a unit before `first`
+            if self.cache.managers[0].lacking(lease.run, source, destination, first, first):  # a unit before `first`
                 if first < stop:
                     self.moves.note(StoreSkipped(request, (stop - first) * self.cache.layout.full.width, "evicted"))
                 return ()

@@ -349,16 +349,12 @@ def covered(part: Part) -> tuple[int, int]:
     if part.incoming is None:
         return part.first, part.stop
     run = part.run
+    if not part.component:  # full attention: the job that was planned last reaches furthest
+        return part.first, max(part.stop, min(part.incoming.stop, run.stop))
     first, stop = (part.first, part.stop) if part.blocks else (run.stop, run.start)
     for job in jobs_into(part):  # the one planned last may bring the front of a window
         first, stop = min(first, max(run.start, job.start)), max(stop, min(job.stop, run.stop))
     return first, stop
-
-
-def covered_stop(part: Part) -> int:
-    """The second value of `covered`, for full attention only. It needs no walk along the jobs, because the job that was
-    planned last reaches furthest."""
-    return part.stop if part.incoming is None else max(part.stop, min(part.incoming.stop, part.run.stop))
 
 
 class Hit:

@@ -116,7 +116,7 @@ class JobBook:
         for each plan, in place of those that `destination` makes. Each of these jobs then ends at a multiple of its
         most units, or at `stop`."""
         jobs: list[Job] = []
-        cache, windows, is_use = self.cache, self.cache.layout.windows, destination < source
+        cache, is_use = self.cache, destination < source
         from_tier, to_tier, place = (
             self.tiers[source],
             self.tiers[destination],
@@ -142,7 +142,7 @@ class JobBook:
             # Both leases pin full attention and, of the windows, only the job's own component, from the start of its
             # first run on.
             head, tail = pieces[0][0], pieces[-1][0]
-            starts = [head.start if other is component else tail.stop for other in windows] if windows else ()
+            starts = cache.layout.starts_of(component, head.start, tail.stop)
             read = written = None
             if from_tier.is_outside:
                 from_tier.hold(held)
@@ -367,7 +367,7 @@ class JobBook:
             if part.incoming is job:
                 # The nearest predecessor that still adds to the part, if there is one.
                 before = job.predecessor
-                while before is not None and not brings(manager, before, part, run):
+                while before is not None and not brings(before, run):
                     before = before.predecessor
                 part.incoming = before
 
@@ -410,16 +410,14 @@ class Stores:
         if not self.cache.tiers[destination].pool.num_blocks:
             return []
         jobs: list[Job] = []
-        full = self.cache.layout.full
-        missing = self.cache.full.lacking(run, source, destination, first, stop) if full.width else []
-        for pieces in _contiguous(missing) if missing else ():
-            jobs += self.store(request, full, pieces, most=left_of(most, jobs))
-        if with_windows and self.cache.windows:
-            end = self.last_end(request, stop)
-            for window in self.cache.windows:
-                missing = window.lacking(run, source, destination, first_stored(window.component, end), stop)
-                for pieces in _contiguous(missing) if missing else ():
-                    jobs += self.store(request, window.component, pieces, most=left_of(most, jobs))
+        for manager in self.cache.managers if with_windows else self.cache.managers[:1]:
+            component = manager.component
+            if not component.width:
+                continue
+            start = first_stored(component, self.last_end(request, stop)) if component.number else first
+            missing = manager.lacking(run, source, destination, start, stop)
+            for pieces in _contiguous(missing) if missing else ():
+                jobs += self.store(request, component, pieces, most=left_of(most, jobs))
         return jobs
 
     def last_end(self, request: LedgerRequest | None, stop: int) -> int:
@@ -444,7 +442,8 @@ class Stores:
         # The path is pinned before blocks are taken, because the store must not evict the prefix of its own units. The
         # last job takes the pin over if it ends where the pin does.
         there, (_, start, _), (end, _, stop) = self.cache.tiers[self.destination], pieces[0], pieces[-1]
-        pin = self.cache.lease(self.destination, end, [end.stop for _ in self.cache.layout.windows])
+        layout = self.cache.layout
+        pin = self.cache.lease(self.destination, end, layout.starts_of(layout.full, 0, end.stop))
         wanted, fit, allowed = stop - start, there.num_available // component.width, most // component.width
         units = self.cache.managers[component.number].fitting(start, stop, fit if fit < allowed else allowed)
         jobs: list[Job] = []
@@ -456,7 +455,7 @@ class Stores:
                 source_ids = source_ids[
                     (units.start - start) * component.width : (units.stop - start) * component.width
                 ]
-            is_pin_taken = run is pin.run and not self.cache.windows
+            is_pin_taken = run is pin.run and not component.number
             jobs = self.jobs.plan(
                 request, self.source, self.destination, run, component, units.start, units.stop, blocks, units_per_job,
                 source_ids, pin if is_pin_taken else None, payloads,

@@ -107,7 +107,7 @@ class RequestLeases:
             del request.leases[Tier.DEVICE]
             self.cache.release(lease)
         elif run is not None:
-            starts = [table.start for table in request.tables[1:]] if self.cache.windows else ()
+            starts = [table.start for table in request.tables]
             request.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
 
     def forget_match(self, request: LedgerRequest) -> None:
@@ -165,8 +165,8 @@ class RequestLeases:
     def num_fresh(self, device_stop: int, hit_stop: int, num_units: int) -> int:
         """Number of new blocks that tables of `num_units` units take after the device hit. A window takes none for
         units that it will have left once the host hit is loaded."""
-        found = max(0, num_units - device_stop) * self.cache.layout.full.width
-        for component in self.cache.layout.windows:
+        found = 0
+        for component in self.cache.layout.components:
             found += max(0, num_units - max(device_stop, component.first_unit(hit_stop))) * component.width
         return found
 
@@ -196,7 +196,7 @@ class RequestLeases:
         tables: list[BlockTable] = []
         for component in self.cache.layout.components:
             start = component.first_unit(stop) if stop else 0
-            fresh = min(num_units, max(stop, component.first_unit(request.hit_stop))) if component.number else stop
+            fresh = min(num_units, max(stop, component.first_unit(request.hit_stop)))
             count = (num_units - fresh) * component.width
             ids = blocks[taken : taken + count]
             taken += count

@@ -256,15 +256,12 @@ class Loads:
             ready = max(start, held_stop(layout, run.whole_path(), Tier.DEVICE, start, load.stop))
         missing: list[int] = []
         for table, component in zip(request.tables, layout.components, strict=True):
-            first = max(start, component.first_unit(ready)) if component.number else start
+            first = max(start, component.first_unit(ready))
             if table.width:
                 if start < first:
                     self.cache.give(Tier.DEVICE, table.null(start, first))
                 ids = held_ids(run, Tier.DEVICE, component.number, first, ready)
-                if component.number:
-                    self.cache.give(Tier.DEVICE, table.exchange(first, ids))
-                else:
-                    table.put(first, ids)  # null until now: `start` gave these blocks to jobs, or back to the pool
+                self.cache.give(Tier.DEVICE, table.exchange(first, ids))
             missing.append(table.num_null(ready, request.num_units))
         request.published = request.ready_stop = ready
         request.num_computed_tokens = ready * layout.unit_tokens

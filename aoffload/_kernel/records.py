@@ -83,8 +83,8 @@ class Part:
         self.blocks: array[int] = array("i")
         """len(blocks) == (stop - first) * width."""
         self.num_references = num_references
-        """Full attention: leases that end at this run plus referenced child runs. Window: leases that cover this run.
-        At zero, the blocks of the part are evictable: it is linked in the eviction order, if it has any."""
+        """Leases that cover this run. At zero, the blocks of the part are evictable: the part is in the eviction order,
+        if it has any."""
         self.incoming = incoming
         """The unsettled job that was planned last to add to this part. Earlier ones are found through `predecessor`."""
         self.tombstones: tuple[Tombstone, ...] = ()
@@ -287,8 +287,8 @@ class Run:
 
 
 class Lease:
-    """Pins blocks of `run` and of every run before it, in one tier: all of full attention, and of each window component
-    those from its entry in `starts` on. `PrefixCache` takes and releases leases.
+    """Pins blocks of `run` and of the runs before it, in one tier: of each component those from its entry in `starts`
+    on, which is 0 in full attention. `PrefixCache` takes and releases leases.
 
     A lease refers to a run object, never to block ids or keys. A split puts a new head before that run, so the head is
     on the path and stays pinned. No change of the index can make a lease release the wrong blocks.
@@ -296,12 +296,12 @@ class Lease:
 
     __slots__ = ("released", "run", "starts", "tier")
 
-    def __init__(self, tier: Tier, run: Run) -> None:
+    def __init__(self, tier: Tier, run: Run, starts: list[int]) -> None:
         self.tier = tier
         self.run = run
-        self.starts: list[int] = []
-        """For each window component: the first unit that is pinned, always the start of a run. A start at or after the
-        end of `run` pins nothing of the component."""
+        self.starts = starts
+        """For each component: the first unit that is pinned, always the start of a run. A start at or after the end of
+        `run` pins nothing of the component."""
         self.released = False
 
 

@@ -119,9 +119,7 @@ class PinOracle:
 
     def _in_the_way(self) -> Pin | None:
         """A pin whose end would free room."""
-        ending = Counter(
-            part for pin in self._held() for lease in pin.leases if lease.tier is Tier.DEVICE for part in _last(lease)
-        )
+        ending = Counter(part for pin in self._held() for part in _parts(pin, Tier.DEVICE))
         for pin in self._held():
             for part in _parts(pin, Tier.DEVICE):
                 if part.blocks and part.num_references == ending[part]:
@@ -200,15 +198,6 @@ def _parts(pin: Pin, tier: Tier) -> Iterator[Part]:
     """Every part that `pin` keeps in `tier`."""
     for lease in pin.leases:
         for run in lease.run.path() if lease.tier is tier else ():
-            for part, start in zip(run.parts_in(tier), (0, *lease.starts), strict=True):
+            for part, start in zip(run.parts_in(tier), lease.starts, strict=True):
                 if run.start >= start:
                     yield part
-
-
-def _last(lease: Any) -> Iterator[Part]:
-    """The parts that count `lease` itself as a reference."""
-    yield lease.run.parts[lease.tier]
-    for run in lease.run.path():
-        for part, start in zip(run.parts_in(lease.tier)[1:], lease.starts, strict=True):
-            if run.start >= start:
-                yield part

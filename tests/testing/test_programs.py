@@ -13,7 +13,7 @@ import pytest
 
 from aoffload import Ledger, Tier
 from aoffload._extensions.pins import Pins
-from aoffload._kernel.cache import FullAttentionManager, PrefixCache
+from aoffload._kernel.cache import ComponentManager, PrefixCache
 from aoffload._kernel.leases import RequestLeases
 from aoffload._kernel.pools import TierBlocks
 from aoffload._kernel.requests import LedgerRequest
@@ -76,10 +76,10 @@ def test_the_same_seed_is_the_same_program_in_every_process() -> None:
 def test_bytes_of_another_prefix_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that hands out a block that somebody still reads is found, and the program shortened to a few calls."""
 
-    def keeps_nothing(_: FullAttentionManager, blocks: TierBlocks, run: Any, is_use: bool) -> None:
+    def keeps_nothing(_: ComponentManager, blocks: TierBlocks, run: Any, start: int, is_use: bool) -> None:
         run.parts[blocks.tier].num_references += 1
 
-    monkeypatch.setattr(FullAttentionManager, "pin", keeps_nothing)
+    monkeypatch.setattr(ComponentManager, "pin", keeps_nothing)
     broken = found()
     shortest = broken.shortest()
     assert len(shortest.calls) <= 12 and run_program(shortest).violation is not None

@@ -25,7 +25,7 @@ from ..._arguments import check_callable, check_int
 from ..._extensions.transfers import CacheTransfers, CacheTransferState, Fetch
 from ..._kernel.cache import PrefixCache
 from ..._kernel.extension import LedgerExtension
-from ..._kernel.index import accepted, covered_stop, find_hit, lower_path, stretches
+from ..._kernel.index import accepted, covered, find_hit, lower_path, stretches
 from ..._kernel.jobs import Stores, left_of
 from ..._kernel.leases import RequestLeases
 from ..._kernel.ledger import CoreLedger
@@ -261,7 +261,7 @@ class Fetches(LedgerExtension):
         have landed."""
         stop = 0
         for run, agreed in self.cache.index.walk(sequence, limit):
-            stop = min(covered_stop(run.parts[Tier.HOST]), agreed)
+            stop = min(covered(run.parts[Tier.HOST])[1], agreed)
             if stop < run.stop:
                 break
         return stop

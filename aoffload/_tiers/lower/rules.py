@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ..._extensions.store_policies import RequestCounts
 from ..._extensions.watermark import EvictionWatermark
 from ..._kernel.base import CacheBase
-from ..._kernel.index import covered_stop
+from ..._kernel.index import covered
 from ..._kernel.jobs import Stores, left_of
 from ..._kernel.pools import TierBlocks
 from ..._kernel.records import NO_LIMIT, Job, Part, Run
@@ -144,7 +144,7 @@ class LowerStores:
         if not run.parts[source].width:
             return run.stop
         for current in run.whole_path():
-            reached = max(current.parts[source].stop, covered_stop(current.parts[destination]))
+            reached = max(current.parts[source].stop, covered(current.parts[destination])[1])
             if reached < current.stop:
                 return reached
         return run.stop
