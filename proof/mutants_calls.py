@@ -126,14 +126,14 @@ CALL_MUTANTS = (
     Mutant(
         "windows not moved on where a load falls short under a step",
         LOADS,
-        "        if layout.windows:\n            slide_windows_now(self.cache, request)\n        if any(missing)",
+        "        slide_windows(self.cache, request, after_load=True)\n        if any(missing)",
         "        if any(missing)",
         "a table names what its request leases",
         also=(
             Patch(
                 LOADS,
                 "        return [load.wake]\n",
-                "        slide_windows_now(self.cache, request)\n        return [load.wake]\n",
+                "        slide_windows(self.cache, request, after_load=True)\n        return [load.wake]\n",
             ),
         ),
         test="tests/core/test_early_starts.py::test_windows_are_moved_on_where_a_load_falls_short_under_a_step",

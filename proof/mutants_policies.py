@@ -60,8 +60,8 @@ POLICY_MUTANTS = (
     Mutant(
         "being stored is a use",
         CACHE,
-        "        self.full.pin(blocks, run, is_use)\n        lease = ",
-        "        self.full.pin(blocks, run, is_use=False)\n        lease = ",
+        "manager.pin(blocks, run, start, is_use)",
+        "manager.pin(blocks, run, start, False)",
         "what is used becomes the newest, even if it was being stored meanwhile",
     ),
     Mutant(

@@ -111,7 +111,7 @@ _FETCHES = (
         OF_FETCHES + "two_fetches_share_their_copies",
         "the same cell loaded twice",
         FETCHES,
-        "stop = min(covered_stop(run.parts[Tier.HOST]), agreed)",
+        "stop = min(covered(run.parts[Tier.HOST])[1], agreed)",
         "stop = min(run.parts[Tier.HOST].stop, agreed)",
         "two fetches share their loads",
     ),

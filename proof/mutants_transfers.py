@@ -172,8 +172,8 @@ _LANDING = (
     Mutant(
         "published behind a gap",
         "aoffload._kernel.cache",
-        "        if first == part.run.start and before is not None and before.parts[part.tier].stop != before.stop:\n"
-        "            return ids\n",
+        "            if first == part.run.start and before is not None and before.parts[part.tier].stop != before.stop:\n"
+        "                return ids\n",
         "",
         "publish in prefix order",
         scenarios=("branches",),
@@ -257,8 +257,8 @@ _SHARING = (
     Mutant(
         "host lease kept after the load",
         LOADS,
-        "        self.request_leases.end_host_lease(request)\n        if layout.windows:\n            slide_windows",
-        "        if layout.windows:\n            slide_windows",
+        "        self.request_leases.end_host_lease(request)\n        slide_windows",
+        "        slide_windows",
         "host pins end when the load settles",
     ),
     Mutant(
@@ -289,8 +289,8 @@ _STORES = (
     Mutant(
         "store in flight offered again",
         "aoffload._kernel.cache",
-        "part.stop if part.incoming is None else covered_stop(part)",
-        "part.stop",
+        "            held_first, held_stop = covered(other)\n",
+        "            held_first, held_stop = other.first, other.stop\n",
         "a range being stored isn't stored again (I3)",
     ),
     Mutant(

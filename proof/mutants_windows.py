@@ -57,8 +57,9 @@ _WINDOWS = (
     Mutant(
         "window let go of under another reader",
         "aoffload._kernel.cache",
-        "            if not part.num_references:\n                blocks.make_unpinned(part)\n",
-        "            blocks.make_unpinned(part)\n",
+        "            if not part.num_references:\n"
+        "                unpinned.append(current)\n                blocks.make_unpinned(part)\n",
+        "            unpinned.append(current)\n            blocks.make_unpinned(part)\n",
         "a block is free when everybody has let go",
         scenarios=("mixed_windows",),
     ),

@@ -6,8 +6,9 @@ from collections import Counter
 from itertools import chain, islice
 
 from .._kernel.base import CacheBase
-from .._kernel.cache import ComponentManager, PrefixCache
-from .._kernel.index import jobs_into
+from .._kernel.cache import PrefixCache
+from .._kernel.index import covered, jobs_into
+from .._kernel.layout import Component
 from .._kernel.records import BlockTable, Lease, Run
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import NoEpoch, Tier
@@ -35,8 +36,8 @@ def check_integrity(ledger: CacheBase, queue: WaitQueue | None = None) -> None:
             check(job)
     for tier in cache.tiers:
         of_tier = [lease for lease in leases if lease.tier is tier.tier]
-        for manager in cache.managers:
-            _check_references(tier.tier, manager, runs, of_tier)
+        for component in cache.layout.components:
+            _check_references(tier.tier, component, runs, of_tier)
         _check_order(cache, tier.tier, runs)
         _check_blocks(ledger, tier.tier, runs, held)
     for request in held:
@@ -77,18 +78,20 @@ def _check_run(cache: PrefixCache, run: Run, num_after: int) -> None:
         demand(begins_there, "a part that does not begin where its run does", run, part.first)
         if part.incoming is not None:
             demand(not part.incoming.is_settled, "a settled job is still `incoming`", run, part.incoming)
-            reaches_furthest = part.component > 0 or all(job.stop <= part.incoming.stop for job in jobs_into(part))
-            demand(reaches_furthest, "an earlier job brings more than the last one", run, part.incoming)
+            furthest = max((min(job.stop, run.stop) for job in jobs_into(part)), default=run.start)
+            demand(covered(part)[1] >= furthest, "an earlier job brings more than the last one", run, part.incoming)
 
 
-def _check_references(tier: Tier, manager: ComponentManager, runs: set[Run], leases: list[Lease]) -> None:
-    try:
-        expected = manager.expected_references(leases)
-    except ValueError as error:
-        raise IntegrityError(str(error)) from None
+def _check_references(tier: Tier, component: Component, runs: set[Run], leases: list[Lease]) -> None:
+    expected: Counter[Run] = Counter()
+    for lease in leases:
+        start = lease.starts[component.number]
+        pinned = [run for run in lease.run.path() if run.stop > start]
+        demand(all(run.start >= start for run in pinned), "a lease begins inside of a run", lease, start)
+        expected.update(pinned)
     for run in runs:
-        if run.part(tier, manager.component.number).num_references != expected[run]:
-            raise IntegrityError(f"{tier.name} references are not its leases: {run}, {expected[run]} expected")
+        number = run.part(tier, component.number).num_references
+        demand(number == expected[run], f"{tier.name} references are not its leases", run, number, expected[run])
 
 
 def _check_order(cache: PrefixCache, tier: Tier, runs: set[Run]) -> None:

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from .._arguments import check_has
 from .._extensions.load_choice import Loadable
 from .._kernel.cache import PrefixCache
-from .._kernel.index import Hit, find_hit_after, held_stop
+from .._kernel.index import Hit, held_stop
 from .._kernel.leases import RequestLeases
 from .._kernel.moves import Moves
 from .._kernel.plans import PrefixMatch
 from .._kernel.pools import TierBlocks
 from .._kernel.protocols import EvictionOrder
-from .._kernel.records import NO_LIMIT, Job
+from .._kernel.records import NO_LIMIT, Job, Run
 from .._kernel.states import BELOW, Tier
 from .._kernel.states import RequestState as State
 from .._kernel.tokens import TokenSequence
@@ -252,13 +252,17 @@ class EngineMatches:
         return self.hit_after(request.sequence, min(request.hit_limit, at_most), start, request.hit_alignment)
 
     def hit_after(self, sequence: TokenSequence, limit: int, start: int, alignment: int = 1) -> Hit:
-        """The hit in host memory within units `[start, limit)`, without the unit of the last token. Empty while too
-        many blocks are in quarantine."""
+        """The hit in host memory within units `[start, limit)`, without the unit of the last token. It ends at a
+        multiple of `alignment` units. Empty while too many blocks are in quarantine."""
         if not self.device.may_load:
             return Hit(start, start, ())
-        layout = self.cache.layout
+        layout, path, stop = self.cache.layout, list[Run](), start
         limit = min((sequence.num_tokens - 1) // layout.unit_tokens, limit)
-        return find_hit_after(self.cache.index, sequence, layout, limit, start, alignment)
+        for run, agreed in self.cache.index.walk(sequence, limit):
+            path.append(run)
+            stop = agreed
+        stop = held_stop(layout, path, BELOW, start, stop, alignment, given=start)
+        return Hit(start, max(start, stop), tuple(path))
 
     def _pin(self, request: HostCacheRequest, hit: Hit) -> None:
         unit = self.cache.layout.unit_tokens

@@ -133,18 +133,6 @@ class ComponentManager:
             current = current.before
         return found
 
-    def expected_references(self, leases: Iterable[Lease]) -> Counter[Run]:
-        """The references that each run must have, given all `leases` of one tier. `ValueError` if a lease begins inside
-        a run."""
-        expected: Counter[Run] = Counter()
-        for lease in leases:
-            start = lease.starts[self.component.number]
-            covered = [run for run in lease.run.path() if run.stop > start]
-            if any(run.start < start for run in covered):
-                raise ValueError(f"a lease begins inside of a run: {lease}, {start}")
-            expected.update(covered)
-        return expected
-
 
 def brings(job: Job, run: Run) -> bool:
     """Whether `job` is unsettled and adds units of `run`. False if `run` is not on the job's path, because a settled
@@ -389,7 +377,8 @@ class PrefixCache:
             start = lease.starts[manager.component.number]
             if start < lease.run.stop:
                 unpinned = manager.unpin(blocks, lease.run, start)
-        self._tidy_all(unpinned)
+        if unpinned:
+            self._tidy_all(unpinned)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
         """Move the end of `lease` forward or back to `run`, which is on the same path."""
@@ -403,7 +392,8 @@ class PrefixCache:
             else:
                 unpinned = manager.unpin(blocks, old, max(start, run.stop))
         lease.run, lease.starts = run, [min(start, run.stop) for start in lease.starts]
-        self._tidy_all(unpinned)
+        if unpinned:
+            self._tidy_all(unpinned)
 
     def _tidy_all(self, unpinned: list[Run]) -> None:
         """Merge and tidy the runs that a lease has left without references in full attention, last first."""

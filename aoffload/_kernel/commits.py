@@ -109,8 +109,7 @@ class Commits:
             for hook in self.hooks.on_published:
                 hook(request, first)
             plans = self.offer_stores(request, first, wanted)
-        if self.cache.layout.windows:
-            slide_windows(self.cache, request)
+        slide_windows(self.cache, request)
         return plans
 
     def check(self, request: LedgerRequest, num_computed_tokens: object, new_token_ids: TokenIds) -> tuple[int, bytes]:
@@ -167,8 +166,6 @@ class Commits:
                 if first < stop:
                     self.moves.note(StoreSkipped(request, (stop - first) * self.cache.layout.full.width, "evicted"))
                 return ()
-        with_windows = False
-        if self.cache.layout.windows:
-            with_windows = is_last or request.is_at_end or first < stop == request.store_limit
+        with_windows = is_last or request.is_at_end or first < stop == request.store_limit
         jobs = self.stores.offer(request, lease.run, first, stop, with_windows=with_windows)
         return tuple([job.plan for job in jobs]) if jobs else ()

@@ -191,7 +191,7 @@ def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
 def held_ids(run: Run | None, tier: Tier, component: int, start: int, stop: int) -> array[int]:
     """The block ids of units `[start, stop)` of the path of `run`, all of which `tier` holds in `component`."""
     if run is not None and run.start <= start < stop <= run.stop:  # the common case
-        part = run.part(tier, component)
+        part = run.parts[component * run.num_tiers + tier]
         return part.blocks[(start - part.first) * part.width : (stop - part.first) * part.width]
     ids = array("i")
     for each, first, last in stretches(run, start, stop):
@@ -222,9 +222,7 @@ def held_stop(
     every component, but full attention only from unit `start` on. `alignment` and `given`: see `accepted`."""
     if layout.full.width:
         stop = present_stop(path, tier, start, stop)
-    if layout.windows or alignment > 1:
-        stop = accepted(layout, path, stop, (tier,), alignment, given=given)
-    return stop
+    return accepted(layout, path, stop, (tier,), alignment, given=given)
 
 
 def accepted(
@@ -411,20 +409,6 @@ def find_hit(
         if near <= reached:
             return Hit(near, reached, path)
         near = reached
-
-
-def find_hit_after(
-    index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int, start: int, alignment: int = 1
-) -> Hit:
-    """Match units `[start, limit)` in host memory, for an engine that owns the device blocks. Its own prefix cache has
-    the units before `start`. The hit ends at a multiple of `alignment`."""
-    path: list[Run] = []
-    stop = start
-    for run, agreed in index.walk(sequence, limit):
-        path.append(run)
-        stop = agreed
-    stop = held_stop(layout, path, BELOW, start, stop, alignment, given=start)
-    return Hit(start, max(start, stop), tuple(path))
 
 
 def lower_path(

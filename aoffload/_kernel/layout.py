@@ -129,12 +129,18 @@ class Layout:
 
     def starts(self, stop: int) -> list[int]:
         """For each component, the first unit needed to continue computing at unit `stop`."""
-        return [component.first_unit(stop) for component in self.components]
+        found = [0] * len(self.components)
+        for component in self.windows:
+            found[component.number] = component.first_unit(stop)
+        return found
 
     def starts_of(self, component: Component, start: int, stop: int) -> list[int]:
         """The starts of a lease up to unit `stop` that pins full attention and, of the windows, only `component`, from
         unit `start` on."""
-        return [0 if not each.number else start if each is component else stop for each in self.components]
+        found = [stop] * len(self.components)
+        found[component.number] = start
+        found[0] = 0
+        return found
 
     def num_blocks(self, full_start: int, start: int, stop: int) -> int:
         """Number of blocks that a load brings so that a request can go on at unit `stop`: in full attention the blocks

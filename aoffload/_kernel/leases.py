@@ -218,19 +218,15 @@ class RequestLeases:
             request.num_units = num_units
 
 
-def slide_windows(cache: PrefixCache, request: LedgerRequest) -> None:
+def slide_windows(cache: PrefixCache, request: LedgerRequest, *, after_load: bool = False) -> None:
     """Release the blocks that the windows have left at `num_computed_tokens`.
 
     Private blocks are freed, and cached blocks are unpinned. Their positions in the tables become null. Does nothing
-    during a step, which may still read the blocks: the end of the step calls it again.
+    during a step, which may still read the blocks: the end of the step calls it again. `after_load`: at the end of a
+    load, a step that overlaps the load reads none of these blocks, because it computes at the end of the load.
     """
-    if not request.num_steps and request.tables:
-        slide_windows_now(cache, request)
-
-
-def slide_windows_now(cache: PrefixCache, request: LedgerRequest) -> None:
-    """As `slide_windows`, but also during a step. For the end of a load: a step that overlaps the load reads none of
-    these blocks, because it computes at the end of the load."""
+    if (request.num_steps and not after_load) or not request.tables:
+        return
     for component in cache.layout.windows:
         table = request.tables[component.number]
         start = min(component.first_needed(request.num_computed_tokens), request.num_units)

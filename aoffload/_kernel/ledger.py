@@ -341,7 +341,7 @@ class CoreLedger(CacheBase):
                     self._give_back(request)
                 elif request.state is State.DRAINING and request.load is not None:
                     wakes += request.load.conclude()
-                elif self.layout.windows:
+                else:
                     slide_windows(self.cache, request)
             del self.steps[step.step_id]
             self.moves.step_ended(step)

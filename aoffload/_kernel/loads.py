@@ -49,7 +49,7 @@ from .hooks import Hooks
 from .index import accepted, covered, held_ids, held_stop, jobs_bringing, jobs_into, present_stop, stretches
 from .jobs import JobBook
 from .layout import Component, outside
-from .leases import RequestLeases, slide_windows_now, step_back
+from .leases import RequestLeases, slide_windows, step_back
 from .moves import Moves
 from .plans import TransferPlan
 from .records import NO_LIMIT, BlockTable, Job, Load, Run
@@ -148,15 +148,14 @@ class Loads:
         shared, on_its_way = self.on_its_way(path, start, stop)
         if layout.full.width:
             stop = present_stop(path, BELOW, on_its_way, stop)
-        if layout.windows:
-            stop = accepted(layout, path, stop, HIT_TIERS)
+        stop = accepted(layout, path, stop, HIT_TIERS)
         if stop <= start:
             return []
-        before = request.device_run if layout.windows else None
+        before = request.device_run
         # The lease moves before the windows are filled, because filling may evict. It must evict neither blocks that
         # the load adopts, nor the present windows, which the request needs if the load fails.
         self.request_leases.lease_device_to(request, self.cache.cut(path[-1], stop))
-        if layout.windows and not self._fill_windows(request, stop):
+        if not self._fill_windows(request, stop):
             self.request_leases.lease_device_to(request, before)
             return []
         request.load = load = Load(stop, wake, conclude, request.ticket, units_per_job=units_per_job)
@@ -182,7 +181,7 @@ class Loads:
             table, first = request.tables[component.number], max(request.published, component.first_unit(stop))
             if number := table.num_null(first, stop):
                 wanted.append((table, first, number))
-        if sum([number for _, _, number in wanted]) > self.admission.num_available:
+        if wanted and sum([number for _, _, number in wanted]) > self.admission.num_available:
             return False
         for table, first, number in wanted:
             table.fill(first, stop, self.cache.take(Tier.DEVICE, number))
@@ -271,8 +270,7 @@ class Loads:
             request.num_lost_tokens += (load.stop - ready) * layout.unit_tokens
             step_back(self.request_leases, request, ready)
         self.request_leases.end_host_lease(request)
-        if layout.windows:
-            slide_windows_now(self.cache, request)
+        slide_windows(self.cache, request, after_load=True)
         if any(missing) and sum(missing) > self.admission.num_available:
             self._requeue(request, ready, load.wake)
             return []

@@ -53,20 +53,8 @@ class Part:
     is the run's start. A part without blocks has first == stop == the run's start."""
 
     __slots__ = (
-        "blocks",
-        "component",
-        "first",
-        "incoming",
-        "last_use",
-        "newer",
-        "num_references",
-        "older",
-        "rank",
-        "run",
-        "stop",
-        "tier",
-        "tombstones",
-        "width",
+        "blocks", "component", "first", "incoming", "last_use", "newer", "num_references", "older", "rank", "run",
+        "stop", "tier", "tombstones", "width",
     )  # fmt: skip
 
     def __init__(
@@ -309,22 +297,8 @@ class Job:
     """One transfer: the blocks of units `[start, stop)` in one component, copied from one tier to the other."""
 
     __slots__ = (
-        "claims",
-        "completion",
-        "component",
-        "destination_lease",
-        "epoch",
-        "followers",
-        "parked",
-        "plan",
-        "predecessor",
-        "request_id",
-        "run",
-        "since_s",
-        "source_lease",
-        "start",
-        "state",
-        "stop",
+        "claims", "completion", "component", "destination_lease", "epoch", "followers", "parked", "plan",
+        "predecessor", "request_id", "run", "since_s", "source_lease", "start", "state", "stop",
     )  # fmt: skip
 
     def __init__(

@@ -223,16 +223,6 @@ def _instead(call: str, state: State, states: tuple[State, ...]) -> str:
     return "it has its blocks, and `extend` takes more" if call == "allocate" else ""
 
 
-def mermaid(moves: Mapping[State, frozenset[State]]) -> str:
-    """A table as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {next(iter(moves)).name}"]
-    for old, targets in moves.items():
-        lines += [f"    {old.name} --> {new.name}" for new in type(old) if new in targets]
-        if not targets:
-            lines.append(f"    {old.name} --> [*]")
-    return "\n".join(lines)
-
-
 def check_tier(name: str, tier: object) -> Tier:
     if not isinstance(tier, Tier):
         raise InvalidArgument(name, f"must be a Tier such as Tier.HOST, got {shown(tier)}")

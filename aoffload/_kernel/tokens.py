@@ -60,9 +60,11 @@ class TokenSequence:
         self.num_prompt_tokens = self.num_tokens = len(prefix.tokens) // TOKEN_BYTES
         self.num_prompt_units = self.num_tokens // unit_tokens
         """Whole units of the prompt."""
-        cuts = {cut for span in prefix.spans for cut in (span.start // unit_tokens, -(-span.stop // unit_tokens))}
-        self._cuts = tuple(sorted(cuts))
+        self._cuts: tuple[int, ...] = ()
         """Where the set of spans that touch a unit changes: before the first unit of a span, and after its last."""
+        if self.spans:
+            cuts = {cut for span in self.spans for cut in (span.start // unit_tokens, -(-span.stop // unit_tokens))}
+            self._cuts = tuple(sorted(cuts))
         self._hashed: dict[int, Hasher] = {}
 
     @classmethod

@@ -16,7 +16,7 @@ from aoffload._extensions.pins import PIN_MOVES, PinMoved, PinState
 from aoffload._extensions.transfers import CACHE_TRANSFER_MOVES, CacheTransferMoved, CacheTransferState
 from aoffload._kernel.events import Event, JobMoved, RequestMoved
 from aoffload._kernel.moves import Moves
-from aoffload._kernel.states import JOB_MOVES, REQUEST_MOVES, JobState, RequestState, State, mermaid
+from aoffload._kernel.states import JOB_MOVES, REQUEST_MOVES, JobState, RequestState, State
 from aoffload.errors import IllegalTransition, WrongState
 from aoffload.testing.programs.fingerprint import fingerprint
 
@@ -176,6 +176,16 @@ def test_every_move_is_told_once() -> None:
         "job QUEUED>LAUNCHED", "job LAUNCHED>COMPLETED landed",
         "QUEUED>MATCHED", "MATCHED>PINNED", "PINNED>ABORTED deadline",
     ]  # fmt: skip
+
+
+def mermaid(moves: Mapping[State, frozenset[State]]) -> str:
+    """A table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {next(iter(moves)).name}"]
+    for old, targets in moves.items():
+        lines += [f"    {old.name} --> {new.name}" for new in type(old) if new in targets]
+        if not targets:
+            lines.append(f"    {old.name} --> [*]")
+    return "\n".join(lines)
 
 
 def test_the_diagrams_in_the_documentation_are_the_tables() -> None:

@@ -141,7 +141,7 @@ class Parts:
         if not path:
             return []
         run = self.cache.cut(path[-1][0], path[-1][1])
-        pin = self.cache.lease(source, run, [run.stop for _ in self.layout.windows], is_use=False)
+        pin = self.cache.lease(source, run, self.layout.starts_of(self.layout.full, 0, run.stop), is_use=False)
         jobs = self.copies[source, destination].offer(None, run, 0, run.stop, with_windows=True)
         self.cache.release(pin)
         return jobs
