@@ -172,9 +172,8 @@ _LANDING = (
     Mutant(
         "published behind a gap",
         "aoffload._kernel.cache",
-        "            if first == part.run.start and before is not None and before.parts[part.tier].stop != before.stop:\n"
-        "                return ids\n",
-        "",
+        " and before is not None and before.parts[part.tier].stop != before.stop:\n",
+        " and before is not None and before.parts[part.tier].stop < 0:\n",
         "publish in prefix order",
         scenarios=("branches",),
     ),
