@@ -30,8 +30,11 @@ FLOORS = (
 )
 """Rooms, the lowest first: a folder, or a module that stands on another floor than its folder. A room imports from its
 own floor and from lower ones. The kernel imports no feature, because every feature stands above it."""
-FACES = ("ledger", "host_cache", "transport", "ranks", "cuda", "stores")
+FACES = ("ledger", "host_cache", "transport", "ranks", "cuda", "stores", "integrations")
 """Where public names are imported from that are defined further down."""
+TOOLS = ("demo", "testing", "trace", "plan", "top")
+MOST_FLAT_MODULES, MOST_PLAIN_FILES = 10, 30
+"""Both keep the way in short: 9 and 7 as this is written."""
 PURE = " ".join(FLOORS[2:6])
 """The core: rooms that decide, and neither wait nor move a byte."""
 MOST_KERNEL_FILES, LONGEST_CHAIN = 22, 16
@@ -147,12 +150,24 @@ def test_imports_go_down() -> None:
 def test_a_face_defines_nothing(face: str) -> None:
     """It imports names from where they are defined, and lists all of them: nothing runs in it, and nothing else comes
     along."""
-    tree = ast.parse((PACKAGE / f"{face}.py").read_text())
-    docstring, *imported, names = tree.body
+    (path,) = (path for path in MODULES if dotted(path) == face)
+    docstring, *imported, names = ast.parse((PACKAGE / path).read_text()).body
     assert isinstance(docstring, ast.Expr) and isinstance(names, ast.Assign)
-    assert all(isinstance(statement, ast.ImportFrom) and statement.level == 1 for statement in imported)
+    assert all(isinstance(statement, ast.ImportFrom) and statement.level for statement in imported)
     found = [alias.name for each in imported if isinstance(each, ast.ImportFrom) for alias in each.names]
     assert sorted(found) == sorted(ast.literal_eval(names.value))
+
+
+def test_the_way_in_is_short() -> None:
+    """Few modules lie at the top of the package. Few files have no underscore in their path: who looks for what a
+    program may import reads these. A package counts with its modules, not with its `__init__`. The tools and
+    `aoffload.testing` do not count, because nobody reads them to learn what the library offers."""
+    flat = [path for path in MODULES if len(path.parts) == 1]
+    plain = [
+        path for path in MODULES if path.parts[0] not in TOOLS and not any(part.startswith("_") for part in path.parts)
+    ]
+    assert len(flat) <= MOST_FLAT_MODULES
+    assert len(plain) <= MOST_PLAIN_FILES
 
 
 @each_module
