@@ -4,7 +4,7 @@ Each request is a task. It holds blocks until its `async with` block ends. See d
 
 Here is what a program around `OffloadRuntime` names. What programs around the `Ledger`, and plug-ins, need beside it is
 in modules of its own: `aoffload.ledger`, `aoffload.host_cache`, `aoffload.transport`, `aoffload.ranks`,
-`aoffload.cuda`, `aoffload.pins`, `aoffload.stores` and `aoffload.env`. docs/api.md has every name.
+`aoffload.cuda` and `aoffload.stores`. docs/api.md has every name.
 """
 
 from importlib import import_module as _import_module
@@ -12,11 +12,11 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
-from ._assembly import Ledger
 from ._config.config import OffloadConfig
 from ._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from ._config.models import fingerprint
 from ._config.tiers import DiskTier, RemoteTier
+from ._extensions.assembly import Ledger
 from ._extensions.preemption import Preemption
 from ._extensions.store_policies import EagerStore, LazyStore, NoStore, SelectiveStore
 from ._host_cache.host_cache import HostCache
@@ -32,9 +32,11 @@ from .errors import (
     DuplicateRequest,
     IntegrityError,
     InvalidArgument,
+    MissingExtra,
     OutOfBlocks,
     RequestAborted,
     RuntimeClosed,
+    UnsupportedVersion,
     WrongProcess,
     WrongState,
     WrongThread,
@@ -94,6 +96,7 @@ __all__ = [
     "KeySpan",
     "LazyStore",
     "Ledger",
+    "MissingExtra",
     "NoStore",
     "OffloadConfig",
     "OffloadRuntime",
@@ -110,6 +113,7 @@ __all__ = [
     "SelectiveStore",
     "SlidingWindow",
     "Tier",
+    "UnsupportedVersion",
     "WrongProcess",
     "WrongState",
     "WrongThread",

@@ -1,8 +1,146 @@
-"""`python -m aoffload` is the command `aoffload`."""
+"""The command `aoffload`: finds the program of a subcommand, and hands it the other arguments.
+
+`python -m aoffload` is the same command. A subcommand is a row of `COMMANDS`. Its module is imported when it is asked
+for, and parses its own arguments.
+"""
 
 from __future__ import annotations
 
-from .cli import main
+import os
+import platform
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+import attrs
+
+from ._common.extras import needed
+from ._kernel.states import is_compiled
+from .errors import MissingExtra, UnsupportedVersion
+
+__all__ = ["COMMANDS", "main"]
+
+BAD_USAGE = 2
+INTERRUPTED = 130
+REPORTED = ("torch", "transformers", "vllm", "cuda-bindings")
+"""Distributions that `--version` names where they are installed."""
+
+
+@attrs.frozen
+class Command:
+    name: str
+    module: str
+    """Has `main(arguments)`, which returns the exit status, or raises `SystemExit` as argparse does."""
+    about: str
+    extra: str | None = None
+    """What the module itself cannot be imported without."""
+
+
+COMMANDS = (
+    Command("demo", "aoffload.demo.command", "serve conversations with and without offload, and compare"),
+    Command("trace", "aoffload.trace.command", "what a log of events says: a summary, one request, a page, Perfetto"),
+    Command("plan", "aoffload.plan.command", "what host memory and disk are worth buying, from what was asked for"),
+    Command("top", "aoffload.top.command", "a live view of a running process, from its metrics", "metrics"),
+    Command("serve", "aoffload._reference.server.command", "a model behind OpenAI's API, over HTTP", "server"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: the subcommand's own, 2 for one that does not exist or lacks its extra, 130 for Ctrl-C."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    first, others = (given[0], given[1:]) if given else ("", [])
+    if first in ("-h", "--help"):
+        print(usage())
+    elif first in ("-V", "--version"):
+        print(versions())
+    elif not first:
+        print(usage(), file=sys.stderr)
+        return BAD_USAGE
+    else:
+        return _dispatch(first, others)
+    return 0
+
+
+def usage() -> str:
+    rows = [f"  {command.name:<8}{command.about}" for command in COMMANDS]
+    return "\n".join(
+        [
+            "usage: aoffload COMMAND ...",
+            "",
+            "KV cache offload for async LLM serving.",
+            "",
+            "commands (`aoffload COMMAND --help` says more):",
+            *rows,
+            "",
+            "options:",
+            "  -h, --help     show this and leave",
+            "  -V, --version  say what is installed, and leave",
+        ]
+    )
+
+
+def versions() -> str:
+    """The version, and on a second line what a report of a fault has to say about its surroundings."""
+    surroundings = [
+        f"Python {platform.python_version()}",
+        f"{platform.system()} {platform.machine()}",
+        "compiled core" if is_compiled else "pure core",
+    ]
+    for name in REPORTED:
+        try:
+            surroundings.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return f"aoffload {import_module('aoffload').__version__}\n{', '.join(surroundings)}"
+
+
+def _dispatch(name: str, arguments: list[str]) -> int:
+    command = next((command for command in COMMANDS if command.name == name), None)
+    if command is None:
+        known = ", ".join(command.name for command in COMMANDS)
+        return _complain(f"aoffload: {name!r} is no command and no option; there are: {known}, --help, --version")
+    try:
+        run = _load(command)
+        return run(arguments)
+    except (MissingExtra, UnsupportedVersion) as error:
+        return _complain(f"aoffload {name}: {error}")
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _load(command: Command) -> Callable[[Sequence[str]], int]:
+    """Import its `main`. Torch alone takes seconds: Ctrl-C leaves at once meanwhile, without a traceback."""
+    with _leaving_at_once():
+        if command.extra is None:
+            module = import_module(command.module)
+        else:
+            with needed(command.extra, f"`aoffload {command.name}`"):
+                module = import_module(command.module)
+    found: Callable[[Sequence[str]], int] = module.main
+    return found
+
+
+@contextmanager
+def _leaving_at_once() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(*_: object) -> None:
+    os.write(2, b"\n  interrupted before anything was done\n")
+    os._exit(INTERRUPTED)
+
+
+def _complain(problem: str) -> int:
+    print(problem, file=sys.stderr)
+    return BAD_USAGE
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

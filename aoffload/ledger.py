@@ -1,10 +1,9 @@
 """Public names around the synchronous `Ledger`, which `aoffload` itself has, and of what is plugged into it.
 
 What it takes and hands out, the states of that, the protocols of observers, policies and pools, and the errors of its
-bookkeeping. Nothing here needs torch.
+bookkeeping; and what a runtime returns for pins, prefetches, fetches and demotions. Nothing here needs torch.
 """
 
-from ._assembly import AnyLedger, LedgerStatistics
 from ._config.groups import AttentionKind
 from ._config.tiers import LearnedEviction
 from ._eviction.status import (
@@ -16,6 +15,7 @@ from ._eviction.status import (
     HintGiven,
     TierEviction,
 )
+from ._extensions.assembly import AnyLedger, LedgerStatistics
 from ._extensions.forks import Fork
 from ._extensions.load_choice import CostChoice, Loadable, LoadChoice, LoadOffer
 from ._extensions.overlap import LoadOverlap, OverlapMoved, OverlapState
@@ -58,6 +58,7 @@ from ._kernel.states import Direction, JobState, Outcome, is_compiled
 from ._observe.log import LedgerLog
 from ._observe.observers import Observers
 from ._runtime.costs import LoadCosts
+from ._runtime.pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 from ._tiers.disk.plans import BlockLabel, DiskPayload, RestoredRun
 from ._tiers.lower.extension import LowerTier
 from ._tiers.remote.extension import RemoteCounts
@@ -121,8 +122,12 @@ __all__ = [
     "Outcome",
     "OverlapMoved",
     "OverlapState",
+    "PendingDemotion",
+    "PendingFetch",
+    "PendingPrefetch",
     "Pin",
     "PinMoved",
+    "PinScope",
     "PinState",
     "Prefetch",
     "Prefix",

@@ -21,7 +21,7 @@ import torch
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Outcome, Tier
 from aoffload._transfer.local import LocalTransport
-from aoffload.env import Env
+from aoffload.transport import Env
 
 from .harness import Measured, Row, Sample, Subject, interleave, timed
 from .peer import MissingPeerError, Peer

@@ -30,7 +30,7 @@ from aoffload._kernel.protocols import DevicePool
 from aoffload._kernel.states import Outcome, Tier
 from aoffload._transfer.fences import RegionFences
 from aoffload._transfer.local import LocalTransport
-from aoffload.env import Env
+from aoffload.transport import Env
 
 from .harness import Measured, Row, Sample, Subject, interleave, timed
 from .peer import Peer

@@ -17,9 +17,8 @@ from aoffload import Tier
 from aoffload._transfer.backends.cuda import Pieces
 from aoffload._transfer.backends.cuda.trials import scattered
 from aoffload.cuda import BreakEven, CudaBackend, CudaOptions
-from aoffload.env import Env
 from aoffload.ledger import Completion, Direction, Outcome, TransferPlan
-from aoffload.transport import Fence, LocalTransport
+from aoffload.transport import Env, Fence, LocalTransport
 
 from .harness import Measured, Row
 from .sizes import sized

@@ -14,8 +14,7 @@ import attrs
 import torch
 
 from aoffload.cuda import CudaBackend, CudaOptions
-from aoffload.env import Env
-from aoffload.transport import LocalTransport
+from aoffload.transport import Env, LocalTransport
 
 from .cuda_copying import ENGINE, MIB, cuda_device, expected_row
 from .harness import Row

@@ -12,12 +12,11 @@ from queue import SimpleQueue
 import torch
 
 from aoffload import Tier
+from aoffload._reference.engine.layer_fences import layer_regions
 from aoffload._transfer.fences import RegionFences
 from aoffload.cuda import CudaBackend, CudaOptions
-from aoffload.env import Env
-from aoffload.integrations.layer_fences import layer_regions
 from aoffload.ledger import Completion, Outcome, TransferPlan
-from aoffload.transport import LocalTransport
+from aoffload.transport import Env, LocalTransport
 
 from .cuda_copying import ENGINE, KIB, SECONDS, cuda_device
 from .harness import Row, Sample, Subject, interleave, timed

@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from aoffload import Tier
 from aoffload.cuda import CudaBackend, CudaOptions
-from aoffload.env import Env
 from aoffload.ledger import Completion, Outcome, TransferPlan
-from aoffload.transport import LocalTransport
+from aoffload.transport import Env, LocalTransport
 
 from .cuda_ceilings import PUBLISHED_GBPS
 from .cuda_copying import ENGINE, cuda_device

@@ -31,8 +31,7 @@ from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Outcome, Tier
 from aoffload._tiers.disk.files import READ_BYTES, WRITE_BYTES
 from aoffload._tiers.disk.plans import DiskPayload
-from aoffload.env import Env
-from aoffload.transport import LocalTransport
+from aoffload.transport import Env, LocalTransport
 
 from .disk_start import UNIT_TOKENS, directory, labels
 from .harness import Rounds, Row, Sample, Subject, timed

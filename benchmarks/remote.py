@@ -32,9 +32,9 @@ from aoffload._tiers.remote.cells import CellShape, cells_of_tier
 from aoffload._tiers.remote.jobs import HostRows
 from aoffload._tiers.remote.lanes import RemoteLanes
 from aoffload._tiers.remote.plans import CellLabel
-from aoffload.env import Env
 from aoffload.errors import MissingExtra
 from aoffload.stores import RedisClusterStore, RedisStore
+from aoffload.transport import Env
 
 from .harness import Row, Sample, Subject, interleave, timed
 from .peer import Peer

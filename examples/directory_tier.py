@@ -28,9 +28,8 @@ import torch
 from numpy.typing import NDArray
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Tier
-from aoffload.env import Env
 from aoffload.ledger import Completion, Direction, LowerTier, Outcome, TransferPlan
-from aoffload.transport import BlockChecksums, LocalTransport, TransferRefused
+from aoffload.transport import BlockChecksums, Env, LocalTransport, TransferRefused
 
 NUM_THREADS = 2
 

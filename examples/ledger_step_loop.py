@@ -19,9 +19,8 @@ from time import monotonic
 import torch
 
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState
-from aoffload.env import Env
 from aoffload.ledger import CopyQueue, LedgerRequest, Prefix, Root
-from aoffload.transport import LocalTransport
+from aoffload.transport import Env, LocalTransport
 
 BLOCK = 16
 

@@ -13,7 +13,7 @@ import aoffload
 __all__ = ["Wait", "missed", "waits"]
 
 PACKAGE = Path(aoffload.__file__).parent
-NOT_SERVING = ("testing", "demo", "integrations/openai_server")
+NOT_SERVING = ("testing", "demo", "_reference/server")
 """Subpackages that are programs around the runtime, not part of serving; the server waits for real sockets."""
 CANCELLED_ELSEWHERE = {
     ("_runtime/request.py", "EngineRequest.match_again"): "test_engine_runtime.py",

@@ -19,9 +19,9 @@ from typing import Any
 import attrs
 import torch
 
+from aoffload._reference.engine.transformers import TransformersModel
 from aoffload.errors import AoffloadError
 from aoffload.integrations import PagedBatch, SequenceSlice
-from aoffload.integrations.transformers import TransformersModel
 
 __all__ = ["PAGE", "Finding", "examine", "model_types", "page_with", "tiny_model"]
 

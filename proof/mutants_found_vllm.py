@@ -7,7 +7,7 @@ from .planting import Mutant, Patch
 
 __all__ = ["FOUND_VLLM_MUTANTS"]
 
-OURS = "aoffload.integrations.vllm"
+OURS = "aoffload._vllm"
 KEYS, SCHEDULER, ADAPTERS = f"{OURS}.keys", f"{OURS}.scheduler", f"{OURS}.adapters"
 WORKER, LOADED, REFUSALS, CONNECTOR = (
     f"{OURS}.worker",
@@ -204,7 +204,7 @@ FOUND_VLLM_MUTANTS = (
     ),
     Mutant(
         "another version is taken for none",
-        "aoffload._extras",
+        "aoffload._common.extras",
         "        if error.name == module or not _is_installed(module):\n",
         "        if error.name:\n",
         "an error of a version that does not fit names it",

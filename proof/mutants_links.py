@@ -8,7 +8,7 @@ __all__ = ["LINK_MUTANTS"]
 
 OFFERS, HOST_CACHE = "aoffload._host_cache.offers", "aoffload._host_cache.host_cache"
 HOPS, QUEUE = "aoffload._transfer.copy_queue", "aoffload._transfer.copy_queue"
-VLLM = "aoffload.integrations.vllm"
+VLLM = "aoffload._vllm"
 
 _DEFERRED = "a deferred block is stored only if it still holds what it held"
 _STEP = "all that a step computes is stored, and a load needs no more steps than its copies"

@@ -6,7 +6,7 @@ from .planting import Mutant, Patch
 
 __all__ = ["VLLM_COPY_MUTANTS"]
 
-OURS = "aoffload.integrations.vllm"
+OURS = "aoffload._vllm"
 SCHEDULER, CONNECTOR, OUTBOX = f"{OURS}.scheduler", f"{OURS}.connector", f"{OURS}.outbox"
 WORKER, MESSAGES, BLOCKS, COPIES = f"{OURS}.worker", f"{OURS}.messages", f"{OURS}.blocks", f"{OURS}.copies"
 GROUPS, REGIONS = f"{OURS}.groups", f"{OURS}.regions"

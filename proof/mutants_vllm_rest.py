@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["VLLM_OTHER_MUTANTS"]
 
-OURS = "aoffload.integrations.vllm"
+OURS = "aoffload._vllm"
 SCHEDULER, CONNECTOR, GUARD = f"{OURS}.scheduler", f"{OURS}.connector", f"{OURS}.guard"
 KEYS, COUNTS, STATISTICS = f"{OURS}.keys", f"{OURS}.counts", f"{OURS}.statistics"
 SETTINGS = f"{OURS}.settings"

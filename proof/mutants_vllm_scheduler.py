@@ -6,7 +6,7 @@ from .planting import Mutant, Patch
 
 __all__ = ["VLLM_SCHEDULER_MUTANTS"]
 
-OURS = "aoffload.integrations.vllm"
+OURS = "aoffload._vllm"
 SCHEDULER, REQUESTS, CONNECTOR = f"{OURS}.scheduler", f"{OURS}.requests", f"{OURS}.connector"
 OUTBOX, BLOCKS, COUNTS = f"{OURS}.outbox", f"{OURS}.blocks", f"{OURS}.counts"
 TESTS = "tests/integrations/vllm_connector/test_vllm"

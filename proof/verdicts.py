@@ -137,14 +137,13 @@ def _cases(mutant: Mutant, budget: Budget) -> list[Case]:
 
 def _faces_for(module: str) -> tuple[Face, ...]:
     """The faces whose programs can meet a defect in `module`. No program has another engine in it."""
-    if module.startswith("aoffload.integrations.vllm."):
+    if module.startswith("aoffload._vllm."):
         return ()
     if module.startswith("aoffload._host_cache."):
         return ENGINE_FACES
     rooms = (
-        "_assembly", "_kernel.", "_extensions.", "_eviction.", "_tiers.remote.", "_tiers.fetch.rules",
-        "_tiers.disk.blocks", "_tiers.disk.extension", "_tiers.disk.rules", "_tiers.lower.extension",
-        "_tiers.lower.rules",
+        "_kernel.", "_extensions.", "_eviction.", "_tiers.remote.", "_tiers.fetch.rules", "_tiers.disk.blocks",
+        "_tiers.disk.extension", "_tiers.disk.rules", "_tiers.lower.extension", "_tiers.lower.rules",
     )  # fmt: skip
     is_of_ledger = module.removeprefix("aoffload.").startswith(rooms)
     return FACES if is_of_ledger else (*RUNTIME_FACES, *ENGINE_RUNTIME_FACES)

@@ -2,10 +2,8 @@
 
 import aoffload
 import aoffload.cuda
-import aoffload.env
 import aoffload.host_cache
 import aoffload.ledger
-import aoffload.pins
 import aoffload.ranks
 import aoffload.stores
 import aoffload.transport
@@ -18,6 +16,4 @@ MODULES = [
     aoffload.ranks,
     aoffload.stores,
     aoffload.cuda,
-    aoffload.pins,
-    aoffload.env,
 ]

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from aoffload import AoffloadError, __version__
-from aoffload._extras import MODULES, needed
-from aoffload.cli import COMMANDS, Command, main
-from aoffload.env import MissingExtra, UnsupportedVersion
+from aoffload import AoffloadError, MissingExtra, UnsupportedVersion, __version__
+from aoffload.__main__ import COMMANDS, Command, main
+from aoffload._common.extras import MODULES, needed
 from aoffload.ledger import is_compiled
 
 ROOT = Path(__file__).parent.parent
@@ -107,9 +106,9 @@ def test_the_module_and_the_console_script_are_the_same() -> None:
 def test_a_command_imports_what_it_needs_alone() -> None:
     """Importing the package imports no command, and looking at a log imports no torch: it takes seconds."""
     done = run(
-        "import aoffload; assert not {'aoffload.cli', 'argparse'} & set(sys.modules)\n"
-        "from aoffload.cli import main; main(['--version']); main(['trace', '/no/such/log'])\n"
-        "assert not {'torch', 'aoffload.demo', 'aoffload.integrations'} & set(sys.modules)"
+        "import aoffload; assert not {'aoffload.__main__', 'argparse'} & set(sys.modules)\n"
+        "from aoffload.__main__ import main; main(['--version']); main(['trace', '/no/such/log'])\n"
+        "assert not {'torch', 'aoffload.demo', 'aoffload._reference'} & set(sys.modules)"
     )
     assert (done.returncode, done.stderr) == (0, "aoffload trace: /no/such/log: No such file or directory\n")
 
@@ -155,7 +154,7 @@ def test_a_missing_extra_names_itself(extra: str) -> None:
     """One typed error says who needs which module, and what to install."""
     program, user = WANTED[extra]
     done = run(
-        "from aoffload.env import MissingExtra\n"
+        "from aoffload import MissingExtra\n"
         f"try:\n    {program}\nexcept MissingExtra as error:\n    print(error.extra, error.name, str(error), sep='|')",
         without=extra,
     )
@@ -169,7 +168,7 @@ def test_a_missing_extra_names_itself(extra: str) -> None:
 @pytest.mark.parametrize(("arguments", "extra"), [("serve", "server"), ("demo --backend trio", "trio")])
 def test_a_command_without_its_extra_ends_with_2(arguments: str, extra: str) -> None:
     """The last line says what to install, and there is no traceback."""
-    done = run(f"from aoffload.cli import main; sys.exit(main({arguments.split()!r}))", without=extra)
+    done = run(f"from aoffload.__main__ import main; sys.exit(main({arguments.split()!r}))", without=extra)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.endswith(f"pip install 'aoffload[{extra}]'\n")
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from aoffload import DiskTier, RemoteTier
-from aoffload._assembly import Ledger
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import FullAttention, KVCacheGroup
 from aoffload._config.tiers import parse_bytes
+from aoffload._extensions.assembly import Ledger
 from aoffload._extensions.store_policies import LazyStore
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.pools import LeastRecentlyUsed

@@ -7,7 +7,7 @@ import sys
 def test_the_ledger_needs_no_torch() -> None:
     """A program around the synchronous face never imports torch, which takes seconds."""
     program = (
-        "import sys, aoffload, aoffload.env, aoffload.ledger; ledger = aoffload.Ledger;"
+        "import sys, aoffload, aoffload.host_cache, aoffload.ledger; ledger = aoffload.Ledger;"
         "assert 'torch' not in sys.modules;"
         "from aoffload import OffloadRuntime; assert 'torch' in sys.modules; assert 'KVRegion' in dir(aoffload)"
     )
@@ -35,7 +35,7 @@ def test_a_tree_that_is_not_installed_is_imported() -> None:
         "def version(name): raise metadata.PackageNotFoundError(name)\n"
         "metadata.version = version\n"
         "import aoffload; assert aoffload.__version__ == '0+unknown', aoffload.__version__\n"
-        "from aoffload.cli import versions; assert versions().startswith('aoffload 0+unknown'), versions()"
+        "from aoffload.__main__ import versions; assert versions().startswith('aoffload 0+unknown'), versions()"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 

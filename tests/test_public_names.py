@@ -14,7 +14,7 @@ import aoffload
 ROOT = Path(__file__).parent.parent
 BESIDE = ("integrations", "integrations.openai_server", "kv_events", "metrics", "plan", "testing", "testing.programs")
 """Public modules whose names may be those of others: `Outcome` is one of a transfer, and one of a random program."""
-MAX_NAMES = 39
+MAX_NAMES = 41
 
 
 def test_the_package_itself_has_few_names() -> None:

@@ -203,7 +203,7 @@ NEEDS = {
 def test_every_missing_extra_names_itself(installed: Environment) -> None:
     """Not one of them is there, and each says so by its name."""
     said = installed.python(
-        "from aoffload.env import MissingExtra\n"
+        "from aoffload import MissingExtra\n"
         f"for extra, code in {NEEDS!r}.items():\n"
         "    try:\n        exec(code)\n    except MissingExtra as error:\n        print(extra, error.extra, error)\n"
     )

@@ -17,9 +17,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
 
-from .._arguments import check_has
-from .._assembly import AnyLedger, check_ledger
+from .._common.arguments import check_has
 from .._eviction.status import EvictionSwitched, HintEnded, HintGiven
+from .._extensions.assembly import AnyLedger, check_ledger
 from .._extensions.overlap import OverlapMoved, OverlapState
 from .._extensions.pins import PinMoved, PinState
 from .._extensions.prefetch import Demotion, Prefetch

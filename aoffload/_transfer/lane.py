@@ -37,9 +37,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from .._common.env import Env
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.states import Direction, Outcome
-from ..env import Env
 from ..errors import DeviceGone, TransferRefused
 from .backends.base import CopyBackend, CopyStopped, LostDevice
 from .fences import PASSED, Fence

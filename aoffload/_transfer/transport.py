@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from .._common.env import Env
 from .._config.tiers import DiskTier, RemoteTier
 from .._kernel.layout import Layout
 from .._kernel.plans import Completion, TransferPlan
@@ -16,7 +17,6 @@ from .._kernel.states import Direction, Tier
 from .._tiers.disk.forgetting import DiskTrouble
 from .._tiers.disk.plans import RestoredRun
 from .._tiers.remote.plans import CellLabel
-from ..env import Env
 from .breaker import LeftAlone, StorageMove
 from .fences import Fence
 

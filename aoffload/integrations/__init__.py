@@ -1,26 +1,36 @@
 """Reference models and a reference engine on the runtime: code that a serving program would otherwise write itself.
 
-`load_model` makes a model over paged KV tensors; `PagedBatch` packs the tokens of one forward. Transformers is imported
-only when one of its models is loaded.
+`load_model` makes a model over paged KV tensors; `PagedBatch` packs the tokens of one forward; `PagedEngine` serves a
+model. Transformers is imported only when one of its models is loaded.
 """
 
-from .attention import paged_attention
-from .decoder import Decoder, DecoderConfig
-from .layer_fences import LayerFences, layer_regions
-from .layers import LayerGroup, LayerPlace, group_layers, kv_cache_groups
-from .models import MODEL_NAMES, load_model
-from .paged import PagedBatch, PagedModel, SequenceSlice
+from .._reference.engine.attention import paged_attention
+from .._reference.engine.batching import EngineOptions, PrefillStart
+from .._reference.engine.decoder import Decoder, DecoderConfig
+from .._reference.engine.engine import PagedEngine
+from .._reference.engine.failures import EngineClosed, StepFailed
+from .._reference.engine.layer_fences import LayerFences, layer_regions
+from .._reference.engine.layers import LayerGroup, LayerPlace, group_layers, kv_cache_groups
+from .._reference.engine.models import MODEL_NAMES, load_model
+from .._reference.engine.paged import PagedBatch, PagedModel, SequenceSlice
+from .._reference.engine.sequence import Generation
 
 __all__ = [
     "MODEL_NAMES",
     "Decoder",
     "DecoderConfig",
+    "EngineClosed",
+    "EngineOptions",
+    "Generation",
     "LayerFences",
     "LayerGroup",
     "LayerPlace",
     "PagedBatch",
+    "PagedEngine",
     "PagedModel",
+    "PrefillStart",
     "SequenceSlice",
+    "StepFailed",
     "group_layers",
     "kv_cache_groups",
     "layer_regions",

@@ -13,9 +13,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from .._assembly import Ledger
 from .._config.config import OffloadConfig
 from .._config.groups import KVCacheGroup
+from .._extensions.assembly import Ledger
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.prefix import Prefix, Root
 from .._kernel.requests import LedgerRequest

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import attrs
 
+from .._common.env import Env
 from .._tiers.remote.threads import Steps, Threads
-from ..env import Env
 from ..errors import StoreError
 from .faults import Faults
 from .scheduler import Scheduler

@@ -20,9 +20,7 @@ MODULES = (
     "aoffload.transport",
     "aoffload.ranks",
     "aoffload.cuda",
-    "aoffload.pins",
     "aoffload.stores",
-    "aoffload.env",
     "aoffload.integrations",
     "aoffload.integrations.openai_server",
     "aoffload.integrations.vllm",
@@ -77,11 +75,12 @@ def sections(api: str, public: list[str]) -> dict[str, list[str]]:
 
 def handle_classes(root: Path) -> dict[str, str]:
     """The class of each handle of `Ledger`: of each property that returns what the same file imports."""
-    tree = ast.parse((root / "aoffload/_assembly.py").read_text())
+    tree = ast.parse((root / "aoffload/_extensions/assembly.py").read_text())
+    packages = {1: "aoffload._extensions", 2: "aoffload"}
     modules = {
-        alias.name: f"aoffload.{node.module}"
+        alias.name: f"{packages[node.level]}.{node.module}"
         for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.level == 1
+        if isinstance(node, ast.ImportFrom) and node.level
         for alias in node.names
     }
     found: dict[str, str] = {}

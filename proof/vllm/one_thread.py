@@ -9,10 +9,9 @@ from collections.abc import Callable
 from threading import Semaphore
 from typing import Any
 
-from aoffload.env import Env
 from aoffload.integrations.vllm import AoffloadConnector
 from aoffload.ledger import Completion, TransferPlan
-from aoffload.transport import Fence, LocalTransport
+from aoffload.transport import Env, Fence, LocalTransport
 
 __all__ = ["InOneThread"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from aoffload._assembly import Ledger
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
+from aoffload._extensions.assembly import Ledger
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.requests import LedgerRequest

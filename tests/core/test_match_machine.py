@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from may_hit import Author, MayHit, Text
 
-from aoffload._assembly import Ledger
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
+from aoffload._extensions.assembly import Ledger
 from aoffload._kernel.events import Event, StoreSkipped
 from aoffload._kernel.plans import Completion, PrefixMatch, TransferPlan
 from aoffload._kernel.prefix import KeySpan, Prefix, Root

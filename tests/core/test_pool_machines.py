@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aoffload._assembly import Ledger
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
+from aoffload._extensions.assembly import Ledger
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.pools import ExtentPool, FreeList, extents
 from aoffload._kernel.prefix import Prefix, Root

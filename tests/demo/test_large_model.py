@@ -10,9 +10,10 @@ import attrs
 import pytest
 import torch
 
+from aoffload._reference.engine import models
+from aoffload._reference.engine.decoder import ONE_BILLION, Decoder, DecoderConfig
 from aoffload.demo.command import main
-from aoffload.integrations import load_model, models
-from aoffload.integrations.decoder import ONE_BILLION, Decoder, DecoderConfig
+from aoffload.integrations import load_model
 
 
 def weights(model: Decoder) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import anyio.lowlevel
 import attrs
 import pytest
 
+from aoffload._reference.engine.sequence import Generation
 from aoffload.demo.comparison import find_differences
 from aoffload.demo.departures import MAX_STEPS, Departures
 from aoffload.demo.logs import make_logger
@@ -16,7 +17,6 @@ from aoffload.demo.options import DemoOptions
 from aoffload.demo.outcome import DemoOutcome, RunKind, RunOutcome
 from aoffload.demo.progress import Progress
 from aoffload.demo.report import as_table
-from aoffload.integrations.sequence import Generation
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from aoffload._reference.engine.transformers import TransformersModel
 from aoffload.integrations import PagedBatch, SequenceSlice, load_model
-from aoffload.integrations.transformers import TransformersModel
 
 BLOCK_SIZE = 16
 SLICE_TOKENS = 64

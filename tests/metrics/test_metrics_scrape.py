@@ -13,11 +13,12 @@ import pytest
 from scraping import BACKENDS, GUARD_S, Scrape, client, measured, prompt, serve
 
 from aoffload import InvalidArgument, RequestState
+from aoffload._observe.metrics import collector
+from aoffload._observe.metrics.observer import MAX_REPORTS
 from aoffload._runtime.worker import CopyWorker
 from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.ledger import Completion, CompletionDelivered, Event, Outcome, RequestMoved
-from aoffload.metrics import MetricsCollector, collector
-from aoffload.metrics.observer import MAX_REPORTS
+from aoffload.metrics import MetricsCollector
 
 pytestmark = pytest.mark.anyio
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from aoffload._reference.server.opening import tokenizer_of
 from aoffload.errors import InvalidArgument
 from aoffload.integrations import load_model
 from aoffload.integrations.openai_server import ServerOptions
-from aoffload.integrations.openai_server.opening import tokenizer_of
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from http_bench import OPTIONS, SmallModel
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
 from aoffload import RemoteTier
-from aoffload.integrations.openai_server import ServerOptions, Service, open_service, opening
+from aoffload._reference.server import opening
+from aoffload.integrations.openai_server import ServerOptions, Service, open_service
 from aoffload.testing import SimulatedStore
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])]

@@ -14,10 +14,9 @@ from serving import GUARD_S, Engine, TensorBlocks, assert_at_rest, config
 
 from aoffload import DiskTier, OffloadRuntime, RemoteTier, Tier
 from aoffload._config.tiers import ObjectStore
-from aoffload.env import Env
 from aoffload.ledger import LowerTier
 from aoffload.testing import SimulatedStore, StoreCall, StoreFault
-from aoffload.transport import LocalTransport, TransportTier
+from aoffload.transport import Env, LocalTransport, TransportTier
 
 CELL_BYTES = 128
 """Two blocks of `TensorBlocks`."""

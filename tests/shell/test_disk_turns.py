@@ -11,7 +11,7 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
 from aoffload import DiskTier
 from aoffload._tiers.disk.loop import TURN_S, DiskState, DiskWork
-from aoffload.env import Env
+from aoffload.transport import Env
 
 
 class Passing(Env):

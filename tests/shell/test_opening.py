@@ -27,7 +27,7 @@ from serving import (
 from aoffload import ConfigError, OffloadRuntime
 from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload._transfer.transport import PinProgress
-from aoffload.env import Env
+from aoffload.transport import Env
 
 pytestmark = pytest.mark.anyio
 

@@ -26,7 +26,7 @@ from aoffload._extensions.pins import PinState
 from aoffload._runtime.runtime import AnyRuntime
 from aoffload._runtime.steps import StepScope
 from aoffload.host_cache import EnginePendingLoad, EngineRequest
-from aoffload.pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
+from aoffload.ledger import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 
 pytestmark = pytest.mark.anyio
 A = prompt(1, 9)

@@ -28,8 +28,7 @@ from serving import (
 
 from aoffload import InvalidArgument, OutOfBlocks, RuntimeClosed, WrongState, WrongThread
 from aoffload._kernel.states import Direction
-from aoffload.ledger import PinState
-from aoffload.pins import PinScope
+from aoffload.ledger import PinScope, PinState
 
 pytestmark = pytest.mark.anyio
 

@@ -19,9 +19,9 @@ pytest.importorskip("cryptography", reason="the extra `remote` is not installed"
 from remote_serving import CELL_TOKENS, assert_quiet, forget_locally, only_in_the_store, quiet, with_remote
 
 from aoffload import OffloadRuntime, RemoteTier
-from aoffload.env import Env
 from aoffload.errors import TransferRefused
 from aoffload.testing import SimulatedStore, StoreFault
+from aoffload.transport import Env
 
 pytestmark = pytest.mark.anyio
 

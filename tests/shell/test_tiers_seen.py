@@ -17,9 +17,9 @@ from remote_serving import HangingStore, only_in_the_store, with_remote
 from scraping import registry_of, scraped
 
 from aoffload import DiskTier, OffloadRuntime
+from aoffload._observe.metrics.families import FAMILIES, LABEL_VALUES
 from aoffload.demo.logs import make_logger
 from aoffload.ledger import LearnedEviction, RequestStatus, WaitsFor
-from aoffload.metrics.families import FAMILIES, LABEL_VALUES
 from aoffload.testing import SimulatedStore
 from aoffload.top.look import lines
 from aoffload.trace.command import main

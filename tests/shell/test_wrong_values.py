@@ -41,12 +41,11 @@ from aoffload import (
     WrongState,
 )
 from aoffload.cuda import AdaptivePolling, BreakEven, CudaOptions
-from aoffload.env import Env
 from aoffload.ledger import Completion, Outcome, Prefix, Root
 from aoffload.ranks import LocalRank, RankTransport
 from aoffload.testing import SimulatedStore
 from aoffload.testing.programs.fingerprint import fingerprint
-from aoffload.transport import LocalTransport
+from aoffload.transport import Env, LocalTransport
 
 
 def _raise(*_: Any, **__: Any) -> Any:

@@ -18,8 +18,8 @@ from anyio.abc import TaskGroup, TaskStatus
 from prometheus_client import CollectorRegistry
 
 from aoffload import HostCacheRuntime, KVCacheGroup, OffloadConfig, OffloadRuntime
-from aoffload.env import Env
 from aoffload.metrics import Metrics, MetricsCollector
+from aoffload.transport import Env
 
 START_S = 1_800_000_000.0
 """2027-01-15 08:00 UTC."""

@@ -13,7 +13,7 @@ from aoffload._transfer.backends.base import CopyBackend
 from aoffload._transfer.fences import Fence, RegionFences
 from aoffload._transfer.local import LocalTransport
 from aoffload._transfer.region import KVRegion
-from aoffload.env import Env
+from aoffload.transport import Env
 
 GUARD_S = 60.0
 """Never waited for in full unless something hangs that must not."""

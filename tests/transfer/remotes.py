@@ -19,8 +19,8 @@ from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Tier
 from aoffload._tiers.remote.plans import CellLabel
 from aoffload._transfer.local import LocalTransport
-from aoffload.env import Env
 from aoffload.testing import SimulatedStore, StoreCall, StoreFault
+from aoffload.transport import Env
 
 BLOCK = 2**20
 """Four blocks make a cell."""

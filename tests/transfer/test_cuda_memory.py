@@ -32,9 +32,8 @@ from aoffload._transfer.backends.cuda.page_locked import (
     register_in_pieces,
 )
 from aoffload._transfer.region import regions_of
-from aoffload.env import Env
 from aoffload.errors import ConfigError
-from aoffload.transport import LocalTransport
+from aoffload.transport import Env, LocalTransport
 
 MIB = 2**20
 

@@ -23,7 +23,7 @@ from aoffload._kernel.states import Outcome, Tier
 from aoffload._transfer.backends.cpu import CpuBackend
 from aoffload._transfer.backends.cuda import AdaptivePolling, BreakEven, CudaBackend
 from aoffload._transfer.fences import PASSED, Fence
-from aoffload.env import Env
+from aoffload.transport import Env
 from proof.soak import Length, soak
 from proof.soak_memory import Compute, DeviceMemory, MakeMemory
 from proof.soak_owners import OwnedTransport, Owners

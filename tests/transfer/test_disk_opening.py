@@ -13,7 +13,7 @@ from copies import GUARD_S
 
 from aoffload import ConfigError
 from aoffload._tiers.disk.local import opened_within
-from aoffload.env import Env
+from aoffload.transport import Env
 
 
 class Slots:

@@ -16,8 +16,8 @@ from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Outcome, Tier
 from aoffload._transfer.fences import ORDERED, PASSED, OnlyAfter
 from aoffload._transfer.local import LocalTransport
-from aoffload.env import Env
 from aoffload.errors import TransferRefused
+from aoffload.transport import Env
 
 
 def late(copies: Copies) -> LateFenceBackend:

@@ -18,8 +18,8 @@ from aoffload._transfer.backends.cpu import CpuBackend
 from aoffload._transfer.fences import ORDERED, PASSED, Fence
 from aoffload._transfer.local import LocalTransport
 from aoffload._transfer.transport import Transport
-from aoffload.env import Env
 from aoffload.errors import RegionError, TransferRefused, WrongState
+from aoffload.transport import Env
 
 
 def test_it_is_a_transport() -> None:

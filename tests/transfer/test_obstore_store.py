@@ -22,8 +22,8 @@ from remotes import RemoteCopies, cell
 
 from aoffload import ConfigError, InvalidArgument
 from aoffload._kernel.states import Outcome
-from aoffload.env import Env
 from aoffload.stores import ObstoreStore, StoreError
+from aoffload.transport import Env
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 LONG_S = 20.0

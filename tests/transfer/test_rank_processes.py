@@ -28,8 +28,8 @@ from aoffload._kernel.states import Outcome, Tier
 from aoffload._transfer.backends.base import anonymous_memory
 from aoffload._transfer.ranks.process import ProcessRank, spawn_ranks
 from aoffload._transfer.ranks.transport import RankTransport
-from aoffload.env import Env
 from aoffload.errors import ConfigError, DeviceGone, TransferRefused, WrongState
+from aoffload.transport import Env
 
 START_S = 120.0
 """A process imports torch, which takes seconds on an idle machine."""
@@ -267,7 +267,7 @@ DECIDER = """
 import os, sys
 from functools import partial
 import builds
-from aoffload.env import Env
+from aoffload.transport import Env
 from aoffload.ranks import RankTransport
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from aoffload._transfer.ranks.serving import _Server
 from aoffload._transfer.ranks.tally import JobTally
 from aoffload._transfer.ranks.transport import RankTransport
 from aoffload._transfer.transport import TransferStatistics, Transport
-from aoffload.env import Env
 from aoffload.errors import ConfigError, TransferRefused, WrongState
+from aoffload.transport import Env
 
 NUM_BLOCKS = 4
 """Of every plan here."""

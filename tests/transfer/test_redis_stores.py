@@ -23,8 +23,8 @@ from aoffload._config.tiers import ObjectStore
 from aoffload._kernel.states import Direction, Outcome
 from aoffload._tiers.remote.clients.redis_cluster import slot_of
 from aoffload._tiers.remote.clients.redis_node import RedisNode, key_of, packed, redis_library
-from aoffload.env import Env
 from aoffload.stores import RedisClusterStore, RedisStore, StoreError
+from aoffload.transport import Env
 from benchmarks.redis_servers import RedisServer as AnyServer
 
 SOON_S = 0.2

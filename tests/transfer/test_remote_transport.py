@@ -954,7 +954,7 @@ def test_a_transport_without_a_remote_tier_refuses_its_hops() -> None:
     transport = LocalTransport(torch.zeros(4, 64))
     assert transport.remote is None
     plan = TransferPlan(1, Tier.REMOTE, Tier.HOST, array("i", [0]), array("i", [0]), payload=cell(0))
-    from aoffload.env import Env
+    from aoffload.transport import Env
 
     transport.open(4, verify=False, deliver=lambda done: None, env=Env())
     with pytest.raises(TransferRefused, match="has no link from"):

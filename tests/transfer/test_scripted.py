@@ -10,8 +10,8 @@ from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Outcome, Tier
 from aoffload._transfer.backends.scripted import TORN, UNWRITTEN, ScriptedFence, ScriptedTransport
 from aoffload._transfer.transport import Transport
-from aoffload.env import Env
 from aoffload.errors import TransferRefused
+from aoffload.transport import Env
 
 
 def opened(*, auto: bool = False) -> tuple[ScriptedTransport, list[Completion]]:

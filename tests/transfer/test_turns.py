@@ -19,8 +19,8 @@ from aoffload._kernel.states import Outcome, Tier
 from aoffload._transfer.backends.cpu import CpuBackend
 from aoffload._transfer.local import LocalTransport
 from aoffload._transfer.turns import SWITCH_S, Turns
-from aoffload.env import Env
 from aoffload.errors import TransferRefused
+from aoffload.transport import Env
 
 USUAL_S = 5e-3
 

@@ -17,9 +17,9 @@ from remotes import BLOCK, CELL, RemoteCopies, Waiting, cell
 
 from aoffload._kernel.states import Outcome
 from aoffload._tiers.remote.calls import ASK_THREADS, LOAD_THREADS, STORE_THREADS
-from aoffload.env import Env
 from aoffload.errors import TransferRefused
 from aoffload.testing import SimulatedStore, StoreFault
+from aoffload.transport import Env
 
 Open = Callable[..., RemoteCopies]
 NUM_TRIES = 6

@@ -11,6 +11,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._common.env import Env
 from ..._config.tiers import DiskTier
 from ..._kernel.layout import Layout
 from ..._kernel.plans import Completion, TransferPlan
@@ -20,7 +21,6 @@ from ..._transfer.lane import BlockChecksums
 from ..._transfer.region import KVRegion, identity_of
 from ..._transfer.transport import DiskStatistics
 from ..._transfer.turns import started_thread
-from ...env import Env
 from ...errors import ConfigError, TransferRefused, WrongState
 from .files import DiskDirectory
 from .forgetting import DiskTrouble

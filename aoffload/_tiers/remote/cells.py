@@ -21,8 +21,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._common.extras import needed
 from ..._config.tiers import cell_units
-from ..._extras import needed
 from ..._kernel.layout import Layout
 from .plans import CellLabel
 

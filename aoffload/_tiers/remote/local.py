@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._common.env import Env
 from ..._config.tiers import RemoteTier
 from ..._kernel.layout import Layout
 from ..._kernel.plans import Completion, TransferPlan
@@ -16,7 +17,6 @@ from ..._transfer.breaker import StorageMove, taken
 from ..._transfer.lane import BlockChecksums
 from ..._transfer.region import KVRegion, identity_of
 from ..._transfer.transport import RemoteStatistics
-from ...env import Env
 from ...errors import TransferRefused, WrongState
 from .cells import CellShape, cells_of_tier
 from .jobs import HostRows

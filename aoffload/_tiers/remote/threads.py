@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+from ..._common.env import Env
 from ..._transfer.turns import started_thread
-from ...env import Env
 from ...errors import StoreError, TransferRefused
 
 Found = TypeVar("Found")

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..._extras import needed
-from .refusals import check_early
+from ..._common.extras import needed
+from ..._vllm.refusals import check_early
 
 if TYPE_CHECKING:
-    from .connector import AoffloadConnector
+    from ..._vllm.connector import AoffloadConnector
 
 __all__ = ["AoffloadConnector", "register"]
 
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
     if name != "AoffloadConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with _vllm():
-        found = import_module(".connector", __name__).AoffloadConnector
+        found = import_module("aoffload._vllm.connector").AoffloadConnector
     check_early()
     return found
 

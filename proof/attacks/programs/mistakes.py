@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from aoffload._reference.server import command
 from aoffload.demo.command import main as demo
-from aoffload.integrations.openai_server import ByteTokenizer, command, write_tokenizer
+from aoffload.integrations.openai_server import ByteTokenizer, write_tokenizer
 
 OPTIONS = (
     ["--log", "/no/such/place"],
