@@ -20,8 +20,8 @@ from aoffload import OffloadRuntime
 from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_bytes
 from aoffload._tiers.disk.loop import DiskState
 from aoffload.env import Env
-from aoffload.testing.simulated_disk import IOCall
 from aoffload.transport import TransferRefused
+from proof.disk.simulated_disk import IOCall
 
 pytestmark = pytest.mark.anyio
 

@@ -45,8 +45,8 @@ from aoffload.env import Env
 from aoffload.ledger import Completion, Outcome, Prefix, Root
 from aoffload.ranks import LocalRank, RankTransport
 from aoffload.testing import SimulatedStore
-from aoffload.testing.programs.fingerprint import fingerprint
 from aoffload.transport import LocalTransport
+from proof.programs.fingerprint import fingerprint
 
 
 def _raise(*_: Any, **__: Any) -> Any:

@@ -21,7 +21,7 @@ from aoffload._tiers.disk.forgetting import DiskTrouble
 from aoffload._tiers.disk.plans import BlockLabel, DiskPayload, RestoredRun
 from aoffload._transfer.local import LocalTransport
 from aoffload.env import Env
-from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
+from proof.disk.simulated_disk import DiskFault, IOCall, SimulatedDisk
 
 BLOCK = 4096
 NUM_HOST = 16
