@@ -3,6 +3,11 @@
 A program is a world (layout, pools, policy) and calls, as plain data. `explore_programs` draws programs from seeds and
 checks every law; a program that breaks one can be shortened (`Broken.shortest`) and printed as a test (`as_test`).
 
+The faces: `ledger`; `kernel`, a ledger without any feature; `engine`, a `HostCache`; `meddled` and `meddled-engine`,
+these with an extension that leases, takes and cuts at every `on_` hook; `asyncio` and `trio`, an `OffloadRuntime` whose
+clients are tasks; `engine-asyncio` and `engine-trio`, a `HostCacheRuntime`. `replay_program("ledger seed=17 calls=60")`
+draws a program again from its line.
+
 `calls_of` lists the calls with their arguments. On a ledger and an engine, `who`, `name`, `step` and `job` are names of
 requests, pins or transfers, forwards, and jobs such as `r1:load:0`. `serve` is a whole request, `land` lands all that
 was planned, `settle` says how one copy ends. On an engine, `ask` matches again, `fewer` leaves units of its hit aside,
