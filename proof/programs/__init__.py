@@ -31,8 +31,7 @@ from .explore import (
     replay_program,
     run_program,
 )
-from .outcome import Outcome
-from .program import Call, Face, GroupShape, Program, World, draw_world
+from .program import Call, Face, GroupShape, Outcome, Program, World, draw_world
 from .shortening import as_test
 from .vocabulary import calls_of
 

@@ -37,23 +37,23 @@ class DiskDraw(ABC):
         `evicts`: what empties the device. `restarts`: the process may be killed instead."""
         rng, known = self.rng, self.prompts.identity()
         self.prompts.served(known["tokens"])
-        story = [Call("serve", {**known, "new": self.prompts.tokens(rng.choice((0, 0, 1)))})]
+        sequence = [Call("serve", {**known, "new": self.prompts.tokens(rng.choice((0, 0, 1)))})]
         if self.machine.world.store_policy == "selective:2":
-            story.append(Call("serve", known))
-        story += self.to_host(known) if restarts else []
-        story += [Call("land"), Call("disk_flush", {"most": rng.choice((1000, 1000, 3))})]
-        story.append(Call("land"))
+            sequence.append(Call("serve", known))
+        sequence += self.to_host(known) if restarts else []
+        sequence += [Call("land"), Call("disk_flush", {"most": rng.choice((1000, 1000, 3))})]
+        sequence.append(Call("land"))
         killed = [self._restart(), *[Call("survive", {"most": 1000})] * rng.choice((0, 1, 1))]
-        story += killed if restarts and rng.random() < 0.4 else [*evicts, self._forget_host()]
+        sequence += killed if restarts and rng.random() < 0.4 else [*evicts, self._forget_host()]
         wanted = {**known, "tokens": known["tokens"] + self.prompts.tokens(rng.choice((0, 1, 1, 4)))}
         names = [self._name("d") for _ in range(rng.choice((1, 1, 2)))]
-        story += [Call("admit", {"who": name, **wanted}) for name in names]
-        story += [Call("fetch", {"name": self._name("fetch"), **rng.choice((wanted, known))}) for _ in names]
-        story += [Call("land")] * rng.choice((0, 1, 1, 1))
-        story += [Call("match_fetched", {"who": name}) for name in names]
+        sequence += [Call("admit", {"who": name, **wanted}) for name in names]
+        sequence += [Call("fetch", {"name": self._name("fetch"), **rng.choice((wanted, known))}) for _ in names]
+        sequence += [Call("land")] * rng.choice((0, 1, 1, 1))
+        sequence += [Call("match_fetched", {"who": name}) for name in names]
         if restarts:
-            story += [Call("allocate", {"who": name}) for name in names]
-        return story + [Call("load", {"who": name}) for name in names]
+            sequence += [Call("allocate", {"who": name}) for name in names]
+        return sequence + [Call("load", {"who": name}) for name in names]
 
     def to_host(self, known: dict[str, Any]) -> list[Call]:
         """Calls that store a served prompt if the policy stores nothing at commit."""

@@ -35,8 +35,8 @@ class EngineDraw(RemoteDraw, JobDraw):
     def __init__(self, rng: random.Random, machine: EngineMachine) -> None:
         self.rng, self.machine = rng, machine
         factors = (0.0, 0.0, 0.3, 1.0, 3.0)
-        table = WEIGHTS | (DISK_WEIGHTS | {"story": 1.0} if machine.world.num_disk_blocks else {})
-        table |= REMOTE_WEIGHTS | {"story": 3.0} if machine.world.cell_units else {}
+        table = WEIGHTS | (DISK_WEIGHTS | {"sequence": 1.0} if machine.world.num_disk_blocks else {})
+        table |= REMOTE_WEIGHTS | {"sequence": 3.0} if machine.world.cell_units else {}
         table |= {"hint": 0.8} if machine.world.eviction != "lru" else {}
         self.kinds, core = list(table), (*CORE, *CORE_OF_DISK, *CORE_OF_REMOTE)
         self.weights = [weight * (1.0 if name in core else rng.choice(factors)) for name, weight in table.items()]
@@ -100,7 +100,7 @@ class EngineDraw(RemoteDraw, JobDraw):
             self._ahead.insert(rng.randint(1, len(self._ahead)), Call("reset"))
         return Call("serve", prompt)
 
-    def _story(self) -> Call:
+    def _sequence(self) -> Call:
         world, evicts = self.machine.world, [Call("evict")]
         if world.cell_units and (not world.num_disk_blocks or self.rng.random() < 0.5):
             tells = self.out_and_back if self.rng.random() < 0.5 else self.out_and_wrong

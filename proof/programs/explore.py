@@ -19,14 +19,13 @@ from aoffload.testing.violations import Violation
 
 from .engine_draw import EngineDraw
 from .engine_machine import EngineMachine
-from .kernel import KernelDraw, KernelMachine, MeddledEngineMachine, MeddledMachine
 from .ledger_machine import LedgerMachine
-from .ledger_stories import LedgerStories
+from .ledger_sequences import LedgerSequences
 from .machine import Machine
-from .outcome import Outcome
 from .program import (
     Call,
     Face,
+    Outcome,
     Program,
     World,
     check_face,
@@ -37,6 +36,7 @@ from .program import (
     with_learning,
     without_laziness,
 )
+from .seam import KernelDraw, KernelMachine, MeddledEngineMachine, MeddledMachine
 from .shortening import shorten
 
 __all__ = [
@@ -74,9 +74,9 @@ def _of_an_engine(world: World) -> World:
 
 
 LEDGERS: Mapping[str, _Kind] = {
-    "ledger": _Kind(LedgerMachine, LedgerStories, lambda world: with_learning(with_a_store(with_a_disk(world)))),
+    "ledger": _Kind(LedgerMachine, LedgerSequences, lambda world: with_learning(with_a_store(with_a_disk(world)))),
     "kernel": _Kind(KernelMachine, KernelDraw, lambda world: attrs.evolve(world, store_policy="eager")),
-    "meddled": _Kind(MeddledMachine, LedgerStories, lambda world: with_learning(with_a_store(with_a_disk(world)))),
+    "meddled": _Kind(MeddledMachine, LedgerSequences, lambda world: with_learning(with_a_store(with_a_disk(world)))),
     "engine": _Kind(EngineMachine, EngineDraw, _of_an_engine),
     "meddled-engine": _Kind(MeddledEngineMachine, EngineDraw, _of_an_engine),
 }

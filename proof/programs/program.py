@@ -14,6 +14,7 @@ from aoffload._config.groups import AttentionKind, ChunkedLocal, FullAttention, 
 from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, LearnedEviction, RemoteTier, record_bytes
 from aoffload._extensions.store_policies import LazyStore, SelectiveStore
 from aoffload.errors import InvalidArgument
+from aoffload.testing.violations import Violation
 
 from .vocabulary import check_call
 
@@ -21,6 +22,7 @@ __all__ = [
     "Call",
     "Face",
     "GroupShape",
+    "Outcome",
     "Program",
     "World",
     "check_face",
@@ -186,6 +188,19 @@ class Program:
 
     def with_calls(self, calls: Sequence[Call]) -> Program:
         return attrs.evolve(self, calls=tuple(calls))
+
+
+@attrs.frozen
+class Outcome:
+    """How a program ended."""
+
+    violation: Violation | None
+    num_calls: int
+    """Public calls made, refused ones included."""
+    features: frozenset[str]
+    """Names of the features that this program has met, for the table of pairs."""
+    digest: str
+    """Hash of everything that could be observed: equal in every process."""
 
 
 def draw_world(rng: random.Random) -> World:

@@ -29,30 +29,32 @@ class RemoteDraw(DiskDraw):
         `evicts`: what empties the device. `allocates`: requests take blocks of the ledger's."""
         rng, known = self.rng, self.prompts.identity()
         self.prompts.served(known["tokens"])
-        story = [Call("serve", {**known, "new": self.prompts.tokens(rng.choice((0, 0, 1)))}), Call("serve", known)]
-        story += self.to_host(known) if allocates else []
-        story += [Call("land"), Call("remote_stores", {"most": rng.choice((1000, 1000, 4))})]
-        story += [self._end_remote(), Call("remote_stores", {"most": 1000})] if rng.random() < 0.5 else []
-        story.append(Call("land"))
+        sequence = [Call("serve", {**known, "new": self.prompts.tokens(rng.choice((0, 0, 1)))}), Call("serve", known)]
+        sequence += self.to_host(known) if allocates else []
+        sequence += [Call("land"), Call("remote_stores", {"most": rng.choice((1000, 1000, 4))})]
+        sequence += [self._end_remote(), Call("remote_stores", {"most": 1000})] if rng.random() < 0.5 else []
+        sequence.append(Call("land"))
         if rng.random() < 0.3:
-            story.append(Call(rng.choice(("lose_cell", "poison_cell")), {"at": rng.randrange(9)}))
-        story += [*evicts, self._forget_host()]
+            sequence.append(Call(rng.choice(("lose_cell", "poison_cell")), {"at": rng.randrange(9)}))
+        sequence += [*evicts, self._forget_host()]
         wanted = {**known, "tokens": known["tokens"] + self.prompts.tokens(rng.choice((0, 1, 1, 4)))}
         ends = rng.choice(([], [Call("land")], [self._end_remote()]))
-        return story + self._come_back(known, wanted, ends, allocates=allocates)
+        return sequence + self._come_back(known, wanted, ends, allocates=allocates)
 
     def _come_back(
         self, known: dict[str, Any], wanted: dict[str, Any], ends: list[Call], *, allocates: bool
     ) -> list[Call]:
         rng = self.rng
         names = [self._name("c") for _ in range(rng.choice((1, 1, 2)))]
-        story = [Call("admit", {"who": name, **wanted}) for name in names]
+        sequence = [Call("admit", {"who": name, **wanted}) for name in names]
         for _ in names:
-            story.append(Call("fetch", {"name": self._name("fetch"), **rng.choice((wanted, known)), **self._answer()}))
-        story += ends
-        story += [Call("match_fetched", {"who": name}) for name in names]
-        story += [Call("allocate", {"who": name}) for name in names] if allocates else []
-        return story + [Call("load", {"who": name}) for name in names]
+            sequence.append(
+                Call("fetch", {"name": self._name("fetch"), **rng.choice((wanted, known)), **self._answer()})
+            )
+        sequence += ends
+        sequence += [Call("match_fetched", {"who": name}) for name in names]
+        sequence += [Call("allocate", {"who": name}) for name in names] if allocates else []
+        return sequence + [Call("load", {"who": name}) for name in names]
 
     def out_and_wrong(self, evicts: list[Call], *, allocates: bool) -> list[Call]:
         """What a forward has computed goes out to the store, also what other requests have computed behind it, and then
@@ -62,23 +64,23 @@ class RemoteDraw(DiskDraw):
         known = {name: value for name, value in prompt.items() if name != "reads_cache"}
         longer = {**known, "tokens": known["tokens"] + self.prompts.tokens(rng.choice((0, 1, 4, 8)))}
         length = len(known["tokens"])
-        story = [Call("admit", {"who": who, **prompt})]
-        story += [Call("allocate", {"who": who})] if allocates else []
-        story += [Call("load", {"who": who}), Call("compute", {"who": who, "stop": length}), Call("land")]
-        story += [Call("serve", longer)] * rng.choice((1, 2, 2)) + (self.to_host(known) if allocates else [])
-        story.append(Call("land"))
-        story.append(Call("remote_stores", {"most": rng.choice((1000, 1000, 4)), "blind": rng.random() < 0.3}))
+        sequence = [Call("admit", {"who": who, **prompt})]
+        sequence += [Call("allocate", {"who": who})] if allocates else []
+        sequence += [Call("load", {"who": who}), Call("compute", {"who": who, "stop": length}), Call("land")]
+        sequence += [Call("serve", longer)] * rng.choice((1, 2, 2)) + (self.to_host(known) if allocates else [])
+        sequence.append(Call("land"))
+        sequence.append(Call("remote_stores", {"most": rng.choice((1000, 1000, 4)), "blind": rng.random() < 0.3}))
         jobs = [f"watermark:store:{at}" for at in range(6)]
         launches, is_late = [Call("launch", {"job": job}) for job in jobs], rng.random() < 0.5
         if is_late:  # the puts have failed, and arrive after the removal
-            story.append(Call("end_remote", {"outcome": "failed", "at": 3}))
+            sequence.append(Call("end_remote", {"outcome": "failed", "at": 3}))
         else:
-            story += rng.choice(([Call("land")], [Call("land")], launches))
-        story += [*evicts, self._forget_host()] if is_late or rng.random() < 0.5 else []
-        story.append(Call("invalidate", {"who": who, "from_token": rng.randint(0, max(0, length - 2))}))
-        story += [Call("release", {"who": who, "reason": "failed"})] * rng.choice((0, 1))
-        story += [Call("land")] * rng.choice((0, 1)) + [Call("arrive", {"at": 0})] * (3 * is_late)
-        return story + self._come_back(known, longer, [Call("land")], allocates=allocates)
+            sequence += rng.choice(([Call("land")], [Call("land")], launches))
+        sequence += [*evicts, self._forget_host()] if is_late or rng.random() < 0.5 else []
+        sequence.append(Call("invalidate", {"who": who, "from_token": rng.randint(0, max(0, length - 2))}))
+        sequence += [Call("release", {"who": who, "reason": "failed"})] * rng.choice((0, 1))
+        sequence += [Call("land")] * rng.choice((0, 1)) + [Call("arrive", {"at": 0})] * (3 * is_late)
+        return sequence + self._come_back(known, longer, [Call("land")], allocates=allocates)
 
     def _answer(self) -> dict[str, Any]:
         """What the store is said to have: mostly what it has."""

@@ -67,10 +67,10 @@ class DiskDrawing(ABC):
         """What a forward has computed goes down to the disk, and then it turns out that the forward has failed. After a
         restart nothing of it may be there."""
         rng, known = self.rng, {"tokens": self._identity()["tokens"]}
-        story = [Call(call, {"who": name}) for call in self.COMPUTES]
-        story += [Call("serve", {"who": f"{name}'", **known}) for _ in range(rng.choice((0, 1, 1, 2)))]
-        story += [Call("flush", {"who": f"{name}'"})] * rng.choice((0, 0, 1, 2))
-        story += [Call("invalidate", {"who": name, "back": rng.choice((1, 3, 30))})]
-        story += [Call("flush", {"who": f"{name}'"})] * rng.choice((0, 1))
-        self._ahead += [*story, Call("restart", {"how": "killed"}), *self._after_a_restart(name)]
+        sequence = [Call(call, {"who": name}) for call in self.COMPUTES]
+        sequence += [Call("serve", {"who": f"{name}'", **known}) for _ in range(rng.choice((0, 1, 1, 2)))]
+        sequence += [Call("flush", {"who": f"{name}'"})] * rng.choice((0, 0, 1, 2))
+        sequence += [Call("invalidate", {"who": name, "back": rng.choice((1, 3, 30))})]
+        sequence += [Call("flush", {"who": f"{name}'"})] * rng.choice((0, 1))
+        self._ahead += [*sequence, Call("restart", {"how": "killed"}), *self._after_a_restart(name)]
         return Call("request", {"who": name, **known, "reads_cache": rng.random() < 0.3})

@@ -11,11 +11,11 @@ import attrs
 from aoffload._kernel.states import RequestState
 from aoffload.testing.faults import DISK_FAULTS, FAULTS, REMOTE_FAULTS
 
+from .load_choice import RANDOM
 from .program import Call, World, draw_world, with_a_disk, with_learning, words_of
 from .runtime_arguments import ArgumentDrawing
 from .runtime_director import Director
 from .runtime_disk_draw import DiskDrawing
-from .whims import WHIM
 
 __all__ = ["Drawing", "draw_opening", "draw_runtime_world"]
 
@@ -27,7 +27,7 @@ _MANY = {"leap": 250, "block": 250, "worker": 250, "log": 60}
 """Faults with many opportunities in a program."""
 OF_HINTS = 0.06
 """The share of the calls that are hints, where eviction learns."""
-STORIES = ("away", "twins")
+SEQUENCES = ("away", "twins")
 """What is drawn for one client and is more than a call of its own."""
 STATES = {
     RequestState.QUEUED: "entered", RequestState.MATCHED: "entered", RequestState.PINNED: "entered",
@@ -68,7 +68,7 @@ def _when(rng: random.Random, kind: str) -> dict[str, Any]:
 def _chosen(world: World) -> list[Call]:
     """In half of the worlds, not all that could be loaded is. Which follows from the world itself."""
     chance = random.Random(f"{words_of(world)} choice")
-    choice = chance.choice((None, None, "cost", WHIM))
+    choice = chance.choice((None, None, "cost", RANDOM))
     speed = {"prefill_tokens_per_s": chance.choice((30.0, 1e3, 3e4))} if chance.random() < 0.7 else {}
     return [Call("configure", {"load_choice": choice, **speed})] if choice else []
 
@@ -171,9 +171,9 @@ class Drawing(ArgumentDrawing, DiskDrawing):
                 drawn = _drawn(self.rng, among)
         if drawn == "any":
             drawn = self.rng.choice(odds.any)
-        if drawn in STORIES:
-            story: Callable[[str], Call] = getattr(self, f"_{drawn}")
-            return story(name)
+        if drawn in SEQUENCES:
+            sequence: Callable[[str], Call] = getattr(self, f"_{drawn}")
+            return sequence(name)
         maker: Callable[[], dict[str, Any]] = getattr(self, f"_{drawn}", dict)
         name_of = {"early": "step", "reset_device": "reset", "reset_host": "reset", "wrong": ""}.get(drawn, drawn)
         args = maker()

@@ -14,10 +14,9 @@ from aoffload.testing.plans import Plan
 from aoffload.testing.simulation import Simulation, undisturbed, violation_of
 from aoffload.testing.violations import Violation
 
-from .outcome import Outcome
-from .owned_clients import EngineDirector
-from .owned_draw import EngineDrawing, draw_engine_options, draw_engine_world
-from .program import Call, Face, Program, World
+from .engine_runtime_clients import EngineDirector
+from .engine_runtime_draw import EngineDrawing, draw_engine_options, draw_engine_world
+from .program import Call, Face, Outcome, Program, World
 from .runtime_director import Director
 from .runtime_draw import Drawing, draw_opening, draw_runtime_world
 

@@ -24,12 +24,12 @@ from aoffload.testing.slots import Slots
 from aoffload.testing.violations import Violation
 
 from .ledger_recorder import Recorder
+from .load_choice import RANDOM, RandomLoadChoice
 from .program import Program
 from .runtime_bytes import ProgramEngine
 from .runtime_requests import Served
 from .runtime_state import Told, picture
 from .state_digest import state_digest
-from .whims import WHIM, Whim
 
 __all__ = ["Role", "Stage"]
 
@@ -313,8 +313,8 @@ class Stage:
 def _options_of(program: Program) -> dict[str, Any]:
     """The options that the program's `configure` calls set."""
     found = {name: value for call in program.calls if call.name == "configure" for name, value in call.args.items()}
-    if found.get("load_choice") == WHIM:
-        found["load_choice"] = Whim(random.Random(f"whims {program.seed}"))
+    if found.get("load_choice") == RANDOM:
+        found["load_choice"] = RandomLoadChoice(random.Random(f"load choice {program.seed}"))
     return found
 
 

@@ -12,8 +12,7 @@ from aoffload._tiers.disk.extension import DiskExtension
 from aoffload._tiers.disk.loop import DiskWork
 from aoffload.testing.slots import Slots
 from proof.programs import GroupShape, Program, World, as_test, call, check_program, run_program
-from proof.programs.outcome import Outcome
-from proof.programs.program import Call, Face
+from proof.programs.program import Call, Face, Outcome
 from proof.programs.runtime_face import KINDS, draw_and_run
 
 FACES: tuple[Face, ...] = ("asyncio", "trio", "engine-asyncio", "engine-trio")

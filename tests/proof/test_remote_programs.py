@@ -16,8 +16,7 @@ from aoffload._tiers.remote.removals import Removals
 from aoffload._tiers.remote.rules import RemoteStores
 from proof.programs import Program, as_test, call, check_program, run_program
 from proof.programs.explore import LEDGERS, _draw_ledger_program
-from proof.programs.outcome import Outcome
-from proof.programs.program import Face, GroupShape, World, draw_world
+from proof.programs.program import Face, GroupShape, Outcome, World, draw_world
 
 FACES: tuple[Face, ...] = ("ledger", "engine")
 each_face = pytest.mark.parametrize("face", FACES)

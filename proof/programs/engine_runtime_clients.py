@@ -11,8 +11,8 @@ import attrs
 from aoffload._kernel.states import RequestState
 from aoffload.testing.violations import Violation
 
-from .owned_requests import EngineServed
-from .owned_stage import EngineStage
+from .engine_runtime_requests import EngineServed
+from .engine_runtime_stage import EngineStage
 from .runtime_clients import Actor
 from .runtime_director import Director
 from .runtime_requests import Served, Work

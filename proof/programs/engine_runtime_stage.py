@@ -12,8 +12,8 @@ from aoffload.testing.violations import Violation
 
 from .engine_laws import check_held, check_written_to
 from .engine_pool import EnginePool, pool_of
+from .engine_runtime_requests import EngineServed
 from .engine_tables import EngineTables, Tables
-from .owned_requests import EngineServed
 from .runtime_bytes import ProgramEngine
 from .runtime_requests import Served
 from .runtime_stage import Stage

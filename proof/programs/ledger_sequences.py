@@ -1,4 +1,4 @@
-"""Stories: sequences of calls that belong together. Most failures need one; any other call may come in between."""
+"""Sequences of calls that belong together. Most failures need one; any other call may come in between."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from .ledger_draw import LedgerDraw
 from .ledger_machine import LedgerMachine
 from .program import Call
 
-__all__ = ["LedgerStories"]
+__all__ = ["LedgerSequences"]
 
 Step: TypeAlias = Callable[[], Call | None]
-"""Draws the next call of a story for the current state; None, if it does not fit any more."""
+"""Draws the next call of a sequence for the current state; None, if it does not fit any more."""
 
 
-class LedgerStories(LedgerDraw):
-    """Draws single calls, and begins a story now and then."""
+class LedgerSequences(LedgerDraw):
+    """Draws single calls, and begins a sequence now and then."""
 
     def __init__(self, rng: random.Random, machine: LedgerMachine) -> None:
         super().__init__(rng, machine)
         self._ahead: list[Step] = []
-        self._stories: tuple[Callable[[], list[Step]], ...] = (self._kept_and_wanted, self._forked, self._reset_between)
+        self._sequences: tuple[Callable[[], list[Step]], ...] = (
+            self._kept_and_wanted,
+            self._forked,
+            self._reset_between,
+        )
         if machine.world.num_host_blocks:
-            self._stories += (self._away_and_back,) * 4
+            self._sequences += (self._away_and_back,) * 4
         if machine.world.num_disk_blocks:
-            self._stories += (self._down_and_up,) * 4 + (self._down_and_wrong,)
+            self._sequences += (self._down_and_up,) * 4 + (self._down_and_wrong,)
         if machine.world.cell_units:
-            self._stories += (self._away_and_back,) * 4 + (self._out_and_back,) * 6 + (self._out_and_wrong,) * 7
+            self._sequences += (self._away_and_back,) * 4 + (self._out_and_back,) * 6 + (self._out_and_wrong,) * 7
             self.outcomes = rng.choice(((12, 2, 2, 1), (4, 2, 2, 2), (1, 1, 1, 1)))
         has_more = machine.world.num_disk_blocks or machine.world.cell_units
         often = (0.03, 0.06, 0.12, 0.3) if has_more else (0.0, 0.03, 0.06, 0.12)
@@ -40,7 +44,7 @@ class LedgerStories(LedgerDraw):
     def next(self) -> Call:
         while True:
             if not self._ahead and self.rng.random() < self._how_often:
-                self._ahead = self.rng.choice(self._stories)()
+                self._ahead = self.rng.choice(self._sequences)()
             if not self._ahead or self.rng.random() < 0.25:
                 return super().next()
             if (call := self._ahead.pop(0)()) is not None:
@@ -54,57 +58,57 @@ class LedgerStories(LedgerDraw):
     def _longer(self, known: dict[str, Any], *tails: int) -> dict[str, Any]:
         return {**known, "tokens": known["tokens"] + self.prompts.tokens(self.rng.choice(tails))}
 
-    # -- stories ----------------------------------------------------------------------------------------------------
+    # -- sequences ----------------------------------------------------------------------------------------------------
 
     def _away_and_back(self) -> list[Step]:
         """A prompt goes to the host, and one or two requests want it again, which find more or less of it there."""
         rng, policy = self.rng, self.machine.world.store_policy
         served, known = self._served()
         wanted, names = self._longer(known, 0, 0, 1, 4), [self._name("r") for _ in range(rng.choice((1, 1, 2)))]
-        story: list[Step] = [_call(served.name, served.args)]
+        sequence: list[Step] = [_call(served.name, served.args)]
         if policy == "off" or rng.random() < 0.1:
-            story.append(_call("demote", {"name": self._name("e"), **known}))
+            sequence.append(_call("demote", {"name": self._name("e"), **known}))
         elif policy.startswith("lazy"):
-            story.append(self._watermark)
-        story += [_call("land"), self._evict]
-        story += [_call("admit", {"who": name, **wanted}) for name in names]
-        story += [_call("allocate", {"who": name}) for name in names]
+            sequence.append(self._watermark)
+        sequence += [_call("land"), self._evict]
+        sequence += [_call("admit", {"who": name, **wanted}) for name in names]
+        sequence += [_call("allocate", {"who": name}) for name in names]
         if rng.random() < 0.3:
-            story += self._twin(known)
+            sequence += self._twin(known)
         if rng.random() < 0.2:
-            story.append(partial(self._extend_further, names[0]))
-        story += [_call("load", {"who": name}) for name in names]
+            sequence.append(partial(self._extend_further, names[0]))
+        sequence += [_call("load", {"who": name}) for name in names]
         ends = rng.random()
         if ends < 0.15:  # a forward starts on it, and counts
-            return [*story, partial(self._start_early, names[0]), _call("land"), self._end]
-        return story + (self._in_vain(names[0], known) if ends < 0.6 else [])
+            return [*sequence, partial(self._start_early, names[0]), _call("land"), self._end]
+        return sequence + (self._in_vain(names[0], known) if ends < 0.6 else [])
 
     def _twin(self, known: dict[str, Any]) -> list[Step]:
         """Another request computes the same first tokens, and may hold the rest of the room."""
         rng, who = self.rng, self._name("t")
         num_same = rng.randint(1, len(known["tokens"]))
         tokens = known["tokens"][:num_same] + self.prompts.tokens(rng.choice((0, 0, 2, 8)))
-        story: list[Step] = [
+        sequence: list[Step] = [
             _call("admit", {"who": who, **known, "tokens": tokens, "reads_cache": False}),
             partial(self._squeeze, who) if rng.random() < 0.4 else _call("allocate", {"who": who}),
             _call("load", {"who": who}),
         ]
-        return [*story, _call("compute", {"who": who, "stop": rng.randint(num_same, len(tokens))})]
+        return [*sequence, _call("compute", {"who": who, "stop": rng.randint(num_same, len(tokens))})]
 
     def _in_vain(self, name: str, known: dict[str, Any]) -> list[Step]:
         """A load fails or is abandoned. A forward may have started on it, and other requests may come meanwhile."""
-        rng, story = self.rng, list[Step]()
+        rng, sequence = self.rng, list[Step]()
         is_early = rng.random() < 0.5
         if is_early:
-            story.append(partial(self._start_early, name))
+            sequence.append(partial(self._start_early, name))
         if rng.random() < 0.5:
-            story += self._twin(known)
+            sequence += self._twin(known)
         if rng.random() < 0.4:
             who = self._name("r")
-            story += [_call("admit", {"who": who, "tokens": [9]}), partial(self._squeeze, who)]
-        story += [_call("abandon", {"who": name})] if rng.random() < 0.4 else [partial(self._lose, name)] * 3
+            sequence += [_call("admit", {"who": who, "tokens": [9]}), partial(self._squeeze, who)]
+        sequence += [_call("abandon", {"who": name})] if rng.random() < 0.4 else [partial(self._lose, name)] * 3
         if is_early and rng.random() < 0.5:
-            story += [_call("land"), _call("begin_again", {"who": name})]
+            sequence += [_call("land"), _call("begin_again", {"who": name})]
         resets, leaves = _call("reset", {"tier": "DEVICE"}), partial(self._release_but, name)
         afterwards: tuple[list[Step], ...] = (
             [],
@@ -113,7 +117,7 @@ class LedgerStories(LedgerDraw):
             [leaves, leaves, resets],
             [self._late, self._invalidate],
         )
-        return [*story, *rng.choice(afterwards)]
+        return [*sequence, *rng.choice(afterwards)]
 
     def _kept_and_wanted(self) -> list[Step]:
         """A prompt is pinned. A request wants it and most of the room, and no other request holds room that it could
@@ -189,11 +193,11 @@ class LedgerStories(LedgerDraw):
     def _out_and_wrong(self) -> list[Step]:
         return self._with_room_now(self.out_and_wrong([Call("evict")], allocates=True))
 
-    def _with_room_now(self, story: list[Call]) -> list[Step]:
+    def _with_room_now(self, sequence: list[Call]) -> list[Step]:
         """How much is to be evicted is known when it is."""
-        return [self._evict if one.name == "evict" else _call(one.name, one.args) for one in story]
+        return [self._evict if one.name == "evict" else _call(one.name, one.args) for one in sequence]
 
-    # -- calls of stories -------------------------------------------------------------------------------------------
+    # -- calls of sequences -------------------------------------------------------------------------------------------
 
     def _extend_further(self, name: str) -> Call | None:
         client = self.machine.clients.get(name)
