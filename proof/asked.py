@@ -1,7 +1,8 @@
 """What a program can see of a core beside its answers, as the core that this process has shows it: a line each.
 
-`python -P proof/asked.py`: imports nothing of the clone but the files beside this one. Odd arguments to every call of a
-ledger, in several states; its values and records, copied, compared, pickled and written to; plug-ins.
+`python -P proof/asked.py`, with a folder in `PYTHONPATH` that has `proof`. If this folder has `aoffload`, too, its core
+answers, else that of the environment. Odd arguments to every call of a ledger, in several states; its values and
+records, copied, compared, pickled and written to; plug-ins.
 """
 
 from __future__ import annotations
@@ -16,20 +17,16 @@ import typing
 from collections.abc import Callable, Container, Iterator
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).parent))
-
-from asked_plugs import plug_ins
-from asked_worlds import ODD, ROOT, SITUATIONS, TOKENS, WORLDS, said
 
 import aoffload
 import aoffload.ledger as public
 from aoffload import Ledger
 from aoffload._kernel.extension import HOOKS
 from aoffload.ledger import Completion, LedgerExtension, Outcome, Prefix, is_compiled
-from aoffload.testing.programs.state_digest import state_digest
+from proof.asked_plugs import plug_ins
+from proof.asked_worlds import ODD, ROOT, SITUATIONS, TOKENS, WORLDS, said
+from proof.programs.state_digest import state_digest
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 

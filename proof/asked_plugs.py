@@ -7,15 +7,18 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
-
-from asked_worlds import ADDRESS, ODD, ROOT, TOKENS, WORLDS, land, said, serve
 
 import aoffload
 from aoffload import Ledger
 from aoffload._kernel.extension import HOOKS
 from aoffload.ledger import LedgerExtension, Prefix
-from aoffload.testing.programs.state_digest import state_digest
+
+from .asked_worlds import ADDRESS, ODD, ROOT, TOKENS, WORLDS, land, said, serve
+from .programs.state_digest import state_digest
+
+HERE = Path(__file__).parent
 
 
 class Failing(BaseException):
@@ -133,8 +136,13 @@ def traced(make: Callable[[], Any]) -> str:
         return ADDRESS.sub("", repr(make()))
     except BaseException as error:  # noqa: BLE001
         frames = traceback.extract_tb(error.__traceback__)
-        through = [f"{_file(one.filename)}:{one.lineno} {one.name}" for one in frames if "aoffload" in one.filename]
+        through = [f"{_file(one.filename)}:{one.lineno} {one.name}" for one in frames if _is_of_package(one.filename)]
         return ADDRESS.sub("", f"{type(error).__name__}: {error}") + "\n  " + "\n  ".join(through)
+
+
+def _is_of_package(name: str) -> bool:
+    """Whether a file is one of the package. The path of the clone may have its name, too."""
+    return "aoffload/" in name and Path(name).parent != HERE
 
 
 def _file(name: str) -> str:

@@ -22,7 +22,7 @@ def _of(*names: str) -> frozenset[str]:
 
 POLICIES = _of("eager", "lazy", "selective", "off")
 ONE_POLICY = Forbidden(POLICIES, POLICIES, "there is one store policy")
-CHOICES = _of("load by cost", "load by whim")
+CHOICES = _of("load by cost", "load by random")
 ONE_CHOICE = Forbidden(CHOICES, CHOICES, "there is one choice of loads")
 NO_COPIES = "without host blocks nothing is copied"
 OF_A_DISK = _of(

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .programs import ALL_FACES, FACES, PIECE, SEAM_FACES, SEAM_PIECE, ProgramPiece
+from .program_runs import ALL_FACES, FACES, PIECE, SEAM_FACES, SEAM_PIECE, ProgramPiece
 
 ROOT = Path(__file__).parent.parent
 WALK = ROOT / "proof" / "walk.py"
@@ -33,7 +33,8 @@ MOST = 1000
 
 
 class Build:
-    """A build of the core: the pure one of a source tree, or the one that is installed beside another interpreter."""
+    """A build of the core: the pure one of a source tree, or the one that is installed beside another interpreter. With
+    the latter, the modules of the proof come from the folder that `beside.py` has made: it has no `aoffload`."""
 
     def __init__(
         self, python: Path | None = None, script: Path = WALK, tree: Path = ROOT, *, answers: bool = False
@@ -41,8 +42,8 @@ class Build:
         self.is_compiled = python is not None
         self.command = [str(python or sys.executable), "-P", "-W", "ignore", str(script)]
         self.options = ["--answers"] if answers else []
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        self.environment = kept if python is not None else {**kept, "PYTHONPATH": str(tree)}
+        path = tree if python is None else python.parent.parent / "tree"
+        self.environment = {**os.environ, "PYTHONPATH": str(path)}
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .planting import preload
-from .programs import ProgramPiece, digests, pieces
+from .program_runs import ProgramPiece, digests, pieces
 from .verdicts import Budget, chosen, judge
 from .workers import share_out
 

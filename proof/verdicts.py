@@ -1,7 +1,7 @@
 """Judges every planted defect, and the package without a defect (the twin) by everything that judged a mutant.
 
 A mutant is shown to a thousand simulated runs of scenarios (`battery.py`) or, where no scenario can meet it, to random
-programs (`programs.py`). Where it names a test, it is shown to that alone. Only a violation or a failed test is a
+programs (`program_runs.py`). Where it names a test, it is shown to that alone. Only a violation or a failed test is a
 catch; a child that died or ran out of time is none.
 """
 
@@ -17,7 +17,7 @@ import attrs
 
 from .mutants import MUTANTS
 from .planting import PRELOADED, ChildResult, Ending, Mutant, in_child, preload
-from .programs import ENGINE_FACES, ENGINE_RUNTIME_FACES, FACES, RUNTIME_FACES, Face
+from .program_runs import ENGINE_FACES, ENGINE_RUNTIME_FACES, FACES, RUNTIME_FACES, Face
 from .workers import share_out
 
 __all__ = ["TWIN", "Budget", "chosen", "judge"]
@@ -71,7 +71,7 @@ class Case:
             return in_child("proof.mutation:named_tests", list(self.tests), self.mutant, limit_s)
         if self.judge == "programs":
             argument = {"faces": self.faces, "first_seed": self.first_seed, "programs": self.most}
-            return in_child("proof.programs:detect", argument, self.mutant, limit_s)
+            return in_child("proof.program_runs:detect", argument, self.mutant, limit_s)
         argument = {"scenarios": self.scenarios, "runs": self.most}
         return in_child("proof.battery:detect", argument, self.mutant, limit_s)
 

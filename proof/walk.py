@@ -1,9 +1,9 @@
 """Programs of one face, as the core that this process has runs them: for each a line with a digest of all its calls.
 
-`python -P proof/walk.py FACE FIRST_SEED NUM_PROGRAMS`: imports nothing of the clone, so that it is the core of the
-environment that runs. `--each` prints every call instead. `--answers` compares answers, plans and statistics alone: two
-versions of the source may name fields and arguments differently, and word errors differently. `--faces` in place of a
-face prints the faces that there are.
+`python -P proof/walk.py FACE FIRST_SEED NUM_PROGRAMS`, with a folder in `PYTHONPATH` that has `proof.programs`. If this
+folder has `aoffload`, too, its core runs, else that of the environment. `--each` prints every call instead. `--answers`
+compares answers, plans and statistics alone: two versions of the source may name fields and arguments differently, and
+word errors differently. `--faces` in place of a face prints the faces that there are.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from typing import Any, get_args
 
 from aoffload import errors
 from aoffload.ledger import is_compiled
-from aoffload.testing.programs import Face, machine, runtime_stage
-from aoffload.testing.programs.explore import steps_of
+
+try:
+    from proof.programs import Face, machine, runtime_stage
+    from proof.programs.explore import steps_of
+except ImportError:  # a commit that has them in the package
+    from aoffload.testing.programs import Face, machine, runtime_stage  # type: ignore[import-not-found, no-redef]
+    from aoffload.testing.programs.explore import steps_of  # type: ignore[import-not-found, no-redef]
 
 NUM_CALLS = 48
-"""The calls of a program, about: as many as of those of `proof.programs`."""
+"""The calls of a program, about: as many as of those of `proof.program_runs`."""
 
 
 def main(face_name: str, first: str = "0", number: str = "0", *options: str) -> None:

@@ -146,11 +146,13 @@ def test_the_sdist_is_the_tree(built: Built) -> None:
 
 
 def test_the_wheel_is_the_package(built: Built) -> None:
-    """The package with its marker for type checkers and its page's files, the licence, and nothing else."""
+    """The package with its marker for type checkers and its page's files, the licence, and nothing else: no tests, and
+    nothing of the proof."""
     inside = {name for name in built.in_wheel() if not name.startswith(f"{NAME}.dist-info/")}
     assert {"aoffload/py.typed", "aoffload/trace/assets/page.html", "aoffload/trace/assets/main.js"} <= inside
     assert "aoffload/plan/assets/plan.html" in inside
     assert inside == tracked("aoffload")
+    assert [name for name in inside if {"programs", "proof", "tests"} & {*Path(name).parts}] == []
     assert built.said("licenses/LICENSE") == (ROOT / "LICENSE").read_text()
 
 

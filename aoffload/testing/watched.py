@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["CHANGING", "ENDING", "REFUSING", "WAKING", "owner_of", "with_handles"]
+__all__ = ["CHANGING", "ENDING", "REFUSING", "WAKING", "owner_of"]
 
 CHANGING = (
     "admit", "allocate_nowait", "queue_allocation", "extend_nowait", "queue_extension", "accept", "withdraw",
@@ -31,14 +31,3 @@ def owner_of(ledger: Any, verb: str) -> Any:
         except (AttributeError, ConfigError):
             return None
     return found if hasattr(found, name) else None
-
-
-HANDLES = ("pins", "transfers", "reports", "forks", "preemption", "invalidation", "overlap")
-"""Handles whose features are made when they are read first."""
-
-
-def with_handles(ledger: Any) -> Any:
-    """`ledger`, with all features that it makes only when they are used: a refused call makes no other one."""
-    for name in HANDLES:
-        getattr(ledger, name, None)
-    return ledger

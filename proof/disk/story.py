@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import attrs
 
 from aoffload.errors import ConfigError
-from aoffload.testing.simulated_disk import Crash, DiskFault, IOCall, SimulatedDisk
 
 from .life import Broken, Life, TurnedOff, hold, open_slots
+from .simulated_disk import Crash, DiskFault, IOCall, SimulatedDisk
 from .world import World
 
 __all__ = ["Story", "every_call", "told"]

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from aoffload.testing.simulated_disk import Crash
+from .simulated_disk import Crash
 
 __all__ = ["Strand"]
 

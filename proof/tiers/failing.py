@@ -13,9 +13,9 @@ import torch
 from aoffload import ConfigError, DiskTier, KVCacheGroup, OffloadConfig, Tier
 from aoffload._transfer.local import LocalTransport
 from aoffload.errors import TransferRefused
-from aoffload.testing.simulated_disk import DiskFault, SimulatedDisk
 from proof.lines import Line
 
+from ..disk.simulated_disk import DiskFault, SimulatedDisk
 from .engine import BLOCK_TOKENS, ByteEngine, WrongBytes, tokens_of
 
 __all__ = ["each_call_failed", "one_run"]

@@ -11,7 +11,7 @@ from tagged import Tagged
 
 from aoffload import FullAttention, KVCacheGroup, OutOfBlocks, RequestState, SlidingWindow, Tier
 from aoffload.ledger import LedgerRequest, Outcome, PinState, Prefix, TransferPlan
-from aoffload.testing.programs.fingerprint import changes, fingerprint
+from proof.programs.fingerprint import changes, fingerprint
 
 FULL = KVCacheGroup("full", FullAttention(), 1)
 WINDOW = KVCacheGroup("window", SlidingWindow(3), 1)

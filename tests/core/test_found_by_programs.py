@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aoffload.testing.programs import GroupShape, Program, World, call, check_program
+from proof.programs import GroupShape, Program, World, call, check_program
 
 LOADED = [2, 1, 1, 2, 0, 0, 1, 0, 0, 2]
 

@@ -24,8 +24,7 @@ from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import JobState, Outcome, RequestState
 from aoffload.errors import DuplicateRequest, IllegalTransition, InvalidArgument, OutOfBlocks, WrongState
-from aoffload.testing.programs.fingerprint import changes, fingerprint
-from aoffload.testing.watched import with_handles
+from proof.programs.fingerprint import changes, fingerprint, with_handles
 
 S = RequestState
 A = prompt(1, 9)

@@ -18,7 +18,7 @@ from aoffload._kernel.events import Event, JobMoved, RequestMoved
 from aoffload._kernel.moves import Moves
 from aoffload._kernel.states import JOB_MOVES, REQUEST_MOVES, JobState, RequestState, State
 from aoffload.errors import IllegalTransition, WrongState
-from aoffload.testing.programs.fingerprint import fingerprint
+from proof.programs.fingerprint import fingerprint
 
 PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
 TABLES = {

@@ -23,7 +23,7 @@ from aoffload._kernel.prefix import KeySpan, Prefix, Root
 from aoffload._kernel.requests import LedgerRequest
 from aoffload._kernel.states import Direction, JobState, Outcome, RequestState
 from aoffload.errors import OutOfBlocks
-from aoffload.testing.programs.fingerprint import changes, fingerprint
+from proof.programs.fingerprint import changes, fingerprint
 
 S = RequestState
 ROOTS = [Root("m"), Root("m", "salt"), Root("m", None, "adapter"), Root("another model")]

@@ -17,7 +17,7 @@ from aoffload._extensions.transfers import CacheTransferState
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.states import Direction, Outcome, Tier
 from aoffload.errors import IllegalTransition, InvalidArgument, OutOfBlocks
-from aoffload.testing.programs.fingerprint import changes, fingerprint
+from proof.programs.fingerprint import changes, fingerprint
 
 A, B, C, D = (prompt(name, 9) for name in range(1, 5))
 GROUPS = {

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-from typing import Any
-
-import pytest
-
 from aoffload import Ledger
 from aoffload.ledger import AnyLedger
-
-PROOF = Path(__file__).resolve().parent.parent.parent / "proof"
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script imports the modules beside it by their plain names."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(PROOF)])
-    return importlib.import_module("asked")
+from proof import asked
 
 
-def test_each_needed_argument_has_a_usual_value(asked: Any) -> None:
+def test_each_needed_argument_has_a_usual_value() -> None:
     """A call of a ledger or of a handle that is new, or has a new argument, is noticed here."""
     ledger, record = asked.WORLDS["plain"].running()
     for _, parameters in asked.public_calls(Ledger):
@@ -31,7 +16,7 @@ def test_each_needed_argument_has_a_usual_value(asked: Any) -> None:
                 asked.usual(one.name, ledger, record)  # a KeyError names what is missing
 
 
-def test_calls_on_handles_are_asked(asked: Any) -> None:
+def test_calls_on_handles_are_asked() -> None:
     """No handle is left out."""
     names = [name for name, _ in asked.public_calls(Ledger)]
     assert len(set(names)) == len(names)
@@ -40,7 +25,7 @@ def test_calls_on_handles_are_asked(asked: Any) -> None:
     assert handles == own - {"num_waiting", "loads_paused", "writes_back"}
 
 
-def test_no_name_is_left_out_that_is_gone(asked: Any) -> None:
+def test_no_name_is_left_out_that_is_gone() -> None:
     """The names of calls that are not public are names of calls."""
     ledger = asked.WORLDS["plain"].ledger()
     assert all(callable(getattr(ledger, name)) for name in asked.FOR_EXTENSIONS)

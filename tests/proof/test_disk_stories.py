@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
-from aoffload.testing.simulated_disk import Crash, DiskFault, SimulatedDisk
+from proof.disk.simulated_disk import Crash, DiskFault, SimulatedDisk
 from proof.disk.story import every_call, told
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
 from aoffload._kernel.states import Outcome
 from aoffload._tiers.disk.slots import DiskOutcome, DiskSlots
-from aoffload.testing.simulated_disk import DiskFault
+from proof.disk.simulated_disk import DiskFault
 from proof.tiers import kills
 from proof.tiers.engine import WrongBytes
 from proof.tiers.failing import KINDS, one_run

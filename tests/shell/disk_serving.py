@@ -16,8 +16,8 @@ from serving import GUARD_S, Engine, TensorBlocks, assert_at_rest, config
 
 from aoffload import DiskTier, OffloadRuntime, Tier
 from aoffload._transfer.local import LocalTransport
-from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
 from aoffload.transport import Env
+from proof.disk.simulated_disk import DiskFault, IOCall, SimulatedDisk
 
 SIZE = 1 << 18
 """Some 700 slots of 128 bytes."""

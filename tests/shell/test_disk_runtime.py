@@ -20,7 +20,7 @@ from disk_serving import SIZE, Hanging, assert_quiet, of_slab, on_the_disk_only,
 
 from aoffload import ConfigError, DiskTier, OffloadRuntime, Tier
 from aoffload._transfer.backends.scripted import ScriptedTransport
-from aoffload.testing.simulated_disk import DiskFault, IOCall
+from proof.disk.simulated_disk import DiskFault, IOCall
 
 pytestmark = pytest.mark.anyio
 

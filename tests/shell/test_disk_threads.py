@@ -19,8 +19,8 @@ from disk_serving import Hanging, assert_quiet, on_the_disk_only, simulated, sto
 from aoffload import OffloadRuntime
 from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_bytes
 from aoffload._tiers.disk.loop import DiskState
-from aoffload.testing.simulated_disk import IOCall
 from aoffload.transport import Env, TransferRefused
+from proof.disk.simulated_disk import IOCall
 
 pytestmark = pytest.mark.anyio
 

@@ -16,9 +16,9 @@ from scraping import registry_of, scraped
 from aoffload.demo.logs import make_logger
 from aoffload.stores import StoreError
 from aoffload.testing import SimulatedStore
-from aoffload.testing.simulated_disk import DiskFault
 from aoffload.top.look import lines
 from aoffload.trace.command import main
+from proof.disk.simulated_disk import DiskFault
 
 A, B = list(range(17)), list(range(100, 117))
 pytestmark = pytest.mark.anyio

@@ -44,8 +44,8 @@ from aoffload.cuda import AdaptivePolling, BreakEven, CudaOptions
 from aoffload.ledger import Completion, Outcome, Prefix, Root
 from aoffload.ranks import LocalRank, RankTransport
 from aoffload.testing import SimulatedStore
-from aoffload.testing.programs.fingerprint import fingerprint
 from aoffload.transport import Env, LocalTransport
+from proof.programs.fingerprint import fingerprint
 
 
 def _raise(*_: Any, **__: Any) -> Any:

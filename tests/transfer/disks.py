@@ -20,8 +20,8 @@ from aoffload._kernel.states import Tier
 from aoffload._tiers.disk.forgetting import DiskTrouble
 from aoffload._tiers.disk.plans import BlockLabel, DiskPayload, RestoredRun
 from aoffload._transfer.local import LocalTransport
-from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
 from aoffload.transport import Env
+from proof.disk.simulated_disk import DiskFault, IOCall, SimulatedDisk
 
 BLOCK = 4096
 NUM_HOST = 16

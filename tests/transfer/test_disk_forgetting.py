@@ -19,7 +19,7 @@ from aoffload._kernel.states import Direction, Outcome, Tier
 from aoffload._tiers.disk.forgetting import ERASES
 from aoffload._tiers.disk.plans import RestoredRun
 from aoffload.errors import TransferRefused
-from aoffload.testing.simulated_disk import DiskFault, SimulatedDisk
+from proof.disk.simulated_disk import DiskFault, SimulatedDisk
 
 HOST, DISK = Tier.HOST, Tier.DISK
 LABELS = labels(prompt(1, 2, 3, 4, 5, 6))

@@ -24,7 +24,7 @@ from aoffload._tiers.disk.records import SlotLayout
 from aoffload._tiers.disk.slots import DiskSlots
 from aoffload._transfer.backends.base import anonymous_memory
 from aoffload.errors import ConfigError
-from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
+from proof.disk.simulated_disk import DiskFault, IOCall, SimulatedDisk
 
 
 @pytest.fixture

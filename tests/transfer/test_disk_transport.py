@@ -23,7 +23,7 @@ from aoffload._transfer.backends.base import RegionBackend
 from aoffload._transfer.breaker import Closed, Opened, Use
 from aoffload._transfer.local import LocalTransport
 from aoffload.errors import TransferRefused, WrongState
-from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
+from proof.disk.simulated_disk import DiskFault, IOCall, SimulatedDisk
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 LABELS = labels(prompt(1, 2, 3, 4, 5, 6))

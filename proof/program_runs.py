@@ -1,0 +1,163 @@
+"""Random programs of public calls: a campaign, and the programs that planted defects are shown to.
+
+Both draw the same programs from the same seeds, so the campaign shows that these break no law without a defect.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+
+if TYPE_CHECKING:  # a process that plants defects must not import the package
+    from .programs import Broken, ProgramTally
+
+__all__ = [
+    "ALL_FACES",
+    "ENGINE_FACES",
+    "ENGINE_RUNTIME_FACES",
+    "FACES",
+    "SEAM_FACES",
+    "RUNTIME_FACES",
+    "ProgramPiece",
+    "detect",
+    "digests",
+    "pieces",
+]
+
+Face = Literal[
+    "ledger", "kernel", "meddled", "engine", "meddled-engine", "asyncio", "trio", "engine-asyncio", "engine-trio"
+]  # fmt: skip
+RUNTIME_FACES: tuple[Face, ...] = ("asyncio", "trio")
+ENGINE_RUNTIME_FACES: tuple[Face, ...] = ("engine-asyncio", "engine-trio")
+ENGINE_FACES: tuple[Face, ...] = ("engine", *ENGINE_RUNTIME_FACES)
+FACES: tuple[Face, ...] = (
+    *("ledger",) * 6, "asyncio", *("engine",) * 2, "engine-asyncio",
+    *("ledger",) * 6, "trio", *("engine",) * 2, "engine-trio",
+)  # fmt: skip
+"""The faces in turn. Most programs are of a ledger, which makes the decisions: a call of a runtime takes twice as
+long. Planted defects are shown to these faces."""
+SEAM_FACES: tuple[Face, ...] = ("kernel", "meddled", "meddled-engine")
+"""The kernel without extensions, and ledgers with an extension that meddles at every hook."""
+ALL_FACES: tuple[Face, ...] = (*SEAM_FACES, *dict.fromkeys(FACES))
+NUM_CALLS = 48
+"""The calls of a program, about."""
+PIECE = 200
+"""Programs that a worker explores at a time."""
+SEAM_PIECE = 100
+"""The same for a face of `SEAM_FACES`. It has one piece in each round of `FACES`."""
+MOST_SECONDS = 20.0
+"""CPU seconds of this process for one program, which takes milliseconds."""
+MOST_SHORTENINGS = 3000
+TOO_LONG = "a hang"
+
+
+# -- the campaign -----------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class ProgramPiece:
+    """Some programs of one face."""
+
+    face: Face
+    first_seed: int
+    num_programs: int = PIECE
+
+    def explore(self) -> dict[str, Any]:
+        from .programs import explore_programs
+
+        return _told(self.face, explore_programs(self.face, self.first_seed, self.num_programs, NUM_CALLS))
+
+
+def pieces(num_programs: int, first_seed: int = 0) -> list[ProgramPiece]:
+    """Pieces of at least `num_programs` programs in all: faces in their shares, seeds of each from `first_seed` on."""
+    sizes = {**dict.fromkeys(FACES, PIECE), **dict.fromkeys(SEAM_FACES, SEAM_PIECE)}
+    in_turn = (*FACES, *SEAM_FACES)
+    num_rounds = -(-num_programs // sum(sizes[face] for face in in_turn))
+    seeds = {face: itertools.count(first_seed, size) for face, size in sizes.items()}
+    found = [ProgramPiece(face, next(seeds[face]), sizes[face]) for _ in range(num_rounds) for face in in_turn]
+    return sorted(found, key=lambda piece: piece.face == "ledger")  # runtime programs take longest: first
+
+
+def _told(face: Face, found: ProgramTally) -> dict[str, Any]:
+    """A tally as JSON. Of the broken programs only the first is shortened."""
+    return {
+        "face": face,
+        "programs": found.num_programs,
+        "calls": found.num_calls,
+        "layouts": sorted(map(str, found.layouts)),
+        "pairs": [[*pair, count] for pair, count in sorted(found.pairs.items())],
+        "violations": [
+            [one.line, one.violation, _as_test(one) if one is found.broken[0] else ""] for one in found.broken
+        ],
+        "digest": found.digest,
+    }
+
+
+def _as_test(broken: Broken) -> str:
+    """A test that can be pasted."""
+    from .programs import as_test
+
+    return as_test(broken.shortest(MOST_SHORTENINGS), "what_a_program_found", broken.violation)
+
+
+def digests(num_programs: int) -> dict[str, str]:
+    """Digests of what a few programs of each face show: equal in every process, or seeds do not replay programs."""
+    from .programs import explore_programs
+
+    return {
+        f"{num_programs} programs of {face}": explore_programs(face, 0, num_programs, NUM_CALLS).digest
+        for face in ALL_FACES
+    }
+
+
+# -- planted defects --------------------------------------------------------------------------------------------------
+
+
+def detect(argument: Any) -> dict[str, Any]:
+    """The first violation within `argument["programs"]` programs of `argument["faces"]` in turn, each from
+    `argument["first_seed"]` on: in which program, after how many calls in all, and how few calls suffice for it."""
+    num_programs = num_calls = 0
+    for found in _watched(_one_by_one(argument["faces"], argument["first_seed"], argument["programs"])):
+        num_programs += 1
+        num_calls += found.num_calls
+        for broken in found.broken:
+            return _caught(broken) | {"runs": num_programs, "calls": num_calls}
+    return {"violation": None, "oracle": None, "runs": num_programs, "calls": num_calls}
+
+
+def _one_by_one(faces: Sequence[Face], first_seed: int, num_programs: int) -> Iterator[ProgramTally]:
+    from .programs import explore_programs
+
+    seeds = {face: itertools.count(first_seed) for face in faces}
+    for face in itertools.islice(itertools.cycle(faces), num_programs):
+        yield explore_programs(face, next(seeds[face]), 1, NUM_CALLS)
+
+
+def _caught(broken: Broken) -> dict[str, Any]:
+    oracle = broken.violation.partition(": ")[0]
+    shortest = None if oracle == TOO_LONG else len(broken.shortest(MOST_SHORTENINGS).calls)
+    return {"violation": broken.violation, "oracle": oracle, "plan": broken.line, "shortest": shortest}
+
+
+def _watched(tallies: Iterator[ProgramTally]) -> Iterator[ProgramTally]:
+    """Limit each program to `MOST_SECONDS`: an endless loop inside one call is a violation like any other."""
+    from aoffload.testing import Violation
+
+    def out_of_time(signal_number: int, frame: object) -> None:
+        raise Violation(TOO_LONG, f"one program took more than {MOST_SECONDS} s")
+
+    signal.signal(signal.SIGPROF, out_of_time)
+    while True:
+        # Again every second: a handler that swallows every exception may swallow the first violation.
+        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS, 1.0)
+        try:
+            found = next(tallies, None)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+        if found is None:
+            return
+        yield found

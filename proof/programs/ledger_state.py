@@ -1,0 +1,162 @@
+"""The state of a program over the ledger: the ledger, its engine's requests, its copies and its bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+
+from aoffload._extensions.assembly import Ledger
+from aoffload._extensions.pins import Pin
+from aoffload._extensions.transfers import CacheTransfer
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.records import Job
+from aoffload._kernel.requests import LedgerRequest
+from aoffload._kernel.states import RequestState, Tier
+from aoffload.testing.violations import Violation
+
+from .fingerprint import with_handles
+from .ledger_recorder import Recorder
+from .program import World
+from .provenance import Bytes, Text
+
+__all__ = ["Client", "Forward", "LedgerState", "Step"]
+
+
+_LOADING = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
+
+
+@attrs.define(eq=False)
+class Client:
+    """One request as its engine knows it."""
+
+    name: str
+    record: Any
+    """A `LedgerRequest`, or a `HostCacheRequest`."""
+    text: Text
+    num_prompt: int
+    is_told: bool = False
+    """It has to be aborted: what it has read was invalidated. Its bytes are not checked any more."""
+    born: int = 0
+    """The version of the weights when it was admitted."""
+    state: RequestState = RequestState.QUEUED
+    """Its state after the last call."""
+    oldest: int = 0
+    """The version of the weights when the request got its blocks or its load ended. It reads no KV of older weights."""
+    marks: list[int] = attrs.field(factory=list)
+    """The mark of each token that it has computed itself, 0 where it was loaded."""
+
+    def computed(self, start: int, marks: Sequence[int]) -> None:
+        self.marks[start:] = [0] * (start - len(self.marks))
+        self.marks += marks
+
+
+@attrs.define(eq=False)
+class Forward:
+    """What one step computes for one client, in the tables as they were when it began."""
+
+    client: Client
+    start: int
+    stop: int
+    tables: list[list[int]]
+    is_early: bool
+    is_void: bool = False
+    """Its request has invalidated tokens since it began, or was over when another one did."""
+
+
+@attrs.define(eq=False)
+class Step:
+    held: ExitStack
+    forwards: list[Forward]
+
+
+class LedgerState:
+    """A ledger, what its engine knows of it, and its memories."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.start_empty()
+        self.unit, self.groups = self.ledger.layout.unit_tokens, self.ledger.layout.groups
+        self.bytes = Bytes(self.groups, world.num_device_blocks, world.num_host_blocks, world.num_disk_blocks)
+        self.features: set[str] = set()
+        self.num_planned: Counter[str] = Counter()
+        self.num_served = 0
+
+    def start_empty(self) -> None:
+        """A new ledger, with nothing under way."""
+        self.recorder = Recorder()
+        self.ledger = self._open(self.world)
+        self.recorder.calls_to(self.ledger)
+        self.clients: dict[str, Client] = {}
+        self.steps: dict[str, Step] = {}
+        self.pins: dict[str, Pin] = {}
+        self.cache_transfers: dict[str, CacheTransfer] = {}
+        self.plans: dict[str, TransferPlan] = {}
+        """Jobs that are not over, by name: request, direction and running number."""
+        self.unproven: dict[str, TransferPlan] = {}
+        self.over: dict[str, Completion] = {}
+        self.rotten: dict[tuple[Tier, int], Job] = {}
+        """Blocks that hold other bytes than were stored, each with the job that has reported it."""
+
+    def _open(self, world: World) -> Ledger:
+        ledger = Ledger(world.config(), world.num_device_blocks, block_bytes=1, observer=self.recorder)
+        with_handles(ledger)
+        return ledger
+
+    def _note(self, feature: str, happened: object) -> None:
+        if happened:
+            self.features.add(feature)
+
+    def _require(self, law: bool, what: str, about: object) -> None:
+        if not law:
+            raise Violation("an answer", f"{what}: {about}")
+
+    def read(self, client: Client, tables: Sequence[Sequence[int]], stop: int) -> int:
+        """Read the KV that computing token `stop` of `client` reads, except for hits in an engine's own cache."""
+        start = client.record.given_tokens
+        return self.bytes.read(client.text, tables, stop, client.name, client.oldest, start)
+
+    def note_answers(self, call: str) -> None:
+        """Note the oldest weights whose KV each request may read: the weights when the request got its blocks, or, if
+        it loads, when its load ended."""
+        for client in self.clients.values():
+            before, client.state = client.state, client.record.state
+            is_loaded = before in _LOADING or call == "load"
+            if client.state is before or not (
+                client.state is RequestState.ALLOCATED or (client.state is RequestState.RUNNING and is_loaded)
+            ):
+                continue
+            client.oldest = self.bytes.weights
+
+    def _tables(self, client: Client) -> str:
+        return f"{client.record.state.name} {self.ledger.block_ids(client.record)}"
+
+    def _forget(self, client: Client, from_token: int, told: Sequence[LedgerRequest]) -> None:
+        """Mark as invalid what `client` has computed from `from_token` on, drop the tokens sampled behind it, and mark
+        the requests that were told."""
+        for marks in client.marks[from_token:]:
+            self.bytes.invalid |= marks
+        del client.marks[from_token:]
+        del client.text.tokens[max(client.num_prompt, from_token + 1) :]
+        del client.text.prefixes[len(client.text.tokens) + 1 :]
+        del client.text.sampled_marks[max(0, from_token + 1 - client.num_prompt) :]
+        for record in told:
+            self.clients[record.request_id].is_told = True
+
+    def written_by(self, forward: Forward) -> list[int]:
+        """The blocks that a forward writes to."""
+        found: list[int] = []
+        for group, table in zip(self.groups, forward.tables, strict=True):
+            found += [b for b in table[forward.start // group.block_size : -(-forward.stop // group.block_size)] if b]
+        return found if forward.stop > forward.start else []
+
+    def read_by(self, forward: Forward) -> list[int]:
+        """The blocks that a forward reads."""
+        found: list[int] = []
+        for group, table in zip(self.groups, forward.tables, strict=True):
+            needed = group.attention.required_blocks(forward.start, group.block_size)
+            found += [b for b in table[needed.start : needed.stop] if b]
+        return found

@@ -1,0 +1,178 @@
+"""The base of the machines for both kinds of ledgers: it makes a call, and checks every law.
+
+Each `do_...` makes one public call, as an engine would, and keeps the simulated bytes up to date. A call without an
+object (the calls before it were left out) is skipped. A call that the ledger refuses must change nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any, ClassVar
+
+from aoffload._extensions.pins import PinState
+from aoffload._kernel.prefix import Prefix, Root
+from aoffload._kernel.states import Tier
+from aoffload.errors import AoffloadError
+from aoffload.testing.violations import Violation
+
+from .fingerprint import changes, fingerprint
+from .ledger_laws import Laws
+from .ledger_recorder import Rude
+from .ledger_remote import RemoteCalls
+from .ledger_steps import BROKEN
+from .program import Call, World
+from .state_digest import state_digest
+
+__all__ = ["Machine"]
+
+
+class Machine(RemoteCalls):
+    """Makes calls. `refused_before`: the numbers of the calls that were refused in an earlier run of the same program;
+    this run checks that they change nothing. `watches`: check what a `BlockWatcher` is told, too."""
+
+    LAWS: ClassVar[type[Laws]]
+    HOOKS_CHANGE: ClassVar[bool] = False
+    """An extension leases and takes blocks of its own in every call."""
+    FAREWELL: ClassVar[tuple[str, ...]]
+    """Final calls, which end pins, prefetches and demotions."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        refused_before: frozenset[int] = frozenset(),
+        watches: bool = False,
+        whole_every: int = 1,
+    ) -> None:
+        super().__init__(world)
+        self.refused: set[int] = set()
+        self.num_calls = 0
+        self.taken: list[str] | None = None
+        """With a list: each call, what it said, and a digest of all that the ledger and the plans are after it."""
+        self._refused_before = refused_before
+        self._digest = hashlib.blake2b()
+        self._judge = partial(self.LAWS, watches=watches, whole_every=whole_every)
+        self.laws = self._judge(self)
+
+    def apply(self, call: Call) -> None:
+        """Make `call`, and check the laws that it may have broken."""
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        make: Callable[..., str] = getattr(self, f"do_{call.name}")
+        before = fingerprint(self.ledger) if number in self._refused_before else None
+        try:
+            said = make(**call.args)
+        except BROKEN as error:
+            raise Violation("a law of its own", f"{call}: {error}") from error
+        except AoffloadError as error:
+            said = f"{type(error).__name__} {error}"
+            self.refused.add(number)
+            self.features.add("refused")
+            if before is not None and (changed := changes(before, fingerprint(self.ledger))):
+                raise Violation("a refused call", f"{call} said {said}, and has changed {changed[:6]}") from error
+        except (Violation, KeyboardInterrupt):
+            raise
+        except (Exception, Rude) as error:
+            raise Violation(f"a crash ({type(error).__name__})", f"{call}: {error!r}") from error
+        self._digest.update(f"{call.name} {said}\n".encode())
+        if self.taken is not None:
+            self.taken.append(f"{call} -> {said} {state_digest(self.ledger, self.plans)}")
+        self.erase_forgotten()
+        self.note_answers(call.name)
+        if self.recorder.problem:
+            raise Violation("events", self.recorder.problem)
+        if self.ledger.moves.unreported:
+            raise Violation("events", f"{call} has not reported {list(self.ledger.moves.unreported)}")
+        self.laws.after(call, number)
+
+    def reopen(self) -> None:
+        super().reopen()
+        self.laws = self._judge(self)
+
+    def digest(self) -> str:
+        self._digest.update(repr(self.ledger.statistics()).encode())
+        return self._digest.hexdigest()[:32]
+
+    def finish(self) -> None:
+        """Release every request, land or prove every copy, and check that nothing is held."""
+        for name in list(self.steps):
+            self.apply(Call("end", {"step": name, "commits": False}))
+        for name in list(self.clients):
+            self.apply(Call("release", {"who": name}))
+        for name in self.FAREWELL:
+            self.apply(Call(name))
+        for _ in range(len(self.plans) + 1):
+            self.apply(Call("land"))
+        for name in list(self.unproven):
+            self.apply(Call("late", {"job": name}))
+        self.laws.at_rest()
+
+    # -- pins -----------------------------------------------------------------------------------------------------
+
+    def do_pin(self, name: str, tokens: Sequence[int], salt: str | None = None, expires_at: float = 1e9) -> str:
+        if name in self.pins:
+            return "skipped"
+        self.pins[name] = self.ledger.pins.hold(Prefix.of(Root("programs", salt), tokens), expires_at=expires_at)
+        self._note("pin", self.pins[name].match.num_tokens)
+        return f"{self.pins[name]}"
+
+    def do_unpin(self, name: str) -> str:
+        if name not in self.pins:
+            return "skipped"
+        pin = self.pins.pop(name)
+        self.ledger.pins.release(pin)
+        self._require(pin.state is not PinState.HELD, "a pin is over when it is given back", pin)
+        return "unpinned"
+
+    def do_hint(self, tokens: Sequence[int], expires_at: float, salt: str | None = None, category: str = "") -> str:
+        """It spares no more than is asked for, and pins nothing."""
+        if self.ledger.statistics().eviction is None:
+            return "skipped"
+        before = [tier.statistics() for tier in self.ledger.cache.tiers]
+        prefix = Prefix.of(Root("programs", salt), tokens)
+        spared = self.ledger.eviction.hint(prefix, expires_at=expires_at, category=category)
+        after = [tier.statistics() for tier in self.ledger.cache.tiers]
+        is_pure = self.HOOKS_CHANGE or before == after
+        self._require(is_pure and 0 <= spared <= len(tokens), "a hint pins nothing", spared)
+        self._note("hint", spared)
+        return f"{spared} spared"
+
+    def do_lapse(self, now: float) -> str:
+        self.ledger.lapse(now)
+        return "lapsed"
+
+    def do_drop_pins(self) -> str:
+        self.ledger.pins.drop()
+        return "dropped"
+
+    # -- the whole ledger -----------------------------------------------------------------------------------------
+
+    def do_reset(self, tier: str | None = None) -> str:
+        self.ledger.reset(None if tier is None else Tier[tier])
+        self.laws.after_reset(None if tier is None else Tier[tier])
+        if tier is None and not self.world.cell_units:  # a remote store needs another namespace for new weights
+            self.bytes.weights += 1
+        self.features.add(f"reset {tier.lower()}" if tier else "reset")
+        return "reset"
+
+    def do_lookup(self, tokens: Sequence[int], salt: str | None = None) -> str:
+        """A lookup reports what a request would match."""
+        found = self.ledger.lookup(Prefix.of(Root("programs", salt), tokens))
+        record = self.ledger.admit(Prefix.of(Root("programs", salt), tokens))
+        match = record.match
+        self.take(self.ledger.release(record))
+        self._require(
+            found == match or match.is_pending or self.HOOKS_CHANGE,
+            "a lookup says what a request matches",
+            f"{found}, {match}",
+        )
+        return f"{found}"
+
+    def do_wrong(self, method: str, who: str, **arguments: Any) -> str:
+        """A call with an argument that no caller should give."""
+        if (client := self.clients.get(who)) is None:
+            return "skipped"
+        attrgetter(method)(self.ledger)(client.record, **arguments)
+        return "taken"
