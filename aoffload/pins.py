@@ -1,5 +1,5 @@
-"""Public names of pins, prefetches, fetches and demotions of a runtime. docs/pins.md tells how to use them."""
+"""Public names of what the handles of a runtime return. docs/pins.md tells how to use them."""
 
-from ._runtime.pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
+from ._runtime.handles import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 
 __all__ = ["PendingDemotion", "PendingFetch", "PendingPrefetch", "PinScope"]

@@ -54,7 +54,7 @@ async def _serve(place: Path, journal: Journal, seed: int, begun: int) -> None:
     async with engine.run_with(_config(place)) as runtime, anyio.create_task_group() as group:
         for number in range(NUM_CLIENTS):
             group.start_soon(_client, engine, random.Random(f"{seed} {number}"))
-        await runtime.wait_restored()
+        await runtime.disk.wait_restored()
         found = {number: _whole(runtime, number) for number in range(NUM_PROMPTS)}
         journal.write("found", found)
         os.write(begun, b"go")

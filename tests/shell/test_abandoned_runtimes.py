@@ -128,7 +128,7 @@ def test_a_runtime_whose_loop_was_closed_is_left_without_a_wait(tmp_path: Path) 
     async def enter() -> OffloadRuntime:
         runtime = opened(tmp_path / "kv")
         await runtime.__aenter__()
-        await runtime.wait_restored()
+        await runtime.disk.wait_restored()
         await serve(runtime)
         return runtime
 
@@ -192,7 +192,7 @@ def test_a_forked_child_leaves_all_blocks_and_harms_nobody(tmp_path: Path) -> No
                 async with runtime.request(range(30)) as request:
                     await request.allocate()
                     await request.load()
-                    with runtime.pin(range(30), 60), runtime.step([request]):
+                    with runtime.pins.hold(range(30), 60), runtime.step([request]):
                         with warnings.catch_warnings():
                             warnings.simplefilter("ignore", DeprecationWarning)
                             child = os.fork()
