@@ -111,7 +111,7 @@ BAD_TOKENS = {
 @pytest.mark.parametrize("bad", BAD_TOKENS.values(), ids=BAD_TOKENS.keys())
 async def test_bad_token_ids(bad: Any) -> None:
     """What is no list of token ids is refused by name, at the door and when tokens are added."""
-    async with scripted() as (engine, _):
+    async with scripted(eviction="learned") as (engine, _):
         with pytest.raises(InvalidArgument, match="token_ids") as refused:
             engine.runtime.request(bad)
         assert refused.value.argument == "token_ids"

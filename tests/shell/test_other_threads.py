@@ -49,7 +49,8 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "request": (A,), "run": (lambda request: request.allocate(), A), "lookup": (A,), "prefetch": (A,),
-    "fetch": (A,), "demote": (A,), "hold": (A, 60), "step": ([],), "run_step": ([], lambda: 0), "commit_step": ([],), "report_queue": (1,),
+    "fetch": (A,), "demote": (A,), "hold": (A, 60),
+    "step": ([],), "run_step": ([], lambda: 0), "commit_step": ([],), "report_queue": (1,),
     "report_compute": (1, 1.0), "extend": (16,), "extend_nowait": (16,), "commit": (9,), "invalidate": (9,),
     "offer": (9, [[1, 2]]),
 }  # fmt: skip
@@ -113,8 +114,8 @@ ANY_THREAD |= {
     if hasattr(kind, name)
 }
 ALL = (
-    *HANDLES.values(), OffloadRuntime, Request, PendingLoad, PinScope, PendingPrefetch, PendingFetch, PendingDemotion, StepScope,
-    HostCacheRuntime, EngineRequest, EnginePendingLoad,
+    *HANDLES.values(), OffloadRuntime, Request, PendingLoad, PinScope, PendingPrefetch, PendingFetch, PendingDemotion,
+    StepScope, HostCacheRuntime, EngineRequest, EnginePendingLoad,
 )  # fmt: skip
 
 
