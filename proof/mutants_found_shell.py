@@ -9,7 +9,7 @@ __all__ = ["FOUND_SHELL_MUTANTS"]
 
 LIFE, OPENING, RUNTIME = "aoffload._runtime.runtime", "aoffload._runtime.runtime", "aoffload._runtime.runtime"
 SESSION_LIFE, BLOCK, REQUEST = "aoffload._runtime.session", "aoffload._runtime.request", "aoffload._runtime.request"
-STEPS, PINS, LIFECYCLE = "aoffload._runtime.steps", "aoffload._runtime.pins", "aoffload._kernel.states"
+STEPS, PINS, LIFECYCLE = "aoffload._runtime.steps", "aoffload._runtime.handles", "aoffload._kernel.states"
 CLAIMS = "aoffload._transfer.region"
 PREEMPTION = "aoffload._extensions.preemption"
 

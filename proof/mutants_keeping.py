@@ -11,7 +11,7 @@ KEEPING, CACHE_TRANSFERS, ADMISSION = (
     "aoffload._extensions.prefetch",
     "aoffload._kernel.waiting",
 )
-WORKER, SHELL = "aoffload._runtime.worker", "aoffload._runtime.pins"
+WORKER, SHELL = "aoffload._runtime.worker", "aoffload._runtime.handles"
 TRANSFERS = "aoffload._extensions.transfers"
 
 TRANSFERS_AMONG_REQUESTS = ("keeping", "pinned_full", "kept_windows")
