@@ -64,6 +64,14 @@ _RUNTIMES = (
         test=f"{_TESTS}a_runtime_is_abandoned_while_its_loop_goes_on",
     ),
     Mutant(
+        "runtime collected under its pin",
+        PINS,
+        "        return PinScope(self._session, self._runtime, prefix",
+        "        return PinScope(self._session, None, prefix",
+        "a pin keeps its runtime open",
+        test=f"{_TESTS}a_handle_keeps_its_runtime_open_and_so_does_a_pin",
+    ),
+    Mutant(
         "runtime that waits in another loop",
         LIFE,
         "        if self.env.running_loop() is not session.loop:\n",

@@ -107,6 +107,32 @@ def test_a_runtime_is_abandoned_while_its_loop_goes_on(is_kept: bool) -> None:
     assert ended(before)
 
 
+@pytest.mark.parametrize("kept", ["handle", "pin"])
+def test_a_handle_keeps_its_runtime_open_and_so_does_a_pin(kept: str) -> None:
+    """A program may keep `runtime.pins`, or a pin, in place of the runtime: the runtime is abandoned after both."""
+    before = threads()
+
+    async def live() -> None:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            runtime = opened(None)
+            await runtime.__aenter__()
+            handle = runtime.pins
+            assert handle == runtime.pins and repr(runtime) in repr(handle)
+            pin = handle.hold(range(9), 60).__enter__()
+            held = [handle] if kept == "handle" else [pin]
+            pin.__exit__(None, None, None)
+            del runtime, handle, pin
+            gc.collect()
+            assert not is_said(found)
+            held.clear()
+            gc.collect()
+            assert is_said(found)
+
+    asyncio.run(live())
+    assert ended(before)
+
+
 def test_a_runtime_that_was_left_is_no_longer_there_and_says_nothing() -> None:
     """Whoever leaves the block is not warned. So is who never entered it: there is nothing to leave."""
     before = threads()

@@ -478,6 +478,28 @@ async def test_a_demotion_cancelled_at_every_checkpoint() -> None:
     assert await at_every_checkpoint(scenario) >= 1
 
 
+async def test_a_cancelled_wait_ends_only_the_wait() -> None:
+    """The prefetch goes on, and may be waited for again. A task that is cancelled gets its cancellation in `wait`, even
+    if the prefetch is over."""
+    async with scripted() as (engine, transport):
+        await on_the_host_only(engine, A)
+        transport.auto = False
+        pending = engine.runtime.transfers.prefetch(A)
+
+        async def is_cancelled() -> bool:
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await pending.wait()
+            return scope.cancelled_caught
+
+        assert await is_cancelled() and not pending.is_over
+        transport.land_all()
+        transport.auto = True
+        assert await pending.wait() == 8
+        assert await is_cancelled()
+        await assert_at_rest(engine.runtime)
+
+
 # -- all three in flight ------------------------------------------------------------------------------------------
 
 
