@@ -100,7 +100,7 @@ def _on_disk(runtime: OffloadRuntime, number: int) -> int:
     """Tokens of a prompt that the disk alone has published, from its start on."""
     cache = runtime.ledger.cache
     unit = cache.layout.unit_tokens
-    sequence = TokenSequence(runtime._prefix(_prompt(number)), unit)
+    sequence = TokenSequence(runtime._session.prefix("prefix", _prompt(number), {}), unit)
     run, stop = None, 0
     while (following := cache.index.find(sequence, run, stop)) is not None:
         common = sequence.common_stop(following, len(_prompt(number)) // unit)

@@ -243,7 +243,7 @@ async def test_yes_and_then_gone_is_a_miss() -> None:
         await only_in_the_store(engine, long)
         remote = engine.runtime._session.remote
         assert remote is not None
-        cells = remote.labels_nowait(engine.runtime._prefix(long), 0)
+        cells = remote.labels_nowait(engine.runtime._session.prefix("prefix", long, {}), 0)
         transport = engine.runtime.transport
         assert isinstance(transport, LocalTransport) and transport._remote is not None
         lanes = transport._remote._lanes

@@ -173,7 +173,7 @@ async def test_what_lies_before_a_bad_file_hits(opened: Any) -> None:
 
 
 def sequence_of(engine: Served, token_ids: list[int]) -> Any:
-    return engine.runtime.ledger.sequence_of(engine.runtime._prefix(token_ids))
+    return engine.runtime.ledger.sequence_of(engine.runtime._session.prefix("prefix", token_ids, {}))
 
 
 async def test_a_write_that_fails_is_a_miss(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:

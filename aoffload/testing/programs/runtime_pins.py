@@ -12,7 +12,7 @@ import attrs
 
 from ..._extensions.pins import PinState
 from ..._kernel.states import Tier
-from ..._runtime.pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
+from ..._runtime.handles import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 from ..._runtime.request import Request
 from ..._runtime.runtime import OffloadRuntime
 from ...errors import RuntimeClosed, WrongThread
