@@ -58,7 +58,7 @@ from ._kernel.states import Direction, JobState, Outcome, is_compiled
 from ._observe.log import LedgerLog
 from ._observe.observers import Observers
 from ._runtime.costs import LoadCosts
-from ._runtime.pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
+from ._runtime.handles import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 from ._tiers.disk.plans import BlockLabel, DiskPayload, RestoredRun
 from ._tiers.lower.extension import LowerTier
 from ._tiers.remote.extension import RemoteCounts

@@ -140,7 +140,7 @@ async def _measure(path: Path, num_pairs: int, seconds: float) -> list[Row]:
     hot, cold = prompts[:NUM_HOT], prompts[NUM_HOT:]
     working, hanging = list[Stretch](), list[Stretch]()
     async with OffloadRuntime(config, transport=transport) as runtime:
-        await runtime.wait_restored()
+        await runtime.disk.wait_restored()
         for prompt in (*cold, *cold, *hot, *hot):
             await _serve(runtime, prompt)
             await runtime.flush()

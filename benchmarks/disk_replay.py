@@ -181,7 +181,7 @@ async def through_runtime(prompts: list[Tokens], num_host: int, path: Path, dail
                 request.commit(len(tokens))
 
     async with OffloadRuntime(_config(num_host, tier), kv_cache) as runtime:
-        await runtime.wait_restored()
+        await runtime.disk.wait_restored()
         async with anyio.create_task_group() as clients:
             for _ in range(AT_A_TIME):
                 clients.start_soon(client, runtime)

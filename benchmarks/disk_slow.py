@@ -95,7 +95,7 @@ async def _measure(path: Path, num_rounds: int) -> tuple[list[float], list[float
     async with AsyncExitStack() as held:
         slow = await held.enter_async_context(_runtime(path))
         plain = await held.enter_async_context(_runtime(None))
-        await slow.wait_restored()
+        await slow.disk.wait_restored()
         for prompt in prompts:
             await _first_token(slow, prompt)
             await slow.flush()

@@ -74,7 +74,7 @@ async def _starts(
         async with heart.beating() as stop:
             began_s = time.perf_counter()
             async with _runtime(tier) as runtime:
-                await runtime.wait_restored()
+                await runtime.disk.wait_restored()
                 took_s = time.perf_counter() - began_s
                 stop()
                 on_disk = runtime.statistics().disk
@@ -98,7 +98,7 @@ def filled(path: Path, num_slots: int) -> DiskTier:
     async def fill() -> None:
         runtime = _runtime(tier)
         async with runtime:
-            await runtime.wait_restored()
+            await runtime.disk.wait_restored()
             lanes = runtime._session.transport._disk._lanes  # type: ignore[attr-defined]
             _fill(lanes.slots, num_slots)
 

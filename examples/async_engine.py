@@ -172,7 +172,8 @@ async def main(**tiers) -> Engine:
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=400, **tiers)
     turns, done, outcomes = [Turn(f"r{n}", [n % 3] * 9 + [n]) for n in range(11)], [], []
     async with HostCacheRuntime(config, kv, engine_blocks=pool) as runtime:
-        await runtime.wait_restored()  # what an earlier process has left on the disk, if there is one
+        if config.disk is not None:
+            await runtime.disk.wait_restored()  # what an earlier process has left there
         engine = Engine(runtime, kv, pool)
         for question in ([7] * 5, [8] * 6):
             turns = [Turn(t.name, t.tokens + question, 5 if n in (4, 8) else 99) for n, t in enumerate(turns)]

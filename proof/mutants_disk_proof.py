@@ -92,7 +92,7 @@ DISK_PROOF_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a reset that the disk never hears of",
         "aoffload._runtime.runtime",
-        "            await disk.reset(tier, min(seconds, self.config.transfer_timeout_s))\n",
+        "            await work.reset(tier, min(seconds, self.config.transfer_timeout_s))\n",
         "            pass\n",
         "no restart finds what was there before a reset",
         scenarios=("reset_with_a_disk",),

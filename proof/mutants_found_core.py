@@ -201,7 +201,7 @@ _OBSERVERS = (
     ),
     Mutant(
         "pin is released twice",
-        "aoffload._runtime.pins",
+        "aoffload._runtime.handles",
         " and not self._was_left:",
         ":",
         "a pin that is left twice harms nobody",

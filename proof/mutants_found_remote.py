@@ -91,9 +91,9 @@ FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "remote: the first question connects",
-        "aoffload._runtime.runtime",
-        "                await session.remote.connect()\n",
-        "                pass\n",
+        "aoffload._tiers.remote.loop",
+        "        self.remote.connect(partial(self.worker.call_soon, over.set))\n",
+        "        over.set()\n",
         _FIRST,
         test=f"{CONNECTING}the_first_request_of_a_process_hits",
     ),
@@ -108,7 +108,7 @@ FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "remote: opening waits for a store that hangs",
         "aoffload._tiers.remote.loop",
-        "        with anyio.move_on_after(self.remote.tier.load_timeout_s + LATE_S):\n",
+        "        with anyio.move_on_after(tier.load_timeout_s + LATE_S):\n",
         "        with anyio.move_on_after(None):\n",
         "a store that hangs does not keep a runtime from opening",
         test=f"{CONNECTING}a_store_that_hangs_keeps_a_runtime_from_opening_for_a_bounded_time",

@@ -9,7 +9,7 @@ __all__ = ["FOUND_SHELL_MUTANTS"]
 
 LIFE, OPENING, RUNTIME = "aoffload._runtime.runtime", "aoffload._runtime.runtime", "aoffload._runtime.runtime"
 SESSION_LIFE, BLOCK, REQUEST = "aoffload._runtime.session", "aoffload._runtime.request", "aoffload._runtime.request"
-STEPS, PINS, LIFECYCLE = "aoffload._runtime.steps", "aoffload._runtime.pins", "aoffload._kernel.states"
+STEPS, PINS, LIFECYCLE = "aoffload._runtime.steps", "aoffload._runtime.handles", "aoffload._kernel.states"
 CLAIMS = "aoffload._transfer.region"
 PREEMPTION = "aoffload._extensions.preemption"
 
@@ -62,6 +62,14 @@ _RUNTIMES = (
         "",
         "a request keeps its runtime open",
         test=f"{_TESTS}a_runtime_is_abandoned_while_its_loop_goes_on",
+    ),
+    Mutant(
+        "runtime collected under its pin",
+        PINS,
+        "        return PinScope(self._session, self._runtime, prefix",
+        "        return PinScope(self._session, None, prefix",
+        "a pin keeps its runtime open",
+        test=f"{_TESTS}a_handle_keeps_its_runtime_open_and_so_does_a_pin",
     ),
     Mutant(
         "runtime that waits in another loop",

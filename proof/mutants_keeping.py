@@ -11,12 +11,20 @@ KEEPING, CACHE_TRANSFERS, ADMISSION = (
     "aoffload._extensions.prefetch",
     "aoffload._kernel.waiting",
 )
-WORKER, SHELL = "aoffload._runtime.worker", "aoffload._runtime.pins"
+WORKER, SHELL = "aoffload._runtime.worker", "aoffload._runtime.handles"
 TRANSFERS = "aoffload._extensions.transfers"
 
 TRANSFERS_AMONG_REQUESTS = ("keeping", "pinned_full", "kept_windows")
 
 KEEPING_MUTANTS = (
+    Mutant(
+        "wait for a transfer that is deaf",
+        SHELL,
+        "    async def _wait(self) -> None:\n        await anyio.lowlevel.checkpoint_if_cancelled()\n",
+        "    async def _wait(self) -> None:\n",
+        "a task that is cancelled gets its cancellation when it waits",
+        test="tests/shell/test_pin_scopes.py::test_a_cancelled_wait_ends_only_the_wait",
+    ),
     Mutant(
         "demotion evicts what is hit in the host",
         "aoffload._extensions.prefetch",

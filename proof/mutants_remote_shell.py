@@ -7,9 +7,7 @@ from .planting import Mutant
 __all__ = ["REMOTE_SHELL_MUTANTS"]
 
 GATE, RATES, RATE = "aoffload._runtime.costs", "aoffload._transfer.rates", "aoffload._tiers.write_rate"
-WORK, FETCHING, RUNTIME, TABLES = (
-    f"aoffload.{name}" for name in ("_tiers.remote.loop", "_tiers.fetch.loop", "_runtime.runtime", "_config.sources")
-)
+WORK, FETCHING, TABLES = (f"aoffload.{name}" for name in ("_tiers.remote.loop", "_tiers.fetch.loop", "_config.sources"))
 GATE_TESTS, GATING, TESTS = (
     "tests/test_fetch_gate.py",
     "tests/shell/test_fetch_gating.py",
@@ -148,8 +146,8 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a store outlives a reset",
-        RUNTIME,
-        "        if remote is not None and tier is None:\n",
+        WORK,
+        "        if tier is None and self.is_on:\n",
         "        if False:\n",
         "what a reset has dropped does not come back from the store",
         f"{TESTS}::test_a_reset_ends_the_use_of_the_store",

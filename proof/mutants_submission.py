@@ -25,8 +25,8 @@ _STEPS = (
         also=(
             Patch(
                 SESSION,
-                "from .._transfer.fences import Fence, StepFences\n",
-                "from .._transfer.fences import Fence, OnlyAfter, StepFences\n",
+                "from .._transfer.fences import Fence, StepFences,",
+                "from .._transfer.fences import Fence, OnlyAfter, StepFences,",
             ),
         ),
         test="tests/shell/test_step_fences.py::test_a_load_waits_for_the_step_that_used_its_blocks",
@@ -196,7 +196,7 @@ _AT_ONCE = (
     Mutant(
         "small copy waits for no fence",
         LANE,
-        "or not all(map(_is_known_to_have_passed, before)):",
+        "or not all(map(is_known_to_have_passed, before)):",
         "or False:",
         "a store waits for the compute before it",
         test="tests/transfer/test_lane_threads.py::test_a_small_copy_waits_for_its_fence_and_its_turn",

@@ -37,6 +37,7 @@ from aoffload._extensions.transfers import CACHE_TRANSFER_MOVES
 from aoffload._kernel.states import JOB_MOVES, REQUEST_MOVES
 from aoffload._observe import log as ledger_log
 from aoffload._observe import log as telemetry
+from aoffload._runtime.handles import Handle
 from aoffload.host_cache import EngineRequest
 from aoffload.ledger import Build, LedgerExtension
 
@@ -135,10 +136,16 @@ def test_every_public_member_of_the_main_classes_is_documented(kind: type) -> No
     assert (methods | options) - derived - names_in(code_spans(API)) == set()
 
 
-@pytest.mark.parametrize("face", [Ledger, HostCache])
-def test_every_verb_of_a_handle_is_documented(face: type) -> None:
-    """Each handle's verbs stand in docs/api.md with the handle, such as `pins.hold`, except for those that only other
-    rooms of the package call."""
+@pytest.mark.parametrize(
+    ("face", "section"),
+    [
+        (Ledger, "The synchronous face"), (HostCache, "The synchronous face"),
+        (OffloadRuntime, "Runtime and requests"), (HostCacheRuntime, "Runtime and requests"),
+    ],
+)  # fmt: skip
+def test_every_verb_of_a_handle_is_documented(face: type, section: str) -> None:
+    """Each handle's verbs stand in the section of their face in docs/api.md with the handle, such as `pins.hold`,
+    except for those that only other rooms of the package call."""
     handles = {
         name: typing.get_type_hints(member.fget)["return"]
         for name, member in inspect.getmembers(face, lambda member: isinstance(member, property))
@@ -146,13 +153,23 @@ def test_every_verb_of_a_handle_is_documented(face: type) -> None:
     verbs = {
         f"{name}.{verb}"
         for name, kind in handles.items()
-        if isinstance(kind, type) and issubclass(kind, LedgerExtension)
+        if isinstance(kind, type) and issubclass(kind, (LedgerExtension, Handle))
         for verb, member in inspect.getmembers(kind)
         if not verb.startswith(("_", "on_", "ask_", "report_")) and (callable(member) or isinstance(member, property))
     }
     assert verbs
-    named = set(re.findall(r"`(\w+\.\w+)", API.read_text()))
+    named = set(re.findall(r"`(\w+\.\w+)", API.read_text().partition(f"### {section}")[2].partition("\n### ")[0]))
     assert verbs - named - OF_ROOMS == set()
+
+
+def test_a_runtime_has_the_handles_of_its_ledger() -> None:
+    """A handle, and a verb, has the same name on both."""
+    for runtime, ledger in ((OffloadRuntime, Ledger), (HostCacheRuntime, HostCache)):
+        for name, member in inspect.getmembers(runtime, lambda member: isinstance(member, property)):
+            handle = typing.get_type_hints(member.fget)["return"]
+            of_ledger = typing.get_type_hints(getattr(ledger, name).fget)["return"]
+            verbs = {verb for verb, _ in inspect.getmembers(handle, inspect.isfunction) if not verb.startswith("_")}
+            assert verbs - set(dir(of_ledger)) == ({"wait_restored"} if name == "disk" else set())
 
 
 @each_page

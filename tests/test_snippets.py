@@ -119,7 +119,7 @@ async def starting_early() -> AsyncIterator[Names]:
 
     async with running() as names:
         runtime: OffloadRuntime = names["runtime"]
-        await runtime.demote(range(36))
+        await runtime.transfers.demote(range(36)).wait()
         async with runtime.request(range(200, 240)) as request:
             yield names | {"request": request, "forward": forward, "num_computed_tokens": 40}
         assert request.state is RequestState.DONE

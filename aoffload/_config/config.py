@@ -166,7 +166,7 @@ class OffloadConfig:
     """With a `HostCache`: how long a match is PENDING because another request loads the same block. After that, the
     request loads the block itself."""
     max_pinned_share: float = attrs.field(default=0.5, validator=_share)
-    """Maximum share of each tier's blocks that `pin` may hold. Blocks held by requests and transfers do not count."""
+    """Maximum share of each tier's blocks that pins may hold. Blocks held by requests and transfers do not count."""
     max_prefetch_share: float = attrs.field(default=0.25, validator=_share)
     """Maximum share of the device's blocks that prefetches under way may take."""
     disk: DiskTier | None = attrs.field(default=None, validator=_kind_or_none(DiskTier))

@@ -380,10 +380,8 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
         session = self._session
         for reader in invalidate():
             session.cancel(reader.request_id, "prefix_invalidated")
-        if session.disk is not None:
-            session.disk.invalidate()
-        if session.remote is not None:
-            session.remote.store_more()
+        for work in session.lower_tiers:
+            work.invalidate()
 
     def _live(self) -> AnyRecord:
         self._session.check_usable()

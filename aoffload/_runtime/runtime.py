@@ -41,19 +41,19 @@ from .._common.arguments import (
     check_names,
     check_text,
     check_type,
-    number_of,
     shown,
 )
 from .._common.env import Env
 from .._config.config import OffloadConfig
 from .._extensions.assembly import Ledger, LedgerStatistics
-from .._extensions.status import Holder, RequestStatus, printable
+from .._extensions.status import printable
 from .._host_cache.host_cache import HostCache
 from .._host_cache.protocols import EngineBlocks
+from .._kernel.base import check_time
 from .._kernel.events import Observer
 from .._kernel.extension import LedgerExtension
 from .._kernel.plans import PrefixMatch
-from .._kernel.prefix import Identity, KeySpan, Prefix, Roots, TokenIds, prompt_of
+from .._kernel.prefix import Identity, TokenIds, prompt_of
 from .._kernel.protocols import DevicePool
 from .._kernel.states import Tier
 from .._observe.log import Telemetry
@@ -80,8 +80,8 @@ from .._transfer.transport import (
 )
 from ..errors import ConfigError, InvalidArgument, RequestAborted, RuntimeClosed, TransferRefused, WrongThread
 from .costs import MOST_TOKENS, LoadCosts, PrefillSpeed, check_report
+from .handles import RuntimeDisk, RuntimeEviction, RuntimeFetches, RuntimePins, RuntimeReports, RuntimeTransfers
 from .loading import PendingLoad
-from .pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope, time_to_live
 from .request import EngineRequest, Request, RequestBase
 from .session import AnyFace, PromptOptions, Session, SessionLife
 from .steps import Computed, StepScope, commit_step, run_step
@@ -113,10 +113,8 @@ class Opening:
             if isinstance(transport, ReportsPinning):
                 transport.report_pinning(self._hear_pinning)
             layout, namespace = session.ledger.layout, session.config.root_namespace
-            if session.disk is not None:
-                session.disk.disk.identify(layout, namespace)
-            if session.remote is not None:
-                session.remote.remote.identify(layout, namespace)
+            for work in session.lower_tiers:
+                work.identify(layout, namespace)
             if isinstance(transport, SlowToOpen) and transport.opens_slowly:
                 await self._open_in_thread()
             else:
@@ -274,17 +272,20 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         sessions.append(session)
         if disk is not None:
             session.disk = DiskWork(self.ledger, self.worker, disk, block_bytes, self.env, self.telemetry)
+            session.indexed_tiers.append(session.disk)
+        session.indexed_tiers += [LowerWork(self.ledger, self.worker, found, block_bytes) for found in own_tiers]
+        session.lower_tiers += session.indexed_tiers
         if remote is not None:
             session.remote = RemoteWork(self.ledger, self.worker, remote, block_bytes, self.env, self.telemetry)
-        session.own_tiers = [LowerWork(self.ledger, self.worker, found, block_bytes) for found in own_tiers]
-        if disk is not None or remote is not None or own_tiers:
+            session.lower_tiers.append(session.remote)
+        if session.lower_tiers:
+            _ = self.ledger.fetches  # made here, because any thread may read the handle
             session.speed = PrefillSpeed(config.prefill_tokens_per_s)
             self.worker.after_settled = session.store_below
         if config.load_choice != "always":
             session.speed = speed = session.speed or PrefillSpeed(config.prefill_tokens_per_s)
             session.costs = LoadCosts(self.ledger, self.worker.copies, speed, self.telemetry.load_declined)
         self._opening = Opening(session, config.resolve_host_blocks(block_bytes), has_own_ids)
-        self._roots = Roots(config.root_namespace)
         self._group: TaskGroup | None = None
 
     def __repr__(self) -> str:
@@ -308,15 +309,12 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
                 self.transport.num_device_blocks - 1,
                 self.ledger.cache.tiers[Tier.DEVICE].is_outside,
             )
-            own = {work.tier: work.extension.num_blocks for work in session.own_tiers}
+            own = {work.tier: work.extension.num_blocks for work in session.lower_tiers if isinstance(work, LowerWork)}
             self.telemetry.runtime_opened(
                 num_blocks, self._opening.num_host_blocks, described(self.transport), engine_blocks=is_outside, own=own
             )
-            if session.disk is not None:
-                session.disk.begin()
-            if session.remote is not None:
-                session.remote.begin(session.hashing)
-                await session.remote.connect()
+            for work in session.lower_tiers:
+                await work.open(session.hashing)
         except BaseException:  # for example, there is no thread for a lower tier
             session.life = SessionLife.CLOSED
             await self._close()
@@ -359,11 +357,11 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
             return
         session.life = SessionLife.CLOSED
         session.close_requests()
-        if session.remote is not None:
-            session.remote.end()
+        for work in session.lower_tiers:
+            work.end()
         try:
-            if session.disk is not None:
-                await session.disk.flush()
+            for work in session.lower_tiers:
+                await work.flush()
         finally:
             await self._close()
 
@@ -400,11 +398,11 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         """A request for the prompt `token_ids`. `options` are those of `request`, checked here."""
         self._session.check_usable()
         deadline_s = options.pop("deadline_s", None)
-        seconds = None if deadline_s is None else _seconds("deadline_s", deadline_s)
+        seconds = None if deadline_s is None else check_time("deadline_s", deadline_s)
         if seconds is not None and seconds < 0:  # no error: the rest of a time-out may be negative
             over = "is over before the request begins; None is no deadline"
             warnings.warn(f"deadline_s: {shown(deadline_s)} {over}", UserWarning, stacklevel=3)
-        root = self._roots.of(options.pop("cache_salt", None), options.pop("adapter_key", None))
+        root = self._session.roots.of(options.pop("cache_salt", None), options.pop("adapter_key", None))
         prompt = prompt_of(root, token_ids, options.pop("key_spans", ()))
         request = self._request_class(self._session, prompt, request_id, seconds, options)
         request._runtime = self
@@ -459,63 +457,39 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
 
     def lookup(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PrefixMatch:
         """The cached part of a prompt. Pins nothing, refreshes nothing: it may be evicted at the next await."""
-        return self.ledger.lookup(self._prefix_for("lookup", token_ids, identity))
+        return self.ledger.lookup(self._session.prefix(f"{type(self).__name__}.lookup", token_ids, identity))
 
-    def pin(self, token_ids: TokenIds, ttl_s: float, **identity: Unpack[Identity]) -> PinScope:
-        """A context manager that pins the cached part of a prompt from entering on, for at most `ttl_s` seconds."""
-        pin = PinScope(self._session, self._prefix_for("pin", token_ids, identity), time_to_live(ttl_s))
-        pin._runtime = self
-        return pin
+    # -- handles --------------------------------------------------------------------------------------------------
 
-    def hint(self, token_ids: TokenIds, *, expected_s: float, category: str = "", **identity: Unpack[Identity]) -> int:
-        """Say that a prompt will be requested again within `expected_s` seconds, such as after an agent's tool call.
-        Until then, its cached blocks are evicted last. Pins nothing. Returns the number of tokens spared.
+    @property
+    def pins(self) -> RuntimePins:
+        """Keep cached prompts from eviction."""
+        return RuntimePins(self._session, self)
 
-        `category`: the kind of the hint, such as the name of the tool. While less than a quarter of the hints of a
-        category come true, they spare nothing. `ConfigError("eviction")` unless eviction learns."""
-        prefix = self._prefix_for("hint", token_ids, identity)
-        expires_at = anyio.current_time() + time_to_live(expected_s, "expected_s")
-        found = self.ledger.eviction.hint(prefix, expires_at=expires_at, category=category)
-        self._session.worker.watch(expires_at)
-        return found
+    @property
+    def fetches(self) -> RuntimeFetches:
+        """Fetch prompts from the tiers below the host. `ConfigError("disk")` if there is no such tier."""
+        _ = self.ledger.fetches
+        return RuntimeFetches(self._session, self)
 
-    async def fetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
-        """Copy the blocks of a prompt that only a tier below the host holds into host memory. Returns how many
-        tokens a request for the prompt would hit then.
+    @property
+    def eviction(self) -> RuntimeEviction:
+        """Give hints. `ConfigError("eviction")` unless eviction is learned."""
+        _ = self.ledger.eviction
+        return RuntimeEviction(self._session, self)
 
-        Best effort: it takes at most `max_fetch_share` of the host, and never raises for a failed copy.
-        `Request.allocate` does it for its own prompt. `ConfigError("disk")` without a tier below the host.
-        """
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        with PendingFetch(self._session, self._prefix_for("fetch", token_ids, identity)) as pending:
-            return await pending.wait()
+    @property
+    def disk(self) -> RuntimeDisk:
+        """Wait for the blocks that an earlier process has left. `ConfigError("disk")` without a disk."""
+        _ = self.ledger.disk
+        return RuntimeDisk(self._session, self)
 
-    def fetch_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingFetch:
-        """As `fetch`, but returns at once, and the transfer goes on in the background."""
-        return PendingFetch(self._session, self._prefix_for("fetch_nowait", token_ids, identity))
-
-    def _prefix(
-        self, token_ids: TokenIds, cache_salt: Any = None, adapter_key: Any = None, key_spans: Iterable[KeySpan] = ()
-    ) -> Prefix:
-        return Prefix.of(self._roots.of(cache_salt, adapter_key), token_ids, key_spans)
-
-    def _prefix_for(self, call: str, token_ids: TokenIds, identity: Identity) -> Prefix:
-        check_names(f"{type(self).__name__}.{call}", identity, Identity)
-        self._session.check_usable()
-        return self._prefix(token_ids, **identity)
+    @property
+    def reports(self) -> RuntimeReports:
+        """Who holds device blocks, and what each request waits for."""
+        return RuntimeReports(self._session, self)
 
     # -- whole cache ----------------------------------------------------------------------------------------------
-
-    async def wait_restored(self) -> int:
-        """Wait until the runtime has read which blocks an earlier process has left on the disk. Returns their number.
-        0 without a disk."""
-        self._session.check_usable()
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        disk = self._session.disk
-        if disk is None:
-            return 0
-        await disk.is_restored.wait()
-        return disk.num_restored
 
     async def flush(self) -> None:
         """Wait until every transfer planned so far has ended or was given up."""
@@ -541,40 +515,24 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         """
         self._session.check_usable()
         self._session.check_loop()
-        seconds = math.inf if timeout_s is None else _seconds("timeout_s", timeout_s)
+        seconds = math.inf if timeout_s is None else check_time("timeout_s", timeout_s)
         if seconds < 0:
             raise InvalidArgument("timeout_s", f"must not be negative, got {shown(timeout_s)}")
         self.ledger.reset(tier)
         self.worker.copies.discard_queued()
         last_id, deadline = self.ledger.jobs.last_id, anyio.current_time() + seconds
-        disk, remote = self._session.disk, self._session.remote
-        if remote is not None and tier is None:
-            remote.turn_off("a reset: the cells of the store under this namespace are from before it")
-        if disk is not None:
-            await disk.reset(tier, min(seconds, self.config.transfer_timeout_s))
+        for work in reversed(self._session.lower_tiers):  # first the remote store, because the disk may raise
+            await work.reset(tier, min(seconds, self.config.transfer_timeout_s))
         with anyio.CancelScope(deadline=deadline):
             await self.worker.wait_over(last_id)
         return self.worker.copies.in_flight_up_to(last_id)
 
     # -- reports --------------------------------------------------------------------------------------------------
 
-    def requests(self) -> tuple[RequestStatus, ...]:
-        """The live requests, the one that is in its state for the longest first: what each holds and waits for, and the
-        holders of that."""
-        self._session.check_may_read()
-        return self.ledger.reports.requests()
-
-    def holders(self) -> tuple[Holder, ...]:
-        """All holders of device blocks, the biggest first: requests, steps (also for requests that are over), pins,
-        jobs, prefetches, demotions."""
-        self._session.check_may_read()
-        return self.ledger.reports.holders()
-
     def explain(self) -> str:
-        """`requests()` and `holders()` as a table to print."""
+        """`reports.requests()` and `reports.holders()` as a table to print."""
         self._session.check_may_read()
-        below = (self._session.disk, self._session.remote)
-        remarks = [remark for work in below if work is not None for remark in work.remarks()]
+        remarks = [remark for work in self._session.lower_tiers for remark in work.remarks()]
         return "\n".join((self.ledger.explain(), *map(printable, remarks)))
 
     def statistics(self) -> RuntimeStatistics:
@@ -700,33 +658,10 @@ class OffloadRuntime(RuntimeBase[Ledger, Request]):
         """
         return commit_step(self._session, computed, after)
 
-    async def prefetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
-        """Load the host hit of a prompt onto the device. Returns how many of its tokens are on the device then.
-
-        Best effort: it takes only free blocks, and only while no request waits for some. It never raises for a failed
-        copy. A cancellation discards its jobs that are not launched yet.
-        """
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        with PendingPrefetch(self._session, self._prefix_for("prefetch", token_ids, identity)) as pending:
-            return await pending.wait()
-
-    def prefetch_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingPrefetch:
-        """As `prefetch`, but returns at once, and the transfer goes on in the background."""
-        return PendingPrefetch(self._session, self._prefix_for("prefetch_nowait", token_ids, identity))
-
-    async def demote(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
-        """Move the blocks of a prompt from the device to host memory. Returns how many device blocks were freed.
-
-        Pinned blocks and prefix blocks of other cached prompts stay on the device. If the host cannot hold the whole
-        prompt, all blocks stay.
-        """
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        with PendingDemotion(self._session, self._prefix_for("demote", token_ids, identity)) as pending:
-            return await pending.wait()
-
-    def demote_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingDemotion:
-        """As `demote`, but returns at once, and the transfer goes on in the background."""
-        return PendingDemotion(self._session, self._prefix_for("demote_nowait", token_ids, identity))
+    @property
+    def transfers(self) -> RuntimeTransfers:
+        """Prefetch and demote prompts."""
+        return RuntimeTransfers(self._session, self)
 
 
 class EnginePromptOptions(PromptOptions, total=False):
@@ -822,10 +757,3 @@ def _check_copies(extension: LowerTier, transport: Transport) -> None:
     if copies is None:
         problem = "give its copies to LocalTransport as `tiers`, and that as `transport`"
         raise ConfigError("extensions", f"add the tier {extension.tier.name}, which the transport lacks: {problem}")
-
-
-def _seconds(name: str, value: object) -> float:
-    seconds = number_of(value)
-    if seconds is None:
-        raise InvalidArgument(name, f"must be a number of seconds, got {shown(value)}")
-    return seconds

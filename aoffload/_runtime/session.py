@@ -31,7 +31,7 @@ from weakref import ref
 
 import anyio
 
-from .._common.arguments import check_has
+from .._common.arguments import check_has, check_names
 from .._common.env import Env
 from .._config.config import OffloadConfig
 from .._extensions.assembly import AnyLedger
@@ -39,14 +39,14 @@ from .._extensions.pins import Pins
 from .._extensions.transfers import CacheTransfers
 from .._kernel.events import WorkerFailed
 from .._kernel.plans import RequestOptions, TransferPlan
-from .._kernel.prefix import Identity
+from .._kernel.prefix import Identity, Prefix, Roots, TokenIds
 from .._kernel.requests import LedgerRequest, Waiter
 from .._observe.log import Telemetry
 from .._observe.observers import Observers
 from .._tiers.disk.loop import DiskWork
-from .._tiers.lower.loop import LowerWork
+from .._tiers.lower.loop import LowerWork, TierWork
 from .._tiers.remote.loop import RemoteWork
-from .._transfer.fences import Fence, StepFences
+from .._transfer.fences import Fence, StepFences, is_known_to_have_passed
 from .._transfer.transport import Transport, WaitsOnlyAfter
 from ..errors import AoffloadError, DeviceGone, RuntimeClosed, TransferRefused, WrongProcess, WrongThread
 from .costs import LoadCosts, PrefillSpeed
@@ -151,8 +151,11 @@ class Session(Generic[AnyFace]):
         """Set if the transport has a disk."""
         self.remote: RemoteWork | None = None
         """Set if the transport has a remote tier."""
-        self.own_tiers: list[LowerWork] = []
-        """The tiers of the program's own."""
+        self.indexed_tiers: list[DiskWork | LowerWork] = []
+        """The tiers below the host whose blocks the index knows, nearest first."""
+        self.lower_tiers: list[TierWork] = []
+        """The tiers below the host, nearest first."""
+        self.roots = Roots(config.root_namespace)
         self.speed: PrefillSpeed | None = None
         """Set if a fetch or a load competes with computing."""
         self.costs: LoadCosts | None = None
@@ -275,6 +278,13 @@ class Session(Generic[AnyFace]):
         self.slow = self.worker.slow = SlowWatch(self.ledger, self.config, self.observers, self.now)
         self.hashing = anyio.CapacityLimiter(1)
 
+    def prefix(self, call: str, token_ids: TokenIds, identity: Identity) -> Prefix:
+        """The prompt of the verb `call`."""
+        check_names(call, identity, Identity)
+        self.check_usable()
+        root = self.roots.of(identity.get("cache_salt"), identity.get("adapter_key"))
+        return Prefix.of(root, token_ids, identity.get("key_spans", ()))
+
     # -- requests -------------------------------------------------------------------------------------------------
 
     @property
@@ -381,7 +391,7 @@ class Session(Generic[AnyFace]):
     ) -> None:
         """Count the tokens that a commit of `record`, which had computed `before`, has added. Store its `plans` once
         `fence` has passed."""
-        if self.speed is not None and fence is not None and _has_passed(fence):
+        if self.speed is not None and fence is not None and is_known_to_have_passed(fence):
             self.speed.computed(record.request_id, record.num_computed_tokens - before, self.now())
         if self.costs is not None:
             self.costs.computed(record.request_id, record.num_computed_tokens - before)
@@ -402,35 +412,17 @@ class Session(Generic[AnyFace]):
         fence of a commit, because any request may have computed the blocks."""
         if self.plan_write_back is not None and (plans := self.plan_write_back()):
             self.worker.submit(plans)
-        if self.disk is not None or self.remote is not None or self.own_tiers:
-            self.store_below()
+        for work in self.lower_tiers:
+            work.store_more()
 
     def store_below(self) -> None:
         """Let the lower tiers plan their stores. Called after each change after which there may be more to store."""
         for work in self.lower_tiers:
             work.store_more()
 
-    @property
-    def indexed_tiers(self) -> list[DiskWork | LowerWork]:
-        """The tiers below the host whose blocks the index knows, nearest first."""
-        return [*self.own_tiers] if self.disk is None else [self.disk, *self.own_tiers]
-
-    @property
-    def lower_tiers(self) -> list[DiskWork | LowerWork | RemoteWork]:
-        """The tiers below the host, nearest first."""
-        return [*self.indexed_tiers] if self.remote is None else [*self.indexed_tiers, self.remote]
-
 
 def _unknown(_: Sequence[TransferPlan]) -> int:
     return 0
-
-
-def _has_passed(fence: Fence) -> bool:
-    """Whether the compute before `fence` is known to be over."""
-    try:
-        return fence.query()
-    except Exception:  # noqa: BLE001 - a driver error: the copies that wait for the fence report it
-        return False
 
 
 def _wake(reference: ref[Entered]) -> None:

@@ -42,7 +42,7 @@ from .._kernel.plans import Completion, TransferPlan
 from .._kernel.states import Direction, Outcome
 from ..errors import DeviceGone, TransferRefused
 from .backends.base import CopyBackend, CopyStopped, LostDevice
-from .fences import PASSED, Fence
+from .fences import PASSED, Fence, is_known_to_have_passed
 from .turns import started_thread, wait_precisely
 
 DIGEST_BYTES = 16
@@ -225,7 +225,7 @@ class CopyLane:
             with self._gate:  # `stop_launching` takes the gate before the memory is released
                 if self._refusal:
                     raise TransferRefused(self._refusal)
-                if self._num_over != self._num_launched or not all(map(_is_known_to_have_passed, before)):
+                if self._num_over != self._num_launched or not all(map(is_known_to_have_passed, before)):
                     return False
                 began_s = self._env.now()
                 try:
@@ -474,10 +474,3 @@ def _has_passed(fence: Fence) -> bool:
         return fence.query()
     except Exception:  # noqa: BLE001 - `synchronize` raises it again, and `_landed` makes an outcome of it
         return True
-
-
-def _is_known_to_have_passed(fence: Fence) -> bool:
-    try:
-        return fence.query()
-    except Exception:  # noqa: BLE001 - the lane's thread meets it, and there it becomes an outcome
-        return False

@@ -94,7 +94,8 @@ class Runner:
             logger = self.logger.bind(run=kind.name)
             async with OffloadRuntime(config, transport=transport, logger=logger, observers=observers) as runtime:
                 try:
-                    result.num_restored = await runtime.wait_restored()
+                    if config.disk is not None:
+                        result.num_restored = await runtime.disk.wait_restored()
                     await self._serve(runtime, kv_cache, result, cancel_rate)
                     result.is_over = True
                 finally:

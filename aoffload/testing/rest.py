@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from .._kernel.index import find_hit
+from .._kernel.prefix import Prefix
 from .._kernel.states import HIT_TIERS, Tier
 from .._kernel.tokens import TokenSequence
 from .._runtime.runtime import AnyRuntime
@@ -90,7 +91,8 @@ class Rest:
 
     def _found_hit(self, ask: Ask) -> tuple[int, int]:
         cache = self.runtime.ledger.cache
-        prefix = self.runtime._prefix(ask.tokens, ask.salt, ask.adapter, ask.key_spans)
+        root = self.runtime._session.roots.of(ask.salt, ask.adapter)
+        prefix = Prefix.of(root, ask.tokens, ask.key_spans)
         sequence = TokenSequence(prefix, cache.layout.unit_tokens)
         hit = find_hit(cache.index, sequence, cache.layout, len(ask.tokens) // cache.layout.unit_tokens)
         return hit.device_stop, hit.stop

@@ -86,7 +86,7 @@ def prepare_runtime(num_blocks: int, disk: str | None) -> None:
 
 
 async def _all_on_disk(runtime: OffloadRuntime) -> None:
-    await runtime.wait_restored()
+    await runtime.disk.wait_restored()
     await runtime.flush()
     while plans := runtime.ledger.disk.plan_flush(1024):
         runtime.worker.submit(plans)

@@ -1,7 +1,8 @@
 """The reference: a page for each public module, where each name of it has its signature and its docstring.
 
 `aoffload` itself has a page for each of its sections in api.md. api.md is the list. On the site its rows lead to the
-entries. The page that has `Ledger` also has the verbs of its handles, whose classes are not public names.
+entries. The pages that have `Ledger` and `OffloadRuntime` also have the verbs of their handles, whose classes are not
+public names.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ BEGIN = re.compile(r"^(?:\| )?`\w+[^`]*`(?:(?:, | or )`\w+[^`]*`)*")
 """The names that a row or a paragraph begins with."""
 NAME = re.compile(r"`((\w+(?:\.\w+)?)[^`]*)`")
 """A name, or a verb of a handle, such as `pins.hold(prefix)`."""
+FACES = {
+    "Ledger": ("aoffload/_extensions/assembly.py", ("AnyLedger", "Ledger")),
+    "OffloadRuntime": ("aoffload/_runtime/runtime.py", ("RuntimeBase", "OffloadRuntime")),
+}
+"""Where the handles of a face are: the file, and its classes."""
 OF = re.compile(r"^(?:\| )?Of `(\w+)` \|")
 """The head of a table of somebody's members."""
 MODULE = re.compile(r"^## (aoffload[\w.]*)$", re.MULTILINE)
@@ -41,12 +47,13 @@ MODULE = re.compile(r"^## (aoffload[\w.]*)$", re.MULTILINE)
 
 def on_files(files: Any, config: Any) -> Any:
     root = Path(config.config_file_path).parent
-    names_by_title = sections((root / "docs/api.md").read_text(), public_names(root, "aoffload"))
-    classes = handle_classes(root)
-    verbs_by_handle = listed_verbs((root / "docs/api.md").read_text(), classes)
-    for title, names in names_by_title.items():
-        handles = verbs_by_handle.items() if "Ledger" in names else ()
-        more = [entry_of(name, classes[name], verbs) for name, verbs in handles]
+    api = (root / "docs/api.md").read_text()
+    for title, names in sections(api, public_names(root, "aoffload")).items():
+        more: list[str] = []
+        for face in [face for face in FACES if face in names]:
+            classes = handle_classes(root, face)
+            verbs_by_handle = listed_verbs(api, face, classes)
+            more += [entry_of(face, name, classes[name], verbs) for name, verbs in verbs_by_handle.items()]
         files.append(page_about(config, title, "aoffload", names, more))
     for module in MODULES:
         files.append(page_about(config, module, module, public_names(root, module)))
@@ -73,18 +80,19 @@ def sections(api: str, public: list[str]) -> dict[str, list[str]]:
     return names_by_title
 
 
-def handle_classes(root: Path) -> dict[str, str]:
-    """The class of each handle of `Ledger`: of each property that returns what the same file imports."""
-    tree = ast.parse((root / "aoffload/_extensions/assembly.py").read_text())
-    packages = {1: "aoffload._extensions", 2: "aoffload"}
+def handle_classes(root: Path, face: str) -> dict[str, str]:
+    """The class of each handle of `face`: of each property that returns what the same file imports."""
+    path, kinds = FACES[face]
+    tree = ast.parse((root / path).read_text())
+    package = path.removesuffix(".py").split("/")
     modules = {
-        alias.name: f"{packages[node.level]}.{node.module}"
+        alias.name: ".".join([*package[: -node.level], node.module])
         for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.level
+        if isinstance(node, ast.ImportFrom) and node.level and node.module
         for alias in node.names
     }
     found: dict[str, str] = {}
-    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in ("AnyLedger", "Ledger")):
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in kinds):
         for member in kind.body:
             if isinstance(member, ast.FunctionDef) and any(ast.unparse(d) == "property" for d in member.decorator_list):
                 returned = ast.unparse(member.returns) if member.returns is not None else ""
@@ -93,11 +101,13 @@ def handle_classes(root: Path) -> dict[str, str]:
     return found
 
 
-def listed_verbs(api: str, handles: Iterable[str]) -> dict[str, list[str]]:
-    """The verbs that api.md lists, by handle."""
+def listed_verbs(api: str, face: str, handles: Iterable[str]) -> dict[str, list[str]]:
+    """The verbs of `face` that api.md lists, by handle."""
     found: dict[str, list[str]] = {}
+    owner = ""
     for line in api.splitlines():
-        if begin := BEGIN.match(line):
+        owner = owner_of(line, owner)
+        if owner == face and (begin := BEGIN.match(line)):
             for _, name in NAME.findall(begin[0]):
                 handle, _, verb = name.partition(".")
                 if verb and handle in handles:
@@ -105,9 +115,15 @@ def listed_verbs(api: str, handles: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def entry_of(handle: str, kind: str, verbs: list[str]) -> str:
+def owner_of(line: str, owner: str) -> str:
+    """The class whose members the table of `line` lists; `owner`: that of the line before."""
+    head = OF.match(line)
+    return head[1] if head else owner if "|" in line else ""
+
+
+def entry_of(face: str, handle: str, kind: str, verbs: list[str]) -> str:
     """The entry of a handle: its verbs, and nothing else that its class has."""
-    options = f"heading: Ledger.{handle}, toc_label: Ledger.{handle}, show_bases: false, merge_init_into_class: false"
+    options = f"heading: {face}.{handle}, toc_label: {face}.{handle}, show_bases: false, merge_init_into_class: false"
     return f"::: {kind}\n    options: {{{options}, members: [{', '.join(verbs)}]}}\n"
 
 
@@ -122,14 +138,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if page.file.src_uri != "api.md":
         return markdown
     root = Path(config.config_file_path).parent
-    module, owner, public, lines, handles = "", "", set[str](), list[str](), handle_classes(root)
+    module, owner, public, lines = "", "", set[str](), list[str]()
+    handles = {face: handle_classes(root, face) for face in FACES}
     for line in markdown.splitlines():
         if heading := MODULE.match(line):
             module = heading[1]
             public = set(public_names(root, module))
-        head = OF.match(line)
-        owner = head[1] if head else owner if "|" in line else ""
-        lines.append(linked(line, module, owner, public, handles))
+        owner = owner_of(line, owner)
+        lines.append(linked(line, module, owner, public, handles.get(owner, {})))
     return "\n".join(lines)
 
 

@@ -175,10 +175,10 @@ class ArgumentDrawing:
 
     _demote = _prefetch
 
-    def _prefetch_nowait(self) -> dict[str, Any]:
+    def _begin_prefetch(self) -> dict[str, Any]:
         return self._identity()
 
-    _demote_nowait = _lookup = _prefetch_nowait
+    _begin_demote = _lookup = _begin_prefetch
     _transfer_wait = _flush = _wait
 
     def _reset(self) -> dict[str, Any]:

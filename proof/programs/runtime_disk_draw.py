@@ -31,7 +31,7 @@ class DiskDrawing(ABC):
         rng = self.rng
         drawn = rng.random()
         if drawn < 0.2:
-            return Call(rng.choice(("fetch", "fetch", "fetch_nowait")), {"who": name, **self._identity()})
+            return Call(rng.choice(("fetch", "fetch", "begin_fetch")), {"who": name, **self._identity()})
         if drawn < 0.3:
             return Call("request_fetch", {"who": name})
         if drawn < 0.65:

@@ -51,7 +51,7 @@ BECOMES = {
     "resume": "running", "leave": "none", "commit": "running",
 }  # fmt: skip
 KEEPING = (
-    ("pin", 30), ("unpin", 12), ("prefetch", 16), ("prefetch_nowait", 10), ("demote", 14), ("demote_nowait", 8),
+    ("pin", 30), ("unpin", 12), ("prefetch", 16), ("begin_prefetch", 10), ("demote", 14), ("begin_demote", 8),
     ("transfer_wait", 6), ("transfer_cancel", 6),
 )  # fmt: skip
 WHOLE = (
@@ -97,7 +97,7 @@ WRONG = (
     {"call": "commit", "num": None},
     {"call": "commit", "new": (-5,)},
     {"call": "prefetch", "tokens": ()},
-    {"call": "demote_nowait", "tokens": "ab"},
+    {"call": "begin_demote", "tokens": "ab"},
     {"call": "resume", "num": 10**9},
     {"call": "resume", "num": 0},
 )

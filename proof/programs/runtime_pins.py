@@ -12,7 +12,7 @@ import attrs
 
 from aoffload._extensions.pins import PinState
 from aoffload._kernel.states import Tier
-from aoffload._runtime.pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
+from aoffload._runtime.handles import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 from aoffload._runtime.request import Request
 from aoffload._runtime.runtime import OffloadRuntime
 from aoffload.errors import RuntimeClosed, WrongThread
@@ -39,7 +39,7 @@ class ClientCalls(RequestCalls):
 
     async def _do_pin(self, args: Any) -> None:
         def pin() -> PinScope:
-            scope: PinScope = self.stage.runtime.pin(args["tokens"], args["ttl_s"], **self.stage.identity(args))
+            scope: PinScope = self.stage.runtime.pins.hold(args["tokens"], args["ttl_s"], **self.stage.identity(args))
             scope.__enter__()
             return scope
 
@@ -51,10 +51,10 @@ class ClientCalls(RequestCalls):
     async def _do_hint(self, args: Any) -> None:
         """Never raises for good arguments, and pins nothing, whatever it spares."""
         keys = ("expected_s", "category")
-        options = {key: args[key] for key in keys if key in args}
+        options = {key: args[key] for key in keys if key in args} | self.stage.identity(args)
         runtime = self.stage.runtime
         pinned = runtime.statistics().num_pins
-        found = self.stage.attempt("hint", lambda: runtime.hint(args["tokens"], **options, **self.stage.identity(args)))
+        found = self.stage.attempt("hint", lambda: runtime.eviction.hint(args["tokens"], **options))
         if found is not None and runtime.statistics().num_pins != pinned:
             raise Violation("a leak", "a hint has pinned something")
         if found:
@@ -73,24 +73,33 @@ class ClientCalls(RequestCalls):
     async def _do_demote(self, args: Any) -> None:
         await self._transfer("demote", args)
 
-    async def _transfer(self, name: str, args: Any) -> None:
-        await self._finish_steps()
-        call = getattr(self.stage.runtime, name)
-        found = await self.stage.attempt_async(
-            name, lambda: call(args["tokens"], **self.stage.identity(args)), self._give_up_s(args)
+    def _started(self, name: str, args: Any) -> PendingPrefetch | PendingFetch | PendingDemotion:
+        runtime: Any = self.stage.runtime
+        handle = runtime.fetches if name == "fetch" else runtime.transfers
+        found: PendingPrefetch | PendingFetch | PendingDemotion = getattr(handle, name)(
+            args["tokens"], **self.stage.identity(args)
         )
-        if found:
+        return found
+
+    async def _transfer(self, name: str, args: Any) -> None:
+        """A transfer that is given up when its wait is."""
+        await self._finish_steps()
+
+        async def transfer() -> int:
+            with self._started(name, args) as pending:
+                return await pending.wait()
+
+        if await self.stage.attempt_async(name, transfer, self._give_up_s(args)):
             self.stage.met(name)
 
-    async def _do_prefetch_nowait(self, args: Any) -> None:
+    async def _do_begin_prefetch(self, args: Any) -> None:
         self._begin_transfer("prefetch", args)
 
-    async def _do_demote_nowait(self, args: Any) -> None:
+    async def _do_begin_demote(self, args: Any) -> None:
         self._begin_transfer("demote", args)
 
     def _begin_transfer(self, name: str, args: Any) -> None:
-        call = getattr(self.stage.runtime, f"{name}_nowait")
-        found = self.stage.attempt(f"{name}_nowait", lambda: call(args["tokens"], **self.stage.identity(args)))
+        found = self.stage.attempt(f"begin {name}", lambda: self._started(name, args))
         if found is not None:
             self._cache_transfers.append(found)
             if not found.is_over:
@@ -99,7 +108,7 @@ class ClientCalls(RequestCalls):
     async def _do_fetch(self, args: Any) -> None:
         await self._transfer("fetch", args)
 
-    async def _do_fetch_nowait(self, args: Any) -> None:
+    async def _do_begin_fetch(self, args: Any) -> None:
         self._begin_transfer("fetch", args)
 
     async def _do_request_fetch(self, args: Any) -> None:
@@ -114,7 +123,8 @@ class ClientCalls(RequestCalls):
             self.stage.met("fetch")
 
     async def _do_restored(self, args: Any) -> None:
-        if await self.stage.attempt_async("restored", self.stage.runtime.wait_restored, self._give_up_s(args)):
+        runtime = self.stage.runtime
+        if await self.stage.attempt_async("restored", lambda: runtime.disk.wait_restored(), self._give_up_s(args)):
             self.stage.met("restored")
 
     async def _do_transfer_wait(self, args: Any) -> None:
@@ -160,14 +170,14 @@ class ClientCalls(RequestCalls):
             return
         calls: dict[str, Callable[[], object]] = {
             "statistics": runtime.statistics,
-            "requests": runtime.requests,
+            "requests": runtime.reports.requests,
             "explain": runtime.explain,
-            "holders": runtime.holders,
+            "holders": runtime.reports.holders,
             "lookup": lambda: runtime.lookup((1, 2)),
             "cancel": lambda: runtime.cancel("nobody"),
         }
         if isinstance(runtime, OffloadRuntime):
-            calls["prefetch_nowait"] = lambda: runtime.prefetch_nowait((1, 2))
+            calls["prefetch"] = lambda: runtime.transfers.prefetch((1, 2))
             calls["step"] = lambda: runtime.step([])
 
         def ask() -> None:

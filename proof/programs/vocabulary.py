@@ -105,18 +105,18 @@ RUNTIME_CALLS = _table({
     "preempt_nowait": CLIENT, "resume": f"{CLIENT} num by", "abort": f"{CLIENT} how",
     "hint": f"{CLIENT} {IDENTITY} expected_s! category",
     "pin": f"{CLIENT} {IDENTITY} ttl_s!", "unpin": CLIENT, "prefetch": f"{CLIENT} {IDENTITY}",
-    "prefetch_nowait": f"{CLIENT} {IDENTITY}", "demote": f"{CLIENT} {IDENTITY}",
-    "demote_nowait": f"{CLIENT} {IDENTITY}", "transfer_wait": CLIENT, "transfer_cancel": CLIENT,
+    "begin_prefetch": f"{CLIENT} {IDENTITY}", "demote": f"{CLIENT} {IDENTITY}",
+    "begin_demote": f"{CLIENT} {IDENTITY}", "transfer_wait": CLIENT, "transfer_cancel": CLIENT,
     "flush": CLIENT, "reset": f"{CLIENT} tier timeout_s", "lookup": f"{CLIENT} {IDENTITY}", "statistics": CLIENT,
     "report_queue": f"{CLIENT} num_tokens!", "report_compute": f"{CLIENT} num_tokens! seconds!",
     "integrity": CLIENT, "pause": f"{CLIENT} s!",
-    "fetch": f"{CLIENT} {IDENTITY}", "fetch_nowait": f"{CLIENT} {IDENTITY}", "request_fetch": CLIENT,
+    "fetch": f"{CLIENT} {IDENTITY}", "begin_fetch": f"{CLIENT} {IDENTITY}", "request_fetch": CLIENT,
     "restored": CLIENT, "restart": "how",
 })  # fmt: skip
 
 AS_ON_A_RUNTIME = (
     "configure", "fault", "cancel", "close", "leave", "wait", "step", "end_step", "invalidate", "abort", "pin", "unpin",
-    "hint", "flush", "reset", "lookup", "statistics", "integrity", "pause", "fetch", "fetch_nowait", "request_fetch",
+    "hint", "flush", "reset", "lookup", "statistics", "integrity", "pause", "fetch", "begin_fetch", "request_fetch",
     "report_queue", "report_compute", "restored", "restart", "transfer_wait", "transfer_cancel",
 )  # fmt: skip
 ENGINE_RUNTIME_CALLS = {name: RUNTIME_CALLS[name] for name in AS_ON_A_RUNTIME} | _table({

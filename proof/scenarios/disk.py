@@ -21,7 +21,7 @@ DISK_FAULTS = ("disk_error", "disk_hang", "disk_late", "disk_lost", "disk_rot")
 
 async def put_away(sim: Simulation, engine: SimulatedEngine, *prompts: tuple[int, ...]) -> None:
     """Serve prompts until the disk has them, and have the tiers above forget them."""
-    await engine.runtime.wait_restored()
+    await engine.runtime.disk.wait_restored()
     for number, prompt in enumerate(prompts):
         await store(sim, engine, f"before{number}", prompt)
         await forget(engine, Tier.DEVICE)
@@ -106,19 +106,20 @@ async def fetched_ahead(sim: Simulation) -> None:
 
         async def ahead(client: Client) -> None:
             await sim.jitter()
-            found = await engine.runtime.fetch((*PROMPT, 7))
+            found = await engine.runtime.fetches.fetch((*PROMPT, 7)).wait()
             if found > len(PROMPT):
                 raise Violation("hit cap", f"{found} tokens of {len(PROMPT)} fetched")
 
         async def given_up(client: Client) -> None:
-            with engine.runtime.fetch_nowait(other) as pending:
+            with engine.runtime.fetches.fetch(other) as pending:
                 await sim.jitter()
                 if sim.random.random() < 0.5:
                     await pending.wait()
 
         async def in_vain(client: Client) -> None:
-            await expect_cancelled(engine.runtime.wait_restored)
-            await expect_cancelled(partial(engine.runtime.fetch, other))
+            await expect_cancelled(engine.runtime.disk.wait_restored)
+            with engine.runtime.fetches.fetch(other) as pending:
+                await expect_cancelled(pending.wait)
             await fetches_in_vain(sim, engine, (*other, 8), client)
 
         for function in (ahead, given_up, in_vain):
@@ -190,7 +191,7 @@ async def taken_back_on_disk(sim: Simulation) -> None:
     finds it."""
     engine = sim.runtime(num_device_blocks=16, num_host_blocks=8, num_slots=12, max_fetch_share=0.5)
     async with engine.runtime:
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
         sim.spawn("spoils", lambda client: spoils(sim, engine, client)).may_abort = ("prefix_invalidated",)
         for number in range(4):
             client = serve(sim, engine, f"r{number}", (*PROMPT, number))
@@ -225,7 +226,7 @@ async def _found_by_the_next(sim: Simulation, engine: SimulatedEngine, left: Slo
     async with following.runtime:
         for number in range(2):
             serve(sim, following, f"new{number}", (*PROMPT, number))
-        await following.runtime.wait_restored()
+        await following.runtime.disk.wait_restored()
         serve(sim, following, "new", (*PROMPT, 5))
         await after(sim, following)
 

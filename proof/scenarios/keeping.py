@@ -17,7 +17,7 @@ from .table import scenario
 
 async def keep(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...], ttl_s: float) -> None:
     """Hold a pin for a while: as long as it is held, what it matched hits."""
-    pin = engine.runtime.pin(prompt, ttl_s)
+    pin = engine.runtime.pins.hold(prompt, ttl_s)
     try:
         with suppress(OutOfBlocks), pin:
             for _ in range(4):
@@ -33,35 +33,36 @@ async def keep(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...]
 
 async def fetch(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...]) -> None:
     if sim.random.random() < 0.3:
-        pending = engine.runtime.prefetch_nowait(prompt)
+        pending = engine.runtime.transfers.prefetch(prompt)
         await sim.jitter()
         if sim.random.random() < 0.5:
             pending.cancel()
         await pending.wait()
         if not engine.runtime._session.is_open:
             raise Violation("nobody was told", f"{pending} was waited for to the end by a runtime that closes")
-    elif (found := await engine.runtime.prefetch(prompt)) >= len(prompt):
+    elif (found := await engine.runtime.transfers.prefetch(prompt).wait()) >= len(prompt):
         raise Violation("hit cap", f"{found} tokens of {len(prompt)} fetched")
 
 
 async def send_away(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...]) -> None:
     way = sim.random.randrange(3)
     if way == 0:
-        engine.runtime.demote_nowait(prompt)  # goes on by itself
+        engine.runtime.transfers.demote(prompt)  # goes on by itself
     elif way == 1:
-        with engine.runtime.demote_nowait(prompt) as pending:
+        with engine.runtime.transfers.demote(prompt) as pending:
             await sim.jitter()
             await pending.wait()
     else:
-        await engine.runtime.demote(prompt)
+        await engine.runtime.transfers.demote(prompt).wait()
 
 
 async def ask_in_vain(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...]) -> None:
-    """A task that is cancelled already gets its cancellation before anything is taken."""
-    ask_for = sim.random.choice((engine.runtime.prefetch, engine.runtime.demote))
+    """A task that is cancelled already gets its cancellation before it waits, and its transfer is given up."""
+    ask_for = sim.random.choice((engine.runtime.transfers.prefetch, engine.runtime.transfers.demote))
     with anyio.CancelScope() as scope:
         scope.cancel()
-        await ask_for(prompt)
+        with ask_for(prompt) as pending:
+            await pending.wait()
         raise Violation("deaf to a cancellation", f"{ask_for} came to its end")
 
 
@@ -126,7 +127,7 @@ async def pinned_full(sim: Simulation) -> None:
 
             async def keeps(client: Client, family: int = family) -> None:
                 """The client's request has to get past the client's own pin."""
-                with engine.runtime.pin(tokens(family, 5), 3600.0):
+                with engine.runtime.pins.hold(tokens(family, 5), 3600.0):
                     await engine.serve(client.name, ask(sim, engine, tokens(9 + family, 13)))
 
             sim.spawn(f"holds{family}", holds)

@@ -105,7 +105,7 @@ async def _live(disk: SimulatedDisk, life: int, let_go: threading.Event, serving
 async def _serve_all(engine: ByteEngine, life: int) -> None:
     runtime = engine.runtime
     with anyio.move_on_after(0.3):  # a reading that hangs is over later
-        await runtime.wait_restored()
+        await runtime.disk.wait_restored()
     for turn in range(2):
         for number in range(6):
             if await engine.serve(_prompt(number)) > len(_prompt(number)):

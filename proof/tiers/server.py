@@ -54,7 +54,7 @@ async def _serve(place: Path, journal: Journal, seed: int, begun: int) -> None:
     async with engine.run_with(_config(place)) as runtime, anyio.create_task_group() as group:
         for number in range(NUM_CLIENTS):
             group.start_soon(_client, engine, random.Random(f"{seed} {number}"))
-        await runtime.wait_restored()
+        await runtime.disk.wait_restored()
         found = {number: _whole(runtime, number) for number in range(NUM_PROMPTS)}
         journal.write("found", found)
         os.write(begun, b"go")
@@ -100,7 +100,7 @@ def _on_disk(runtime: OffloadRuntime, number: int) -> int:
     """Tokens of a prompt that the disk alone has published, from its start on."""
     cache = runtime.ledger.cache
     unit = cache.layout.unit_tokens
-    sequence = TokenSequence(runtime._prefix(_prompt(number)), unit)
+    sequence = TokenSequence(runtime._session.prefix("prefix", _prompt(number), {}), unit)
     run, stop = None, 0
     while (following := cache.index.find(sequence, run, stop)) is not None:
         common = sequence.common_stop(following, len(_prompt(number)) // unit)

@@ -216,7 +216,7 @@ MENDED: dict[str, tuple[World, tuple[Call, ...], int]] = {
             call("flush", who="a"),
             call("reset", who="a", tier="DEVICE"),
             call("request", who="b", tokens=TOKENS[:5]),
-            call("prefetch_nowait", who="c", tokens=TOKENS[:3]),
+            call("begin_prefetch", who="c", tokens=TOKENS[:3]),
             call("allocate", who="b"),
             call("preempt", who="a", of="b", hurry=True),
             call("load", who="b"),

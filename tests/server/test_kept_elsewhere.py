@@ -38,7 +38,7 @@ async def test_the_next_server_finds_what_is_on_the_disk(tmp_path: Path) -> None
         expected = await served(service, 1)
     async with open_service(options, SmallModel()) as service:
         runtime = service.engine.runtime
-        assert await runtime.wait_restored() > 0
+        assert await runtime.disk.wait_restored() > 0
         assert await served(service, 1) == expected
         statistics = runtime.statistics()
         assert statistics.disk_transfers is not None

@@ -13,7 +13,7 @@ from serving import prompt
 
 async def serve(place: Path) -> None:
     async with with_disk(place) as engine:
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
         for seed in itertools.count(1):
             await engine.serve(prompt(seed, 17))
             await stored(engine)

@@ -67,7 +67,7 @@ async def on_the_disk_only(engine: Engine, *prompts: Sequence[int]) -> None:
 async def stored(engine: Engine) -> None:
     """All of the host is on the disk."""
     runtime = engine.runtime
-    await runtime.wait_restored()
+    await runtime.disk.wait_restored()
     await runtime.flush()
     while plans := runtime.ledger.disk.plan_flush(1000):
         runtime.worker.submit(plans)

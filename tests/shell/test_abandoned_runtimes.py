@@ -107,6 +107,32 @@ def test_a_runtime_is_abandoned_while_its_loop_goes_on(is_kept: bool) -> None:
     assert ended(before)
 
 
+@pytest.mark.parametrize("kept", ["handle", "pin"])
+def test_a_handle_keeps_its_runtime_open_and_so_does_a_pin(kept: str) -> None:
+    """A program may keep `runtime.pins`, or a pin, in place of the runtime: the runtime is abandoned after both."""
+    before = threads()
+
+    async def live() -> None:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            runtime = opened(None)
+            await runtime.__aenter__()
+            handle = runtime.pins
+            assert handle == runtime.pins and repr(runtime) in repr(handle)
+            pin = handle.hold(range(9), 60).__enter__()
+            held = [handle] if kept == "handle" else [pin]
+            pin.__exit__(None, None, None)
+            del runtime, handle, pin
+            gc.collect()
+            assert not is_said(found)
+            held.clear()
+            gc.collect()
+            assert is_said(found)
+
+    asyncio.run(live())
+    assert ended(before)
+
+
 def test_a_runtime_that_was_left_is_no_longer_there_and_says_nothing() -> None:
     """Whoever leaves the block is not warned. So is who never entered it: there is nothing to leave."""
     before = threads()
@@ -128,7 +154,7 @@ def test_a_runtime_whose_loop_was_closed_is_left_without_a_wait(tmp_path: Path) 
     async def enter() -> OffloadRuntime:
         runtime = opened(tmp_path / "kv")
         await runtime.__aenter__()
-        await runtime.wait_restored()
+        await runtime.disk.wait_restored()
         await serve(runtime)
         return runtime
 
@@ -192,7 +218,7 @@ def test_a_forked_child_leaves_all_blocks_and_harms_nobody(tmp_path: Path) -> No
                 async with runtime.request(range(30)) as request:
                     await request.allocate()
                     await request.load()
-                    with runtime.pin(range(30), 60), runtime.step([request]):
+                    with runtime.pins.hold(range(30), 60), runtime.step([request]):
                         with warnings.catch_warnings():
                             warnings.simplefilter("ignore", DeprecationWarning)
                             child = os.fork()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import array
 import math
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import anyio
@@ -109,17 +111,17 @@ BAD_TOKENS = {
 @pytest.mark.parametrize("bad", BAD_TOKENS.values(), ids=BAD_TOKENS.keys())
 async def test_bad_token_ids(bad: Any) -> None:
     """What is no list of token ids is refused by name, at the door and when tokens are added."""
-    async with scripted() as (engine, _):
+    async with scripted(eviction="learned") as (engine, _):
         with pytest.raises(InvalidArgument, match="token_ids") as refused:
             engine.runtime.request(bad)
         assert refused.value.argument == "token_ids"
-        for call in (engine.runtime.lookup, engine.runtime.prefetch_nowait, engine.runtime.demote_nowait):
+        for call in (engine.runtime.lookup, engine.runtime.transfers.prefetch, engine.runtime.transfers.demote):
             with pytest.raises(InvalidArgument, match="token_ids"):
                 call(bad)
         with pytest.raises(InvalidArgument, match="token_ids"):
-            engine.runtime.pin(bad, 60)
+            engine.runtime.pins.hold(bad, 60)
         with pytest.raises(InvalidArgument, match="token_ids"):
-            engine.runtime.hint(bad, expected_s=60)
+            engine.runtime.eviction.hint(bad, expected_s=60)
         is_nothing = (
             isinstance(bad, (list, np.ndarray)) and not np.size(np.array(bad, dtype=object)) and np.ndim(bad) == 1
         )
@@ -398,7 +400,7 @@ async def test_long_salts_are_not_kept() -> None:
         for index in range(64):
             engine.runtime.lookup(A, cache_salt=f"{index}" * 100_000)
             engine.runtime.lookup(A, adapter_key=b"%d" % index * 100_000)
-        kept = engine.runtime._roots._kept
+        kept = engine.runtime._session.roots._kept
         assert sum(len(key or "") for keys in kept for key in keys) < 100_000
         for index in range(5000):
             engine.runtime.lookup(A, cache_salt=f"tenant {index}")
@@ -545,11 +547,11 @@ async def test_bad_hints(argument: str) -> None:
         good: dict[str, Any] = {"expected_s": 60}
         for bad in BAD_HINTS[argument]:
             with pytest.raises(InvalidArgument, match=argument) as refused:
-                runtime.hint(A, **{**good, argument: bad})
+                runtime.eviction.hint(A, **{**good, argument: bad})
             assert refused.value.argument == argument
             assert runtime.statistics().num_hints == 0
         for category in ("", "x" * 256, "\ud800"):
-            assert runtime.hint(A, expected_s=0.5, category=category) == 8
+            assert runtime.eviction.hint(A, expected_s=0.5, category=category) == 8
         await goes_on_serving(engine)
 
 
@@ -558,23 +560,19 @@ async def test_a_hint_needs_eviction_that_learns() -> None:
     async with scripted() as (engine, _):
         await engine.serve(A)
         with pytest.raises(ConfigError, match="eviction: is not configured") as refused:
-            engine.runtime.hint(A, expected_s=60)
+            engine.runtime.eviction.hint(A, expected_s=60)
         assert refused.value.argument == "eviction"
         await goes_on_serving(engine)
 
 
-@pytest.mark.parametrize("call", ["pin", "hint", "prefetch", "prefetch_nowait", "fetch", "demote", "demote_nowait"])
+@pytest.mark.parametrize("call", ["lookup", "pins.hold", "eviction.hint", "transfers.prefetch", "transfers.demote"])
 async def test_an_unknown_keyword_names_the_call(call: str) -> None:
     """A keyword that a call does not have is refused as Python does it: by the names of the call and the keyword."""
-    more: dict[str, Any] = {"pin": {"ttl_s": 60}, "hint": {"expected_s": 60}}.get(call, {})
-
-    async def ask(runtime: OffloadRuntime) -> None:
-        found = getattr(runtime, call)(A, cache_sault="tenant-a", **more)
-        await found  # of the calls that wait
-
-    async with scripted() as (engine, _):
-        with pytest.raises(TypeError, match=rf"^OffloadRuntime\.{call}\(\) .* keyword argument 'cache_sault'$"):
-            await ask(engine.runtime)
+    more: dict[str, Any] = {"pins.hold": {"ttl_s": 60}, "eviction.hint": {"expected_s": 60}}.get(call, {})
+    name = f"OffloadRuntime.{call}" if call == "lookup" else call
+    async with scripted(eviction="learned") as (engine, _):
+        with pytest.raises(TypeError, match=rf"^{re.escape(name)}\(\) .* keyword argument 'cache_sault'$"):
+            attrgetter(call)(engine.runtime)(A, cache_sault="tenant-a", **more)
         await goes_on_serving(engine)
 
 
@@ -583,21 +581,22 @@ async def test_an_unknown_keyword_names_the_call(call: str) -> None:
 
 def looking(runtime: OffloadRuntime) -> list[Callable[[], Any]]:
     """What may be asked of a runtime that is closed, and does not change any more."""
-    return [runtime.statistics, runtime.requests, runtime.holders, runtime.explain, runtime.check_integrity]
+    reports = runtime.reports
+    return [runtime.statistics, reports.requests, reports.holders, runtime.explain, runtime.check_integrity]
 
 
-def everything(runtime: OffloadRuntime, request: Any) -> list[Callable[[], Any]]:
+def changing(runtime: OffloadRuntime, request: Any) -> list[Callable[[], Any]]:
+    """Everything else that does not wait, of a runtime whose eviction learns."""
     return [
         lambda: runtime.request(A),
         lambda: runtime.lookup(A),
-        lambda: runtime.pin(A, 60),
-        lambda: runtime.hint(A, expected_s=60),
-        lambda: runtime.prefetch_nowait(A),
-        lambda: runtime.demote_nowait(A),
+        lambda: runtime.pins.hold(A, 60),
+        lambda: runtime.eviction.hint(A, expected_s=60),
+        lambda: runtime.transfers.prefetch(A),
+        lambda: runtime.transfers.demote(A),
         lambda: runtime.cancel("r1"),
         lambda: runtime.step([request]).__enter__(),
         lambda: runtime.commit_step([]),
-        *looking(runtime),
         request.allocate_nowait,
         request.load_nowait,
         lambda: request.extend_nowait(16),
@@ -621,20 +620,15 @@ def errors_of(calls: list[Callable[[], Any]]) -> set[str]:
 
 async def test_use_before_opening_and_after_closing() -> None:
     """A runtime outside of its block refuses everything with `RuntimeClosed`, awaited or not; it is entered once."""
-    runtime = OffloadRuntime(config(), transport=ScriptedTransport(8, auto=True))
+    runtime = OffloadRuntime(config(eviction="learned"), transport=ScriptedTransport(8, auto=True))
     with pytest.raises(RuntimeClosed):
         runtime.request(A)
     async with runtime:
         waiting = runtime.request(B)
         async with runtime.request(A, "r1") as request:
             pass
-    assert errors_of([call for call in everything(runtime, request) if call not in looking(runtime)]) == {
-        "RuntimeClosed"
-    }
+    assert errors_of(changing(runtime, request)) == {"RuntimeClosed"}
     assert errors_of(looking(runtime)) == {"no error"}
-    for ask in (runtime.prefetch, runtime.demote):
-        with pytest.raises(RuntimeClosed):
-            await ask(A)
     for call in (runtime.flush, runtime.reset, waiting.__aenter__, request.allocate, request.load):
         with pytest.raises(RuntimeClosed):
             await call()
@@ -649,11 +643,11 @@ async def test_use_before_opening_and_after_closing() -> None:
 
 async def test_use_from_another_thread() -> None:
     """Another thread is told so, and nothing of what it tried has happened."""
-    async with scripted() as (engine, _):
+    async with scripted(eviction="learned") as (engine, _):
         async with engine.runtime.request(A, "r1") as request:
             await request.allocate()
             before = engine.runtime.statistics()
-            calls = everything(engine.runtime, request)
+            calls = [*changing(engine.runtime, request), *looking(engine.runtime)]
             assert await anyio.to_thread.run_sync(errors_of, calls) == {"WrongThread"}
             assert engine.runtime.statistics() == before
             with pytest.raises(WrongThread):
@@ -664,10 +658,10 @@ async def test_use_from_another_thread() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 async def test_use_after_fork() -> None:
     """A forked child is told so: neither the copy thread nor the device came along. The parent goes on."""
-    async with with_bytes() as engine:
+    async with with_bytes(eviction="learned") as engine:
         async with engine.runtime.request(A, "r1") as request:
             await request.allocate()
-            calls = everything(engine.runtime, request)
+            calls = [*changing(engine.runtime, request), *looking(engine.runtime)]
             receiving, sending = os.pipe()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forking with threads

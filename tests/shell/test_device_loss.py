@@ -77,7 +77,7 @@ async def goes_on_without(engine: Engine, transport: LossyTransport) -> None:
         request.commit(9)
         await request.extend(40)
     assert request.state is RequestState.DONE
-    assert await engine.runtime.prefetch(B) == engine.runtime.lookup(B).num_device_tokens
+    assert await engine.runtime.transfers.prefetch(B).wait() == engine.runtime.lookup(B).num_device_tokens
     await engine.runtime.reset()
     await assert_at_rest(engine.runtime)
     assert transport.num_asked_in_vain == num_asked
@@ -218,7 +218,7 @@ async def test_one_rank_that_is_lost_takes_the_others_with_it(number: int, find_
         await on_the_host(engine, A)
         lose(ranks[number])
         calls: dict[str, Callable[[], object]] = {
-            "launch": lambda: runtime.prefetch_nowait(A),
+            "launch": lambda: runtime.transfers.prefetch(A),
             "record_fence": transport.record_fence,
         }
         if find_out == "record_fence":

@@ -42,7 +42,7 @@ def test_a_killed_process_leaves_right_bytes(tmp_path: Path) -> None:
 
     async def look(num_stored: int) -> None:
         async with with_disk(tmp_path) as engine:
-            await engine.runtime.wait_restored()
+            await engine.runtime.disk.wait_restored()
             found = [await engine.serve(prompt(seed, 17)) for seed in range(1, num_stored + 4)]
             assert found[:num_stored].count(16) >= 0.9 * num_stored, found
             await assert_quiet(engine.runtime)

@@ -46,7 +46,7 @@ async def test_what_the_host_evicts_comes_back_from_the_disk(place: Any) -> None
     """More prompts than host memory holds, asked for again: each hits, with the bytes of its own prefix."""
     prompts = [prompt(seed, 17) for seed in range(1, 9)]
     async with with_disk(place) as engine:
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
         for token_ids in prompts:
             await engine.serve(token_ids)
             await engine.runtime.flush()
@@ -78,9 +78,11 @@ async def test_a_fetch_without_a_request() -> None:
     async with with_disk(simulated()) as engine:
         runtime = engine.runtime
         await on_the_disk_only(engine, A, B)
-        assert await runtime.fetch(A[:9]) == 8
+        assert await runtime.fetches.fetch(A[:9]).wait() == 8
         assert runtime.lookup(A).num_host_tokens == 8
-        pending = runtime.fetch_nowait(B)
+        with pytest.raises(TypeError, match=r"^fetches\.fetch\(\) .* keyword argument 'cache_sault'$"):
+            runtime.fetches.fetch(A, cache_sault="tenant-a")  # type: ignore[call-arg]
+        pending = runtime.fetches.fetch(B)
         await runtime.flush()
         assert pending.is_over and await pending.wait() == 16
         await runtime.reset(Tier.HOST)
@@ -133,7 +135,7 @@ async def test_a_restart_hits_what_was_stored(place: Any, verify: bool) -> None:
         for token_ids in (A, B):
             await engine.serve(token_ids)
     async with with_disk(place, verify=verify) as engine:
-        assert await engine.runtime.wait_restored() == 8
+        assert await engine.runtime.disk.wait_restored() == 8
         assert [await engine.serve(token_ids) for token_ids in (A, B, C)] == [16, 16, 0]
         await assert_quiet(engine.runtime)
 
@@ -148,7 +150,7 @@ async def test_another_model_starts_empty(place: Any, options: dict[str, Any]) -
     for changed in (options, {}):
         made = {"namespace": "test", **changed}
         async with with_disk(place, **made) as engine:
-            assert await engine.runtime.wait_restored() == 0
+            assert await engine.runtime.disk.wait_restored() == 0
             assert await engine.serve(A) == 0
             assert engine.runtime.config.namespace == made["namespace"]
 
@@ -158,7 +160,7 @@ async def test_salts_are_kept_apart_over_a_restart(place: Any) -> None:
     async with with_disk(place) as engine:
         await engine.serve(A, salt="a")
     async with with_disk(place) as engine:
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
         assert [await engine.serve(A, salt=salt) for salt in ("b", None, "a")] == [0, 0, 16]
 
 
@@ -180,7 +182,7 @@ async def test_a_request_may_run_while_the_disk_is_read() -> None:
             await hanging.wait_for()
             assert await engine.serve(A) == 0
             hanging.let_go()
-            assert await engine.runtime.wait_restored() == 8
+            assert await engine.runtime.disk.wait_restored() == 8
             assert await engine.serve(B) == 16
             await assert_quiet(engine.runtime)
     finally:
@@ -202,7 +204,7 @@ async def test_nothing_is_stored_while_the_disk_is_read() -> None:
             assert engine.runtime.ledger.jobs.num_stored_now(Tier.HOST) == 0
             assert engine.runtime.statistics().disk_transfers.num_stores == 0  # type: ignore[union-attr]
             hanging.let_go()
-            assert await engine.runtime.wait_restored() == 4
+            assert await engine.runtime.disk.wait_restored() == 4
             assert await engine.serve(A) == 16
             await assert_quiet(engine.runtime)
     finally:
@@ -220,7 +222,7 @@ async def test_a_reset_while_the_disk_is_read() -> None:
             await hanging.wait_for()
             await engine.runtime.reset()
             hanging.let_go()
-            assert await engine.runtime.wait_restored() == 0
+            assert await engine.runtime.disk.wait_restored() == 0
             assert engine.runtime.statistics().disk.num_cached == 0  # type: ignore[union-attr]
             assert await engine.serve(A) == 0
             await assert_quiet(engine.runtime)
@@ -249,7 +251,7 @@ async def test_what_a_failed_forward_wrote_is_found_by_nobody(when: str) -> None
     disk = simulated()
     async with with_disk(disk) as engine:
         runtime = engine.runtime
-        await runtime.wait_restored()
+        await runtime.disk.wait_restored()
         async with runtime.request(A) as request:
             await request.allocate()
             await request.load()
@@ -261,7 +263,7 @@ async def test_what_a_failed_forward_wrote_is_found_by_nobody(when: str) -> None
                 assert runtime.statistics().disk.num_cached == 4  # type: ignore[union-attr]
             request.invalidate(0)
     async with with_disk(disk) as engine:
-        assert await engine.runtime.wait_restored() == 0
+        assert await engine.runtime.disk.wait_restored() == 0
         assert await engine.serve(A) == 0
 
 
@@ -279,7 +281,7 @@ async def test_what_a_failed_forward_wrote_is_found_by_nobody_whatever_fails(
     with capture_logs() as logs:
         async with with_disk(disk, logger=structlog.get_logger()) as engine:
             runtime = engine.runtime
-            await runtime.wait_restored()
+            await runtime.disk.wait_restored()
             async with runtime.request(A) as request:
                 await request.allocate()
                 await request.load()
@@ -297,7 +299,7 @@ async def test_what_a_failed_forward_wrote_is_found_by_nobody_whatever_fails(
     assert found == events
     disk.fault = lambda call: None
     async with with_disk(disk) as engine:
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
         await engine.serve(A)  # compares every byte that hits
         await assert_quiet(engine.runtime)
 
@@ -308,7 +310,7 @@ async def test_what_is_being_stored_while_it_is_taken_back_is_found_by_nobody() 
     disk = simulated()
     async with with_disk(disk) as engine:
         runtime = engine.runtime
-        await runtime.wait_restored()
+        await runtime.disk.wait_restored()
         hanging = Hanging(disk, of_slab("write"))
         async with runtime.request(A) as request:
             await request.allocate()
@@ -336,7 +338,7 @@ async def test_a_call_that_fails_is_a_miss_at_most(kind: str, fault: DiskFault) 
     for k in (1, 2, 3):
         disk = simulated(k)
         async with with_disk(disk, num_blocks=6, num_host_blocks=6) as engine:
-            await engine.runtime.wait_restored()
+            await engine.runtime.disk.wait_restored()
             disk.fault = lambda call, k=k: fault if call.kind == kind and not call.number % k else None
             for _ in range(2):
                 for token_ids in (A, B, C, D):
@@ -371,7 +373,7 @@ async def test_a_disk_that_fails_is_not_fetched_from() -> None:
         await on_the_disk_only(engine, A)
         disk.fault = lambda call: DiskFault.ERROR if call.kind == "read" else None
         for _ in range(2):
-            assert await runtime.fetch(A) == 0
+            assert await runtime.fetches.fetch(A).wait() == 0
         num_calls = disk.num_calls
         async with runtime.request(A) as request:
             assert request.match.num_lower_tokens == 16
@@ -420,7 +422,7 @@ async def test_a_load_from_the_disk_that_is_given_up_leaves_the_others_alone() -
         hanging = Hanging(disk, of_slab("read"))
         try:
             with anyio.fail_after(GUARD_S):
-                pending = runtime.fetch_nowait(A)
+                pending = runtime.fetches.fetch(A)
                 await hanging.wait_for()
                 leap(20.0)
                 await pending.wait()
@@ -444,7 +446,7 @@ async def test_a_store_that_hangs_leaves_the_others_alone() -> None:
     disk = simulated()
     async with with_disk(disk, num_host_blocks=8, store_timeout_s=5.0) as engine:
         runtime = engine.runtime
-        await runtime.wait_restored()
+        await runtime.disk.wait_restored()
         hanging = Hanging(disk, of_slab("write"))
         try:
             with anyio.fail_after(GUARD_S):
@@ -461,7 +463,7 @@ async def test_a_store_that_hangs_leaves_the_others_alone() -> None:
             hanging.let_go()
         await runtime.flush()
     async with with_disk(disk, num_host_blocks=32, num_blocks=32) as engine:
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
         for token_ids in (A, B, C, D, *(prompt(seed, 17) for seed in range(20, 26))):
             await engine.serve(token_ids)  # the bytes of its own prefix, or a miss
         await assert_quiet(engine.runtime)
@@ -480,7 +482,7 @@ async def test_closing_takes_no_longer_than_it_may_on_a_disk_that_hangs() -> Non
         async with anyio.create_task_group() as group:
             async with with_disk(disk, tier={"close_flush_s": 3.0}, close_timeout_s=0.01) as engine:
                 await engine.serve(A)
-                await engine.runtime.wait_restored()
+                await engine.runtime.disk.wait_restored()
                 hangings.append(Hanging(disk, of_slab("write")))
                 group.start_soon(leap_when_it_hangs)
         assert disk.is_locked
@@ -495,23 +497,23 @@ async def test_closing_takes_no_longer_than_it_may_on_a_disk_that_hangs() -> Non
 async def test_the_day_has_a_cap(place: Any) -> None:
     """Whatever is served and however it closes, not a block more is written."""
     async with with_disk(place, tier={"daily_writes": 640}) as engine:
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
         for seed in range(20):
             await engine.serve(prompt(seed, 17))
             await engine.runtime.flush()
         statistics = engine.runtime.statistics().disk_transfers
         assert statistics is not None and 0 < statistics.bytes_stored <= 640
     async with with_disk(place) as engine:
-        assert 0 < await engine.runtime.wait_restored() <= 640 // 64
+        assert 0 < await engine.runtime.disk.wait_restored() <= 640 // 64
 
 
 async def test_no_flush_if_it_is_to_take_no_time(place: Any) -> None:
     """What was not stored before is lost."""
     async with with_disk(place, tier={"close_flush_s": 0}) as engine:
         await engine.serve(A)
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
     async with with_disk(place) as engine:
-        assert await engine.runtime.wait_restored() == 0
+        assert await engine.runtime.disk.wait_restored() == 0
 
 
 # -- reset ------------------------------------------------------------------------------------------------------------
@@ -526,7 +528,7 @@ async def test_a_reset_outlives_the_process(place: Any, tier: Tier | None) -> No
         assert engine.runtime.lookup(A).num_lower_tokens == 0
         await engine.serve(B)
     async with with_disk(place) as engine:
-        assert await engine.runtime.wait_restored() == 4
+        assert await engine.runtime.disk.wait_restored() == 4
         assert [await engine.serve(token_ids) for token_ids in (A, B)] == [0, 16]
 
 
@@ -570,11 +572,11 @@ async def test_a_disk_that_cannot_be_had_is_named_at_the_start(tmp_path: Path) -
 
 
 async def test_a_runtime_without_a_disk_fetches_nothing() -> None:
-    """`fetch` says so; a request's own `fetch` only matches."""
+    """It has no handles for that; a request's own `fetch` only matches."""
     async with OffloadRuntime(config(), transport=ScriptedTransport(8)) as runtime:
-        with pytest.raises(ConfigError, match="disk: is not configured"):
-            await runtime.fetch(A)
+        for handle in ("fetches", "disk"):
+            with pytest.raises(ConfigError, match="disk: is not configured"):
+                getattr(runtime, handle)
         async with runtime.request(A) as request:
             assert await request.fetch() == 0
-        assert await runtime.wait_restored() == 0
         assert runtime.statistics().disk is None

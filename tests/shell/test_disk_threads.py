@@ -130,7 +130,7 @@ async def test_a_reset_that_waits_no_longer_than_it_may_does_not_cost_the_disk()
         await engine.serve(B)
         await stored(engine)
     async with with_disk(disk) as engine:
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
         assert [await engine.serve(token_ids) for token_ids in (A, B)] == [0, 16]
 
 
@@ -145,7 +145,7 @@ async def test_closing_writes_what_fits_once(num_prompts: int, num_slots: int) -
     disk, tier = simulated(), {"size": size, "daily_writes": "1GB", "close_flush_s": GUARD_S}
     runtimes: list[OffloadRuntime] = []
     async with with_disk(disk, num_blocks=8, num_host_blocks=200, tier=tier) as engine:
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
         runtimes.append(engine.runtime)
         for seed in range(num_prompts):
             await engine.serve(prompt(seed, 17))
@@ -155,7 +155,7 @@ async def test_closing_writes_what_fits_once(num_prompts: int, num_slots: int) -
     assert before is not None and after is not None
     assert 0 < after.blocks_stored - before.blocks_stored <= num_slots
     async with with_disk(disk, num_host_blocks=200, tier=tier) as engine:
-        assert await engine.runtime.wait_restored() == min(num_slots, 4 * num_prompts)
+        assert await engine.runtime.disk.wait_restored() == min(num_slots, 4 * num_prompts)
         assert await engine.serve(prompt(num_prompts - 1, 17)) == 16
 
 

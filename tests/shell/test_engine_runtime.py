@@ -586,7 +586,7 @@ async def test_a_pin_keeps_what_host_memory_holds() -> None:
     """Others do not evict it; it has nothing on the device."""
     async with own_engine(num_host_blocks=8) as engine:
         await engine.stored(A)
-        with engine.runtime.pin(A, 100) as pin:
+        with engine.runtime.pins.hold(A, 100) as pin:
             assert (pin.match.num_device_tokens, pin.match.num_host_tokens) == (0, 16)
             await engine.stored(B, C)
             assert await engine.serve(A) == 16

@@ -66,7 +66,7 @@ async def test_a_slow_disk_is_not_fetched_from() -> None:
         await on_the_disk_only(engine, A, B)
         hanging = Hanging(disk, of_slab("read"))
         try:
-            pending = runtime.fetch_nowait(A)
+            pending = runtime.fetches.fetch(A)
             await hanging.wait_for()
             leap(100.0)
         finally:
@@ -92,11 +92,11 @@ async def test_requests_of_one_prompt_are_not_kept_apart_by_the_gate() -> None:
     async with with_disk(disk, num_blocks=16, prefill_tokens_per_s=0.16, **LONG) as engine:
         runtime = engine.runtime
         await on_the_disk_only(engine, A)
-        assert runtime.ledger.fetches.num_blocks(runtime._prefix(A)) == 4
-        pending = runtime.fetch_nowait(A)
-        assert runtime.ledger.fetches.num_blocks(runtime._prefix(A)) == 0
+        assert runtime.ledger.fetches.num_blocks(runtime._session.prefix("prefix", A, {})) == 4
+        pending = runtime.fetches.fetch(A)
+        assert runtime.ledger.fetches.num_blocks(runtime._session.prefix("prefix", A, {})) == 0
         assert await pending.wait() == 16
-        assert runtime.ledger.fetches.num_blocks(runtime._prefix(A)) == 0
+        assert runtime.ledger.fetches.num_blocks(runtime._session.prefix("prefix", A, {})) == 0
         await assert_quiet(runtime)
 
 

@@ -123,9 +123,9 @@ async def test_a_disk_that_fails_is_one_line_in_the_log_and_so_is_its_end() -> N
         await on_the_disk_only(engine, A)
         disk.fault = lambda call: DiskFault.ERROR if call.kind == "read" else None
         for _ in range(2):
-            assert await runtime.fetch(A) == 0
+            assert await runtime.fetches.fetch(A).wait() == 0
         env.leapt_s += 0.6
-        assert await runtime.fetch(A) == 0
+        assert await runtime.fetches.fetch(A).wait() == 0
         async with runtime.request(A) as request:
             await request.allocate()
         told = [(event["level"], event["for_s"]) for event in log.events("storage_left_alone")]
@@ -135,7 +135,7 @@ async def test_a_disk_that_fails_is_one_line_in_the_log_and_so_is_its_end() -> N
         assert scraped(registry).get("aoffload_storage_left_alone", tier="disk", use="load") == 1
         disk.fault = lambda call: None
         env.leapt_s += 1.1
-        assert await runtime.fetch(A) == 16
+        assert await runtime.fetches.fetch(A).wait() == 16
         (back,) = log.events("storage_back")
         assert (back["tier"], back["use"], back["node"]) == ("disk", "load", "")
         await assert_quiet(runtime)

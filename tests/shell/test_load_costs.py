@@ -76,7 +76,7 @@ async def test_what_was_declined_is_explained() -> None:
         async with engine.runtime.request(A) as request:
             await request.allocate()
             assert await request.load() == 0
-            (status,) = engine.runtime.requests()
+            (status,) = engine.runtime.reports.requests()
             assert status.declined is not None and status.declined.num_tokens == 16
             said = "; computes 16 tokens that the host has: first token in 0.17 s, with the load in 4.0"
             assert said in engine.runtime.explain()
@@ -84,7 +84,7 @@ async def test_what_was_declined_is_explained() -> None:
             leap(1000.0)  # what was measured is old
             await request.resume()
             assert await request.load() == 16
-            assert engine.runtime.requests()[0].declined is None
+            assert engine.runtime.reports.requests()[0].declined is None
         assert not engine.runtime.ledger.reports.declined
         await assert_at_rest(engine.runtime)
 

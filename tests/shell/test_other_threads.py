@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import anyio
@@ -15,6 +16,7 @@ from serving import BACKENDS, Engine, assert_at_rest, prompt, scripted, turns
 
 from aoffload import (
     AoffloadError,
+    ConfigError,
     HostCacheRuntime,
     OffloadRuntime,
     PendingLoad,
@@ -23,6 +25,14 @@ from aoffload import (
     WrongThread,
 )
 from aoffload._extensions.pins import PinState
+from aoffload._runtime.handles import (
+    RuntimeDisk,
+    RuntimeEviction,
+    RuntimeFetches,
+    RuntimePins,
+    RuntimeReports,
+    RuntimeTransfers,
+)
 from aoffload._runtime.runtime import AnyRuntime
 from aoffload._runtime.steps import StepScope
 from aoffload.host_cache import EnginePendingLoad, EngineRequest
@@ -39,8 +49,8 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "request": (A,), "run": (lambda request: request.allocate(), A), "lookup": (A,), "prefetch": (A,),
-    "prefetch_nowait": (A,), "fetch": (A,), "fetch_nowait": (A,), "demote": (A,), "demote_nowait": (A,),
-    "pin": (A, 60), "step": ([],), "run_step": ([], lambda: 0), "commit_step": ([],), "report_queue": (1,),
+    "fetch": (A,), "demote": (A,), "hold": (A, 60),
+    "step": ([],), "run_step": ([], lambda: 0), "commit_step": ([],), "report_queue": (1,),
     "report_compute": (1, 1.0), "extend": (16,), "extend_nowait": (16,), "commit": (9,), "invalidate": (9,),
     "offer": (9, [[1, 2]]),
 }  # fmt: skip
@@ -48,9 +58,8 @@ KEYWORDS: dict[str, dict[str, Any]] = {
     "hint": {"expected_s": 60}, "match_again": {"num_device_tokens": 0}, "match_again_nowait": {"num_device_tokens": 0},
 }  # fmt: skip
 POSITIONAL = {
-    "OffloadRuntime.hint": (A,),
+    "RuntimeEviction.hint": (A,),
     "OffloadRuntime.cancel": ("r",),
-    "HostCacheRuntime.hint": (A,),
     "HostCacheRuntime.cancel": ("r",),
     "Request.fetch": (),
     "EngineRequest.fetch": (),
@@ -86,9 +95,27 @@ ANY_THREAD |= {
     "EngineRequest.retry_max_hit_tokens": lambda found: found is None,
 }
 CANCELS = ("Request.cancel", "EngineRequest.cancel")
+
+
+def _is_a(kind: type, found: object) -> bool:
+    return isinstance(found, kind)
+
+
+HANDLES: dict[str, Any] = {
+    "pins": RuntimePins, "transfers": RuntimeTransfers, "fetches": RuntimeFetches, "eviction": RuntimeEviction,
+    "disk": RuntimeDisk, "reports": RuntimeReports,
+}  # fmt: skip
+OFF = ("fetches", "disk")
+"""Handles that the runtimes of these tests don't have."""
+ANY_THREAD |= {
+    f"{kind.__name__}.{name}": partial(_is_a, ConfigError if name in OFF else handle)
+    for kind in (OffloadRuntime, HostCacheRuntime)
+    for name, handle in HANDLES.items()
+    if hasattr(kind, name)
+}
 ALL = (
-    OffloadRuntime, Request, PendingLoad, PinScope, PendingPrefetch, PendingFetch, PendingDemotion, StepScope,
-    HostCacheRuntime, EngineRequest, EnginePendingLoad,
+    *HANDLES.values(), OffloadRuntime, Request, PendingLoad, PinScope, PendingPrefetch, PendingFetch, PendingDemotion,
+    StepScope, HostCacheRuntime, EngineRequest, EnginePendingLoad,
 )  # fmt: skip
 
 
@@ -129,7 +156,7 @@ def outcomes(handle: Any) -> dict[str, Any]:
 async def test_every_public_call_in_another_thread_is_refused_or_right() -> None:
     """No member of a runtime, a request, a pending load, a pin, a prefetch, a fetch, a demotion or a step does anything
     in another thread: it raises `WrongThread`, or reads one value, and that is right. Nothing has changed then."""
-    async with scripted() as (engine, _):
+    async with scripted(eviction="learned") as (engine, _):
         runtime = engine.runtime
         await engine.serve(A)
         async with runtime.request(A, "r") as request:
@@ -137,9 +164,10 @@ async def test_every_public_call_in_another_thread_is_refused_or_right() -> None
             pending = request.load_nowait()
             await pending.wait()
             request.commit(9)
-            with runtime.pin(A, 60) as pin:
-                handles: list[Any] = [runtime, request, pending, pin, runtime.prefetch_nowait(A)]
-                handles += [runtime.demote_nowait(prompt(7, 9)), runtime.step([request])]
+            with runtime.pins.hold(A, 60) as pin:
+                handles: list[Any] = [runtime, request, pending, pin, runtime.transfers.prefetch(A)]
+                handles += [runtime.transfers.demote(prompt(7, 9)), runtime.step([request])]
+                handles += [handle(runtime._session, runtime) for handle in HANDLES.values()]
                 await turns()
                 await check_all(runtime, handles)
         await assert_at_rest(runtime)
@@ -147,7 +175,7 @@ async def test_every_public_call_in_another_thread_is_refused_or_right() -> None
 
 async def test_every_public_call_of_an_engine_is_refused_there_or_right() -> None:
     """The same for a runtime over blocks that an engine has, its requests and their pending loads."""
-    async with own_engine() as engine:
+    async with own_engine(eviction="learned") as engine:
         runtime = engine.runtime
         await engine.stored(A)
         table = engine.pool.take(3)
@@ -155,8 +183,9 @@ async def test_every_public_call_of_an_engine_is_refused_there_or_right() -> Non
             pending = request.load_nowait(into=[table])
             await pending.wait()
             request.offer(9, [table])
-            with runtime.pin(A, 60) as pin:
-                await check_all(runtime, [runtime, request, pending, pin])
+            with runtime.pins.hold(A, 60) as pin:
+                handles = [handle(runtime._session, runtime) for handle in HANDLES.values()]
+                await check_all(runtime, [runtime, request, pending, pin, *handles])
         engine.pool.let_go(table)
         await engine.assert_at_rest()
 
@@ -198,8 +227,8 @@ async def test_a_block_that_is_left_in_another_thread_ends_in_the_loop() -> None
             await engine.prefill(request, A)
             await left_elsewhere(engine, lambda stack: stack.enter_context(runtime.step([request])))
             await request.preempt()  # which waits for steps
-            await left_elsewhere(engine, lambda stack: stack.enter_context(runtime.pin(A, 60)))
-            await left_elsewhere(engine, lambda stack: stack.enter_context(runtime.prefetch_nowait(A)))
+            await left_elsewhere(engine, lambda stack: stack.enter_context(runtime.pins.hold(A, 60)))
+            await left_elsewhere(engine, lambda stack: stack.enter_context(runtime.transfers.prefetch(A)))
             assert runtime.statistics().num_pins == 0
         await assert_at_rest(runtime)
 
@@ -245,6 +274,6 @@ async def test_before_opening_and_after_closing_every_thread_may_look() -> None:
     def look() -> int:
         runtime.check_integrity()
         runtime.explain()
-        return runtime.statistics().num_requests + len(runtime.requests()) + len(runtime.holders())
+        return runtime.statistics().num_requests + len(runtime.reports.requests()) + len(runtime.reports.holders())
 
     assert await anyio.to_thread.run_sync(look) == 0

@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import anyio
@@ -74,7 +75,7 @@ async def test_a_pinned_prefix_outlives_a_storm() -> None:
         runtime = engine.runtime
         await engine.serve(A, salt="tenant")
         await runtime.flush()
-        with runtime.pin(A, ttl_s=60, cache_salt="tenant") as pin:
+        with runtime.pins.hold(A, ttl_s=60, cache_salt="tenant") as pin:
             assert (pin.state, pin.match.num_device_tokens) == (PinState.HELD, 8)
             await storm(engine)
             assert await engine.serve(A, salt="tenant") == 8
@@ -93,9 +94,9 @@ async def test_a_pin_lapses() -> None:
             await engine.serve(token_ids)
         await runtime.flush()
         began = anyio.current_time()
-        with runtime.pin(A, ttl_s=300) as long, runtime.pin(B, ttl_s=60) as short:
+        with runtime.pins.hold(A, ttl_s=300) as long, runtime.pins.hold(B, ttl_s=60) as short:
             await anyio.sleep_until(began + 59)
-            with runtime.pin(C, ttl_s=30.5) as last:
+            with runtime.pins.hold(C, ttl_s=30.5) as last:
                 assert pinned(runtime) == (6, 6)
                 await anyio.sleep_until(began + 61)
                 assert (long.has_lapsed, short.has_lapsed, last.has_lapsed) == (False, True, False)
@@ -118,9 +119,9 @@ async def test_a_pin_lapses_in_time_whatever_copies_do() -> None:
         await runtime.flush()
         transport.auto = False
         began = anyio.current_time()
-        with runtime.pin(A, ttl_s=50) as first:
+        with runtime.pins.hold(A, ttl_s=50) as first:
             await engine.serve(B)  # its store hangs until 120
-            with runtime.pin(A, ttl_s=200) as second:
+            with runtime.pins.hold(A, ttl_s=200) as second:
                 await anyio.sleep_until(began + 51)
                 assert first.has_lapsed
                 assert runtime.statistics().host.num_quarantined == 0
@@ -143,7 +144,7 @@ async def test_nobody_is_woken_for_a_pin_before_its_time() -> None:
         lapse = runtime.ledger.lapse
         runtime.ledger.lapse = lambda now: looks.append(now) or lapse(now)  # type: ignore[func-returns-value, method-assign]
         began = anyio.current_time()
-        with runtime.pin(A, ttl_s=1000) as pin:
+        with runtime.pins.hold(A, ttl_s=1000) as pin:
             await anyio.sleep(2000)
         assert pin.has_lapsed
         assert [round(now - began) for now in looks] == [1000]
@@ -163,7 +164,7 @@ async def test_a_pin_cancelled_at_every_checkpoint() -> None:
             async def keeps() -> None:
                 with scope:
                     await anyio.lowlevel.checkpoint()
-                    with runtime.pin(A, ttl_s=60) as pin:
+                    with runtime.pins.hold(A, ttl_s=60) as pin:
                         await anyio.lowlevel.checkpoint()
                         await engine.serve(B)
                         await anyio.sleep(1)
@@ -183,13 +184,13 @@ async def test_a_pin_is_entered_once() -> None:
     async with scripted() as (engine, _):
         await engine.serve(A)
         await engine.runtime.flush()
-        with engine.runtime.pin(A, ttl_s=60) as pin:
+        with engine.runtime.pins.hold(A, ttl_s=60) as pin:
             with pytest.raises(WrongState, match="entered before"):
                 pin.__enter__()
             assert pinned(engine.runtime) == (2, 2)
         with pytest.raises(WrongState, match="entered before"):
             pin.__enter__()
-        never = engine.runtime.pin(A, ttl_s=60)
+        never = engine.runtime.pins.hold(A, ttl_s=60)
         assert (never.state, never.match.num_tokens, never.has_lapsed) == (PinState.NEW, 0, False)
         assert repr(never) == "<PinScope NEW 0 tokens>"
         await assert_at_rest(engine.runtime)
@@ -200,16 +201,16 @@ async def test_a_bad_time_to_live(bad: Any) -> None:
     """Refused by name."""
     async with scripted() as (engine, _):
         with pytest.raises(InvalidArgument, match="ttl_s") as refused:
-            engine.runtime.pin(A, bad)
+            engine.runtime.pins.hold(A, bad)
         assert refused.value.argument == "ttl_s"
 
 
-@pytest.mark.parametrize("call", ["pin", "prefetch_nowait", "demote_nowait"])
+@pytest.mark.parametrize("call", ["pins.hold", "transfers.prefetch", "transfers.demote"])
 async def test_a_bad_identity_is_named(call: str) -> None:
     """Salts, adapters and spans are checked as those of a request are."""
     async with scripted() as (engine, _):
-        function: Any = getattr(engine.runtime, call)
-        args = (A, 60) if call == "pin" else (A,)
+        function: Any = attrgetter(call)(engine.runtime)
+        args = (A, 60) if call == "pins.hold" else (A,)
         for name, bad in (("cache_salt", 7), ("adapter_key", 1.5), ("key_spans", 3)):
             with pytest.raises(InvalidArgument, match=name):
                 function(*args, **{name: bad})
@@ -224,8 +225,8 @@ async def test_a_pin_that_keeps_too_much_is_refused() -> None:
         for token_ids in (A, B):
             await engine.serve(token_ids)
         await engine.runtime.flush()
-        with engine.runtime.pin(A, ttl_s=60):
-            with pytest.raises(OutOfBlocks) as refused, engine.runtime.pin(B, ttl_s=60):
+        with engine.runtime.pins.hold(A, ttl_s=60):
+            with pytest.raises(OutOfBlocks) as refused, engine.runtime.pins.hold(B, ttl_s=60):
                 raise AssertionError("entered")
             assert refused.value.retryable
             assert pinned(engine.runtime) == (2, 2)
@@ -238,7 +239,7 @@ async def test_a_request_is_never_starved_by_pins() -> None:
         for token_ids in (A, B):
             await engine.serve(token_ids)
         began = anyio.current_time()
-        with engine.runtime.pin(A, ttl_s=3600) as one, engine.runtime.pin(B, ttl_s=7200) as other:
+        with engine.runtime.pins.hold(A, ttl_s=3600) as one, engine.runtime.pins.hold(B, ttl_s=7200) as other:
             assert await engine.serve(prompt(9, 24)) == 0
             assert (one.state, other.state) == (PinState.YIELDED, PinState.HELD)
             assert await engine.serve(prompt(10, 32)) == 0
@@ -254,14 +255,14 @@ async def test_a_pin_left_elsewhere_or_never() -> None:
         await engine.runtime.flush()
 
         def abandons() -> None:
-            engine.runtime.pin(A, ttl_s=60).__enter__()
+            engine.runtime.pins.hold(A, ttl_s=60).__enter__()
             gc.collect()
 
         with pytest.warns(ResourceWarning, match="PinScope HELD 8 tokens> was abandoned"):
             abandons()
         await turns()
         await assert_at_rest(engine.runtime)
-        pin = engine.runtime.pin(A, ttl_s=60)
+        pin = engine.runtime.pins.hold(A, ttl_s=60)
         with pytest.raises(WrongThread):
             await anyio.to_thread.run_sync(pin.__enter__)
 
@@ -271,11 +272,11 @@ async def test_without_a_worker_no_pin_lasts() -> None:
     async with scripted() as (engine, _):
         await engine.serve(A)
         await engine.runtime.flush()
-        with engine.runtime.pin(A, ttl_s=60) as before:
+        with engine.runtime.pins.hold(A, ttl_s=60) as before:
             engine.runtime.worker._scope.cancel()
             await turns()
             assert before.state is PinState.DROPPED
-            with engine.runtime.pin(A, ttl_s=60) as after:
+            with engine.runtime.pins.hold(A, ttl_s=60) as after:
                 assert after.state is PinState.DROPPED
         assert pinned(engine.runtime) == (0, 0)
 
@@ -290,14 +291,14 @@ async def test_a_prefetch_ahead_of_a_request() -> None:
         runtime = engine.runtime
         await on_the_host_only(engine, A)
         assert runtime.lookup(A).num_host_tokens == 8
-        assert await runtime.prefetch(A) == 8
+        assert await runtime.transfers.prefetch(A).wait() == 8
         await assert_at_rest(runtime)
         loads = runtime.statistics().transfers.num_loads
         assert await engine.serve(A) == 8
         assert runtime.statistics().transfers.num_loads == loads
-        assert await runtime.prefetch(A) == 8  # there already
-        assert await runtime.prefetch(B) == 0
-        assert await runtime.prefetch(A, cache_salt="other") == 0
+        assert await runtime.transfers.prefetch(A).wait() == 8  # there already
+        assert await runtime.transfers.prefetch(B).wait() == 0
+        assert await runtime.transfers.prefetch(A, cache_salt="other").wait() == 0
 
 
 async def test_two_prefetches_and_a_request_share_a_load() -> None:
@@ -307,10 +308,10 @@ async def test_two_prefetches_and_a_request_share_a_load() -> None:
         transport.auto = False
         number = len(transport.launched)
         found: list[int] = []
-        first = engine.runtime.prefetch_nowait(A)
+        first = engine.runtime.transfers.prefetch(A)
 
         async def fetches() -> None:
-            found.append(await engine.runtime.prefetch(A))
+            found.append(await engine.runtime.transfers.prefetch(A).wait())
 
         async def serves() -> None:
             found.append(await engine.serve(A))
@@ -344,8 +345,8 @@ async def test_a_prefetch_cancelled_at_every_checkpoint(max_jobs: int) -> None:
             points = Checkpoints(at, scope.cancel)
 
             async def fetches() -> None:
-                with scope:
-                    assert await runtime.prefetch(A) == 8
+                with scope, runtime.transfers.prefetch(A) as pending:
+                    assert await pending.wait() == 8
 
             async with anyio.create_task_group() as group:
                 group.start_soon(points.run, fetches())
@@ -356,7 +357,7 @@ async def test_a_prefetch_cancelled_at_every_checkpoint(max_jobs: int) -> None:
                 transport.auto = True
                 transport.land_all()
             await assert_at_rest(runtime)
-            assert await runtime.prefetch(B) == 8
+            assert await runtime.transfers.prefetch(B).wait() == 8
             return points.reached
 
     assert await at_every_checkpoint(scenario) >= 1
@@ -371,7 +372,7 @@ async def test_a_prefetch_whose_copy_fails(ends: str) -> None:
         transport.auto = False
         if ends == "is refused":
             transport.refuse_next()
-        pending = runtime.prefetch_nowait(A)
+        pending = runtime.transfers.prefetch(A)
         jobs = list(transport.in_flight)
         {
             "fails": lambda: transport.fail(jobs[0], 1),
@@ -385,7 +386,7 @@ async def test_a_prefetch_whose_copy_fails(ends: str) -> None:
             transport.land(jobs[0])
             await turns()
         transport.auto = True
-        assert await runtime.prefetch(B) == 8
+        assert await runtime.transfers.prefetch(B).wait() == 8
         await assert_at_rest(runtime)
 
 
@@ -396,7 +397,7 @@ async def test_a_prefetch_under_a_full_device() -> None:
         async with engine.runtime.request(prompt(9, 32)) as request:
             await request.allocate()
             before, launched = engine.runtime.statistics(), len(transport.launched)
-            assert await engine.runtime.prefetch(A) == 0
+            assert await engine.runtime.transfers.prefetch(A).wait() == 0
             assert (engine.runtime.statistics(), len(transport.launched)) == (before, launched)
 
 
@@ -409,14 +410,14 @@ async def test_a_prompt_sent_away_comes_back() -> None:
     async with with_bytes(16) as engine:
         runtime = engine.runtime
         await engine.serve(A)
-        assert await runtime.demote(A) in (0, 2)  # perhaps its store is reading them
+        assert await runtime.transfers.demote(A).wait() in (0, 2)  # perhaps its store is reading them
         await runtime.flush()
-        await runtime.demote(A)
+        await runtime.transfers.demote(A).wait()
         assert (runtime.statistics().device.num_cached, runtime.lookup(A).num_host_tokens) == (0, 8)
         assert await engine.serve(A) == 8
         await runtime.flush()
-        assert await runtime.demote(A, cache_salt="other") == 0
-        assert await runtime.demote(A) == 2
+        assert await runtime.transfers.demote(A, cache_salt="other").wait() == 0
+        assert await runtime.transfers.demote(A).wait() == 2
 
 
 async def test_a_demotion_stores_first() -> None:
@@ -425,7 +426,7 @@ async def test_a_demotion_stores_first() -> None:
         runtime = engine.runtime
         await on_the_device_only(engine, transport, A)
         transport.auto = False
-        pending = runtime.demote_nowait(A)
+        pending = runtime.transfers.demote(A)
         (job,) = transport.in_flight.values()
         assert (job.plan.direction, pending.is_over) == (Direction.STORE, False)
         assert runtime.lookup(A).num_device_tokens == 8
@@ -444,10 +445,10 @@ async def test_a_demotion_with_readers() -> None:
         await runtime.flush()
         async with runtime.request([*A, 7]) as request:
             await request.allocate()
-            assert await runtime.demote(A) == 0
+            assert await runtime.transfers.demote(A).wait() == 0
             assert await request.load() == 8
             engine.check(request, A, 8)
-        assert await runtime.demote(A) == 2
+        assert await runtime.transfers.demote(A).wait() == 2
 
 
 async def test_a_demotion_cancelled_at_every_checkpoint() -> None:
@@ -462,8 +463,8 @@ async def test_a_demotion_cancelled_at_every_checkpoint() -> None:
             points = Checkpoints(at, scope.cancel)
 
             async def demotes() -> None:
-                with scope:
-                    assert await runtime.demote(A) == 2
+                with scope, runtime.transfers.demote(A) as pending:
+                    assert await pending.wait() == 2
 
             async with anyio.create_task_group() as group:
                 group.start_soon(points.run, demotes())
@@ -476,6 +477,28 @@ async def test_a_demotion_cancelled_at_every_checkpoint() -> None:
     assert await at_every_checkpoint(scenario) >= 1
 
 
+async def test_a_cancelled_wait_ends_only_the_wait() -> None:
+    """The prefetch goes on, and may be waited for again. A task that is cancelled gets its cancellation in `wait`, even
+    if the prefetch is over."""
+    async with scripted() as (engine, transport):
+        await on_the_host_only(engine, A)
+        transport.auto = False
+        pending = engine.runtime.transfers.prefetch(A)
+
+        async def is_cancelled() -> bool:
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await pending.wait()
+            return scope.cancelled_caught
+
+        assert await is_cancelled() and not pending.is_over
+        transport.land_all()
+        transport.auto = True
+        assert await pending.wait() == 8
+        assert await is_cancelled()
+        await assert_at_rest(engine.runtime)
+
+
 # -- all three in flight ------------------------------------------------------------------------------------------
 
 
@@ -485,8 +508,8 @@ async def begin_all(engine: Engine, transport: Any) -> tuple[PinScope, Any, Any]
     await engine.runtime.flush()
     await on_the_device_only(engine, transport, C)
     transport.auto = False
-    pin = engine.runtime.pin(B, ttl_s=3600).__enter__()
-    return pin, engine.runtime.prefetch_nowait(A), engine.runtime.demote_nowait(C)
+    pin = engine.runtime.pins.hold(B, ttl_s=3600).__enter__()
+    return pin, engine.runtime.transfers.prefetch(A), engine.runtime.transfers.demote(C)
 
 
 async def test_a_reset_with_all_three_in_flight() -> None:
@@ -558,12 +581,12 @@ async def test_what_the_log_says() -> None:
     async with scripted(logger=logger, max_prefetch_share=1.0) as (engine, _):
         runtime = engine.runtime
         await on_the_host_only(engine, A)
-        await runtime.prefetch(A)
-        with runtime.pin(A, ttl_s=1):
+        await runtime.transfers.prefetch(A).wait()
+        with runtime.pins.hold(A, ttl_s=1):
             await anyio.sleep(2)
-        with suppress(ValueError), runtime.pin(A, ttl_s=1):
+        with suppress(ValueError), runtime.pins.hold(A, ttl_s=1):
             raise ValueError
-        await runtime.demote(A)
+        await runtime.transfers.demote(A).wait()
     about = [line for line in lines if line["event"].split("_")[0] in ("pin", "prefetch", "demotion")]
     assert about == [
         {"event": "prefetch_moving", "request_id": "prefetch-1", "num_blocks": 2, "num_tokens": 0},

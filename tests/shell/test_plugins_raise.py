@@ -104,7 +104,7 @@ async def test_a_step_is_committed_whole_or_not_at_all_if_the_policy_raises() ->
 async def test_a_pin_that_is_left_twice_in_a_thread_turns_nothing_off() -> None:
     """The second leave of a pin does nothing, as that of a step."""
     async with opened(Raises()) as runtime:
-        pin = runtime.pin(A, 10.0)
+        pin = runtime.pins.hold(A, 10.0)
         pin.__enter__()
         for _ in range(2):
             thread = threading.Thread(target=pin.__exit__, args=(None, None, None))

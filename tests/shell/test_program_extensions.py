@@ -103,7 +103,7 @@ async def test_no_call_of_a_runtime_raises_the_error_of_an_extension() -> None:
                     request.invalidate(16)
                     await anyio.sleep_forever()
                 assert (reader.state, reader.reason) == (RequestState.ABORTED, "prefix_invalidated")
-            with runtime.pin(40 * [1], 60):
+            with runtime.pins.hold(40 * [1], 60):
                 await runtime.reset()
             assert await serve(runtime, 1) == 0
             await runtime.flush()

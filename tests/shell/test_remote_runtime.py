@@ -159,20 +159,20 @@ async def test_a_fetch_without_a_request() -> None:
     async with with_remote(SimulatedStore()) as engine:
         runtime = engine.runtime
         await only_in_the_store(engine, A, B)
-        assert await runtime.fetch(A[:9]) == 8
+        assert await runtime.fetches.fetch(A[:9]).wait() == 8
         assert runtime.lookup(A).num_host_tokens == 8
-        pending = runtime.fetch_nowait(B)
+        pending = runtime.fetches.fetch(B)
         assert await pending.wait() == 16 and pending.is_over
         await runtime.flush()
         await forget_locally(engine)
-        with runtime.fetch_nowait(A):
+        with runtime.fetches.fetch(A):
             pass
         async with runtime.request(A) as request:
             assert await request.fetch() == 16
             assert request.match.num_host_tokens == 16
             request.allocate_nowait()
             assert await request.load() == 16
-        assert await runtime.fetch(C) == 0
+        assert await runtime.fetches.fetch(C).wait() == 0
         await assert_quiet(runtime)
 
 
@@ -202,7 +202,7 @@ async def test_behind_a_disk(tmp_path: Any) -> None:
         await in_the_store(engine, long)
     disk = DiskTier(tmp_path / "disk", 1 << 18)
     async with with_remote(store, 16, disk=disk) as engine:
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
         await engine.serve(long[:17], reads_cache=False)
         await engine.runtime.flush()
         while plans := engine.runtime.ledger.disk.plan_flush(1000):
@@ -243,7 +243,7 @@ async def test_yes_and_then_gone_is_a_miss() -> None:
         await only_in_the_store(engine, long)
         remote = engine.runtime._session.remote
         assert remote is not None
-        cells = remote.labels_nowait(engine.runtime._prefix(long), 0)
+        cells = remote.labels_nowait(engine.runtime._session.prefix("prefix", long, {}), 0)
         transport = engine.runtime.transport
         assert isinstance(transport, LocalTransport) and transport._remote is not None
         lanes = transport._remote._lanes
@@ -277,7 +277,7 @@ async def test_a_question_that_hangs_is_waited_for_no_longer_than_said() -> None
         await only_in_the_store(engine, A)
         async with serving_until(HangingStore(store, "exist"), engine, A) as found:
             leap(10.0)
-            (status,) = engine.runtime.requests()
+            (status,) = engine.runtime.reports.requests()
             assert status.waits_for is WaitsFor.ANSWER
             assert "asking the remote store for 10.0 s" in engine.runtime.explain(), "and not for its program"
             leap(80.0)

@@ -181,7 +181,7 @@ async def test_a_task_gets_room_inside_of_its_own_pin(pressure: int) -> None:
         await server.serve(A[:3])
         async with server.runtime.request(prompt(5, 8)) as squeezing:
             await squeezing.allocate(pressure)
-        with server.runtime.pin(A[:1], ttl_s=3600):
+        with server.runtime.pins.hold(A[:1], ttl_s=3600):
             async with server.runtime.request([*A[:1], *prompt(6, 4)]) as request, anyio.create_task_group() as group:
                 group.start_soon(request.allocate)
                 await turns()

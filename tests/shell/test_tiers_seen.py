@@ -35,7 +35,7 @@ async def fetching(runtime: OffloadRuntime) -> RequestStatus:
     """The request that waits for a fetch, once there is one."""
     with anyio.fail_after(MOST_S):
         while True:
-            for status in runtime.requests():
+            for status in runtime.reports.requests():
                 if status.waits_for is WaitsFor.FETCH:
                     return status
             await anyio.lowlevel.checkpoint()
@@ -95,7 +95,7 @@ async def test_every_label_of_every_tier_is_there(tmp_path: Path) -> None:
     learned = LearnedEviction(device=True)
     custom = runpy.run_path(str(EXAMPLE))["Directory"](str(tmp_path / "directory"), 8)
     async with with_remote(SimulatedStore(), secret=None, disk=disk, custom=custom, eviction=learned) as engine:
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
         text = generate_latest(registry_of(engine.runtime)).decode()
     shown: dict[tuple[str, str], set[str]] = {}
     for family in text_string_to_metric_families(text):
@@ -115,7 +115,7 @@ async def test_a_restart_and_what_is_left_to_write_are_seen(tmp_path: Path) -> N
         await on_the_disk_only(engine, TOKENS)
     async with with_disk(tmp_path, tier={"daily_writes": 10_000}) as engine:
         runtime = engine.runtime
-        await runtime.wait_restored()
+        await runtime.disk.wait_restored()
         registry = registry_of(runtime)
         look = scraped(registry)
         assert look.get("aoffload_restored_blocks") == look.get("aoffload_blocks", tier="disk", state="cached") == 6

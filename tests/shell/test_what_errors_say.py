@@ -182,17 +182,17 @@ async def test_a_pin_and_a_step_that_nobody_enters_are_warnings() -> None:
         runtime = engine.runtime
         await engine.serve(A)
         with pytest.warns(ResourceWarning, match="pin was never entered"):
-            drop(runtime.pin(A, 60))
+            drop(runtime.pins.hold(A, 60))
         with pytest.warns(ResourceWarning, match="step was never entered"):
             drop(runtime.step([]))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with runtime.pin(A, 60), runtime.step([]):
+            with runtime.pins.hold(A, 60), runtime.step([]):
                 pass
             async with runtime.request(B) as request:
                 with pytest.raises(WrongState), runtime.step([request]):
                     raise AssertionError("entered")
-            held = runtime.pin(A, 60)
+            held = runtime.pins.hold(A, 60)
             gc.collect()
         await assert_at_rest(runtime)
     with warnings.catch_warnings():

@@ -245,7 +245,7 @@ async def on_disk(sim: Simulation) -> None:
         close_timeout_s=5.0,
     )
     async with engine.runtime:
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
         for turn in range(3):
             await served_in_threads(sim, engine, turn, 4)
         with suppress(TransferRefused):

@@ -33,9 +33,9 @@ async def _live(logger: Any) -> None:
                 await _serve(request, len(prompt))
                 request.log.info("sampled", token=7)
             await runtime.flush()
-        with runtime.pin(range(60), ttl_s=60):
-            await runtime.demote(range(60))
-            await runtime.prefetch(range(100, 200))
+        with runtime.pins.hold(range(60), ttl_s=60):
+            await runtime.transfers.demote(range(60)).wait()
+            await runtime.transfers.prefetch(range(100, 200)).wait()
         await _wait_and_leave(runtime)
         await _step_aside(runtime)
 

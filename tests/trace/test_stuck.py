@@ -71,7 +71,7 @@ def same(line: str, words: str) -> bool:
 async def test_requests_name_the_task_that_holds_all() -> None:
     """Who waits says for what, since when, in which place, and who holds it; who holds it waits for its own program."""
     async with stuck(a_task_holds_all) as found:
-        hog, waiter = found.runtime.requests()
+        hog, waiter = found.runtime.reports.requests()
         assert (hog.request_id, hog.state, hog.age_s) == ("hog", RequestState.RUNNING, pytest.approx(61))
         assert (hog.num_blocks, hog.waits_for, hog.held_by) == (NUM_BLOCKS, WaitsFor.PROGRAM, ())
         assert (waiter.request_id, waiter.state, waiter.num_blocks) == ("waiter", RequestState.PINNED, 0)
@@ -79,7 +79,9 @@ async def test_requests_name_the_task_that_holds_all() -> None:
         assert waiter.waited_s == pytest.approx(60)
         (holder,) = waiter.held_by
         assert (holder.kind, holder.name, holder.num_blocks) == ("request", "hog", NUM_BLOCKS)
-        assert found.runtime.holders() == (attrs.evolve(holder, age_s=found.runtime.holders()[0].age_s),)
+        assert found.runtime.reports.holders() == (
+            attrs.evolve(holder, age_s=found.runtime.reports.holders()[0].age_s),
+        )
         assert "held by request hog, running for 61.0 s: 24 blocks" in found.runtime.explain()
 
 
@@ -149,7 +151,7 @@ async def test_with_an_engines_blocks_nobody_waits_for_room(
 async def test_holders_name_the_step_of_a_request_that_is_over() -> None:
     """The request is no longer there; the step that still holds its blocks says whose they are."""
     async with stuck(a_forward_hangs) as found:
-        (waiter,) = found.runtime.requests()
+        (waiter,) = found.runtime.reports.requests()
         (step,) = waiter.held_by
         assert step == Holder("step", "1", "open", step.age_s, NUM_BLOCKS, ("gone",), ("gone",))
         assert step.age_s == pytest.approx(61)
@@ -210,7 +212,7 @@ async def test_a_cancelled_request_that_waits_for_its_thread_says_so(
             runtime.cancel("gone", "again")
 
     async with stuck(a_thread_hangs) as found:
-        (status,) = found.runtime.requests()
+        (status,) = found.runtime.reports.requests()
         log = str(written(found))
         (event,) = events(found, "request_cancelled")
         over = events(found, "request_aborted")
@@ -313,7 +315,7 @@ async def test_nothing_is_said_before_its_time_or_where_it_is_off() -> None:
     async with stuck(a_forward_hangs, slow_wait_s=None, slow_step_s=None) as found:
         await anyio.sleep(1000)
         assert events(found, "slow_wait") == events(found, "slow_step") == []
-        assert len(found.runtime.requests()) == 1
+        assert len(found.runtime.reports.requests()) == 1
 
 
 async def test_what_ends_in_time_is_not_slow() -> None:
@@ -334,7 +336,7 @@ async def test_what_ends_in_time_is_not_slow() -> None:
 
     async with stuck(busy) as found:
         await anyio.sleep(60)
-        assert not found.runtime.requests()
+        assert not found.runtime.reports.requests()
         assert events(found, "slow_step") == []
         waits = [event["waited_s"] for event in events(found, "slow_wait")]
         assert waits == [pytest.approx(30)], "the sixth alone has waited for five times 6.3 seconds"

@@ -173,7 +173,7 @@ async def test_what_lies_before_a_bad_file_hits(opened: Any) -> None:
 
 
 def sequence_of(engine: Served, token_ids: list[int]) -> Any:
-    return engine.runtime.ledger.sequence_of(engine.runtime._prefix(token_ids))
+    return engine.runtime.ledger.sequence_of(engine.runtime._session.prefix("prefix", token_ids, {}))
 
 
 async def test_a_write_that_fails_is_a_miss(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,7 @@ async def test_a_disk_beside_it(opened: Any, tmp_path: Path) -> None:
     pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
     disk = DiskTier(str(tmp_path / "disk"), size=2**22, close_flush_s=0)
     async with opened(disk=disk) as engine:
-        await engine.runtime.wait_restored()
+        await engine.runtime.disk.wait_restored()
         await engine.only_in_the_directory(PROMPT)
         assert await engine.serve(PROMPT) == 80
         found = engine.runtime.statistics()

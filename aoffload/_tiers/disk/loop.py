@@ -28,6 +28,7 @@ import attrs
 
 from ..._common.env import Env
 from ..._extensions.assembly import AnyLedger
+from ..._kernel.layout import Layout
 from ..._kernel.plans import TransferPlan
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import Direction, JobState, NoEpoch, Tier
@@ -36,6 +37,7 @@ from ..._runtime.worker import CopyWorker
 from ..._transfer.breaker import in_lines
 from ..._transfer.transport import TransportDisk
 from ...errors import TransferRefused
+from ..lower.loop import TierWork
 from ..write_rate import DailyBudget
 from .forgetting import DiskTrouble
 from .plans import RestoredRun
@@ -54,7 +56,7 @@ class DiskState(enum.Enum):
 
 
 @attrs.define(eq=False)
-class DiskWork:
+class DiskWork(TierWork):
     """The disk tier of one runtime, in its event loop's thread."""
 
     ledger: AnyLedger
@@ -68,10 +70,9 @@ class DiskWork:
     num_restored: int = attrs.field(default=0, init=False)
     """Number of blocks of an earlier process that were restored."""
     num_fetches_skipped: int = attrs.field(default=0, init=False)
-    """Number of fetches that were not begun because loads from the disk had failed."""
     budget: DailyBudget = attrs.field(init=False)
     is_restored: anyio.Event = attrs.field(init=False)
-    """Set when the reading is over, even if it failed. Made by `begin`, because there may be no event loop before."""
+    """Set when the reading is over, even if it failed. Made by `open`, because there may be no event loop before."""
     _found: deque[RestoredRun] = attrs.field(factory=deque, init=False)
     """Runs that were read and are not in the ledger yet. The reading thread appends to it."""
     _end: str | None = attrs.field(default=None, init=False)
@@ -89,9 +90,12 @@ class DiskWork:
 
     # -- a restart ------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Begin to read, in a thread. Called in the event loop once the transport is open. Raises `TransferRefused` if
-        no thread can be started; then the disk stays off."""
+    def identify(self, layout: Layout, namespace: str) -> None:
+        self.disk.identify(layout, namespace)
+
+    async def open(self, hashing: anyio.CapacityLimiter | None) -> None:
+        """Begin to read, in a thread. Raises `TransferRefused` if no thread can be started; then the disk stays
+        off."""
         self.is_restored = anyio.Event()
         self._turn = self.env.loop_waker(self._take_in)
         self._began_s = self.env.now()
@@ -224,7 +228,6 @@ class DiskWork:
             self.telemetry.fetch_skipped(request_id, Tier.DISK)
 
     def remarks(self) -> Iterator[str]:
-        """The lines about the disk in `explain`."""
         alone = self.disk.statistics().left_alone
         yield from in_lines("the disk", alone)
         if alone and self.num_fetches_skipped:
@@ -239,10 +242,10 @@ class DiskWork:
     # -- reset ----------------------------------------------------------------------------------------------------
 
     async def reset(self, tier: Tier | None, timeout_s: float) -> None:
-        """Called after the ledger, or only its tier `tier`, was reset. If the reset includes the disk, wait until the
-        disk has confirmed the ledger's last reset. From then on no restart finds blocks from before the reset. Raises
-        `TransferRefused` if the confirmation takes longer than `timeout_s` seconds, or if the disk fails; a failed disk
-        is turned off. Nothing is stored before the confirmation."""
+        """If the reset includes the disk, wait until the disk has confirmed the ledger's last reset. From then on no
+        restart finds blocks from before the reset. Raises `TransferRefused` if the confirmation takes longer than
+        `timeout_s` seconds, or if the disk fails; a failed disk is turned off. Nothing is stored before the
+        confirmation."""
         if tier not in (None, Tier.DISK):
             return
         ended, problems, number = anyio.Event(), list[str](), self.ledger.disk.num_resets

@@ -1,18 +1,65 @@
-"""The program's own tier (`LowerTier`) in the event loop: plans its stores, and estimates the time of fetches."""
+"""Tiers below the host in the event loop of a runtime: what each of them does when, and the program's own tier.
+
+A runtime calls the methods of `TierWork` for each of its tiers below the host, in the order of their distance. So it
+need not know which tiers it has. The disk (`DiskWork`), the remote store (`RemoteWork`) and the program's own tier
+(`LowerWork`) override what they need.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import anyio
 import attrs
 
 from ..._extensions.assembly import AnyLedger
+from ..._kernel.layout import Layout
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import Tier
 from ..._runtime.worker import CopyWorker
 from .extension import LowerTier
 
 
+class TierWork:
+    """Base of the tiers below the host of one runtime, in its event loop's thread."""
+
+    num_fetches_skipped: int
+    """Number of fetches that were not begun because the tier had failed or hangs."""
+
+    @property
+    def tier(self) -> Tier:
+        raise NotImplementedError
+
+    def identify(self, layout: Layout, namespace: str) -> None:
+        """Called before the transport opens. `layout` and `namespace` identify the KV that the tier may hold."""
+
+    async def open(self, hashing: anyio.CapacityLimiter | None) -> None:
+        """Called once the transport is open. `hashing`: limits the threads that compute digests. Raises
+        `TransferRefused` if the tier needs a thread and none can be started."""
+
+    def store_more(self) -> None:
+        """Plan stores. Called after each change that may have made one due."""
+
+    def invalidate(self) -> None:
+        """Called after an invalidation. The tier forgets the blocks of the failed forward."""
+
+    async def reset(self, tier: Tier | None, timeout_s: float) -> None:
+        """Called after the ledger, or only its tier `tier`, was reset. The tier forgets its blocks, if the reset
+        includes it. Raises `TransferRefused` if it may not have forgotten them within `timeout_s` seconds."""
+
+    def end(self) -> None:
+        """Stop, because the runtime closes. Called before `flush`."""
+
+    async def flush(self) -> None:
+        """Store what should outlive the runtime, because the runtime closes."""
+
+    def remarks(self) -> Iterator[str]:
+        """The lines about the tier in `explain`."""
+        return iter(())
+
+
 @attrs.define(eq=False)
-class LowerWork:
+class LowerWork(TierWork):
     """A `LowerTier` of one runtime, in its event loop's thread."""
 
     ledger: AnyLedger
@@ -20,7 +67,6 @@ class LowerWork:
     extension: LowerTier
     block_bytes: int
     num_fetches_skipped: int = attrs.field(default=0, init=False)
-    """Number of fetches that were not begun because the tier hangs."""
 
     @property
     def tier(self) -> Tier:

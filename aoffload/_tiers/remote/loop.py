@@ -20,12 +20,14 @@ import attrs
 
 from ..._common.env import Env
 from ..._extensions.assembly import AnyLedger
+from ..._kernel.layout import Layout
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import Direction, Tier
 from ..._observe.log import Telemetry
 from ..._runtime.worker import CopyWorker
 from ..._transfer.breaker import in_lines
 from ..._transfer.transport import TransportRemote
+from ..lower.loop import TierWork
 from ..write_rate import WriteRate
 from .plans import CellLabel
 from .rules import cells_of
@@ -39,7 +41,7 @@ MAX_BYTES = 32 * 2**20
 
 
 @attrs.define(eq=False)
-class RemoteWork:
+class RemoteWork(TierWork):
     """The remote tier of one runtime, in its event loop's thread."""
 
     ledger: AnyLedger
@@ -50,12 +52,11 @@ class RemoteWork:
     telemetry: Telemetry
     tier = Tier.REMOTE
     now: Callable[[], float] = attrs.field(init=False, default=lambda: 0.0)
-    """The event loop's clock; set by `begin`."""
+    """The event loop's clock; set by `open`."""
     hashing: anyio.CapacityLimiter | None = attrs.field(init=False, default=None)
     is_on: bool = attrs.field(init=False, default=False)
-    """Between `begin` and `end`."""
+    """Between `open` and `end`."""
     num_fetches_skipped: int = attrs.field(default=0, init=False)
-    """Number of fetches that were not begun because all nodes of the store had failed."""
     _rate: WriteRate = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -73,28 +74,31 @@ class RemoteWork:
 
     # -- begin and end --------------------------------------------------------------------------------------------
 
-    def begin(self, hashing: anyio.CapacityLimiter | None) -> None:
-        """Called in the event loop once the transport is open. `hashing`: limits the threads that compute digests."""
+    def identify(self, layout: Layout, namespace: str) -> None:
+        self.remote.identify(layout, namespace)
+
+    async def open(self, hashing: anyio.CapacityLimiter | None) -> None:
+        """Begin to use the store, and wait until it has connected or failed, for at most `load_timeout_s`. The runtime
+        waits here because a request that asks the store has less time."""
         self.hashing, self.now, self.is_on = hashing, self.env.loop_clock(), True
         tier = self.remote.tier
         self.telemetry.remote_opened(type(tier.store).__name__, tier.secret is not None, self.cell_tokens)
-
-    async def connect(self) -> None:
-        """Wait until the store has connected or failed, for at most `load_timeout_s`. The runtime waits here because a
-        request that asks the store has less time."""
         over = anyio.Event()
         self.remote.connect(partial(self.worker.call_soon, over.set))
-        with anyio.move_on_after(self.remote.tier.load_timeout_s + LATE_S):
+        with anyio.move_on_after(tier.load_timeout_s + LATE_S):
             await over.wait()
 
-    def turn_off(self, reason: str) -> None:
-        """Stop asking, loading and storing."""
-        if self.is_on:
+    async def reset(self, tier: Tier | None, timeout_s: float) -> None:
+        """A reset of all tiers: stop asking, loading and storing, because others use the cells of the store."""
+        if tier is None and self.is_on:
             self.is_on = False
-            self.telemetry.remote_turned_off(reason)
+            self.telemetry.remote_turned_off("a reset: the cells of the store under this namespace are from before it")
+
+    def invalidate(self) -> None:
+        self.store_more()  # removes the cells, too
 
     def end(self) -> None:
-        """Stop, because the runtime closes. Stores under way may end, but the runtime does not wait for them."""
+        """Stop. Stores under way may end, but the runtime does not wait for them."""
         self._forget()
         self.is_on = False
 
@@ -114,7 +118,6 @@ class RemoteWork:
             self.telemetry.fetch_skipped(request_id, Tier.REMOTE)
 
     def remarks(self) -> Iterator[str]:
-        """The lines about the remote store in `explain`."""
         alone = self.remote.statistics().left_alone
         yield from in_lines("the remote store", alone)
         if alone and self.num_fetches_skipped:

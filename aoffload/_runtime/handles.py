@@ -1,8 +1,21 @@
-"""Pins, fetches, prefetches and demotions of prompts, independently of requests. Each is a context manager.
+"""The handles of a runtime: each has the verbs of one feature, under the name that the feature has on the ledger.
 
-A pin lasts until its `with` block ends or its time to live is over. The others are transfers: each can be awaited,
-cancelled, or left to finish on its own, because the ledger owns its jobs. All of them yield to requests: a transfer
-takes only free blocks that no request waits for, and a pin ends early if a request could not be served otherwise.
+Handle | verbs | present
+--- | --- | ---
+`pins` | `hold` | always
+`transfers` | `prefetch`, `demote` | always; not in a `HostCacheRuntime`
+`fetches` | `fetch` | if there is a tier below the host
+`eviction` | `hint` | if `eviction` is learned
+`disk` | `wait_restored` | if `disk` is configured
+`reports` | `requests`, `holders` | always
+
+Reading the handle of a feature that is off raises the `ConfigError` of the ledger's handle. A handle is made when it is
+read. It refers to its runtime, which stays open as long as the handle exists.
+
+A pin lasts until its `with` block ends or its time to live is over. Prefetches, demotions and fetches are transfers:
+the verb begins the transfer and returns at once. The transfer can be awaited, cancelled, or left to finish on its own,
+because the ledger owns its jobs. All of them yield to requests: a transfer takes only free blocks that no request waits
+for, and a pin ends early if a request could not be served otherwise.
 """
 
 from __future__ import annotations
@@ -11,17 +24,19 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 import anyio
+import attrs
 
 from .._common.arguments import number_of, shown
 from .._config.config import MAX_SECONDS
 from .._extensions.pins import Pin, PinState
 from .._extensions.prefetch import Demotion, DeviceTransfers, Prefetch
+from .._extensions.status import Holder, RequestStatus
 from .._extensions.transfers import CacheTransfer, Fetch
 from .._kernel.plans import NO_MATCH, PrefixMatch
-from .._kernel.prefix import Prefix
+from .._kernel.prefix import Identity, Prefix, TokenIds
 from .._tiers.fetch.rules import Fetches
 from .._tiers.remote.loop import Question
 from ..errors import InvalidArgument, WrongState
@@ -30,7 +45,7 @@ from .session import Session
 AnyTransfer = TypeVar("AnyTransfer", bound=CacheTransfer)
 
 
-def time_to_live(value: object, name: str = "ttl_s") -> float:
+def _time_to_live(name: str, value: object) -> float:
     """`value` as the time to live of a pin or a hint, in seconds."""
     seconds = number_of(value)
     if seconds is None or not 0 < seconds <= MAX_SECONDS:
@@ -39,22 +54,22 @@ def time_to_live(value: object, name: str = "ttl_s") -> float:
 
 
 class PinScope:
-    """Returned by `OffloadRuntime.pin`; enter it once, with `with`.
+    """Returned by `runtime.pins.hold`; enter it once, with `with`.
 
     Blocks that were cached on entering stay cached inside, unless the pin ends early: its time to live was over
     (`has_lapsed`); it yielded to a request that could not be served otherwise (`state` YIELDED); or a reset, closing or
     the end of the copy worker dropped it (DROPPED).
     """
 
-    def __init__(self, session: Session[Any], prefix: Prefix, ttl_s: float) -> None:
+    def __init__(self, session: Session[Any], runtime: object, prefix: Prefix, ttl_s: float) -> None:
         self._session = session
+        self._runtime = runtime
+        """The runtime that opened the session. A reference keeps it open as long as this pin exists."""
         self._prefix = prefix
         self._ttl_s = ttl_s
         self._pin: Pin | None = None
         self._was_entered = False
         self._was_left = False
-        self._runtime: object = None
-        """The runtime that opened the session. A reference keeps it open as long as this pin exists."""
 
     def __repr__(self) -> str:
         return f"<PinScope {self.state.name} {self.match.num_tokens} tokens>"
@@ -131,10 +146,12 @@ class _Pending(ABC, Generic[AnyTransfer]):
 
     @property
     def is_over(self) -> bool:
+        """Whether the transfer has ended or was cancelled."""
         return self._transfer.is_over
 
     def cancel(self) -> None:
-        """Stop waiting. Loads not launched yet are dropped unless another request needs them; other jobs go on."""
+        """Give the transfer up, and end every `wait` for it. Loads that are not launched yet are discarded, unless a
+        request needs them; other copies go on. Does nothing if the transfer is over."""
         self._session.check_usable()
         self._cancel()
 
@@ -146,6 +163,7 @@ class _Pending(ABC, Generic[AnyTransfer]):
             event.set()
 
     async def _wait(self) -> None:
+        await anyio.lowlevel.checkpoint_if_cancelled()
         self._session.check_usable()
         while not self.is_over:
             event = anyio.Event()
@@ -158,7 +176,7 @@ class _Pending(ABC, Generic[AnyTransfer]):
 
 
 class PendingPrefetch(_Pending[Prefetch]):
-    """A prefetch under way, as `OffloadRuntime.prefetch_nowait` returns it."""
+    """A prefetch under way, as `runtime.transfers.prefetch` returns it."""
 
     def _start(self, prefix: Prefix, wake: Callable[[], None]) -> Prefetch:
         transfers: DeviceTransfers = self._session.ledger.transfers
@@ -171,7 +189,7 @@ class PendingPrefetch(_Pending[Prefetch]):
 
 
 class PendingFetch(_Pending[Fetch]):
-    """A fetch under way, as `OffloadRuntime.fetch_nowait` returns it. The remote store is queried while the disk is
+    """A fetch under way, as `runtime.fetches.fetch` returns it. The remote store is queried while the disk is
     read; a second transfer fetches the cells that the store has after the tokens of the disk."""
 
     def __init__(self, session: Session[Any], prefix: Prefix) -> None:
@@ -218,7 +236,7 @@ class PendingFetch(_Pending[Fetch]):
 
 
 class PendingDemotion(_Pending[Demotion]):
-    """A demotion under way, as `OffloadRuntime.demote_nowait` returns it."""
+    """A demotion under way, as `runtime.transfers.demote` returns it."""
 
     def _start(self, prefix: Prefix, wake: Callable[[], None]) -> Demotion:
         transfers: DeviceTransfers = self._session.ledger.transfers
@@ -228,3 +246,113 @@ class PendingDemotion(_Pending[Demotion]):
         """Wait until it is over, however it ends. Returns how many device blocks it has freed."""
         await self._wait()
         return self._transfer.num_blocks
+
+
+@attrs.frozen(repr=False)
+class Handle:
+    """Base of the handles of a runtime."""
+
+    _session: Session[Any]
+    _runtime: object
+    """Keeps the runtime open as long as the handle exists."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._runtime!r}>"
+
+
+class RuntimePins(Handle):
+    """`runtime.pins`: keeps cached prompts from eviction."""
+
+    def hold(self, token_ids: TokenIds, ttl_s: float, **identity: Unpack[Identity]) -> PinScope:
+        """A context manager that pins the cached part of a prompt from entering on, for at most `ttl_s` seconds.
+
+        `cache_salt`, `adapter_key` and `key_spans` are as of a request for the prompt. Entering raises `OutOfBlocks` if
+        all pins together would hold more than `max_pinned_share` of a tier.
+        """
+        prefix = self._session.prefix("pins.hold", token_ids, identity)
+        return PinScope(self._session, self._runtime, prefix, _time_to_live("ttl_s", ttl_s))
+
+
+class RuntimeTransfers(Handle):
+    """`OffloadRuntime.transfers`: moves cached prompts between the device and the host."""
+
+    def prefetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingPrefetch:
+        """Begin to load the host hit of a prompt onto the device. `wait` of the result returns how many of the prompt's
+        tokens are on the device then.
+
+        Best effort: it takes only free blocks, and only while no request waits for some. It never raises for a failed
+        copy.
+        """
+        return PendingPrefetch(self._session, self._session.prefix("transfers.prefetch", token_ids, identity))
+
+    def demote(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingDemotion:
+        """Begin to move the blocks of a prompt from the device to host memory. `wait` of the result returns how many
+        device blocks were freed.
+
+        Pinned blocks and prefix blocks of other cached prompts stay on the device. If the host cannot hold the whole
+        prompt, all blocks stay.
+        """
+        return PendingDemotion(self._session, self._session.prefix("transfers.demote", token_ids, identity))
+
+
+class RuntimeFetches(Handle):
+    """`runtime.fetches`: brings prompts from the tiers below the host into host memory."""
+
+    def fetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingFetch:
+        """Begin to copy the blocks of a prompt that only a tier below the host holds into host memory. `wait` of the
+        result returns how many tokens a request for the prompt would hit then.
+
+        Best effort: it takes at most `max_fetch_share` of the host, and never raises for a failed copy.
+        `Request.allocate` fetches for its own prompt.
+        """
+        return PendingFetch(self._session, self._session.prefix("fetches.fetch", token_ids, identity))
+
+
+class RuntimeEviction(Handle):
+    """`runtime.eviction`: gives hints to learned eviction."""
+
+    def hint(self, token_ids: TokenIds, *, expected_s: float, category: str = "", **identity: Unpack[Identity]) -> int:
+        """Say that a prompt will be requested again within `expected_s` seconds, such as after an agent's tool call.
+        Until then, its cached blocks are evicted last. Pins nothing. Returns the number of tokens spared.
+
+        `category`: the kind of the hint, such as the name of the tool. While less than a quarter of the hints of a
+        category come true, they spare nothing.
+        """
+        session = self._session
+        prefix = session.prefix("eviction.hint", token_ids, identity)
+        expires_at = anyio.current_time() + _time_to_live("expected_s", expected_s)
+        found: int = session.ledger.eviction.hint(prefix, expires_at=expires_at, category=category)
+        session.worker.watch(expires_at)
+        return found
+
+
+class RuntimeDisk(Handle):
+    """`runtime.disk`: the disk tier."""
+
+    async def wait_restored(self) -> int:
+        """Wait until the runtime has read which blocks an earlier process has left on the disk. Returns the number of
+        blocks that it has restored."""
+        self._session.check_usable()
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        work = self._session.disk
+        assert work is not None  # without a disk there is no handle
+        await work.is_restored.wait()
+        return work.num_restored
+
+
+class RuntimeReports(Handle):
+    """`runtime.reports`: who holds device blocks, and what each request waits for."""
+
+    def requests(self) -> tuple[RequestStatus, ...]:
+        """The live requests, the one that is in its state for the longest first: what each holds and waits for, and the
+        holders of that."""
+        self._session.check_may_read()
+        found: tuple[RequestStatus, ...] = self._session.ledger.reports.requests()
+        return found
+
+    def holders(self) -> tuple[Holder, ...]:
+        """All holders of device blocks, the biggest first: requests, steps (also for requests that are over), pins,
+        jobs, prefetches, demotions."""
+        self._session.check_may_read()
+        found: tuple[Holder, ...] = self._session.ledger.reports.holders()
+        return found
