@@ -182,7 +182,7 @@ async def evicting(names: Names, _: Path) -> None:
 
 async def loading(names: Names, _: Path) -> None:
     async with running(load_choice=names["AtLeast"](8)) as found:
-        await found["runtime"].demote(range(40))
+        await found["runtime"].transfers.demote(range(40)).wait()
         async with found["runtime"].request(range(1000, 1020)) as request:
             await request.allocate()
             await request.load()
