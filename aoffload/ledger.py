@@ -42,6 +42,7 @@ from ._kernel.events import (
     WorkerFailed,
 )
 from ._kernel.extension import Build, LedgerExtension
+from ._kernel.layout import Layout
 from ._kernel.ledger import CoreLedger
 from ._kernel.plans import (
     Answer,
@@ -51,8 +52,10 @@ from ._kernel.plans import (
     TierStatistics,
     TransferPlan,
 )
+from ._kernel.pools import LeastRecentlyUsed
 from ._kernel.prefix import Prefix, Root
 from ._kernel.protocols import BlockWatcher, DevicePool, EvictionOrder
+from ._kernel.records import Part
 from ._kernel.requests import LedgerRequest, Step, Waiter
 from ._kernel.states import Direction, JobState, Outcome, is_compiled
 from ._observe.log import LedgerLog
@@ -105,8 +108,10 @@ __all__ = [
     "JobMoved",
     "JobState",
     "Launches",
+    "Layout",
     "LearnedEviction",
     "LeaseError",
+    "LeastRecentlyUsed",
     "LedgerExtension",
     "LedgerLog",
     "LedgerRequest",
@@ -122,6 +127,7 @@ __all__ = [
     "Outcome",
     "OverlapMoved",
     "OverlapState",
+    "Part",
     "PendingDemotion",
     "PendingFetch",
     "PendingPrefetch",

@@ -10,7 +10,7 @@ import anyio
 import torch
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Tier
-from aoffload.ledger import CoreLedger, LedgerExtension, LedgerRequest
+from aoffload.ledger import CoreLedger, LedgerExtension, LedgerRequest, Part
 
 
 class StoreQuota(LedgerExtension):
@@ -21,7 +21,7 @@ class StoreQuota(LedgerExtension):
         self.index, self.jobs, self.width = ledger.cache.index, ledger.jobs, ledger.layout.width
         ledger.watch(self)
 
-    def part_changed(self, part, first: int, stop: int) -> None:
+    def part_changed(self, part: Part, first: int, stop: int) -> None:
         """Called after each change of the cached blocks, because this object is a `BlockWatcher`."""
         if part.tier is Tier.HOST:
             self.num_blocks[part.run.root.cache_salt] += (part.stop - part.first - (stop - first)) * part.width

@@ -40,13 +40,14 @@ from aoffload._observe import log as telemetry
 from aoffload._runtime.handles import Handle
 from aoffload.host_cache import EngineRequest
 from aoffload.ledger import Build, LedgerExtension
+from proof import house
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aoffload"
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 README, API, TRACING = ROOT / "README.md", DOCS / "api.md", DOCS / "tracing.md"
-CHANGELOG = ROOT / "CHANGELOG.md"
+CHANGELOG, ARCHITECTURE = ROOT / "CHANGELOG.md", DOCS / "architecture.md"
 TUTORIAL, OWN_ENGINE = DOCS / "tutorial.md", ROOT / "examples/own_engine.py"
 
 OF_ROOMS = {
@@ -263,6 +264,17 @@ def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "pins.md", "exec"), {"__name__": "keeping_page"})
     assert printed.getvalue() == shown
+
+
+def test_the_house_is_drawn_as_it_is() -> None:
+    """The drawing in docs/architecture.md has the rooms, floors and imports of the package, and its lines of code but
+    for a tenth. `python -m proof.house --write docs/architecture.md` draws it anew."""
+    text = ARCHITECTURE.read_text()
+    assert house.is_current(text)
+    drawn = text.split(house.BEGIN)[1].split(house.END)[0]
+    assert not house.is_current(text.replace(drawn, drawn.replace(" _kernel ", " _kernal ", 1)))
+    assert not house.is_current(text.replace(drawn, re.sub(r"(_kernel +│) +[\d,]+", r"\1  9,900", drawn)))
+    assert {room.num_lines > 0 and bool(room.phrase) for room in house.rooms()} == {True}
 
 
 def test_the_tutorial_shows_the_example_line_by_line() -> None:

@@ -16,6 +16,7 @@ import torch
 from aoffload import Request
 
 ROOT = Path(__file__).parent.parent
+EXTENDING = ROOT / "docs/extending.md"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MAX_LINES = 60
 MAX_LINES_OF = {
@@ -43,6 +44,25 @@ def test_prints_what_its_docstring_says(example: Path) -> None:
 def test_fits_on_a_screen(example: Path) -> None:
     """An example that takes longer than a look is documentation in the wrong place."""
     assert len(example.read_text().splitlines()) <= MAX_LINES_OF.get(example.stem, MAX_LINES)
+
+
+@each_example
+def test_imports_public_names_only(example: Path) -> None:
+    """Whatever an example does, a program can do, too."""
+    imports = [node for node in ast.walk(ast.parse(example.read_text())) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in imports if (node.module or "").startswith("aoffload")]
+    names = {name for node in ours for name in (*str(node.module).split("."), *(alias.name for alias in node.names))}
+    assert not [name for name in names if name.startswith("_")]
+
+
+def test_the_page_about_extending_shows_the_examples() -> None:
+    """Each block of docs/extending.md is a class of an example of at most 60 lines that the page links to."""
+    page = EXTENDING.read_text()
+    linked = [ROOT / "examples" / name for name in dict.fromkeys(re.findall(r"\(../examples/(\w+\.py)\)", page))]
+    shown = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    short = [example.read_text() for example in linked if example.stem != "directory_tier"]
+    assert [f"\n\n\n{block}\n\n" in text for block, text in zip(shown, short, strict=True)] == [True] * 3
+    assert max(len(text.splitlines()) for text in short) <= MAX_LINES
 
 
 def test_the_proof_of_the_own_engine_notices_a_wrong_byte(

@@ -19,7 +19,6 @@ import torch
 
 import aoffload
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request, RequestState
-from aoffload.ledger import Prefix, Root, StorePolicy
 from aoffload.transport import LocalTransport
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +29,7 @@ Names = dict[str, Any]
 ELSEWHERE = {
     "docs/tutorial.md": ("tests/test_docs.py", "test_the_tutorial_shows_the_example_line_by_line"),
     "docs/testing.md": ("tests/test_docs.py", "test_what_the_page_of_testing_shows_runs_and_prints_what_it_says"),
+    "docs/extending.md": ("tests/test_examples.py", "test_the_page_about_extending_shows_the_examples"),
     "docs/pins.md": ("tests/test_docs.py", "test_the_program_about_keeping_runs_and_prints_what_it_says"),
     "docs/howto/it-hangs.md": ("tests/trace/test_stuck.py", "test_what_the_page_shows_is_what_its_programs_print"),
 }
@@ -161,7 +161,6 @@ GROUPS = [KVCacheGroup("full", block_size=16)]
 AROUND: dict[str, Callable[[], Any]] = {
     "docs/disk.md": partial(given, groups=GROUPS, model_path="model"),
     "docs/remote.md": partial(given, groups=GROUPS, model_path="model", secret=b"of eight letters"),
-    "docs/policies.md": partial(given, EagerStore=aoffload.EagerStore),
     "docs/ranks.md": partial(given, build=build, config=config()),
     "docs/cuda.md": partial(given, kv_caches=torch.zeros(NUM_ROWS, 8)),
     "docs/loads.md": starting_early,
@@ -193,19 +192,6 @@ async def owning_blocks(names: Names, _: Path) -> None:
     assert (names["serve"](range(500, 600)), names["serve"](range(100))) == (0, 96)
     names["finish_copies"]()
     assert len(names["pool"].free) == 40
-    stored = {}
-    for num_tokens in (48, 64):  # the feature of the page
-        cache = names["choosy"]
-        request = cache.admit(Prefix.of(Root("test"), range(num_tokens)))
-        stored[num_tokens] = len(cache.offer(request, num_tokens, [range(1, 5)]))
-        cache.release(request)
-    assert (stored, names["long_prompts"].num_left_out) == ({48: 0, 64: 1}, 1)
-
-
-async def storing(names: Names, _: Path) -> None:
-    policy: StorePolicy = names["FirstUnits"](2)
-    async with running(store_policy=policy) as found:
-        assert found["runtime"].statistics().host.num_cached == 2
 
 
 async def publishing(names: Names, _: Path) -> None:
@@ -243,7 +229,6 @@ AFTERWARDS: dict[str, Callable[[Names, Path], Awaitable[None]]] = {
     "docs/eviction.md": evicting,
     "docs/engines.md": owning_blocks,
     "docs/loads.md": loading,
-    "docs/policies.md": storing,
     "docs/kv_events.md": publishing,
     "docs/metrics.md": measuring,
     "docs/plan.md": recording,

@@ -246,7 +246,7 @@ class Ledger(AnyLedger, CoreLedger):
 
     The ledger allocates the device blocks. For an engine that has its own block pool and prefix cache, use a
     `HostCache` instead. `clock` counts seconds, such as `time.monotonic`; it only gives the ages in the reports.
-    `extensions`: the program's own features (docs/engines.md).
+    `extensions`: the program's own features (docs/extending.md).
     """
 
     def __init__(

@@ -15,7 +15,16 @@ import pytest
 from driving import BLOCK, ROOT, Driven, prompt
 from engine_driving import EngineDriven
 
-from aoffload import AoffloadError, ConfigError, InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, Tier
+from aoffload import (
+    AoffloadError,
+    ConfigError,
+    InvalidArgument,
+    KVCacheGroup,
+    Ledger,
+    OffloadConfig,
+    SlidingWindow,
+    Tier,
+)
 from aoffload._host_cache.host_cache import HostCache
 from aoffload._kernel.extension import HOOKS
 from aoffload._kernel.pools import ExtentPool, LeastRecentlyUsed, TierBlocks
@@ -565,3 +574,30 @@ def test_the_quota_of_the_example_holds_with_stores_in_flight() -> None:
         if rng.random() < 0.02:
             driven.ledger.reset(Tier.HOST)
     assert most == {"a": 4, "b": 4}
+
+
+@pytest.mark.parametrize("layout", ["full", "window"])
+def test_the_eviction_order_of_the_example_keeps_prefixes_longest(layout: str) -> None:
+    """examples/eviction_order.py: whatever overlaps, ends, is stored, reset and evicted, no block of full attention is
+    evicted before a block that follows it."""
+    order = runpy.run_path(str(Path(__file__).parents[2] / "examples/eviction_order.py"))["AgainLast"]
+    groups = [KVCacheGroup("full", block_size=BLOCK)]
+    if layout == "window":
+        groups.append(KVCacheGroup("window", SlidingWindow(9), block_size=BLOCK))
+    rng, driven, live = random.Random(3), Driven(60, 40, groups=groups, eviction=lambda: order(20)), list[Any]()
+    most = Counter[int]()
+    for _ in range(400):
+        live.append(driven.running(prompt(rng.randrange(3), 9) + prompt(rng.randrange(9), rng.randrange(20))))
+        driven.land(driven.commit(live[-1]))
+        while len(live) > rng.randrange(2, 5):  # some live long
+            driven.land(driven.release(live.pop(-1 if rng.random() < 0.9 else 0)))
+        if rng.random() < 0.01:
+            driven.ledger.reset(rng.choice((Tier.HOST, None)))
+        for tier in driven.ledger.cache.tiers:
+            parts = [part for part in tier.order if not part.component]
+            at = {part: number for number, part in enumerate(parts)}
+            for part in parts:
+                before = part.run.before and part.run.before.part(part.tier, 0)
+                assert before not in at or at[before] > at[part]
+            most |= Counter(part.rank for part in parts)
+    assert most[1] > 5 and most[2] > 5
