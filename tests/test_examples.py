@@ -63,6 +63,7 @@ def test_the_page_about_extending_shows_the_examples() -> None:
     short = [example.read_text() for example in linked if example.stem != "directory_tier"]
     assert [f"\n\n\n{block}\n\n" in text for block, text in zip(shown, short, strict=True)] == [True] * 3
     assert max(len(text.splitlines()) for text in short) <= MAX_LINES
+    assert all(figure in page for figure in re.findall(r"([\d,]+) tokens loaded", short[0]))
 
 
 def test_the_proof_of_the_own_engine_notices_a_wrong_byte(
