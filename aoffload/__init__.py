@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
-from ._assembly import Ledger
+from ._extensions.assembly import Ledger
 from ._config.config import OffloadConfig
 from ._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from ._config.models import fingerprint

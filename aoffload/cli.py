@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import attrs
 
-from ._extras import needed
+from ._common.extras import needed
 from ._kernel.states import is_compiled
 from .errors import MissingExtra, UnsupportedVersion
 
@@ -43,7 +43,7 @@ COMMANDS = (
     Command("trace", "aoffload.trace.command", "what a log of events says: a summary, one request, a page, Perfetto"),
     Command("plan", "aoffload.plan.command", "what host memory and disk are worth buying, from what was asked for"),
     Command("top", "aoffload.top.command", "a live view of a running process, from its metrics", "metrics"),
-    Command("serve", "aoffload.integrations.openai_server.command", "a model behind OpenAI's API, over HTTP", "server"),
+    Command("serve", "aoffload._reference.server.command", "a model behind OpenAI's API, over HTTP", "server"),
 )
 
 

@@ -4,7 +4,7 @@ What it takes and hands out, the states of that, the protocols of observers, pol
 bookkeeping. Nothing here needs torch.
 """
 
-from ._assembly import AnyLedger, LedgerStatistics
+from ._extensions.assembly import AnyLedger, LedgerStatistics
 from ._config.groups import AttentionKind
 from ._config.tiers import LearnedEviction
 from ._eviction.status import (

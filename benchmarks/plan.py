@@ -30,7 +30,7 @@ from aoffload.demo.outcome import DemoOutcome, RunOutcome
 from aoffload.demo.pools import ENGINE
 from aoffload.demo.progress import Progress
 from aoffload.demo.runner import Runner, run_kinds
-from aoffload.integrations.sequence import Generation
+from aoffload._reference.engine.sequence import Generation
 from aoffload.plan import Recorder
 from aoffload.plan.forecast import Forecast, Sizes
 from aoffload.plan.report import as_text

@@ -24,10 +24,10 @@ import numpy as np
 import structlog
 import torch
 
-from aoffload.integrations.models import load_model
+from aoffload._reference.engine.models import load_model
 from aoffload.integrations.openai_server import ServerOptions, Service, make_app, open_service
-from aoffload.integrations.openai_server.listening import Listener, bind
-from aoffload.integrations.paged import PagedModel
+from aoffload._reference.server.listening import Listener, bind
+from aoffload._reference.engine.paged import PagedModel
 
 from .harness import Row
 from .peer import Peer

@@ -21,7 +21,7 @@ import torch
 
 from aoffload.errors import AoffloadError
 from aoffload.integrations import PagedBatch, SequenceSlice
-from aoffload.integrations.transformers import TransformersModel
+from aoffload._reference.engine.transformers import TransformersModel
 
 __all__ = ["PAGE", "Finding", "examine", "model_types", "page_with", "tiny_model"]
 

@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["FOUND_MODEL_MUTANTS"]
 
-PROVING, MODELS = "aoffload.integrations.proving", "aoffload.integrations.transformers"
+PROVING, MODELS = "aoffload._reference.engine.proving", "aoffload._reference.engine.transformers"
 TESTS = "tests/integrations/test_model_types.py::"
 _PROVEN = "a model is served if it gives over paged KV what it gives by itself"
 

@@ -99,7 +99,7 @@ FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "remote: the first question of a vLLM engine connects",
-        "aoffload.integrations.vllm.worker",
+        "aoffload._vllm.worker",
         "            self._remote.connect()\n",
         "            pass\n",
         _FIRST,

@@ -278,7 +278,7 @@ _NOT_SILENT = (
     ),
     Mutant(
         "option that nobody reads",
-        "aoffload._commands",
+        "aoffload._common.commands",
         "        if is_given and getattr(found, other) == parser.get_default(other):\n",
         "        if False:\n",
         _SILENT,

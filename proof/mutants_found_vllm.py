@@ -204,7 +204,7 @@ FOUND_VLLM_MUTANTS = (
     ),
     Mutant(
         "another version is taken for none",
-        "aoffload._extras",
+        "aoffload._common.extras",
         "        if error.name == module or not _is_installed(module):\n",
         "        if error.name:\n",
         "an error of a version that does not fit names it",

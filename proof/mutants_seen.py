@@ -6,10 +6,10 @@ from .planting import Mutant
 
 __all__ = ["SEEN_MUTANTS"]
 
-DISK = "aoffload.integrations.vllm.disk"
-FETCHES = "aoffload.integrations.vllm.fetches"
-REMOTE = "aoffload.integrations.vllm.remote"
-WORKER_REMOTE = "aoffload.integrations.vllm.worker_remote"
+DISK = "aoffload._vllm.disk"
+FETCHES = "aoffload._vllm.fetches"
+REMOTE = "aoffload._vllm.remote"
+WORKER_REMOTE = "aoffload._vllm.worker_remote"
 STORE_TESTS = "tests/integrations/vllm_connector/test_vllm_remote.py::"
 TESTS = "tests/integrations/vllm_connector/test_vllm_disk.py::"
 TIERS = "tests/trace/test_trace_tiers.py::"
@@ -66,7 +66,7 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "vLLM disk: nothing is flushed at the end",
-        "aoffload.integrations.vllm.flush",
+        "aoffload._vllm.flush",
         "        may_be_more = disk.flush()\n",
         "        may_be_more = False\n",
         "the next engine finds what was only in host memory",
@@ -74,7 +74,7 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "vLLM disk: any layout of a block will do",
-        "aoffload.integrations.vllm.worker_disk",
+        "aoffload._vllm.worker_disk",
         '\\n{identity.text()}\\n{strides}"',
         '\\n{identity.text()}"',
         "KV with heads and tokens in another order is not used",
@@ -82,7 +82,7 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "vLLM disk: any weights will do",
-        "aoffload.integrations.vllm.worker_disk",
+        "aoffload._vllm.worker_disk",
         '        return f"{self.given or fingerprint(self.model)}\\n{self.others}"\n',
         '        return f"{self.given or self.model}\\n{self.others}"\n',
         "other weights in the same place are another model",
@@ -90,7 +90,7 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "vLLM disk: given-up stores go on",
-        "aoffload.integrations.vllm.worker",
+        "aoffload._vllm.worker",
         "                transport.give_up(job_id)\n",
         "                pass\n",
         "a store that was given up records nothing: its source may be overwritten",
@@ -146,7 +146,7 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "vLLM: a step counts from its begin, though another one ran",
-        "aoffload.integrations.vllm.computing",
+        "aoffload._vllm.computing",
         '        self.speed.begins([""], max(begun, self._last_end))\n',
         '        self.speed.begins([""], begun)\n',
         "steps that overlap count once",
@@ -170,7 +170,7 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "metrics: all links of a direction together",
-        "aoffload.metrics.observer",
+        "aoffload._observe.metrics.observer",
         "max(job.plan.link)), job.completion\n",
         "Tier.HOST), job.completion\n",
         "copies of each pair of tiers are counted apart",

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from aoffload import AoffloadError, __version__
-from aoffload._extras import MODULES, needed
+from aoffload._common.extras import MODULES, needed
 from aoffload.cli import COMMANDS, Command, main
 from aoffload.env import MissingExtra, UnsupportedVersion
 from aoffload.ledger import is_compiled

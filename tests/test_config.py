@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aoffload import DiskTier, RemoteTier
-from aoffload._assembly import Ledger
+from aoffload._extensions.assembly import Ledger
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import FullAttention, KVCacheGroup
 from aoffload._config.tiers import parse_bytes

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 
 import attrs
 
-from .._arguments import as_tuple, check_has, check_int, number_of, shown
+from .._common.arguments import as_tuple, check_has, check_int, number_of, shown
 from ..errors import ConfigError
 from .sources import read_environment, read_file
 from .tiers import DiskTier, RemoteTier, check_eviction, parse_bytes

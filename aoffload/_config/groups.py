@@ -23,7 +23,7 @@ from typing import Protocol
 
 import attrs
 
-from .._arguments import check_has, check_int, shown
+from .._common.arguments import check_has, check_int, shown
 from ..errors import ConfigError
 
 EACH_TOKEN = 40

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from .._arguments import shown
+from .._common.arguments import shown
 from ..errors import InvalidArgument
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".h5")

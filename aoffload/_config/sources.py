@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from .._arguments import shown
+from .._common.arguments import shown
 from .._tiers.remote.clients.redis_cluster import RedisClusterStore
 from .._tiers.remote.clients.redis_store import RedisStore
 from ..errors import ConfigError

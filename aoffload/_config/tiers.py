@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from .._arguments import check_bool, check_has, number_of, shown
+from .._common.arguments import check_bool, check_has, number_of, shown
 from ..errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

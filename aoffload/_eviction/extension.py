@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from .._arguments import check_text
+from .._common.arguments import check_text
 from .._config.tiers import LearnedEviction
 from .._kernel.base import CacheBase, check_time
 from .._kernel.extension import Build, LedgerExtension

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
-from .._arguments import check_int
+from .._common.arguments import check_int
 from .._kernel.extension import LedgerExtension
 from .._kernel.index import held_ids, stretches
 from .._kernel.ledger import CoreLedger

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 
-from .._arguments import check_int
+from .._common.arguments import check_int
 from .._kernel.cache import PrefixCache
 from .._kernel.extension import LedgerExtension
 from .._kernel.index import stretches

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .._arguments import check_int
+from .._common.arguments import check_int
 from .._kernel.ledger import CoreLedger
 from .._kernel.records import NO_LIMIT
 from .._kernel.requests import LedgerRequest

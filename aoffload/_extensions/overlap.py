@@ -21,7 +21,7 @@ from functools import partial
 
 import attrs
 
-from .._arguments import as_tuple
+from .._common.arguments import as_tuple
 from .._kernel.cache import PrefixCache
 from .._kernel.events import Event
 from .._kernel.extension import LedgerExtension

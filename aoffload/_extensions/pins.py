@@ -25,7 +25,7 @@ from typing import Any
 
 import attrs
 
-from .._arguments import shown
+from .._common.arguments import shown
 from .._kernel.base import CacheBase, check_time
 from .._kernel.events import Event
 from .._kernel.extension import LedgerExtension

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from .._arguments import check_callable
+from .._common.arguments import check_callable
 from .._kernel.index import find_hit, held_stop
 from .._kernel.ledger import CoreLedger
 from .._kernel.prefix import Prefix

@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 
 import attrs
 
-from .._arguments import check_int
+from .._common.arguments import check_int
 from .._config.config import MAX_BLOCKS
 from .._eviction.counts import HitCounts, RecentPrompts
 from .._kernel.base import CacheBase

@@ -19,7 +19,7 @@ from functools import partial
 
 import attrs
 
-from .._arguments import shown
+from .._common.arguments import shown
 from .._kernel.base import CacheBase
 from .._kernel.events import Event
 from .._kernel.extension import LedgerExtension

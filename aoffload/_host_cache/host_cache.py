@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Unpack
 
-from .._arguments import check_bool, check_callable, check_int, check_text, check_type, shown
-from .._assembly import AnyLedger, LedgerStatistics, built_in
+from .._common.arguments import check_bool, check_callable, check_int, check_text, check_type, shown
+from .._extensions.assembly import AnyLedger, LedgerStatistics, built_in
 from .._config.config import OffloadConfig
 from .._eviction.extension import Eviction
 from .._extensions.load_choice import Loadable

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .._arguments import shown
+from .._common.arguments import shown
 from .._config.config import MAX_BLOCKS
 from .._kernel.layout import Component, Layout
 from .._kernel.pools import id_range

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .._arguments import check_has
+from .._common.arguments import check_has
 from .._extensions.load_choice import Loadable
 from .._kernel.cache import PrefixCache
 from .._kernel.index import Hit, find_hit_after, held_stop

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from .._arguments import (
+from .._common.arguments import (
     as_tuple,
     check_bool,
     check_has,

@@ -45,7 +45,7 @@ from inspect import iscoroutinefunction
 from types import MappingProxyType
 from typing import Any
 
-from .._arguments import check_callable, check_int, check_type, shown
+from .._common.arguments import check_callable, check_int, check_type, shown
 from .._config.config import MAX_BLOCKS
 from ..errors import ConfigError, InvalidArgument
 from .layout import Layout

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .._arguments import shown
+from .._common.arguments import shown
 from ..errors import ExtensionError, WrongState
 from .extension import HOOKS, LedgerExtension
 from .records import Job, Lease, Run

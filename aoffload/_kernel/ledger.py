@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Unpack
 
-from .._arguments import as_tuple, check_callable, check_has, check_int, check_text, check_type, shown
+from .._common.arguments import as_tuple, check_callable, check_has, check_int, check_text, check_type, shown
 from .._config.config import OffloadConfig
 from ..errors import ConfigError, ExtensionError, InvalidArgument, WrongState
 from .base import CacheBase

@@ -42,7 +42,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from .._arguments import check_int
+from .._common.arguments import check_int
 from ..errors import WrongState
 from .cache import PrefixCache
 from .hooks import Hooks

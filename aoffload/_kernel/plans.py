@@ -15,7 +15,7 @@ from typing import TypedDict
 
 import attrs
 
-from .._arguments import check_int, check_text, number_of, shown
+from .._common.arguments import check_int, check_text, number_of, shown
 from ..errors import InvalidArgument
 from .states import Direction, Outcome, Tier
 

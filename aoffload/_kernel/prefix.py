@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict
 import attrs
 import numpy as np
 
-from .._arguments import as_tuple, check_type, shown
+from .._common.arguments import as_tuple, check_type, shown
 from ..errors import InvalidArgument
 
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .._arguments import shown
+from .._common.arguments import shown
 from ..errors import CommitError, OutOfBlocks
 from .plans import NO_MATCH, PrefixMatch
 from .records import NO_LIMIT, BlockTable, Lease, Load, Run

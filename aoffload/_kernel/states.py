@@ -17,7 +17,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
-from .._arguments import shown
+from .._common.arguments import shown
 from ..errors import InvalidArgument, WrongState
 
 

@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 
-from .._arguments import check_int
+from .._common.arguments import check_int
 from ..errors import OutOfBlocks, WrongState
 from .cache import PrefixCache
 from .events import ExtensionRefused

@@ -17,8 +17,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
 
-from .._arguments import check_has
-from .._assembly import AnyLedger, check_ledger
+from .._common.arguments import check_has
+from .._extensions.assembly import AnyLedger, check_ledger
 from .._eviction.status import EvictionSwitched, HintEnded, HintGiven
 from .._extensions.overlap import OverlapMoved, OverlapState
 from .._extensions.pins import PinMoved, PinState

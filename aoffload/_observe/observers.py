@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from inspect import iscoroutinefunction
 
-from .._arguments import check_has, shown
+from .._common.arguments import check_has, shown
 from .._kernel.events import CompletionDelivered, Event, Observer
 from .._kernel.plans import Completion
 from ..errors import InvalidArgument

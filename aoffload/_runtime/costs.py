@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from .._arguments import check_int, check_type, number_of, shown
-from .._assembly import AnyLedger, check_ledger
+from .._common.arguments import check_int, check_type, number_of, shown
+from .._extensions.assembly import AnyLedger, check_ledger
 from .._extensions.load_choice import CostChoice, LoadChoice, LoadOffer, chosen_stop, load_choice_of
 from .._extensions.status import Declined
 from .._host_cache.host_cache import HostCache

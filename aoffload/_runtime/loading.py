@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .._arguments import shown
-from .._assembly import Ledger
+from .._common.arguments import shown
+from .._extensions.assembly import Ledger
 from .._extensions.overlap import Overlap
 from .._kernel.records import Load
 from .._kernel.requests import LedgerRequest

@@ -15,7 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import anyio
 
-from .._arguments import number_of, shown
+from .._common.arguments import number_of, shown
 from .._config.config import MAX_SECONDS
 from .._extensions.pins import Pin, PinState
 from .._extensions.prefetch import Demotion, DeviceTransfers, Prefetch

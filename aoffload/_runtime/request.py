@@ -37,8 +37,8 @@ from weakref import ref
 
 import anyio
 
-from .._arguments import check_text
-from .._assembly import Ledger
+from .._common.arguments import check_text
+from .._extensions.assembly import Ledger
 from .._extensions.preemption import Preemption
 from .._host_cache.host_cache import HostCache
 from .._host_cache.requests import HostCacheRequest

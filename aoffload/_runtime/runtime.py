@@ -33,7 +33,7 @@ import anyio
 import attrs
 from anyio.abc import TaskGroup
 
-from .._arguments import (
+from .._common.arguments import (
     as_tuple,
     check_callable,
     check_has,
@@ -44,7 +44,7 @@ from .._arguments import (
     number_of,
     shown,
 )
-from .._assembly import Ledger, LedgerStatistics
+from .._extensions.assembly import Ledger, LedgerStatistics
 from .._config.config import OffloadConfig
 from .._extensions.status import Holder, RequestStatus, printable
 from .._host_cache.host_cache import HostCache
@@ -77,7 +77,7 @@ from .._transfer.transport import (
     TransferStatistics,
     Transport,
 )
-from ..env import Env
+from .._common.env import Env
 from ..errors import ConfigError, InvalidArgument, RequestAborted, RuntimeClosed, TransferRefused, WrongThread
 from .costs import MOST_TOKENS, LoadCosts, PrefillSpeed, check_report
 from .loading import PendingLoad

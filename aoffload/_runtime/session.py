@@ -31,8 +31,8 @@ from weakref import ref
 
 import anyio
 
-from .._arguments import check_has
-from .._assembly import AnyLedger
+from .._common.arguments import check_has
+from .._extensions.assembly import AnyLedger
 from .._config.config import OffloadConfig
 from .._extensions.pins import Pins
 from .._extensions.transfers import CacheTransfers
@@ -47,7 +47,7 @@ from .._tiers.lower.loop import LowerWork
 from .._tiers.remote.loop import RemoteWork
 from .._transfer.fences import Fence, StepFences
 from .._transfer.transport import Transport, WaitsOnlyAfter
-from ..env import Env
+from .._common.env import Env
 from ..errors import AoffloadError, DeviceGone, RuntimeClosed, TransferRefused, WrongProcess, WrongThread
 from .costs import LoadCosts, PrefillSpeed
 from .worker import CopyWorker, SlowWatch

@@ -25,8 +25,8 @@ from typing import TypeVar
 
 import attrs
 
-from .._arguments import as_tuple, check_callable, check_type, shown
-from .._assembly import Ledger
+from .._common.arguments import as_tuple, check_callable, check_type, shown
+from .._extensions.assembly import Ledger
 from .._kernel.prefix import TokenIds
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import Computing, RequestState

@@ -27,7 +27,7 @@ from functools import partial
 import anyio
 import attrs
 
-from .._assembly import AnyLedger
+from .._extensions.assembly import AnyLedger
 from .._config.config import OffloadConfig
 from .._extensions.status import Holder, SlowStep, SlowWait
 from .._kernel.events import WorkerFailed
@@ -38,7 +38,7 @@ from .._observe.observers import Observers
 from .._transfer.copy_queue import CopyQueue
 from .._transfer.fences import Fence
 from .._transfer.transport import Transport
-from ..env import Env
+from .._common.env import Env
 
 MAX_AGE_S = 1.0
 """Maximum age of the list of holders in an event, because many waits may be long at once."""

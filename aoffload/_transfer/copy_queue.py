@@ -23,8 +23,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from .._arguments import check_bool, check_callable, check_has, check_int, check_type
-from .._assembly import AnyLedger, check_ledger
+from .._common.arguments import check_bool, check_callable, check_has, check_int, check_type
+from .._extensions.assembly import AnyLedger, check_ledger
 from .._config.config import OffloadConfig
 from .._config.tiers import parse_bytes
 from .._kernel.events import CacheTurnedOff, Event, Observer, TransportRecovered, TransportStalled, WorkerFailed

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import attrs
 
-from .._arguments import as_tuple, check_has
+from .._common.arguments import as_tuple, check_has
 from .._kernel.plans import Completion
 from .._kernel.states import Outcome
 from ..errors import RegionNotLoaded

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.states import Direction, Outcome
-from ..env import Env
+from .._common.env import Env
 from ..errors import DeviceGone, TransferRefused
 from .backends.base import CopyBackend, CopyStopped, LostDevice
 from .fences import PASSED, Fence

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from .._arguments import shown
+from .._common.arguments import shown
 from .._kernel.layout import Layout
 from ..errors import RegionError
 

@@ -16,7 +16,7 @@ from .._kernel.states import Direction, Tier
 from .._tiers.disk.forgetting import DiskTrouble
 from .._tiers.disk.plans import RestoredRun
 from .._tiers.remote.plans import CellLabel
-from ..env import Env
+from .._common.env import Env
 from .breaker import LeftAlone, StorageMove
 from .fences import Fence
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..env import Env
+from .._common.env import Env
 from ..errors import TransferRefused
 
 SWITCH_S = 1e-5

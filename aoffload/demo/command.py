@@ -14,11 +14,11 @@ from typing import NoReturn
 import anyio
 import torch
 
-from .._extras import needed
+from .._common.extras import needed
 from .._tiers.disk.posix import PosixDirectory
-from ..env import Env
+from .._common.env import Env
 from ..errors import AoffloadError, ConfigError, InvalidArgument
-from ..integrations.models import load_model
+from .._reference.engine.models import load_model
 from ..plan import Recorder
 from .interrupt import Interrupt
 from .logs import LogFile, make_logger

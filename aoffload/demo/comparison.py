@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from ..integrations.sequence import Generation
+from .._reference.engine.sequence import Generation
 
 __all__ = ["Difference", "find_differences"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import attrs
 
-from .._commands import check_goes_with
-from ..integrations.arguments import count
-from ..integrations.models import MODEL_NAMES
+from .._common.commands import check_goes_with
+from .._reference.engine.arguments import count
+from .._reference.engine.models import MODEL_NAMES
 
 __all__ = ["EVICTIONS", "LOAD_CHOICES", "STORE_POLICIES", "Corrupt", "DemoOptions", "make_parser", "parse_options"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 
 from .. import DiskTier, RemoteTier, Tier
-from ..integrations.batching import PrefillStart
-from ..integrations.sequence import Generation
-from ..integrations.statistics import EngineStatistics
+from .._reference.engine.batching import PrefillStart
+from .._reference.engine.sequence import Generation
+from .._reference.engine.statistics import EngineStatistics
 from .comparison import Difference, find_differences
 from .options import DemoOptions
 from .pools import Pools

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import attrs
 
 from ..errors import InvalidArgument
-from ..integrations.batching import EngineOptions
-from ..integrations.layers import LayerGroup
+from .._reference.engine.batching import EngineOptions
+from .._reference.engine.layers import LayerGroup
 from .options import DemoOptions
 from .workload import Workload
 

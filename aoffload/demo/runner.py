@@ -13,13 +13,13 @@ from .. import DiskTier, OffloadConfig, OffloadRuntime, RemoteTier, fingerprint
 from .._config.sources import secret_in, store_of
 from .._transfer.local import LocalTransport
 from ..errors import IntegrityError
-from ..integrations.batching import PrefillStart
-from ..integrations.engine import PagedEngine
-from ..integrations.layer_fences import layer_regions
-from ..integrations.layers import kv_cache_groups
-from ..integrations.models import MODEL_NAMES
-from ..integrations.paged import PagedModel
-from ..integrations.sequence import Generation
+from .._reference.engine.batching import PrefillStart
+from .._reference.engine.engine import PagedEngine
+from .._reference.engine.layer_fences import layer_regions
+from .._reference.engine.layers import kv_cache_groups
+from .._reference.engine.models import MODEL_NAMES
+from .._reference.engine.paged import PagedModel
+from .._reference.engine.sequence import Generation
 from ..plan import Recorder
 from .departures import Departures
 from .options import DemoOptions

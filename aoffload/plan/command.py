@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .._commands import INTERRUPTED, check_goes_with, complain, ended_by, print_any_name
+from .._common.commands import INTERRUPTED, check_goes_with, complain, ended_by, print_any_name
 from .._config.tiers import parse_bytes
 from ..errors import ConfigError, InvalidArgument
 from .forecast import EVICTIONS, STORES, Forecast, Prices, Sizes

@@ -19,12 +19,12 @@ from typing import Any, Self, TextIO
 
 import attrs
 
-from .._arguments import check_int, check_type
+from .._common.arguments import check_int, check_type
 from .._kernel.events import Event, RequestMoved
 from .._kernel.requests import LedgerRequest
 from .._kernel.states import RequestState
 from .._kernel.tokens import TokenSequence
-from ..env import Env
+from .._common.env import Env
 from ..errors import InvalidArgument, TransferRefused
 from .digests import BlockDigests
 

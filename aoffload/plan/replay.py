@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from .._assembly import Ledger
+from .._extensions.assembly import Ledger
 from .._config.config import OffloadConfig
 from .._config.groups import KVCacheGroup
 from .._kernel.plans import Completion, TransferPlan

@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from .._arguments import number_of
+from .._common.arguments import number_of
 from ..errors import AoffloadError
 from .recorder import FORMAT
 

@@ -5,7 +5,7 @@ For this package's own proof, and for programs that embed the runtime: write a s
 
 from __future__ import annotations
 
-from .._extras import needed
+from .._common.extras import needed
 
 with needed("trio", "aoffload.testing"):
     from .asks import Ask

@@ -9,7 +9,7 @@ from typing import TypeVar
 import anyio
 import attrs
 
-from ..env import Env
+from .._common.env import Env
 from .scheduler import Scheduler
 from .violations import Violation
 

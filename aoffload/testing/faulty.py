@@ -10,7 +10,7 @@ from functools import partial
 
 import attrs
 
-from .._arguments import check_has, check_int, check_type, number_of, shown
+from .._common.arguments import check_has, check_int, check_type, number_of, shown
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.states import Direction, Outcome
 from .._transfer.fences import Fence, RegionFences, WatchesRegions
@@ -23,7 +23,7 @@ from .._transfer.transport import (
     Transport,
     WaitsOnlyAfter,
 )
-from ..env import Env
+from .._common.env import Env
 from ..errors import DeviceGone, InvalidArgument, TransferRefused
 
 __all__ = ["FaultyTransport", "JobFault"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from .._assembly import Ledger
+from .._extensions.assembly import Ledger
 from .._kernel.index import Hit, find_hit
 from .._kernel.requests import LedgerRequest, Waiter
 from .._kernel.states import Tier

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import attrs
 
 from .._tiers.remote.threads import Steps, Threads
-from ..env import Env
+from .._common.env import Env
 from ..errors import StoreError
 from .faults import Faults
 from .scheduler import Scheduler

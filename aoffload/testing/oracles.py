@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from .._assembly import Ledger
+from .._extensions.assembly import Ledger
 from .._kernel.index import stretches
 from .._kernel.plans import Completion
 from .._kernel.records import Job, Run

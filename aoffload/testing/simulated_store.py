@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import attrs
 
-from .._arguments import check_int
+from .._common.arguments import check_int
 from ..errors import StoreError
 
 __all__ = ["SimulatedStore", "StoreCall", "StoreFault"]

@@ -24,7 +24,7 @@ from .._tiers.remote.cells import OVERHEAD_BYTES, SEAL_BYTES, WRITER_BYTES, Cell
 from .._tiers.remote.lanes import RemoteLanes
 from .._tiers.remote.local import LaneRemote
 from .._tiers.remote.plans import CellLabel
-from ..env import Env
+from .._common.env import Env
 from ..errors import TransferRefused
 from .memory import TORN, Memory
 from .network import Network, NetworkThreads

@@ -10,7 +10,7 @@ from .._kernel.plans import Completion, TransferPlan
 from .._kernel.states import Direction, Outcome, Tier
 from .._transfer.fences import PASSED, Fence, OnlyAfter, RegionFences
 from .._transfer.transport import TransferStatistics
-from ..env import Env
+from .._common.env import Env
 from ..errors import DeviceGone, TransferRefused
 from .copies import LATE_S, Copy, otherwise
 from .device import SimulatedFence, Stream

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .._commands import INTERRUPTED, complain, ended_by, print_any_name
+from .._common.commands import INTERRUPTED, complain, ended_by, print_any_name
 from .events import time_of
 from .figures import Figures
 from .narrative import UnknownError, narrative

@@ -77,7 +77,7 @@ def sections(api: str, public: list[str]) -> dict[str, list[str]]:
 
 def handle_classes(root: Path) -> dict[str, str]:
     """The class of each handle of `Ledger`: of each property that returns what the same file imports."""
-    tree = ast.parse((root / "aoffload/_assembly.py").read_text())
+    tree = ast.parse((root / "aoffload/_extensions/assembly.py").read_text())
     modules = {
         alias.name: f"aoffload.{node.module}"
         for node in tree.body

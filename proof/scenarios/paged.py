@@ -9,10 +9,10 @@ import attrs
 import torch
 
 from aoffload import FullAttention, RequestAborted, RuntimeClosed, SlidingWindow
-from aoffload.integrations.batching import EngineOptions
-from aoffload.integrations.engine import EngineClosed, PagedEngine, StepFailed
-from aoffload.integrations.layers import LayerGroup
-from aoffload.integrations.paged import PagedBatch
+from aoffload._reference.engine.batching import EngineOptions
+from aoffload._reference.engine.engine import EngineClosed, PagedEngine, StepFailed
+from aoffload._reference.engine.layers import LayerGroup
+from aoffload._reference.engine.paged import PagedBatch
 from aoffload.testing import Client, SimulatedEngine, Simulation, Violation
 
 __all__ = ["TagModel", "next_token", "paged_engine", "paged_windows"]

@@ -21,8 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
 from aoffload.errors import ConfigError
 from aoffload.integrations.vllm import AoffloadConnector
-from aoffload.integrations.vllm.connector import StepReports
-from aoffload.integrations.vllm.messages import Reports
+from aoffload._vllm.connector import StepReports
+from aoffload._vllm.messages import Reports
 from aoffload.ledger import Completion, Outcome, TransferPlan
 
 from .verdicts import READS, REFUSED

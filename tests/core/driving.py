@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from aoffload._assembly import Ledger
+from aoffload._extensions.assembly import Ledger
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
 from aoffload._kernel.plans import Completion, TransferPlan

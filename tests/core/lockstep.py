@@ -11,7 +11,7 @@ import pytest
 from naive import DEVICE, HOST, Job, Naive, Request, Tier
 from naive_line import NaiveLine, Waiting
 
-from aoffload._assembly import Ledger
+from aoffload._extensions.assembly import Ledger
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
 from aoffload._kernel.cache import PrefixCache

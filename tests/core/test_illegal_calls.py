@@ -18,7 +18,7 @@ from remote_driving import remote_tier
 from test_match_machine import WHICH, MatchMachine
 from verbs import verbs_of
 
-from aoffload._assembly import Ledger
+from aoffload._extensions.assembly import Ledger
 from aoffload._kernel.plans import Completion, RequestOptions
 from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.requests import LedgerRequest

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from may_hit import Author, MayHit, Text
 
-from aoffload._assembly import Ledger
+from aoffload._extensions.assembly import Ledger
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
 from aoffload._kernel.events import Event, StoreSkipped

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aoffload._assembly import Ledger
+from aoffload._extensions.assembly import Ledger
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
 from aoffload._kernel.plans import Completion, TransferPlan

@@ -11,7 +11,7 @@ import pytest
 from driving import Driven, prompt
 from engine_driving import EngineDriven
 
-from aoffload._assembly import Ledger
+from aoffload._extensions.assembly import Ledger
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
 from aoffload._extensions.status import Declined, Holder, RequestStatus, WaitsFor

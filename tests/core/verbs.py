@@ -6,7 +6,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from aoffload._assembly import AnyLedger
+from aoffload._extensions.assembly import AnyLedger
 from aoffload._kernel.extension import HOOKS
 
 FOR_EXTENSIONS = {

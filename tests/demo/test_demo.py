@@ -17,9 +17,9 @@ import torch
 from aoffload import KVCacheGroup
 from aoffload.demo import command, runner, workload
 from aoffload.demo.command import main
-from aoffload.integrations.decoder import Decoder, DecoderConfig
-from aoffload.integrations.layers import LayerGroup
-from aoffload.integrations.transformers import TransformersModel
+from aoffload._reference.engine.decoder import Decoder, DecoderConfig
+from aoffload._reference.engine.layers import LayerGroup
+from aoffload._reference.engine.transformers import TransformersModel
 from aoffload.plan.forecast import Forecast, Sizes
 from aoffload.plan.trace import read_trace
 

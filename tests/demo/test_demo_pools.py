@@ -9,7 +9,7 @@ from aoffload.demo.options import DemoOptions
 from aoffload.demo.pools import Pools
 from aoffload.demo.workload import make_workload
 from aoffload.errors import InvalidArgument
-from aoffload.integrations.layers import LayerGroup, group_layers
+from aoffload._reference.engine.layers import LayerGroup, group_layers
 
 WORKLOAD = make_workload(0, 32, 1000)
 EVERYTHING = 2 * sum(-(-conversation.max_tokens // 16) for conversation in WORKLOAD.conversations)

@@ -12,7 +12,7 @@ import torch
 
 from aoffload.demo.command import main
 from aoffload.integrations import load_model, models
-from aoffload.integrations.decoder import ONE_BILLION, Decoder, DecoderConfig
+from aoffload._reference.engine.decoder import ONE_BILLION, Decoder, DecoderConfig
 
 
 def weights(model: Decoder) -> list[torch.Tensor]:

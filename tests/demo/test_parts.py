@@ -16,7 +16,7 @@ from aoffload.demo.options import DemoOptions
 from aoffload.demo.outcome import DemoOutcome, RunKind, RunOutcome
 from aoffload.demo.progress import Progress
 from aoffload.demo.report import as_table
-from aoffload.integrations.sequence import Generation
+from aoffload._reference.engine.sequence import Generation
 
 pytestmark = pytest.mark.anyio
 

@@ -20,8 +20,8 @@ from aoffload import (
     SlidingWindow,
 )
 from aoffload.kv_events import EventFormat
-from aoffload.kv_events.changes import Changes
-from aoffload.kv_events.format import EventEncoder
+from aoffload._observe.kv_events.changes import Changes
+from aoffload._observe.kv_events.format import EventEncoder
 from aoffload.ledger import Completion, Outcome, Prefix, Root, TransferPlan
 
 TOKENS = list(range(100, 112))

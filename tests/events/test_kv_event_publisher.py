@@ -28,8 +28,8 @@ from aoffload import (
     RuntimeClosed,
 )
 from aoffload.kv_events import KVEventPublisher
-from aoffload.kv_events.digests import Digests
-from aoffload.kv_events.replays import END, ReplayBuffer, Sent
+from aoffload._observe.kv_events.digests import Digests
+from aoffload._observe.kv_events.replays import END, ReplayBuffer, Sent
 from aoffload.ledger import Prefix, Root
 
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -394,7 +394,7 @@ def test_who_is_opened_after_a_reset_hears_of_what_comes() -> None:
 
 def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that does not let go of a connection is no reason for an engine not to end."""
-    monkeypatch.setattr("aoffload.kv_events.publisher.CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("aoffload._observe.kv_events.publisher.CLOSE_TIMEOUT_S", 0.01)
     publisher = published(ledger_of()).__enter__()
     context, lets_go, has_ended = publisher._context, threading.Event(), threading.Event()
 

@@ -14,8 +14,8 @@ from aoffload import Ledger, Tier
 from aoffload._kernel.cache import PrefixCache
 from aoffload._kernel.pools import TierBlocks
 from aoffload._kernel.records import Run
-from aoffload.kv_events.changes import Changes
-from aoffload.kv_events.format import EventEncoder, EventFormat
+from aoffload._observe.kv_events.changes import Changes
+from aoffload._observe.kv_events.format import EventEncoder, EventFormat
 
 NUM_WALKS = 40
 NUM_CALLS = 500

@@ -22,10 +22,10 @@ from aoffload._transfer.backends.cpu import CpuBackend
 from aoffload._transfer.local import LocalTransport
 from aoffload._transfer.region import KVRegion
 from aoffload.integrations import Decoder, DecoderConfig, kv_cache_groups, layer_regions
-from aoffload.integrations.batching import EngineOptions, PrefillStart
-from aoffload.integrations.engine import PagedEngine
-from aoffload.integrations.forward import Forward
-from aoffload.integrations.paged import SequenceSlice
+from aoffload._reference.engine.batching import EngineOptions, PrefillStart
+from aoffload._reference.engine.engine import PagedEngine
+from aoffload._reference.engine.forward import Forward
+from aoffload._reference.engine.paged import SequenceSlice
 
 GUARD_S = 60.0
 SIZES = DecoderConfig(

@@ -19,10 +19,10 @@ from aoffload._transfer.local import LocalTransport
 from aoffload.demo.options import Corrupt
 from aoffload.demo.tampering import Tampering
 from aoffload.errors import InvalidArgument, OutOfBlocks, RequestAborted
-from aoffload.integrations.batching import EngineOptions
-from aoffload.integrations.engine import EngineClosed, PagedEngine, StepFailed
-from aoffload.integrations.layers import LayerGroup
-from aoffload.integrations.paged import PagedBatch
+from aoffload._reference.engine.batching import EngineOptions
+from aoffload._reference.engine.engine import EngineClosed, PagedEngine, StepFailed
+from aoffload._reference.engine.layers import LayerGroup
+from aoffload._reference.engine.paged import PagedBatch
 
 pytestmark = pytest.mark.anyio
 

@@ -10,11 +10,11 @@ import torch
 
 from aoffload._kernel.states import RequestState
 from aoffload.errors import ConfigError
-from aoffload.integrations.batching import EngineOptions, LineUp
-from aoffload.integrations.forward import Forward
-from aoffload.integrations.layers import LayerGroup
-from aoffload.integrations.paged import PagedBatch, SequenceSlice
-from aoffload.integrations.sequence import PromptTable, RowOutput, RunningSequence
+from aoffload._reference.engine.batching import EngineOptions, LineUp
+from aoffload._reference.engine.forward import Forward
+from aoffload._reference.engine.layers import LayerGroup
+from aoffload._reference.engine.paged import PagedBatch, SequenceSlice
+from aoffload._reference.engine.sequence import PromptTable, RowOutput, RunningSequence
 
 OPTIONS = EngineOptions(block_size=4, prefill_tokens=8, decode_rows=2, max_running=4)
 DUMMY = SequenceSlice([0], 0, [[99]])

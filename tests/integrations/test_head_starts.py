@@ -16,9 +16,9 @@ from aoffload._transfer.fences import LoadedRegion, RegionFences
 from aoffload._transfer.region import regions_of
 from aoffload.errors import RegionError, RegionNotLoaded
 from aoffload.integrations import LayerFences, SequenceSlice, layer_regions
-from aoffload.integrations.batching import LineUp, Step
-from aoffload.integrations.engine import EngineClosed, StepFailed
-from aoffload.integrations.forward import Forward
+from aoffload._reference.engine.batching import LineUp, Step
+from aoffload._reference.engine.engine import EngineClosed, StepFailed
+from aoffload._reference.engine.forward import Forward
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ import pytest
 from aoffload import FullAttention, KVCacheGroup
 from aoffload._config.groups import AttentionKind, SlidingWindow
 from aoffload.errors import ConfigError
-from aoffload.integrations.layers import LayerGroup, LayerPlace, check_groups, group_layers, kv_cache_groups, places_of
+from aoffload._reference.engine.layers import LayerGroup, LayerPlace, check_groups, group_layers, kv_cache_groups, places_of
 
 FULL, SLIDING = FullAttention(), SlidingWindow(128)
 
@@ -91,7 +91,7 @@ def test_layers_of_a_config_are_sorted_by_what_they_read() -> None:
     """`layer_types` and `sliding_window` decide; without types all layers slide or none does."""
     from transformers import AutoConfig
 
-    from aoffload.integrations.transformers import _attention_kinds
+    from aoffload._reference.engine.transformers import _attention_kinds
 
     def kinds(name: str, **options: Any) -> list[AttentionKind]:
         return _attention_kinds(AutoConfig.for_model(name, **options))

@@ -13,7 +13,7 @@ import torch
 
 from aoffload.errors import ConfigError
 from aoffload.integrations import PagedBatch, SequenceSlice, load_model
-from aoffload.integrations.transformers import TransformersModel
+from aoffload._reference.engine.transformers import TransformersModel
 from proof.model_types import BEGIN, END, PAGE, difference, examine, model_types, tiny_model
 
 TABLE = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]

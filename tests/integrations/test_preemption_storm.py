@@ -11,7 +11,7 @@ import torch
 from windowed import OPTIONS, WINDOW, WindowedModel, answer
 
 from aoffload import FullAttention, KVCacheGroup, OffloadConfig, OffloadRuntime, OutOfBlocks, Request, SlidingWindow
-from aoffload.integrations.paged import PagedBatch, SequenceSlice
+from aoffload._reference.engine.paged import PagedBatch, SequenceSlice
 
 pytestmark = pytest.mark.anyio
 

@@ -16,9 +16,9 @@ from aoffload._kernel.states import RequestState
 from aoffload.demo.options import Corrupt
 from aoffload.demo.tampering import Tampering
 from aoffload.errors import OutOfBlocks, RequestAborted
-from aoffload.integrations.batching import EngineOptions
-from aoffload.integrations.engine import EngineClosed
-from aoffload.integrations.tries import Ask, Rivals, Try
+from aoffload._reference.engine.batching import EngineOptions
+from aoffload._reference.engine.engine import EngineClosed
+from aoffload._reference.engine.tries import Ask, Rivals, Try
 
 pytestmark = pytest.mark.anyio
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aoffload.integrations import PagedBatch, SequenceSlice, load_model
-from aoffload.integrations.transformers import TransformersModel
+from aoffload._reference.engine.transformers import TransformersModel
 
 BLOCK_SIZE = 16
 SLICE_TOKENS = 64

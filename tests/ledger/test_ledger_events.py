@@ -11,8 +11,8 @@ from stepping import PROGRAMS, EngineSteps, OwnSteps, Program
 
 from aoffload import Ledger
 from aoffload.kv_events import EventFormat
-from aoffload.kv_events.changes import Changes
-from aoffload.kv_events.format import EventEncoder
+from aoffload._observe.kv_events.changes import Changes
+from aoffload._observe.kv_events.format import EventEncoder
 from aoffload.ledger import Prefix, Root
 
 each_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())

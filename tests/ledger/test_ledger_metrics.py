@@ -26,7 +26,7 @@ from aoffload.ledger import (
     StoreSkipped,
 )
 from aoffload.metrics import LedgerCollector, Metrics
-from aoffload.metrics.families import FAMILIES, ShownWith
+from aoffload._observe.metrics.families import FAMILIES, ShownWith
 
 NOT_OVER_A_LEDGER = {"aoffload_room_wait_seconds", "aoffload_verified_blocks_total", "aoffload_loads_declined_total"}
 AGES = {"aoffload_oldest_request_seconds", "aoffload_oldest_wait_seconds", "aoffload_oldest_step_seconds"}

@@ -18,8 +18,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from scraping import BACKENDS, GUARD_S, measured, prompt, serve
 
 from aoffload import KVCacheGroup, OffloadConfig, RequestState
-from aoffload.metrics.families import FAMILIES, LABEL_VALUES, LOWER, REASONS, Family, Kind, ShownWith, reason_of
-from aoffload.metrics.histogram import SECONDS, THROUGHPUT, Histogram
+from aoffload._observe.metrics.families import FAMILIES, LABEL_VALUES, LOWER, REASONS, Family, Kind, ShownWith, reason_of
+from aoffload._observe.metrics.histogram import SECONDS, THROUGHPUT, Histogram
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/metrics.md").read_text()

@@ -17,7 +17,7 @@ from aoffload._runtime.worker import CopyWorker
 from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.ledger import Completion, CompletionDelivered, Event, Outcome, RequestMoved
 from aoffload.metrics import MetricsCollector, collector
-from aoffload.metrics.observer import MAX_REPORTS
+from aoffload._observe.metrics.observer import MAX_REPORTS
 
 pytestmark = pytest.mark.anyio
 

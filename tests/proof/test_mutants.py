@@ -84,12 +84,12 @@ import threading
 from proof.planting import AlreadyImported, Ending, HasThreads, Mutant, in_child, preload
 
 preload(("attrs",))
-double = Mutant("double", "aoffload._arguments", "        return value", "        return value * 2", "numbers stay")
+double = Mutant("double", "aoffload._common.arguments", "        return value", "        return value * 2", "numbers stay")
 
 def ending(function, argument=None, mutant=None, timeout_s=30.0):
     return in_child(function, argument, mutant, timeout_s)
 
-CODE = "from aoffload._arguments import check_int; assert check_int('n', 21, 0) == 21"
+CODE = "from aoffload._common.arguments import check_int; assert check_int('n', 21, 0) == 21"
 sound, wrong = ending("builtins:exec", CODE), ending("builtins:exec", CODE, double)
 assert (sound.ending, wrong.ending) == (Ending.RETURNED, Ending.RAISED), (sound, wrong)
 assert wrong.detail == "AssertionError" and "Traceback" in wrong.output, wrong
@@ -157,7 +157,7 @@ from proof.planting import Mutant
 from proof.report_mutants import fates
 
 old = "        return value"
-sound = Mutant("sound", "aoffload._arguments", old, "        return +value", "", scenarios=("two_tasks",))
+sound = Mutant("sound", "aoffload._common.arguments", old, "        return +value", "", scenarios=("two_tasks",))
 stuck = attrs.evolve(sound, name="stuck", old="        return value", new="        import os; os._exit(1)")
 early = next(mutant for mutant in MUTANTS if mutant.name == "hit up to the last token")
 tested = attrs.evolve(sound, name="tested", test="tests/proof/test_mutants.py::test_a_module_that_is_not_there")

@@ -15,9 +15,9 @@ import httpx
 import pytest
 import torch
 
-from aoffload.integrations.decoder import Decoder, DecoderConfig
+from aoffload._reference.engine.decoder import Decoder, DecoderConfig
 from aoffload.integrations.openai_server import ServerOptions, Service, make_app, open_service
-from aoffload.integrations.paged import PagedBatch
+from aoffload._reference.engine.paged import PagedBatch
 
 GUARD_S = 60.0
 """Long enough for any machine; only a test that fails waits for it."""

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import pytest
 from http_bench import BACKENDS, serving
 
-from aoffload.integrations.openai_server.bodies import Limits, read_chat, read_completion
-from aoffload.integrations.openai_server.fields import Fields
+from aoffload._reference.server.bodies import Limits, read_chat, read_completion
+from aoffload._reference.server.fields import Fields
 
 pytestmark = [pytest.mark.anyio, BACKENDS]
 

@@ -13,7 +13,7 @@ import torch
 from aoffload.errors import InvalidArgument
 from aoffload.integrations import load_model
 from aoffload.integrations.openai_server import ServerOptions
-from aoffload.integrations.openai_server.opening import tokenizer_of
+from aoffload._reference.server.opening import tokenizer_of
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from http_bench import GUARD_S, OPTIONS, SmallModel, events_of
 from aoffload.errors import ConfigError, InvalidArgument
 from aoffload.integrations import openai_server
 from aoffload.integrations.openai_server import open_service
-from aoffload.integrations.openai_server.command import _by_option, main
-from aoffload.integrations.openai_server.options import ServerOptions, make_parser, parse_options
+from aoffload._reference.server.command import _by_option, main
+from aoffload._reference.server.options import ServerOptions, make_parser, parse_options
 
 COMMAND = [sys.executable, "-W", "error", "-m", "aoffload.integrations.openai_server"]
 asynchronous = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]

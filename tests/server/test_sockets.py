@@ -14,7 +14,7 @@ import openai
 import pytest
 from http_bench import OPTIONS, SmallModel
 
-from aoffload.integrations.openai_server.errors import ApiError
+from aoffload._reference.server.errors import ApiError
 from benchmarks.serving import Served, Server, listening, serve_swarm, swarm_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]

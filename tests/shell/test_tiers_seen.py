@@ -19,7 +19,7 @@ from scraping import registry_of, scraped
 from aoffload import DiskTier, OffloadRuntime
 from aoffload.demo.logs import make_logger
 from aoffload.ledger import LearnedEviction, RequestStatus, WaitsFor
-from aoffload.metrics.families import FAMILIES, LABEL_VALUES
+from aoffload._observe.metrics.families import FAMILIES, LABEL_VALUES
 from aoffload.testing import SimulatedStore
 from aoffload.top.look import lines
 from aoffload.trace.command import main

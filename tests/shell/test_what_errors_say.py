@@ -27,7 +27,7 @@ from aoffload import (
 from aoffload._kernel.plans import PrefixMatch
 from aoffload._kernel.states import REQUEST_MOVES, RequestState, require
 from aoffload.demo import options as demo
-from aoffload.integrations.openai_server import options as server
+from aoffload._reference.server import options as server
 from aoffload.plan import command as plan
 from aoffload.transport import LocalTransport, RegionError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aoffload._assembly import Ledger
+from aoffload._extensions.assembly import Ledger
 from aoffload._runtime.request import Request
 from aoffload.testing.programs import GroupShape, Program, World, as_test, call, check_program, run_program
 from aoffload.testing.programs.program import Call, Face

@@ -371,9 +371,9 @@ async def test_a_disk_beside_it(opened: Any, tmp_path: Path) -> None:
 
 async def test_it_is_seen(opened: Any, tmp_path: Path) -> None:
     """By the statistics, `explain`, the metrics, and events about blocks."""
-    from aoffload.kv_events.format import MEDIA
+    from aoffload._observe.kv_events.format import MEDIA
     from aoffload.metrics import Metrics
-    from aoffload.metrics.snapshot import snapshot_of_runtime
+    from aoffload._observe.metrics.snapshot import snapshot_of_runtime
 
     async with opened() as engine:
         await engine.only_in_the_directory(PROMPT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from ..._arguments import check_bool, check_int
+from ..._common.arguments import check_bool, check_int
 from ..._config.tiers import DiskTier
 from ..._extensions.store_policies import RequestCounts
 from ..._kernel.base import CacheBase

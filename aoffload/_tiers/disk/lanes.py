@@ -21,7 +21,7 @@ from ..._kernel.states import Direction, Outcome, Tier
 from ..._transfer.breaker import MAX_MOVES, Breaker, LeftAlone, StorageMove, Use
 from ..._transfer.lane import BlockChecksums
 from ..._transfer.turns import started_thread, wait_precisely
-from ...env import Env
+from ..._common.env import Env
 from ...errors import TransferRefused
 from .forgetting import DiskTrouble
 from .plans import DiskPayload, RestoredRun

@@ -20,7 +20,7 @@ from ..._transfer.lane import BlockChecksums
 from ..._transfer.region import KVRegion, identity_of
 from ..._transfer.transport import DiskStatistics
 from ..._transfer.turns import started_thread
-from ...env import Env
+from ..._common.env import Env
 from ...errors import ConfigError, TransferRefused, WrongState
 from .files import DiskDirectory
 from .forgetting import DiskTrouble

@@ -26,7 +26,7 @@ from functools import partial
 import anyio
 import attrs
 
-from ..._assembly import AnyLedger
+from ..._extensions.assembly import AnyLedger
 from ..._kernel.plans import TransferPlan
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import Direction, JobState, NoEpoch, Tier
@@ -34,7 +34,7 @@ from ..._observe.log import Telemetry
 from ..._runtime.worker import CopyWorker
 from ..._transfer.breaker import in_lines
 from ..._transfer.transport import TransportDisk
-from ...env import Env
+from ..._common.env import Env
 from ...errors import TransferRefused
 from ..write_rate import DailyBudget
 from .forgetting import DiskTrouble

@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._arguments import as_tuple, check_int
+from ..._common.arguments import as_tuple, check_int
 from ..._config.tiers import SUPERBLOCK_BYTES, record_bytes
 from ..._kernel.prefix import TOKEN_BYTES
 from ...errors import ConfigError, InvalidArgument

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from ..._arguments import as_tuple, check_int, check_type, shown
+from ..._common.arguments import as_tuple, check_int, check_type, shown
 from ..._kernel.cache import PrefixCache
 from ..._kernel.prefix import TOKEN_BYTES, Hasher, Prefix, Root
 from ..._kernel.records import Run

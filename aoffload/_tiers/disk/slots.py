@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._arguments import check_int
+from ..._common.arguments import check_int
 from ..._config.tiers import num_slots_in
 from ..._kernel.states import Outcome
 from ...errors import ConfigError, InvalidArgument

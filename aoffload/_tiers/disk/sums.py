@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._extras import needed
+from ..._common.extras import needed
 from ..._transfer.turns import give_way, wait_precisely
 
 with needed("disk", "a disk tier"):

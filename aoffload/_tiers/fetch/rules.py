@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..._arguments import check_callable, check_int
+from ..._common.arguments import check_callable, check_int
 from ..._extensions.transfers import CacheTransfers, CacheTransferState, Fetch
 from ..._kernel.cache import PrefixCache
 from ..._kernel.extension import LedgerExtension

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from ..._arguments import check_int, number_of, shown
+from ..._common.arguments import check_int, number_of, shown
 from ..._config.config import MAX_BLOCKS
 from ..._kernel.base import CacheBase
 from ..._kernel.extension import Build, LedgerExtension

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from ..._assembly import AnyLedger
+from ..._extensions.assembly import AnyLedger
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import Tier
 from ..._runtime.worker import CopyWorker

@@ -15,7 +15,7 @@ import attrs
 from ..._config.tiers import ObjectStore
 from ..._kernel.states import Tier
 from ..._transfer.breaker import MAX_MOVES, BreakerMove, LeftAlone, StorageMove, Use
-from ...env import Env
+from ..._common.env import Env
 from ...errors import StoreError
 from .cells import Cells
 from .nodes import Nodes

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._config.tiers import cell_units
-from ..._extras import needed
+from ..._common.extras import needed
 from ..._kernel.layout import Layout
 from .plans import CellLabel
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import attrs
 
-from ..._arguments import check_callable, check_int
+from ..._common.arguments import check_callable, check_int
 from ..._config.tiers import RemoteTier, cell_units
 from ..._extensions.store_policies import RequestCounts
 from ..._kernel.base import CacheBase

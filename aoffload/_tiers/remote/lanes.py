@@ -23,7 +23,7 @@ from ..._config.tiers import RemoteTier
 from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import Direction, Outcome
 from ..._transfer.breaker import Use
-from ...env import Env
+from ..._common.env import Env
 from ...errors import StoreError, TransferRefused
 from .calls import LOAD_THREADS, STORE_THREADS, StoreCalls
 from .cells import Cells

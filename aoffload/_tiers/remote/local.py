@@ -16,7 +16,7 @@ from ..._transfer.breaker import StorageMove, taken
 from ..._transfer.lane import BlockChecksums
 from ..._transfer.region import KVRegion, identity_of
 from ..._transfer.transport import RemoteStatistics
-from ...env import Env
+from ..._common.env import Env
 from ...errors import TransferRefused, WrongState
 from .cells import CellShape, cells_of_tier
 from .jobs import HostRows

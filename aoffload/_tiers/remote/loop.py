@@ -18,14 +18,14 @@ from functools import partial
 import anyio
 import attrs
 
-from ..._assembly import AnyLedger
+from ..._extensions.assembly import AnyLedger
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import Direction, Tier
 from ..._observe.log import Telemetry
 from ..._runtime.worker import CopyWorker
 from ..._transfer.breaker import in_lines
 from ..._transfer.transport import TransportRemote
-from ...env import Env
+from ..._common.env import Env
 from ..write_rate import WriteRate
 from .plans import CellLabel
 from .rules import cells_of

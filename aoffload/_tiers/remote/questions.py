@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from ...env import Env
+from ..._common.env import Env
 from ...errors import TransferRefused
 from .calls import ASK_THREADS, StoreCalls
 from .memory import CellMemory, Known

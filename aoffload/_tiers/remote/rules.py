@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..._arguments import check_int
+from ..._common.arguments import check_int
 from ..._extensions.integrity import demand
 from ..._extensions.store_policies import RequestCounts
 from ..._kernel.cache import PrefixCache

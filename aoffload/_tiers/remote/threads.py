@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from ..._transfer.turns import started_thread
-from ...env import Env
+from ..._common.env import Env
 from ...errors import StoreError, TransferRefused
 
 Found = TypeVar("Found")

@@ -9,7 +9,7 @@ import attrs
 
 from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import Direction, Outcome, Tier
-from ...env import Env
+from ..._common.env import Env
 from ...errors import TransferRefused
 from ..fences import PASSED, Fence, OnlyAfter
 from ..transport import TransferStatistics

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import torch.multiprocessing
 
 from ..._kernel.plans import Completion, TransferPlan
-from ...env import Env
+from ..._common.env import Env
 from ...errors import ConfigError, DeviceGone, TransferRefused, WireError, WrongState
 from ..transport import TransferStatistics
 from .channel import Channel

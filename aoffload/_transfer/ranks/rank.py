@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ..._arguments import check_has
+from ..._common.arguments import check_has
 from ..._kernel.plans import Completion, TransferPlan
-from ...env import Env
+from ..._common.env import Env
 from ...errors import ConfigError, TransferRefused
 from ..fences import Fence
 from ..transport import TRANSPORTS, PinProgress, ReportsPinning, TransferStatistics, Transport

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from ..._kernel.plans import Completion
 from ..._kernel.states import Outcome
-from ...env import Env
+from ..._common.env import Env
 from ...errors import ConfigError, DeviceGone, TransferRefused, WireError
 from ..local import LocalTransport
 from .channel import Channel

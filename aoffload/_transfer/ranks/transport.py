@@ -10,10 +10,10 @@ from typing import Self
 
 import attrs
 
-from ..._arguments import as_tuple, check_has, check_int, number_of, shown
+from ..._common.arguments import as_tuple, check_has, check_int, number_of, shown
 from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import Outcome
-from ...env import Env
+from ..._common.env import Env
 from ...errors import ConfigError, DeviceGone, TransferRefused, WrongState
 from ..fences import Fence, OnlyAfter, PassedFence
 from ..transport import PinProgress, ReportsPinning, TransferStatistics

@@ -9,17 +9,17 @@ that task is cancelled and the request releases all its blocks.
 
 from typing import TYPE_CHECKING, Any
 
-from ..._extras import needed
-from .admission import Admission, ServerState
-from .answering import Service
-from .bodies import Limits
-from .opening import open_service
-from .options import ServerOptions
-from .tokenizer import ByteTokenizer, Speller, Tokenizer
-from .tokenizer_directory import write_tokenizer
+from ..._common.extras import needed
+from ..._reference.server.admission import Admission, ServerState
+from ..._reference.server.answering import Service
+from ..._reference.server.bodies import Limits
+from ..._reference.server.opening import open_service
+from ..._reference.server.options import ServerOptions
+from ..._reference.server.tokenizer import ByteTokenizer, Speller, Tokenizer
+from ..._reference.server.tokenizer_directory import write_tokenizer
 
 if TYPE_CHECKING:
-    from .app import make_app
+    from ..._reference.server.app import make_app
 
 __all__ = [
     "Admission",
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
     """Import `make_app` when it is used: only it needs starlette."""
     if name == "make_app":
         with needed("server", "make_app"):
-            from .app import make_app
+            from ..._reference.server.app import make_app
 
         return make_app
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

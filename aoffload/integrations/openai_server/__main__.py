@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from ..._extras import needed
+from ..._common.extras import needed
 from ...errors import MissingExtra, UnsupportedVersion
 
 
 def _run() -> int:
     try:
         with needed("server", "the server"):
-            from .command import main
+            from ..._reference.server.command import main
     except (MissingExtra, UnsupportedVersion) as error:
         print(f"aoffload serve: {error}", file=sys.stderr)
         return 2

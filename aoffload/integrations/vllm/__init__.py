@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..._extras import needed
-from .refusals import check_early
+from ..._common.extras import needed
+from ..._vllm.refusals import check_early
 
 if TYPE_CHECKING:
-    from .connector import AoffloadConnector
+    from ..._vllm.connector import AoffloadConnector
 
 __all__ = ["AoffloadConnector", "register"]
 

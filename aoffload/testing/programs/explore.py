@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import attrs
 
-from ..._arguments import check_callable, check_int, check_type, shown
+from ..._common.arguments import check_callable, check_int, check_type, shown
 from ...errors import InvalidArgument
 from ..violations import Violation
 from .engine_draw import EngineDraw

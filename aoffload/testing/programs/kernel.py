@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ..._assembly import Ledger
+from ..._extensions.assembly import Ledger
 from ..._host_cache.host_cache import HostCache
 from ..._kernel.ledger import CoreLedger
 from ..meddler import Meddler

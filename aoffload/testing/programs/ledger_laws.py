@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..._assembly import Ledger
+from ..._extensions.assembly import Ledger
 from ..._extensions.overlap import Overlap
 from ..._kernel.records import Job, Part
 from ..._kernel.requests import LedgerRequest

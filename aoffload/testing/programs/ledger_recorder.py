@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from ..._assembly import AnyLedger
+from ..._extensions.assembly import AnyLedger
 from ..._kernel.events import Event
 from ..._kernel.prefix import Prefix, Root
 from ...errors import AoffloadError

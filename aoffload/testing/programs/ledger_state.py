@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from ..._assembly import Ledger
+from ..._extensions.assembly import Ledger
 from ..._extensions.pins import Pin
 from ..._extensions.transfers import CacheTransfer
 from ..._kernel.plans import Completion, TransferPlan

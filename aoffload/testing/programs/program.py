@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import attrs
 
-from ..._arguments import check_int, shown
+from ..._common.arguments import check_int, shown
 from ..._config.config import OffloadConfig
 from ..._config.groups import AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from ..._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, LearnedEviction, RemoteTier, record_bytes

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import anyio
 import attrs
 
-from ..._assembly import Ledger
+from ..._extensions.assembly import Ledger
 from ..._extensions.preemption import Preemption
 from ..._kernel.prefix import KeySpan
 from ..._kernel.requests import LedgerRequest

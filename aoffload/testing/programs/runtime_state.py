@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ..._assembly import AnyLedger, Ledger
+from ..._extensions.assembly import AnyLedger, Ledger
 from ..._extensions.overlap import OverlapMoved
 from ..._extensions.pins import PinMoved, PinState
 from ..._extensions.transfers import CacheTransferMoved, CacheTransferState

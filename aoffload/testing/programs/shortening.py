@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import attrs
 
-from ..._arguments import shown
+from ..._common.arguments import shown
 from ...errors import InvalidArgument
 from ..violations import Violation
 from .program import Call, Program

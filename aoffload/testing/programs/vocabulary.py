@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from ..._arguments import shown
+from ..._common.arguments import shown
 from ..._config.config import OffloadConfig
 from ...errors import InvalidArgument
 from ..faults import FAULTS

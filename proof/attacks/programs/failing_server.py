@@ -6,8 +6,8 @@ import sys
 import time
 from typing import Any
 
-from aoffload.integrations.openai_server import command
-from aoffload.integrations.paged import PagedModel
+from aoffload._reference.server import command
+from aoffload._reference.engine.paged import PagedModel
 
 load = vars(command)["load_model"]
 

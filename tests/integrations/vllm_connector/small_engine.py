@@ -15,10 +15,10 @@ from engine_doubles import BLOCK, PAGE_BYTES, LoraManager, Manager, Request, kv_
 from vllm_described import kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
-from aoffload.integrations.vllm.messages import Commands
-from aoffload.integrations.vllm.scheduler import SchedulerSide
-from aoffload.integrations.vllm.worker import WorkerSide
-from aoffload.integrations.vllm.worker_adapters import watch
+from aoffload._vllm.messages import Commands
+from aoffload._vllm.scheduler import SchedulerSide
+from aoffload._vllm.worker import WorkerSide
+from aoffload._vllm.worker_adapters import watch
 from aoffload.ledger import Completion, Outcome, TransferPlan
 
 assert watch(LoraManager)

@@ -14,9 +14,9 @@ from engine_doubles import TEXT, LoraManager, Request, Weights, feature, lora
 from small_engine import SmallEngine, counted, to_rest
 from test_vllm_disk import settle
 
-from aoffload.integrations.vllm.adapters import Adapters
-from aoffload.integrations.vllm.messages import AdapterSeen, Commands
-from aoffload.integrations.vllm.worker_adapters import LoadedAdapters, digest_of, watch
+from aoffload._vllm.adapters import Adapters
+from aoffload._vllm.messages import AdapterSeen, Commands
+from aoffload._vllm.worker_adapters import LoadedAdapters, digest_of, watch
 
 HIT = 7
 """Blocks of TEXT that a request loads."""

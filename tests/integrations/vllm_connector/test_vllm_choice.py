@@ -11,7 +11,7 @@ import pytest
 from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, counted
 
-from aoffload.integrations.vllm.messages import Commands
+from aoffload._vllm.messages import Commands
 
 LOAD_S = 4.0
 HIT = 28

@@ -17,9 +17,9 @@ from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
 from aoffload import ConfigError, Tier
 from aoffload._tiers.disk.local import LocalDisk
-from aoffload.integrations.vllm.disk import DiskState
-from aoffload.integrations.vllm.messages import Commands
-from aoffload.integrations.vllm.worker_disk import strides_of
+from aoffload._vllm.disk import DiskState
+from aoffload._vllm.messages import Commands
+from aoffload._vllm.worker_disk import strides_of
 from aoffload.ledger import Completion, Outcome, TransferPlan
 from aoffload.transport import TransferRefused
 
@@ -123,7 +123,7 @@ def test_another_engine_finds_nothing(
     run(first, Request("first", TEXT))
     first.close()
     if other == "tensors":
-        monkeypatch.setattr("aoffload.integrations.vllm.worker.strides_of", lambda *_: "other strides")
+        monkeypatch.setattr("aoffload._vllm.worker.strides_of", lambda *_: "other strides")
     options: dict[str, dict[str, Any]] = {"namespace": {"namespace": "weights 2"}, "groups": {"windows": (0, 12)}}
     assert counted(disk(**options.get(other, {})), "restored_blocks") == 0
 

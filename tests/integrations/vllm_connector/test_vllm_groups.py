@@ -15,8 +15,8 @@ from vllm_described import HEADS
 from vllm_doubles import interface, vllm_importable
 
 from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow
-from aoffload.integrations.vllm.blocks import BlockTable, EnginePool
-from aoffload.integrations.vllm.groups import CachedGroups
+from aoffload._vllm.blocks import BlockTable, EnginePool
+from aoffload._vllm.groups import CachedGroups
 
 
 def described(*specs: Any, ids: tuple[int, ...] | None = None, has_mamba_layers: bool = False) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, counted, held, instead, to_rest
 
-from aoffload.integrations.vllm.messages import Commands
+from aoffload._vllm.messages import Commands
 from aoffload.ledger import Completion, Outcome, TransferPlan
 
 TWO_GROUPS = (0, 12)

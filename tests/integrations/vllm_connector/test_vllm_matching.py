@@ -10,7 +10,7 @@ import pytest
 from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, counted, held, instead, over
 
-from aoffload.integrations.vllm.requests import EngineRequest
+from aoffload._vllm.requests import EngineRequest
 from aoffload.ledger import Completion, Outcome
 
 OTHER = list(range(100, 130))

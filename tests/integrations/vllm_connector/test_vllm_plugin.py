@@ -27,7 +27,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 def test_the_package_does_not_import_vllm() -> None:
     """An environment without it can import everything but the connector."""
-    code = "import sys, aoffload.integrations.vllm.guard; sys.exit('vllm' in sys.modules)"
+    code = "import sys, aoffload._vllm.guard; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -17,9 +17,9 @@ from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 from aoffload import ConfigError, Tier
 from aoffload._config.sources import STORES
 from aoffload._runtime.costs import PrefillSpeed
-from aoffload.integrations.vllm.computing import Computing
-from aoffload.integrations.vllm.messages import Commands
-from aoffload.integrations.vllm.remote import RemoteSide
+from aoffload._vllm.computing import Computing
+from aoffload._vllm.messages import Commands
+from aoffload._vllm.remote import RemoteSide
 from aoffload.ledger import Direction, TransferPlan
 from aoffload.testing import SimulatedStore, StoreCall, StoreFault
 
@@ -131,7 +131,7 @@ def test_other_weights_or_tensors_find_nothing(
 ) -> None:
     """What another model has written, or the same one with tensors that lie otherwise, is not asked for."""
     if other == "tensors":
-        monkeypatch.setattr("aoffload.integrations.vllm.worker.strides_of", lambda *_: "other strides")
+        monkeypatch.setattr("aoffload._vllm.worker.strides_of", lambda *_: "other strides")
     engine = filled(**({"namespace": "weights 2"} if other == "namespace" else {}))
     run(engine, Request("there", TEXT))
     assert loaded(engine, "remote") == 0 and counted(engine, "fetches") == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aoffload import ConfigError, KVCacheGroup, OffloadConfig, SlidingWindow
-from aoffload.integrations.vllm.settings import KEYS, offload_config, with_a_step_in_flight
+from aoffload._vllm.settings import KEYS, offload_config, with_a_step_in_flight
 
 GROUPS = [KVCacheGroup("full", block_size=32)]
 

@@ -12,7 +12,7 @@ from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, counted, held, instead
 
 from aoffload import Tier
-from aoffload.integrations.vllm.messages import Commands, Reports
+from aoffload._vllm.messages import Commands, Reports
 from aoffload.ledger import Completion, Direction, Outcome, TransferPlan
 
 GUARD_S = 60.0

@@ -190,8 +190,8 @@ def vllm_importable() -> Iterator[None]:
 
 
 with vllm_importable():
-    from aoffload.integrations.vllm import statistics as statistics
-    from aoffload.integrations.vllm.connector import AoffloadConnector as AoffloadConnector
+    from aoffload._vllm import statistics as statistics
+    from aoffload._vllm.connector import AoffloadConnector as AoffloadConnector
 
     KVConnectorRole = sys.modules[f"{CONNECTOR}.v1.base"].KVConnectorRole
     interface = __import__("vllm.v1.kv_cache_interface", fromlist=["FullAttentionSpec"])

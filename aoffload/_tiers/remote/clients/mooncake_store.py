@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from ...._arguments import check_has, check_text
+from ...._common.arguments import check_has, check_text
 from ...._config.tiers import parse_bytes
-from ...._extras import needed
+from ...._common.extras import needed
 from ....errors import ConfigError, StoreError
 
 

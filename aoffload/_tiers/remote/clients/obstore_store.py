@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Self
 
-from ...._arguments import check_has, check_text, number_of, shown
-from ...._extras import needed
+from ...._common.arguments import check_has, check_text, number_of, shown
+from ...._common.extras import needed
 from ....errors import ConfigError, StoreError
 
 HEADS_AT_ONCE = 16

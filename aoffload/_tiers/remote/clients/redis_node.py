@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from ...._arguments import check_text
-from ...._extras import needed
+from ...._common.arguments import check_text
+from ...._common.extras import needed
 from ....errors import ConfigError, StoreError
 
 Command: TypeAlias = tuple[bytes | memoryview, ...]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...._arguments import check_callable, check_has, check_int, check_type
+from ...._common.arguments import check_callable, check_has, check_int, check_type
 from ...._kernel.plans import TransferPlan
 from ...._kernel.states import Direction
 from ....errors import ConfigError, TransferRefused

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import attrs
 import numpy as np
 
-from ...._arguments import check_int
+from ...._common.arguments import check_int
 from ...._kernel.states import Direction
 from ....errors import ConfigError
 from .driver import Pieces

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...._extras import needed
+from ...._common.extras import needed
 from ...fences import Fence
 from .driver import CudaError, Handle, Pieces, SourceOrder, StreamCaptured, refusal
 from .events import CudaFence

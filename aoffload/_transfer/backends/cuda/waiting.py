@@ -8,7 +8,7 @@ from typing import Protocol
 
 import attrs
 
-from ...._arguments import check_callable, number_of, shown
+from ...._common.arguments import check_callable, number_of, shown
 from ...._config.config import MAX_SECONDS
 from ....errors import ConfigError
 

@@ -1,0 +1,318 @@
+"""A small continuous-batching engine around the runtime: the reference for people who write their own.
+
+    async with PagedEngine(model, runtime, kv_cache) as engine:
+        generation = await engine.generate(token_ids, max_new_tokens=16)
+
+Clients and engine share a line-up that only the event loop's thread uses. A client's task owns its request: it waits
+for room, loads, puts its sequence into the line-up and waits for its end. Wherever it is cancelled, it takes the
+sequence out synchronously and leaves its `async with`. The engine loop is one task: it picks a step, holds the step's
+blocks with `runtime.step` while a worker thread computes, and hands the results to the requests that are still live.
+
+With windowed groups a request gets its room slice by slice, because blocks that leave a window are freed meanwhile, and
+at most `MAX_PREFILLING` prompts are in progress (see `tries` for what happens when all of them wait). Otherwise a
+request gets all its room at once.
+
+With `PrefillStart.BY_LAYER` a prompt's first slice is computed while its prefix is being loaded (see `head_start`).
+
+Results are comparable bit for bit because prompts are computed one slice per forward on a fixed grid, only whole
+slices are committed (unless `reuse_decoded`), hits end on the grid, and decoding always computes the same number of
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.abc
+import numpy as np
+import torch
+
+from ..._config.groups import FullAttention
+from ..._kernel.plans import StoreScope
+from ..._kernel.prefix import TokenIds, encode_tokens
+from ..._common.env import Env
+from ...errors import InvalidArgument, OutOfBlocks, RequestAborted
+from .batching import EngineOptions, LineUp, PrefillStart, Step
+from .failures import EngineClosed, StepFailed
+from .head_start import HeadStart
+from .layers import check_groups
+from .loop import EngineLoop
+from .paged import PagedModel, SequenceSlice
+from .sequence import Generation, PromptTable, RunningSequence, SliceResult
+from .statistics import EngineStatistics
+from .tries import Ask, PromptPlace, Rivals, Try
+
+if TYPE_CHECKING:
+    from ..._runtime.runtime import OffloadRuntime
+
+__all__ = ["EngineClosed", "EngineOptions", "EngineStatistics", "PagedEngine", "PrefillStart", "StepFailed"]
+
+
+MAX_PREFILLING = 2
+"""Prompts in progress with windowed groups: one computes, one loads. More would only hold part of their room."""
+
+MAX_ALONE = 3
+"""How often a request that has the device to itself may find no room; after that it will never have enough."""
+
+
+def _ignore(_: int) -> None:
+    return None
+
+
+def _never(_: int) -> bool:
+    return False
+
+
+class PagedEngine:
+    """Generates greedily with `model`. KV is kept in `kv_cache`, whose leading blocks `runtime` owns.
+
+    `kv_cache` has at least `options.num_scratch_blocks` rows more than the runtime was given:
+
+        kv_cache = model.new_kv_cache(num_blocks + options.num_scratch_blocks, options.block_size)
+        OffloadRuntime(config, kv_cache[:num_blocks])                   # or layer_regions(kv_cache[:num_blocks])
+
+    `on_step` is called after each step with the number of steps so far.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        runtime: OffloadRuntime,
+        kv_cache: torch.Tensor,
+        options: EngineOptions | None = None,
+        *,
+        env: Env | None = None,
+        on_step: Callable[[int], None] = _ignore,
+    ) -> None:
+        self.model = model
+        self.runtime = runtime
+        self.kv_cache = kv_cache
+        self.options = options if options is not None else EngineOptions()
+        self._env = env if env is not None else Env()
+        num_owned = runtime.transport.num_device_blocks
+        self._scratch_ids = range(num_owned, len(kv_cache))
+        if len(self._scratch_ids) < self.options.num_scratch_blocks:
+            wanted = num_owned + self.options.num_scratch_blocks
+            raise InvalidArgument("kv_cache", f"has {len(kv_cache)} rows, the engine needs {wanted}")
+        check_groups(model.groups, runtime.config.groups, self.options.block_size)
+        self._is_windowed = any(not isinstance(group.attention, FullAttention) for group in model.groups)
+        max_prefilling = (
+            min(MAX_PREFILLING, self.options.max_running) if self._is_windowed else self.options.max_running
+        )
+        self._places = anyio.Semaphore(self.options.max_running, fast_acquire=True)
+        self._prompt_places = anyio.Semaphore(max_prefilling, fast_acquire=True)
+        self._rivals = Rivals()
+        self._line_up = LineUp(self.options, SequenceSlice([0], 0, [self._scratch_ids[-1:]] * len(model.groups)))
+        self._loop = EngineLoop(
+            model, runtime, kv_cache, self.options, self._env, on_step, self._line_up, self._is_windowed
+        )
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._num_asks = self._num_head_starts_used = 0
+
+    def __repr__(self) -> str:
+        return f"<PagedEngine {'closed' if self._loop.is_closed else 'open'} {self.statistics()}>"
+
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics(
+            num_steps=self._loop.num_steps,
+            num_prefilled_tokens=self._loop.num_prefilled,
+            num_decoded_tokens=self._loop.num_decoded,
+            num_waiting=sum(each.statistics().tasks_waiting for each in (self._places, self._prompt_places)),
+            num_prefilling=len(self._line_up.prefilling),
+            num_decoding=len(self._line_up.decoding),
+            num_head_starts=self._loop.num_head_starts,
+            num_head_starts_used=self._num_head_starts_used,
+            num_made_way=self._rivals.num_made_way,
+            peak_pinned_blocks=self._loop.peaks.num_pinned,
+            peak_null_blocks=self._loop.peaks.num_nulls,
+            num_blocks_at_peak=self._loop.peaks.num_positions,
+        )
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> PagedEngine:
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        self._loop.is_closed = False
+        self._tasks.start_soon(self._loop.serve, name="aoffload engine")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        """Wait for the running forward; calls of `generate` that are not done raise `EngineClosed`."""
+        assert self._tasks is not None
+        self._loop.close()
+        self._tasks.cancel_scope.cancel()
+        return await self._tasks.__aexit__(kind, error, trace)
+
+    # -- clients --------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        token_ids: TokenIds,
+        max_new_tokens: int,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | bytes | None = None,
+        adapter_key: str | bytes | None = None,
+        reads_cache: bool = True,
+        store: StoreScope | str = StoreScope.ALL,
+        deadline_s: float | None = None,
+        on_token: Callable[[int], None] = _ignore,
+        until: Callable[[int], bool] = _never,
+    ) -> Generation:
+        """Up to `max_new_tokens` tokens after `token_ids`, greedily. `deadline_s` counts from the grant of a place.
+
+        Raises `RequestAborted` when the runtime cancelled the request or its deadline passed, `StepFailed` when its
+        forward failed, `EngineClosed`, and what `OffloadRuntime.request` and `allocate` raise. `on_token` is called
+        with each token, then `until`; if that returns True, the token was the last one. What they raise is raised here.
+        """
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise InvalidArgument("max_new_tokens", f"must be a positive integer, got {max_new_tokens!r}")
+        # Copied before the first await: the caller may use its sequence again.
+        tokens = np.frombuffer(encode_tokens(token_ids), dtype="<i4")
+        if tokens.max(initial=0) >= self.model.vocab_size:
+            raise InvalidArgument("token_ids", f"holds {tokens.max()}; the model has {self.model.vocab_size} tokens")
+        arrived = self._env.now()
+        options = {"cache_salt": cache_salt, "adapter_key": adapter_key, "reads_cache": reads_cache, "store": store}
+        self._num_asks += 1
+        ask = Ask(
+            self._num_asks, tokens, tokens.tolist(), max_new_tokens, request_id, options, deadline_s, on_token, until
+        )
+        async with self._places:
+            while True:
+                async with PromptPlace(self._prompt_places) as place:
+                    self._check_open()
+                    generation = await self._try(ask, place, arrived)
+                    if generation is not None:
+                        return generation
+
+    async def _try(self, ask: Ask, place: PromptPlace, arrived: float) -> Generation | None:
+        """One try. None: try again, because the request made way or its hit ended off the grid."""
+        request = self.runtime.request(
+            ask.tokens,
+            ask.request_id,
+            deadline_s=ask.remaining_s(),
+            max_hit_tokens=ask.max_hit_tokens,
+            hit_alignment=self.options.prefill_tokens,
+            **ask.options,
+        )
+        with self._rivals.entered(Try(ask, request)) as one:
+            async with request:
+                ask.request_id = request.request_id
+                await self._allocate(one)
+                admitted = self._env.now()
+                sequence = await self._load(one, place)
+                if sequence is None:
+                    return None
+                await self._finish(sequence, one)
+                return sequence.record(arrived, admitted, self._env.now())
+        if one.is_to_be_repeated:
+            place.give_back()
+            await one.wait_to_return()
+            return None
+        raise RequestAborted(request.request_id, str(request.reason))
+
+    async def _allocate(self, one: Try) -> None:
+        room = self._first_room(one)
+        await one.request.allocate(num_tokens=room)
+        if self._first_room(one) > room:  # more was cached when its turn came than when it arrived
+            with suppress(OutOfBlocks):
+                one.request.extend_nowait(self._first_room(one))
+
+    def _first_room(self, one: Try) -> int:
+        """Tokens to have room for before the load."""
+        if not self._is_windowed:
+            return one.ask.num_tokens
+        return min(one.request.match.num_tokens + self.options.prefill_tokens, one.ask.num_tokens)
+
+    async def _load(self, one: Try, place: PromptPlace) -> RunningSequence | None:
+        """Load the cached prefix. None: it ended off the grid; the next try limits its hit to the grid point before."""
+        request = one.request
+        if self.options.prefill_start is PrefillStart.BY_LAYER:
+            num_ready, head_start = await self._load_by_layer(one)
+        else:
+            num_ready, head_start = await request.load(), None
+        # Block ids are final only now: a load that failed may have taken other blocks.
+        table = self._table(request.block_ids, num_ready)
+        if table.start != num_ready and len(table.block_ids) > 1:
+            # A window that is complete at `num_ready` may be incomplete at the grid point before it.
+            one.ask.max_hit_tokens = table.start
+            return None
+        return RunningSequence(
+            request,
+            one.ask.prompt,
+            one.ask.max_new_tokens,
+            table,
+            one.ask.listener(),
+            num_computed=table.start,
+            on_prompt_done=place.give_back,
+            head_start=head_start,
+        )
+
+    async def _load_by_layer(self, one: Try) -> tuple[int, SliceResult | None]:
+        """As `Request.load`; also the first slice's result, if the engine loop computed it meanwhile."""
+        early = one.request.load_nowait()
+        if early.is_over:
+            return await early.wait(), None
+        head = HeadStart(one.request, early, one.ask.prompt, self._table, num_slots=self.kv_cache.shape[1])
+        with self._line_up.entered(head):
+            self._loop.wake()
+            num_ready = await early.wait()
+            fell_short = early.first_invalid_token is not None
+            if fell_short:
+                head.give_up("the load fell short")
+            await head.wait_until_over()
+        if head.error is not None:
+            raise StepFailed([one.request.request_id], head.error)
+        return num_ready, None if fell_short else head.result
+
+    def _table(self, block_ids: Sequence[Sequence[int]], num_ready: int) -> PromptTable:
+        return PromptTable(
+            block_ids, num_ready, self.options.prefill_tokens, self.options.block_size, self._scratch_ids
+        )
+
+    async def _finish(self, sequence: RunningSequence, one: Try) -> None:
+        """Hand the sequence to the engine loop and wait for its end; take it out again, also when cancelled."""
+        self._check_open()
+        self._line_up.put_in(sequence)
+        if sequence.head_start is not None:
+            self._num_head_starts_used += 1
+            self._loop.take_in(Step([sequence], [sequence.head_start.part]), [sequence.head_start.output])
+        self._loop.wake()
+        try:
+            while not sequence.is_over:
+                if sequence.needs_room:
+                    await self._wait_for_room(sequence, one)
+                    self._loop.wake()
+                await sequence.wait_for_attention()
+        finally:
+            self._line_up.take_out(sequence)
+        if sequence.error is not None:
+            raise sequence.error
+
+    async def _wait_for_room(self, sequence: RunningSequence, one: Try) -> None:
+        """Queue in the runtime's line for the next slice's room. The caller repeats this while there is none."""
+        was_alone = self._rivals.is_alone(one)
+        try:
+            await sequence.request.extend(sequence.wanted_room)
+        except OutOfBlocks as error:
+            self._check_open()
+            # Only waiting requests hold room. A request that is alone may hold private copies of blocks that others
+            # have cached meanwhile; its next try uses the cached ones.
+            one.ask.num_alone += was_alone and self._rivals.is_alone(one)
+            if not error.retryable or one.ask.num_alone > MAX_ALONE:
+                raise
+            await self._rivals.have_one_make_way(one)
+        else:
+            one.is_served.set()
+            sequence.take_tables()
+
+    def _check_open(self) -> None:
+        if self._loop.is_closed:
+            raise EngineClosed("the engine is closed")

@@ -1,0 +1,88 @@
+"""Which layers of a model share a block table, so that the blocks of all groups have one size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from ..._config.config import GroupLike
+from ..._config.groups import AttentionKind, FullAttention, KVCacheGroup, SlidingWindow
+from ...errors import ConfigError
+
+__all__ = ["LayerGroup", "LayerPlace", "check_groups", "group_layers", "kv_cache_groups", "places_of"]
+
+
+@attrs.frozen
+class LayerPlace:
+    """Where a layer keeps its keys and values: `kv_cache[block_id, slot]`, by the block table of group `group`."""
+
+    group: int
+    slot: int
+    window: int | None
+    """Tokens that a token of this layer reads, itself included; None: itself and all tokens before it."""
+
+
+@attrs.frozen
+class LayerGroup:
+    """Layers with one attention kind and one block table. `layers[i]` uses slot `i` of a row of the KV tensor."""
+
+    name: str
+    layers: tuple[int, ...]
+    attention: AttentionKind = attrs.field(factory=FullAttention)
+
+    @property
+    def window(self) -> int | None:
+        return self.attention.window if isinstance(self.attention, SlidingWindow) else None
+
+
+def group_layers(kinds: Sequence[AttentionKind]) -> tuple[LayerGroup, ...]:
+    """The groups of a model whose layer `i` has the attention `kinds[i]`; kinds in the order they first occur.
+
+    All groups have the same number of layers, so a block takes the same bytes in each of them and one pool serves all.
+    That number is the greatest common divisor of the kinds' layer counts.
+
+        kinds      s s s s s f s s s s s f          s: sliding, f: full
+        group      0 0 1 1 2 5 2 3 3 4 4 5          two layers each
+    """
+    by_kind: dict[AttentionKind, list[int]] = {}
+    for layer, kind in enumerate(kinds):
+        by_kind.setdefault(kind, []).append(layer)
+    size = math.gcd(*(len(layers) for layers in by_kind.values()))
+    parts = [(k, tuple(layers[at : at + size])) for k, layers in by_kind.items() for at in range(0, len(layers), size)]
+    names = [_name_of(kind) for kind, _ in parts]
+    return tuple(
+        LayerGroup(name if names.count(name) == 1 else f"{name}-{names[:index].count(name)}", layers, kind)
+        for index, (name, (kind, layers)) in enumerate(zip(names, parts, strict=True))
+    )
+
+
+def places_of(groups: Iterable[LayerGroup]) -> dict[int, LayerPlace]:
+    """The place of each layer, by its index."""
+    return {
+        layer: LayerPlace(index, slot, group.window)
+        for index, group in enumerate(groups)
+        for slot, layer in enumerate(group.layers)
+    }
+
+
+def kv_cache_groups(groups: Iterable[LayerGroup], block_size: int) -> list[KVCacheGroup]:
+    """The value of `OffloadConfig(groups=...)` for a model with these groups."""
+    return [KVCacheGroup(group.name, attention=group.attention, block_size=block_size) for group in groups]
+
+
+def check_groups(groups: Sequence[LayerGroup], configured: Sequence[GroupLike], block_size: int) -> None:
+    """Raise `ConfigError` unless a runtime with groups `configured` keeps all KV that a model with `groups` reads."""
+    if len(configured) != len(groups):
+        raise ConfigError("groups", f"are {len(configured)} in the runtime, {len(groups)} in the model")
+    for mine, theirs in zip(groups, configured, strict=True):
+        attention = getattr(theirs, "attention", None)
+        if attention != mine.attention and not isinstance(attention, FullAttention):
+            raise ConfigError("groups", f"{theirs.name!r} keeps {attention}, the model's layers read {mine.attention}")
+        if theirs.block_size != block_size:
+            raise ConfigError("groups", f"{theirs.name!r} has blocks of {theirs.block_size} tokens, not {block_size}")
+
+
+def _name_of(kind: AttentionKind) -> str:
+    return {FullAttention: "full", SlidingWindow: "sliding"}.get(type(kind), type(kind).__name__.lower())

@@ -1,0 +1,40 @@
+"""Models by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ...errors import InvalidArgument
+from .decoder import ONE_BILLION, Decoder, DecoderConfig
+from .paged import PagedModel
+
+__all__ = ["MODEL_NAMES", "load_model"]
+
+MODEL_NAMES = ("tiny", "1b", "llama", "qwen3", "gemma3", "gpt-oss")
+
+
+def load_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") -> PagedModel:
+    """Make `"tiny"` or `"1b"` (plain torch; `1b` in bfloat16, for a GPU), another of `MODEL_NAMES` (transformers),
+    or load a local directory.
+
+    The named ones have weights drawn from `seed`, the same on every device and torch's own generator untouched.
+    A directory is what `save_pretrained` writes, a config and safetensors; nothing is ever downloaded. Raises
+    `InvalidArgument` naming `model` for anything else, and `MissingExtra` if transformers is needed but not installed.
+    A model of transformers is first compared with its own forward. If block tables and windows do not compute the same,
+    `ConfigError` names `model` and gives the reason.
+    """
+    if name == "tiny":
+        return Decoder(DecoderConfig(), seed=seed, device=device)
+    if name == "1b":
+        return Decoder(ONE_BILLION, seed=seed, device=device)
+    if name in MODEL_NAMES:
+        from .transformers import TransformersModel
+
+        return TransformersModel.seeded(name, seed=seed, device=device)
+    if name and Path(name).is_dir():
+        from .transformers import TransformersModel
+
+        return TransformersModel.from_directory(name, device=device)
+    raise InvalidArgument("model", f"must be one of {', '.join(MODEL_NAMES)} or a local directory, got {name!r}")

@@ -1,0 +1,355 @@
+"""Hugging Face models on paged tensors, through one function registered with transformers' attention interface.
+
+The function gets the batch and the KV tensor as keyword arguments of the forward, so no model is patched and no state
+is kept between calls. Needs the extra: `pip install 'aoffload[transformers]'`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..._config.groups import AttentionKind, FullAttention, SlidingWindow
+from ..._common.extras import needed
+from ...errors import AoffloadError, ConfigError, InvalidArgument
+from .attention import paged_attention
+from .decoder import DecoderConfig
+from .layers import LayerPlace, group_layers, places_of
+from .paged import PagedBatch
+from .proving import AttentionCall, MaskRule, first_line, prove
+
+__all__ = ["ATTENTION_NAME", "TransformersModel"]
+
+# Contains no "/", "|" or "flash", which transformers would interpret. No mask function is registered under this name,
+# so transformers builds no mask.
+ATTENTION_NAME = "aoffload_paged"
+# The same attention function, for the proof: its mask function attaches its rule to the mask.
+DESCRIBED_NAME = "aoffload_described"
+
+WINDOW = 128
+"""Window of the sliding layers in the seeded models, in tokens."""
+
+# The config class, and its arguments besides the sizes that all seeded models share.
+_SEEDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    # Five sliding layers, then a full one: Gemma's own pattern.
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": WINDOW, "query_pre_attn_scalar": DecoderConfig().head_dim}),
+    # Sliding and full layers alternate; number and width of the experts make it as fast as the other models.
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            "sliding_window": WINDOW,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 192,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": DecoderConfig().max_positions // 2,
+            },
+        },
+    ),
+}
+MAX_POSITIONS = 2**31 - 1
+"""`max_positions` of models that name no limit."""
+# Attention arguments that paged_attention may ignore. Any other one is refused, since ignoring it gives wrong tokens.
+# Arguments that ask for another output, such as the scores of a router, are refused, too.
+_KNOWN_ARGUMENTS = {"is_causal", "dropout", "position_ids", "use_cache", "logits_to_keep"}
+# Types of rotary frequencies that are the same at every length. "dynamic" and "longrope" frequencies depend on the
+# longest position so far, so a cached key would not be a function of its prefix. The proof is too short to notice that,
+# so types that are not listed here are refused.
+_FIXED_ROPE = {"default", "linear", "llama3", "proportional", "yarn"}
+
+
+class TransformersModel:
+    """A `PagedModel` around a causal language model of transformers whose layers have full or sliding attention."""
+
+    def __init__(self, model: Any) -> None:
+        """Take over `model`, a `PreTrainedModel`: its attention implementation is changed, its weights are not.
+
+        Raises `ConfigError` naming `model` if block tables and windows do not describe its attention.
+        """
+        try:
+            self._read_config(model, model.config.get_text_config())
+        except AoffloadError:
+            raise
+        except Exception as error:  # transformers refuses to name one value where layers have different ones
+            raise ConfigError("model", f"has a config that does not fit all its layers: {first_line(error)}") from error
+        _import_transformers()
+        self._own_attention = model.config._attn_implementation
+        self.model = model.eval()
+        self._has_row_experts = False
+        model.set_attn_implementation(ATTENTION_NAME)
+        prove(self)
+
+    def _read_config(self, model: Any, text: Any) -> None:
+        _check_supported(model, text)
+        self.groups = group_layers(_attention_kinds(text))
+        self.places = places_of(self.groups)
+        self.vocab_size: int = text.vocab_size
+        self.max_positions: int = getattr(text, "max_position_embeddings", None) or MAX_POSITIONS
+        self.end_token_ids = _end_token_ids(model)
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        self._block_shape = (len(self.groups[0].layers), 2, num_kv_heads, head_dim)
+
+    @classmethod
+    def seeded(cls, name: str, *, seed: int, device: torch.device | str = "cpu") -> TransformersModel:
+        """`"llama"`, `"qwen3"`, `"gemma3"` or `"gpt-oss"`: the sizes of `DecoderConfig`, random weights in float32."""
+        transformers = _import_transformers()
+        sizes = DecoderConfig()
+        config_class, others = _SEEDED[name]
+        shared = {
+            "vocab_size": sizes.vocab_size,
+            "hidden_size": sizes.hidden_size,
+            "intermediate_size": sizes.intermediate_size,
+            "num_hidden_layers": sizes.num_layers,
+            "num_attention_heads": sizes.num_heads,
+            "num_key_value_heads": sizes.num_kv_heads,
+            "head_dim": sizes.head_dim,
+            "max_position_embeddings": sizes.max_positions,
+            "initializer_range": sizes.initializer_range,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        config = getattr(transformers, config_class)(**(shared | others))
+        # The constructor draws weights from the global generator; put it back as it was.
+        with torch.random.fork_rng(devices=[]):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _draw_weights(model, sizes, seed)
+        has_experts = hasattr(config, "num_local_experts")
+        if has_experts:
+            try:
+                model.set_experts_implementation("grouped_mm")
+            except ImportError as error:  # torch is too old for it
+                raise ConfigError("model", f"{name!r} has experts: {error}") from error
+        seeded = cls(model.to(device))
+        seeded._has_row_experts = has_experts
+        return seeded
+
+    @classmethod
+    def from_directory(cls, directory: str, *, device: torch.device | str = "cpu") -> TransformersModel:
+        """Load what `save_pretrained` wrote, config and safetensors: no pickle, no code from the directory, no network.
+
+        On a CPU the weights become float32, elsewhere they keep their type. Raises `InvalidArgument` naming `model` if
+        the directory can't be read or its model can't compute, `ConfigError` if weights are missing or the attention is
+        not supported.
+        """
+        transformers = _import_transformers()
+        try:
+            return cls._of_directory(transformers, directory, device)
+        except AoffloadError:
+            raise
+        except Exception as error:  # whatever transformers and torch make of files that are cut off, or lie
+            raise InvalidArgument("model", f"{directory!r} can't be loaded: {first_line(error)}") from error
+
+    @classmethod
+    def _of_directory(cls, transformers: Any, directory: str, device: torch.device | str) -> TransformersModel:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32 if torch.device(device).type == "cpu" else "auto",
+            output_loading_info=True,
+        )
+        if info["missing_keys"]:
+            # Transformers would draw them at random and only warn.
+            raise ConfigError("model", f"{directory!r} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}…")
+        for weights in model.parameters():
+            weights.data = weights.data.clone()  # mapped from a file they are unaligned, and kernels round differently
+        return cls(model.to(device))
+
+    @contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """See `Provable.own_attention`."""
+        self.model.set_attn_implementation(self._own_attention)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(ATTENTION_NAME)
+
+    def attention_calls(self, batch: PagedBatch, kv_cache: torch.Tensor) -> dict[int, AttentionCall]:
+        """See `Provable.attention_calls`."""
+        self.model.set_attn_implementation(DESCRIBED_NAME)
+        try:
+            return self._run(batch, kv_cache)[1]
+        finally:
+            self.model.set_attn_implementation(ATTENTION_NAME)
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
+        """See `PagedModel.new_kv_cache`."""
+        group_size, two, num_kv_heads, head_dim = self._block_shape
+        shape = (num_blocks, group_size, two, block_size, num_kv_heads, head_dim)
+        return torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
+
+    def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor:
+        """See `PagedModel.forward`."""
+        if self._has_row_experts:
+            # A grouped product multiplies all tokens of an expert together, so a row's bits depend on the other rows.
+            # One product per token avoids that, but copies the experts' weights: cheap for few tokens of a small model.
+            each_alone = batch.num_tokens == batch.num_sequences
+            self.model.set_experts_implementation("batched_mm" if each_alone else "grouped_mm")
+        return self._run(batch, kv_cache)[0]
+
+    def _run(self, batch: PagedBatch, kv_cache: torch.Tensor) -> tuple[torch.Tensor, dict[int, AttentionCall]]:
+        """The logits, and the attention call of each layer."""
+        calls: dict[int, AttentionCall] = {}
+        with torch.inference_mode():
+            output = self.model(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,  # the default, True, would build a second cache
+                logits_to_keep=batch.last_rows,
+                paged_batch=batch,
+                paged_kv_cache=kv_cache,
+                paged_places=self.places,
+                paged_calls=calls,
+            )
+            logits: torch.Tensor = output.logits[0].float()
+        missing = self.places.keys() - calls.keys()
+        if missing:
+            raise ConfigError("model", f"layer {min(missing)} does not call transformers' attention interface")
+        if len(logits) != batch.num_sequences:
+            raise ConfigError("model", "gives logits of all tokens where those of the last ones are asked for")
+        return logits, calls
+
+
+def _attention_function(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    paged_batch: PagedBatch | None = None,
+    paged_kv_cache: torch.Tensor | None = None,
+    paged_places: Mapping[int, LayerPlace] | None = None,
+    paged_calls: dict[int, AttentionCall] | None = None,
+    s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in each layer: query [1, heads, T, head_dim] → [1, T, heads, head_dim].
+
+    Raises `ConfigError` naming `model` for whatever `paged_attention` would not heed.
+    """
+    if paged_batch is None or paged_kv_cache is None or paged_places is None or paged_calls is None:
+        raise ConfigError("model", "does not pass the arguments of a forward on to its layers' attention")
+    layer: Any = getattr(module, "layer_idx", None)
+    place = paged_places.get(layer)
+    if place is None:
+        raise ConfigError("model", f"attends in a layer {layer}, which its config does not number")
+    if layer in paged_calls:
+        raise ConfigError("model", f"layer {layer} attends twice in a forward, and a block has one place for its KV")
+    rule = getattr(attention_mask, "aoffload_rule", None)
+    if attention_mask is not None and rule is None:
+        raise ConfigError("model", f"layer {layer} has a mask of its own making")
+    paged_calls[layer] = AttentionCall(module, rule)
+    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        raise ConfigError("model", f"layer {layer} attends to later tokens")
+    if others.get("dropout"):
+        raise ConfigError("model", f"layer {layer} drops weights at random: it is in training mode")
+    for name, argument in others.items():
+        if argument is not None and name not in _KNOWN_ARGUMENTS and not name.startswith("output_"):
+            raise ConfigError("model", f"layer {layer} wants {name}, which paged attention doesn't do")
+    if sliding_window != place.window:
+        raise ConfigError("model", f"layer {layer} has window {sliding_window}, its config {place.window}")
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    wanted = paged_kv_cache.shape[-2:]
+    if not key.shape[1:] == value.shape[1:] == wanted:
+        raise ConfigError(
+            "model",
+            f"layer {layer} has keys of {_heads(key.shape)} and values of {_heads(value.shape)}; all layers must have "
+            f"those of the config, {_heads(wanted)}",
+        )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    output = paged_attention(query, key, value, paged_kv_cache, paged_batch, place, scaling=scaling, sinks=s_aux)
+    return output[None], None
+
+
+def _heads(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape[-2:]))
+
+
+def _described_mask(*, mask_function: MaskRule, **_: Any) -> torch.Tensor:
+    """A mask that carries its rule and masks no token."""
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    mask.aoffload_rule = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+def _import_transformers() -> Any:
+    """Import transformers and register the attention function."""
+    with needed("transformers", "the model"):
+        import transformers
+    for name in (ATTENTION_NAME, DESCRIBED_NAME):
+        transformers.AttentionInterface.register(name, _attention_function)
+    transformers.AttentionMaskInterface.register(DESCRIBED_NAME, _described_mask)
+    return transformers
+
+
+def _draw_weights(model: Any, sizes: DecoderConfig, seed: int) -> None:
+    """Draw all weights but the norms from `seed`. Norms are neutral already: one or zero, depending on the model."""
+    generator = torch.Generator().manual_seed(seed)
+    head = model.get_output_embeddings().weight
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                continue
+            if weight is head:
+                std = sizes.logit_std / sizes.hidden_size**0.5
+            else:
+                # Sinks compete with scores; drawn as small as the weights, they would all be nearly equal.
+                std = 1.0 if name.endswith("sinks") else sizes.initializer_range
+            weight.normal_(0.0, std, generator=generator)
+
+
+def _attention_kinds(text: Any) -> list[AttentionKind]:
+    """What each layer of a config reads. Raises `ConfigError` naming `model` for what a block table can't describe."""
+    window = getattr(text, "sliding_window", None)
+    layer_types = getattr(text, "layer_types", None)
+    if layer_types is None:
+        layer_types = ["full_attention" if window is None else "sliding_attention"] * text.num_hidden_layers
+    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ConfigError("model", f"has layers of {', '.join(sorted(unknown))}; only full and sliding ones are known")
+    if "sliding_attention" not in layer_types:
+        return [FullAttention() for _ in layer_types]
+    if window is None:
+        raise ConfigError("model", "has sliding layers and no sliding_window")
+    return [FullAttention() if kind == "full_attention" else SlidingWindow(window) for kind in layer_types]
+
+
+def _end_token_ids(model: Any) -> frozenset[int]:
+    """The `eos_token_id` of `generation_config`, which is one id, several or none, as a set."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
+
+
+def _check_supported(model: Any, text: Any) -> None:
+    """Raise `ConfigError` for a model that would give wrong tokens."""
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError("model", f"{type(model).__name__} doesn't use transformers' attention interface")
+    if getattr(text, "use_bidirectional_attention", False):
+        raise ConfigError("model", "attends to later tokens, so a cached key depends on more than its prefix")
+    for rope_type in _rope_types(getattr(text, "rope_parameters", None) or {}):
+        if rope_type not in _FIXED_ROPE:
+            raise ConfigError("model", f"has {rope_type!r} rotary positions, which may depend on the length so far")
+
+
+def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """The rope types in transformers' `rope_parameters`: one mapping, or one for each kind of layer."""
+    for name, value in parameters.items():
+        if name == "rope_type":
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _rope_types(value)

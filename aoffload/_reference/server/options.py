@@ -1,0 +1,164 @@
+"""The options of the server, and its command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+
+from ..._common.commands import check_goes_with
+from ...demo.options import EVICTIONS, LOAD_CHOICES, STORE_POLICIES
+from ..engine.arguments import count
+from ..engine.models import MODEL_NAMES
+from .readings import MAX_READING_BYTES, READ_TIMEOUT_S
+
+__all__ = ["ServerOptions", "make_parser", "parse_options"]
+
+MAX_BLOCKS = 10_000_000
+
+
+@attrs.frozen(kw_only=True)
+class ServerOptions:
+    """Times are seconds."""
+
+    model: str = "llama"
+    """A name of `MODEL_NAMES`, or a local directory."""
+    served_name: str | None = None
+    """Name of the model for clients; None: its own name, or that of its directory."""
+    seed: int = 0
+    device: str = "cpu"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free port."""
+    api_key: str | None = attrs.field(default=None, repr=False)
+    """What clients send as `Authorization: Bearer`; None: nothing is asked for."""
+    api_key_file: Path | None = None
+    """A file that has the key, for the command."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that clients may call the server by. A server on loopback always answers to those of loopback."""
+    requires_salt: bool = False
+    """Refuse requests without a `cache_salt`."""
+    num_device_blocks: int | None = None
+    """None: 8,192 tokens for each group of layers."""
+    num_host_blocks: int | None = None
+    """None: 32,768 tokens for each group of layers. 0: no offload."""
+    store: str = "eager"
+    load: str = "always"
+    """What of a hit in host memory is loaded: all, or what costs less than computing it."""
+    eviction: str = "lru"
+    disk: Path | None = None
+    """The directory of a disk tier, which a later server finds warm."""
+    disk_size: str = "16GiB"
+    remote: str | None = None
+    """The URL of a store, which other servers use, too."""
+    remote_secret: Path | None = None
+    """A file with the secret of what is there."""
+    max_running: int = 16
+    """Requests in the engine at a time."""
+    max_requests: int = 256
+    """Requests in the server at a time; further ones are refused with 429."""
+    max_tokens: int | None = None
+    """Prompt and answer of one request; None: what the model and the device have room for."""
+    max_body_bytes: int = 2**20
+    max_reading_bytes: int = MAX_READING_BYTES
+    """Of all bodies that are not complete."""
+    max_connections: int = 1024
+    """Fewer, where the process may not open as many descriptors."""
+    max_unread_bytes: int = 2**24
+    """Of complete answers that clients have not read."""
+    read_timeout_s: float = READ_TIMEOUT_S
+    """How long a client may take to send a header, to send a body, or to read nothing of its answer."""
+    answer_timeout_s: float = 600.0
+    """From the end of the body to the last byte read by the client."""
+    drain_timeout_s: float = 30.0
+    """How long admitted requests may take to finish after SIGTERM."""
+    num_threads: int = 1
+    """Threads of torch."""
+    log: Path | None = None
+    """One JSON line for each event of the runtime."""
+    write_tokenizer: Path | None = None
+    """Write the byte-level tokenizer into this directory, and serve nothing."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    default = ServerOptions()
+    parser = argparse.ArgumentParser(
+        prog="aoffload serve",
+        description="Serve a model to clients of OpenAI's API, with KV cache offload, on loopback by default.",
+        epilog="SIGTERM and Ctrl-C drain: those inside get their answers, up to --drain-timeout; a second one ends "
+        "them at once. Exit status: 0 after that, 2 for bad options or an address that can't be had.",
+    )
+    add = parser.add_argument
+    add("--model", default=default.model, metavar="|".join((*MODEL_NAMES, "DIR")), help="(default: %(default)s)")
+    add("--served-name", metavar="NAME", help="what clients call the model")
+    add("--seed", type=count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights of the named models")
+    add("--device", choices=("cpu", "cuda"), default=default.device, help="where the model runs (default: %(default)s)")
+    add("--host", default=default.host, metavar="ADDRESS", help="where to listen (default: %(default)s)")
+    add("--port", type=count(0, 65535), default=default.port, metavar="N", help="0: a free one (default: %(default)s)")
+    add("--api-key", metavar="KEY", help="clients send it as Authorization: Bearer KEY; anybody here can see a command "
+        "line, so rather set it as AOFFLOAD_API_KEY, or in a file")  # fmt: skip
+    add("--api-key-file", type=Path, metavar="FILE", help="a file that has the key in its first line")
+    add("--allow-host", dest="allowed_hosts", action="append", default=[], metavar="NAME",
+        help="a name that clients may call the server by, besides those of loopback; may be repeated")  # fmt: skip
+    add("--require-salt", dest="requires_salt", action="store_true", help="refuse requests without a cache_salt")
+    add("--device-blocks", dest="num_device_blocks", type=count(1, MAX_BLOCKS), metavar="N",
+        help="blocks of 16 tokens on the device (default: 512 for each group of layers)")  # fmt: skip
+    add("--host-blocks", dest="num_host_blocks", type=count(0, MAX_BLOCKS), metavar="N",
+        help="blocks in host memory, 0 for no offload (default: 2048 for each group of layers)")  # fmt: skip
+    add("--store", choices=STORE_POLICIES, default=default.store, help="what is copied to host memory")
+    add("--load", choices=LOAD_CHOICES, default=default.load,
+        help="which hits of host memory are loaded: all, or what costs less than computing (%(default)s)")  # fmt: skip
+    add("--eviction", choices=EVICTIONS, default=default.eviction,
+        help="which blocks lose their room first (default: %(default)s)")  # fmt: skip
+    add("--disk", type=Path, metavar="DIR", help="a disk tier in DIR: what a server leaves there, the next one finds")
+    add("--disk-size", default=default.disk_size, metavar="SIZE",
+        help="all that it takes, allocated at the start (default: %(default)s)")  # fmt: skip
+    add("--remote", metavar="URL", help="a store shared with other servers, such as redis://cache.internal")
+    add("--remote-secret", type=Path, metavar="FILE",
+        help="a file with the secret that encrypts what is there: without, its network has to be trusted")  # fmt: skip
+    add("--max-running", type=count(1, 4096), default=default.max_running, metavar="N",
+        help="requests in the engine at a time (default: %(default)s)")  # fmt: skip
+    add("--max-requests", type=count(1, 1_000_000), default=default.max_requests, metavar="N",
+        help="requests in the server at a time; others get 429 (default: %(default)s)")  # fmt: skip
+    add("--max-tokens", type=count(2, 2**31 - 1), metavar="N", help="prompt and answer of one request together")
+    add("--max-body-bytes", type=count(1024, 2**30), default=default.max_body_bytes, metavar="N",
+        help="of one request (default: %(default)s)")  # fmt: skip
+    add("--max-reading-bytes", type=count(1024, 2**40), default=default.max_reading_bytes, metavar="N",
+        help="of all bodies that are not complete (default: %(default)s)")  # fmt: skip
+    add("--max-connections", type=count(1, 1_000_000), default=default.max_connections, metavar="N",
+        help="connections at a time; the oldest idle one makes room (default: %(default)s)")  # fmt: skip
+    add("--max-unread-bytes", type=count(0, 2**40), default=default.max_unread_bytes, metavar="N",
+        help="of answers that are complete and not read (default: %(default)s)")  # fmt: skip
+    add("--read-timeout", dest="read_timeout_s", type=_seconds, default=default.read_timeout_s, metavar="S",
+        help="for a header, for a body, and for reading some of an answer (default: %(default)s)")  # fmt: skip
+    add("--answer-timeout", dest="answer_timeout_s", type=_seconds, default=default.answer_timeout_s, metavar="S",
+        help="what one answer may take, its reader included (default: %(default)s)")  # fmt: skip
+    add("--drain-timeout", dest="drain_timeout_s", type=_seconds, default=default.drain_timeout_s, metavar="S",
+        help="what those inside get after SIGTERM (default: %(default)s)")  # fmt: skip
+    add("--threads", dest="num_threads", type=count(1, 1024), default=default.num_threads, metavar="N",
+        help="threads of torch (default: %(default)s)")  # fmt: skip
+    add("--log", type=Path, metavar="FILE", help="one JSON line for each event of the runtime")
+    add("--write-tokenizer", type=Path, metavar="DIR",
+        help="write the byte-level tokenizer there, for load generators, and leave")  # fmt: skip
+    return parser
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
+    """The options, or a message and exit status 2."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    check_goes_with(parser, options, {"disk_size": "disk", "remote_secret": "remote"})
+    found = vars(options)
+    return ServerOptions(**found | {"allowed_hosts": tuple(found["allowed_hosts"])})
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value <= 1e6:  # also refuses nan
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds up to 1e6, got {text!r}")
+    return value

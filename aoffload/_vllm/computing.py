@@ -1,0 +1,63 @@
+"""What vLLM computes, as far as loads and fetches compete with it: how fast, how much is queued, and what of a hit it
+computes itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import attrs
+
+from aoffload import PrefixMatch
+
+from .._runtime.costs import LEAST_TOKENS, PrefillSpeed
+from ..ledger import LoadCosts
+from .requests import EngineRequest
+
+__all__ = ["Computing"]
+
+MAX_STEPS = 64
+"""Begun and not over: vLLM has few at a time."""
+
+
+@attrs.define(eq=False)
+class Computing:
+    """One per engine. vLLM may begin a step before the one before it is over."""
+
+    speed: PrefillSpeed
+    """Tokens of prompts computed a second."""
+    clock: Callable[[], float]
+    costs: LoadCosts | None = attrs.field(default=None, init=False)
+    """None: whatever can be loaded is."""
+    _begun: deque[tuple[float, int]] = attrs.field(factory=lambda: deque(maxlen=MAX_STEPS), init=False)
+    """When, and how many tokens of prompts it computes; the oldest first."""
+    _last_end: float = attrs.field(default=0.0, init=False)
+
+    def begins(self, num_scheduled_tokens: dict[str, int]) -> None:
+        num_tokens = sum(number for number in num_scheduled_tokens.values() if number >= LEAST_TOKENS)
+        self._begun.append((self.clock(), num_tokens))
+        if self.costs is not None:
+            for request_id, number in num_scheduled_tokens.items():
+                self.costs.computed(request_id, number)
+
+    def ends(self) -> None:
+        """The oldest step is over."""
+        if not self._begun:
+            return
+        (begun, num_tokens), now = self._begun.popleft(), self.clock()
+        self.speed.begins([""], max(begun, self._last_end))
+        self.speed.computed("", num_tokens, now)
+        self._last_end = now
+
+    def chosen(self, found: EngineRequest, match: PrefixMatch) -> PrefixMatch:
+        """What of `match` is loaded, decided once for each match: vLLM is bound to what it is told."""
+        if self.costs is None or found.record is None or match is found.chosen:
+            return match
+        self.costs.bound(found.record)
+        found.chosen = found.record.match
+        return found.chosen
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        if self.costs is not None:
+            self.costs.forget(request_id)

@@ -1,0 +1,61 @@
+"""vLLM's KV cache groups as groups of the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from aoffload import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+
+from ..errors import ConfigError
+
+__all__ = ["CachedGroups"]
+
+
+@attrs.frozen
+class CachedGroups:
+    """The groups whose blocks are found by the hash of their tokens. The others are rebuilt by vLLM itself."""
+
+    ids: tuple[int, ...]
+    """vLLM's number of each."""
+    groups: tuple[KVCacheGroup, ...]
+
+    @classmethod
+    def of(cls, kv_cache_config: Any, num_context_ranks: int) -> CachedGroups:
+        """`num_context_ranks`: the ranks that share the tokens of a block. `ConfigError` for other kinds of caches."""
+        ids = tuple(kv_cache_config.prefix_cacheable_group_ids)
+        if not ids:
+            raise ConfigError("kv_connector", "this model has no KV cache whose blocks could be found again")
+        if kv_cache_config.has_mamba_layers:
+            raise ConfigError("kv_connector", "this model has a recurrent state, which aoffload cannot cache yet")
+        found = [
+            _group(number, kv_cache_config.kv_cache_groups[number].kv_cache_spec, num_context_ranks) for number in ids
+        ]
+        return cls(ids, tuple(found))
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        return tuple(group.block_size for group in self.groups)
+
+    def tables(self, block_tables: Sequence[Any]) -> list[Any]:
+        """Of a table for each of vLLM's groups, those of these groups."""
+        return [block_tables[number] for number in self.ids]
+
+
+def _group(number: int, spec: Any, num_context_ranks: int) -> KVCacheGroup:
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+    kind = get_kv_cache_spec_kind(spec).value
+    attention: FullAttention | SlidingWindow | ChunkedLocal
+    if kind in ("full_attention", "mla_attention", "sink_full_attention"):
+        attention = FullAttention()
+    elif kind in ("sliding_window", "sliding_window_mla"):
+        attention = SlidingWindow(get_kv_cache_spec_sliding_window(spec))
+    elif kind == "chunked_local_attention":
+        attention = ChunkedLocal(spec.attention_chunk_size)
+    else:
+        raise ConfigError("kv_connector", f"KV cache group {number} has the kind {kind}, which aoffload does not know")
+    block_size = spec.block_size * (num_context_ranks if spec.dcp_sharded else 1)
+    return KVCacheGroup(f"group-{number}", attention, block_size)

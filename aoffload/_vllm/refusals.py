@@ -1,0 +1,89 @@
+"""Refusals of configurations of vLLM in which the connector cannot work, each with the reason and a way out.
+
+vLLM makes connectors after it has loaded the weights of the model. But it imports the class of the connector earlier,
+while it checks its configuration. `check_early` finds that configuration at the import.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from aoffload import KVCacheGroup
+
+from ..errors import ConfigError
+from .settings import given_namespace, offload_config
+
+__all__ = ["check_all", "check_early"]
+
+
+def check_early() -> None:
+    """Refuse the configuration that vLLM is checking now. If vLLM checks none, or if the configuration has several
+    connectors, the connector makes its checks when it is made."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__post_init__":
+            found: Any = frame.f_locals.get("self")
+            if type(found).__name__ == "VllmConfig":
+                transfer = found.kv_transfer_config
+                if transfer is not None and transfer.kv_connector == "AoffloadConnector" and found.model_config:
+                    check_all(found)
+                return
+        frame = frame.f_back
+
+
+def check_all(vllm_config: Any) -> None:
+    """Raise `ConfigError` for what is not supported. It names the option of vLLM, or the key of
+    `kv_connector_extra_config`, and says what to do instead."""
+    _check_transfer(vllm_config)
+    _check_engine(vllm_config)
+    transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
+    extra = transfer.kv_connector_extra_config or {}
+    given_namespace(extra, model.model)
+    any_groups = [KVCacheGroup("any")]  # the real groups are known only once the weights are loaded
+    offload_config(extra, any_groups, namespace=f"vllm/{model.model}", num_ranks=vllm_config.parallel_config.world_size)
+
+
+def _check_transfer(vllm_config: Any) -> None:
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_load_failure_policy != "recompute":
+        got = f"got {transfer.kv_load_failure_policy!r}"
+        problem = 'must be "recompute": a load that fails is computed, since a cache must not fail a request'
+        raise ConfigError("kv_load_failure_policy", f"{problem} ({got}). Set it in --kv-transfer-config")
+    if transfer.kv_role != "kv_both":
+        problem = f'must be "kv_both": one engine stores and loads (got {transfer.kv_role!r})'
+        raise ConfigError("kv_role", f"{problem}. Set it in --kv-transfer-config")
+
+
+def _check_engine(vllm_config: Any) -> None:
+    extra, parallel = vllm_config.kv_transfer_config.kv_connector_extra_config or {}, vllm_config.parallel_config
+    if not vllm_config.cache_config.enable_prefix_caching:
+        problem = "must be on: the connector loads into vLLM's prefix cache"
+        raise ConfigError("enable_prefix_caching", f"{problem}. Start without --no-enable-prefix-caching")
+    if parallel.pipeline_parallel_size > 1:
+        problem = "must be 1: stages hold different layers, which is not supported"
+        raise ConfigError("pipeline_parallel_size", f"{problem}. Use --tensor-parallel-size instead")
+    if parallel.data_parallel_size > 1 and extra.get("disk"):
+        problem = "takes one engine: with data_parallel_size, all would write to one directory"
+        raise ConfigError("disk", f"{problem}. Start each engine by itself, with a `path` of its own, or use `remote`")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.use_eagle():
+        problem = (
+            f"{speculative.method} keeps KV of its own for tokens that are not in the prefix, which is not supported"
+        )
+        raise ConfigError("speculative_config", f"{problem}. Use the method `ngram`, or none")
+    if vllm_config.model_config.is_hybrid:
+        problem = "has a recurrent state, which aoffload cannot cache yet"
+        raise ConfigError("model", f"{problem}. Start without --kv-transfer-config")
+    if vllm_config.model_config.enable_sleep_mode and not _tells_of_sleep():
+        from vllm import __version__ as version
+
+        problem = f"does not go with vLLM {version}, which unmaps KV tensors while connectors copy from them"
+        raise ConfigError("enable_sleep_mode", f"{problem}. Use vLLM 0.33, or start without --enable-sleep-mode")
+
+
+def _tells_of_sleep() -> bool:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")

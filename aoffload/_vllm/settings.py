@@ -1,0 +1,83 @@
+"""The keys of `kv_connector_extra_config`, and the configuration that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from .._common.arguments import shown
+from .._config.config import GroupLike, OffloadConfig
+from .._config.sources import disk_from_table, remote_from_table
+from .._config.tiers import parse_bytes
+from ..errors import ConfigError
+
+__all__ = ["KEYS", "given_namespace", "offload_config", "with_a_step_in_flight"]
+
+_SIZES = ("host_bytes", "cpu_bytes_to_use", "num_host_blocks")
+_PASSED_ON = (
+    "store_policy", "eviction", "load_choice", "verify", "max_bytes_in_flight", "max_jobs_in_flight", "max_job_bytes",
+    "transfer_timeout_s", "store_timeout_s", "pending_timeout_s", "max_quarantined_share", "fetch_timeout_s",
+    "max_fetch_share", "prefill_tokens_per_s",
+)  # fmt: skip
+_DEFAULTS = {"transfer_timeout_s": 30, "fetch_timeout_s": 5}
+"""Nothing else bounds how long a request of vLLM waits for its load, or for the disk or the remote store."""
+_LOWER = {"disk": disk_from_table, "remote": remote_from_table}
+NAMESPACE = "namespace"
+KEYS = (*_SIZES, *_PASSED_ON, *_LOWER, NAMESPACE)
+
+
+def offload_config(
+    extra: Mapping[str, Any], groups: Sequence[GroupLike], *, namespace: str, num_ranks: int
+) -> OffloadConfig:
+    """The configuration of one rank. `host_bytes` (or `cpu_bytes_to_use`) is what all `num_ranks` take together;
+    `num_host_blocks` counts blocks, each of which has a part on every rank.
+
+    `ConfigError` names a key that is unknown or whose value is invalid.
+    """
+    for key in extra:
+        if key not in KEYS:
+            raise ConfigError(key, f"is no key of kv_connector_extra_config; there are {', '.join(KEYS)}")
+    sizes = [key for key in _SIZES if extra.get(key) is not None]
+    if len(sizes) != 1:
+        given = " and ".join(sizes) if sizes else "none"
+        raise ConfigError("host_bytes", f"give one of {', '.join(_SIZES)} in kv_connector_extra_config, not {given}")
+    options = _DEFAULTS | {key: extra[key] for key in _PASSED_ON if key in extra}
+    if sizes == ["num_host_blocks"]:
+        options["num_host_blocks"] = extra["num_host_blocks"]
+    else:
+        options["host_bytes"] = max(1, parse_bytes(sizes[0], extra[sizes[0]]) // num_ranks)
+    for key, from_table in _LOWER.items():
+        if extra.get(key) is not None:
+            if num_ranks > 1:
+                raise ConfigError(key, f"takes one rank, and there are {num_ranks}: each has a part of a block")
+            options[key] = from_table(extra[key], "kv_connector_extra_config")
+    return OffloadConfig(groups=groups, namespace=namespace, **options)
+
+
+def with_a_step_in_flight(config: OffloadConfig, most_tokens: int, block_bytes: int) -> OffloadConfig:
+    """`config`, with a configured `max_bytes_in_flight` raised to the bytes that a step of `most_tokens` computes.
+
+    A worker copies the jobs of a step one after the other. So a lower bound would not reduce the bytes that are copied
+    at a time. It would only store less of each step."""
+    if config.max_bytes_in_flight is None:
+        return config
+    step_bytes = block_bytes * sum(-(-most_tokens // group.block_size) for group in config.groups)
+    return attrs.evolve(config, max_bytes_in_flight=max(config.bytes_in_flight, step_bytes))
+
+
+def given_namespace(extra: Mapping[str, Any], model: str) -> str:
+    """The key `namespace`, which names weights and revision of `model` for a disk or a remote store. Empty where it is
+    not given, and the files of a local model say it."""
+    given = extra.get(NAMESPACE, "")
+    if not isinstance(given, str):
+        raise ConfigError(NAMESPACE, f"must be text, got {shown(given)}")
+    kept = [key for key in _LOWER if extra.get(key) is not None]
+    if kept and not given and not Path(model).is_dir():
+        problem = (
+            f"is needed with {' and '.join(kept)}: text that names the weights and their revision, since the model"
+        )
+        raise ConfigError(NAMESPACE, f"{problem}, {shown(model)}, is no local directory whose files could be read")
+    return given
