@@ -15,7 +15,7 @@ from aoffload import Tier
 from aoffload._transfer.fences import RegionFences
 from aoffload.cuda import CudaBackend, CudaOptions
 from aoffload.env import Env
-from aoffload._reference.engine.layer_fences import layer_regions
+from aoffload._reference.engine.layers import layer_regions
 from aoffload.ledger import Completion, Outcome, TransferPlan
 from aoffload.transport import LocalTransport
 

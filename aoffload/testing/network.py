@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from .._tiers.remote.threads import Steps, Threads
+from .._tiers.remote.calls import Steps, Threads
 from .._common.env import Env
 from ..errors import StoreError
 from .faults import Faults

@@ -28,8 +28,8 @@ from aoffload import (
     RuntimeClosed,
 )
 from aoffload.kv_events import KVEventPublisher
-from aoffload._observe.kv_events.digests import Digests
-from aoffload._observe.kv_events.replays import END, ReplayBuffer, Sent
+from aoffload._observe.kv_events.format import Digests
+from aoffload._observe.kv_events.publisher import END, ReplayBuffer, Sent
 from aoffload.ledger import Prefix, Root
 
 ANY_PORT = "tcp://127.0.0.1:*"

@@ -24,7 +24,7 @@ from aoffload._transfer.region import KVRegion
 from aoffload.integrations import Decoder, DecoderConfig, kv_cache_groups, layer_regions
 from aoffload._reference.engine.batching import EngineOptions, PrefillStart
 from aoffload._reference.engine.engine import PagedEngine
-from aoffload._reference.engine.forward import Forward
+from aoffload._reference.engine.loop import Forward
 from aoffload._reference.engine.paged import SequenceSlice
 
 GUARD_S = 60.0

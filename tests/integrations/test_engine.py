@@ -16,8 +16,8 @@ import torch
 
 from aoffload import FullAttention, KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload._transfer.local import LocalTransport
+from aoffload.demo.backends import Tampering
 from aoffload.demo.options import Corrupt
-from aoffload.demo.tampering import Tampering
 from aoffload.errors import InvalidArgument, OutOfBlocks, RequestAborted
 from aoffload._reference.engine.batching import EngineOptions
 from aoffload._reference.engine.engine import EngineClosed, PagedEngine, StepFailed

@@ -18,7 +18,7 @@ from aoffload.errors import RegionError, RegionNotLoaded
 from aoffload.integrations import LayerFences, SequenceSlice, layer_regions
 from aoffload._reference.engine.batching import LineUp, Step
 from aoffload._reference.engine.engine import EngineClosed, StepFailed
-from aoffload._reference.engine.forward import Forward
+from aoffload._reference.engine.loop import Forward
 
 pytestmark = pytest.mark.anyio
 

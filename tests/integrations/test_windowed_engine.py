@@ -13,8 +13,8 @@ import pytest
 from windowed import BY_LAYER, KINDS, OPTIONS, Bench, answer, prompt_of, serving
 
 from aoffload._kernel.states import RequestState
+from aoffload.demo.backends import Tampering
 from aoffload.demo.options import Corrupt
-from aoffload.demo.tampering import Tampering
 from aoffload.errors import OutOfBlocks, RequestAborted
 from aoffload._reference.engine.batching import EngineOptions
 from aoffload._reference.engine.engine import EngineClosed

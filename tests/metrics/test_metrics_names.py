@@ -19,7 +19,7 @@ from scraping import BACKENDS, GUARD_S, measured, prompt, serve
 
 from aoffload import KVCacheGroup, OffloadConfig, RequestState
 from aoffload._observe.metrics.families import FAMILIES, LABEL_VALUES, LOWER, REASONS, Family, Kind, ShownWith, reason_of
-from aoffload._observe.metrics.histogram import SECONDS, THROUGHPUT, Histogram
+from aoffload._observe.metrics.observer import SECONDS, THROUGHPUT, Histogram
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/metrics.md").read_text()

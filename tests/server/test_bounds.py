@@ -15,10 +15,9 @@ import pytest
 from http_bench import BACKENDS, GUARD_S, Caller, let_threads_run, serving
 
 from aoffload.integrations.openai_server import Admission, ServerOptions
-from aoffload._reference.server.connections import Connections
+from aoffload._reference.server.admission import Readings
 from aoffload._reference.server.errors import ApiError, unavailable
-from aoffload._reference.server.listening import Listener, bind, max_connections_here
-from aoffload._reference.server.readings import Readings
+from aoffload._reference.server.listening import Connections, Listener, bind, max_connections_here
 
 pytestmark = pytest.mark.anyio
 on_sockets = pytest.mark.parametrize("anyio_backend", ["asyncio"])

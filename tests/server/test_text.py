@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from aoffload.errors import ConfigError, InvalidArgument
 from aoffload.integrations.openai_server import ByteTokenizer, write_tokenizer
+from aoffload._reference.server.answering import Flow, Stops
 from aoffload._reference.server.errors import ApiError
-from aoffload._reference.server.flow import Flow
-from aoffload._reference.server.pretrained import PretrainedTokenizer
-from aoffload._reference.server.stops import Stops
-from aoffload._reference.server.tokenizer import Message, word
+from aoffload._reference.server.tokenizer import Message, PretrainedTokenizer, word
 
 VOCABULARY = 4096
 SOME_TEXT = st.text(st.characters(exclude_categories=["Cs"]))

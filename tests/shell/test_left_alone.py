@@ -17,7 +17,7 @@ from aoffload.demo.logs import make_logger
 from aoffload.stores import StoreError
 from aoffload.testing import SimulatedStore
 from aoffload.testing.simulated_disk import DiskFault
-from aoffload.top.look import lines
+from aoffload.top.command import lines
 from aoffload.trace.command import main
 
 A, B = list(range(17)), list(range(100, 117))

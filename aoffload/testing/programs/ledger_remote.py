@@ -7,8 +7,8 @@ import attrs
 from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.prefix import Prefix
 from ..._kernel.states import JobState, Outcome, Tier
+from ..._tiers.remote.memory import Removals
 from ..._tiers.remote.plans import CellLabel
-from ..._tiers.remote.removals import Removals
 from ..._tiers.remote.rules import cells_of
 from ..violations import Violation
 from .ledger_disk import DiskCalls
