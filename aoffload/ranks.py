@@ -2,8 +2,7 @@
 
 from ._transfer.ranks.process import ProcessRank
 from ._transfer.ranks.rank import LocalRank, Rank
-from ._transfer.ranks.tally import JobTally
-from ._transfer.ranks.transport import RankFence, RankTransport
+from ._transfer.ranks.transport import JobTally, RankFence, RankTransport
 from .errors import WireError
 
 __all__ = ["JobTally", "LocalRank", "ProcessRank", "Rank", "RankFence", "RankTransport", "WireError"]

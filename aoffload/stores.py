@@ -3,8 +3,7 @@
 from ._config.tiers import ObjectStore
 from ._tiers.remote.clients.mooncake_store import MooncakeStore
 from ._tiers.remote.clients.obstore_store import ObstoreStore
-from ._tiers.remote.clients.redis_cluster import RedisClusterStore
-from ._tiers.remote.clients.redis_store import RedisStore
+from ._tiers.remote.clients.redis import RedisClusterStore, RedisStore
 from .errors import StoreError
 
 __all__ = [

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import attrs
 import torch
 
-from aoffload._transfer.backends.cuda import Pieces
-from aoffload._transfer.backends.cuda.method import MARGIN, PUBLISHED
+from aoffload._transfer.backends.cuda.driver import Pieces
+from aoffload._transfer.backends.cuda.trials import MARGIN, PUBLISHED
 from aoffload.cuda import CudaOptions
 from aoffload.ledger import Direction
 

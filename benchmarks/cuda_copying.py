@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from aoffload import Tier
-from aoffload._transfer.backends.cuda import Pieces
+from aoffload._transfer.backends.cuda.driver import Pieces
 from aoffload._transfer.backends.cuda.trials import scattered
 from aoffload.cuda import BreakEven, CudaBackend, CudaOptions
 from aoffload.ledger import Completion, Direction, Outcome, TransferPlan

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from aoffload._transfer.backends.cuda import WaitPolicy
+from aoffload._transfer.backends.cuda.events import WaitPolicy
 from aoffload._transfer.region import regions_of
 from aoffload._transfer.turns import Turns
 from aoffload.cuda import AdaptivePolling, BlockingWait, CudaBackend, CudaOptions

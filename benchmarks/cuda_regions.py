@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import torch
 
 from aoffload import Tier
-from aoffload._reference.engine.layer_fences import layer_regions
+from aoffload._reference.engine.layers import layer_regions
 from aoffload._transfer.fences import RegionFences
 from aoffload.cuda import CudaBackend, CudaOptions
 from aoffload.ledger import Completion, Outcome, TransferPlan

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from aoffload._transfer.backends.cuda import Pieces
+from aoffload._transfer.backends.cuda.driver import Pieces
 from aoffload.cuda import CudaOptions
 from aoffload.ledger import Direction
 

@@ -22,8 +22,7 @@ import attrs
 import torch
 
 from aoffload import DiskTier, KVCacheGroup, OffloadConfig, OffloadRuntime, Tier
-from aoffload._tiers.disk.files import DiskDirectory, DiskFile
-from aoffload._tiers.disk.posix import PosixDirectory
+from aoffload._tiers.disk.files import DiskDirectory, DiskFile, PosixDirectory
 from aoffload.transport import LocalTransport
 
 from .cycle import BLOCK_SIZE, Tokens, prompts_of

@@ -24,17 +24,17 @@ import attrs
 import numpy as np
 
 from aoffload import LazyStore, Ledger, OffloadConfig
+from aoffload._common.commands import ProgressLine
 from aoffload._reference.engine.sequence import Generation
 from aoffload.demo.command import _prepare
+from aoffload.demo.interrupt import Progress
 from aoffload.demo.options import DemoOptions
 from aoffload.demo.outcome import DemoOutcome, RunOutcome
-from aoffload.demo.pools import ENGINE
-from aoffload.demo.progress import Progress
 from aoffload.demo.runner import Runner, run_kinds
+from aoffload.demo.workload import ENGINE
 from aoffload.plan import Recorder
-from aoffload.plan.forecast import Forecast, Sizes
+from aoffload.plan.forecast import Forecast, Sizes, Speeds
 from aoffload.plan.report import as_text
-from aoffload.plan.timing import Speeds
 from aoffload.plan.trace import read_trace
 
 from .cycle import BLOCK_SIZE, Tokens
@@ -174,7 +174,7 @@ def _first_tokens(at: Path) -> Row:
     """The demo with offload, beside the plan of what it was asked for, with the speeds that it computed at."""
     options, path = DemoOptions(), at / "demo.jsonl"
     outcome = DemoOutcome(options)
-    runner = _prepare(options, outcome, Progress(io.StringIO()), None)
+    runner = _prepare(options, outcome, Progress(ProgressLine(io.StringIO())), None)
     with Recorder(path, block_tokens=ENGINE.block_size) as runner.recorder:
         anyio.run(_demo, runner)
     result = outcome.runs[-1]

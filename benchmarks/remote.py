@@ -29,8 +29,7 @@ from aoffload._config.tiers import MAX_CELL_BYTES, ObjectStore
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Outcome, Tier
 from aoffload._tiers.remote.cells import CellShape, cells_of_tier
-from aoffload._tiers.remote.jobs import HostRows
-from aoffload._tiers.remote.lanes import RemoteLanes
+from aoffload._tiers.remote.lanes import HostRows, RemoteLanes
 from aoffload._tiers.remote.plans import CellLabel
 from aoffload.errors import MissingExtra
 from aoffload.stores import RedisClusterStore, RedisStore

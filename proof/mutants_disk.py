@@ -7,7 +7,7 @@ from .planting import Mutant, Patch
 __all__ = ["DISK_MUTANTS"]
 
 DISK = "aoffload._tiers.disk"
-SLOTS, RECORDS, SLAB = f"{DISK}.slots", f"{DISK}.records", f"{DISK}.files"
+SLOTS, RECORDS, SLAB = f"{DISK}.slots", f"{DISK}.table", f"{DISK}.files"
 NEIGHBOURS, RECOVERY = f"{DISK}.files", f"{DISK}.recovery"
 STORIES = "tests/proof/test_disk_stories.py::test_no_story_breaks_a_law"
 

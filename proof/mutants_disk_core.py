@@ -7,7 +7,7 @@ from .planting import Mutant, Patch
 __all__ = ["DISK_CORE_MUTANTS"]
 
 STORES, FETCHES, RESTORES = "aoffload._tiers.lower.rules", "aoffload._tiers.fetch.rules", "aoffload._tiers.disk.rules"
-MATCHING, LABELS, INDEX = "aoffload._kernel.index", "aoffload._tiers.disk.blocks", "aoffload._kernel.index"
+MATCHING, LABELS, INDEX = "aoffload._kernel.index", "aoffload._tiers.disk.rules", "aoffload._kernel.index"
 EXTENSION = "aoffload._tiers.disk.extension"
 OF_STORES = "tests/core/test_disk_stores.py::test_"
 OF_FETCHES = "tests/core/test_disk_fetches.py::test_"
@@ -230,7 +230,7 @@ _RESTORES = (
     _met_by(
         OF_RESTORES + "what_is_restored_is_evicted_first_and_from_its_tail",
         "disk: what is restored is evicted head first",
-        "aoffload._tiers.disk.blocks",
+        "aoffload._tiers.disk.rules",
         "                self.order.remove(oldest)\n                self.order.add_newer(oldest, part)\n",
         "                self.order.remove(part)\n                self.order.add(part)\n",
         "a prefix loses its tail before its head",
@@ -246,7 +246,7 @@ _RESTORES = (
     _met_by(
         OF_RESTORES + "what_was_stored_is_found_after_a_restart",
         "disk: what is restored is counted as pinned",
-        "aoffload._tiers.disk.blocks",
+        "aoffload._tiers.disk.rules",
         "            self.num_cached += len(block_ids)\n        self.part_changed",
         "        self.part_changed",
         "blocks by state add up",

@@ -6,7 +6,7 @@ from .planting import Mutant, Patch
 
 __all__ = ["DISK_PROOF_MUTANTS"]
 
-TIERS, WORK, SLOTS = "aoffload._tiers.disk.blocks", "aoffload._tiers.disk.loop", "aoffload._tiers.disk.slots"
+TIERS, WORK, SLOTS = "aoffload._tiers.disk.rules", "aoffload._tiers.disk.loop", "aoffload._tiers.disk.slots"
 FREED = "tests/core/test_disk_stores.py::test_slots_that_were_freed_may_hold_what_is_taken_back"
 RUNTIME, PROGRAMS = "tests/shell/test_disk_runtime.py", "tests/proof/test_disk_programs.py"
 PROMISE = "no restart finds what a failed forward wrote"

@@ -100,8 +100,8 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "the files stay open behind a hang",
         LANES,
-        "        if self._is_closing and not self._threads:\n",
-        "        if self._is_closing and not self._threads and not self._is_abandoned:\n",
+        "        if self._is_closing and not self._threads and self.num_blocks:\n",
+        "        if self._is_closing and not self._threads and self.num_blocks and not self._is_abandoned:\n",
         "another process may have the directory once the last thread has ended",
         f"{TRANSPORT}::test_closing_waits_no_longer_than_it_is_told_to",
     ),
@@ -187,7 +187,7 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a fork keeps the directory",
-        "aoffload._tiers.disk.posix",
+        "aoffload._tiers.disk.files",
         "                fcntl.flock(lock.descriptor, fcntl.LOCK_UN)\n",
         "                pass\n",
         "who has closed leaves the directory to the next one, whatever was forked",
@@ -195,7 +195,7 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a fork gives the directory away",
-        "aoffload._tiers.disk.posix",
+        "aoffload._tiers.disk.files",
         "                os.close(lock.descriptor)\n        self._held.clear()",
         "                fcntl.flock(lock.descriptor, fcntl.LOCK_UN)\n        self._held.clear()",
         "one process has a directory",

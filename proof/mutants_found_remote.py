@@ -7,7 +7,7 @@ from .planting import Mutant
 __all__ = ["FOUND_REMOTE_MUTANTS"]
 
 REMOTE = "aoffload._tiers.remote"
-LANES, REMOVALS = f"{REMOTE}.lanes", f"{REMOTE}.removals"
+LANES, REMOVALS = f"{REMOTE}.lanes", f"{REMOTE}.memory"
 TRANSPORT = "tests/transfer/test_remote_transport.py::test_"
 TAKEN_BACK = "tests/shell/test_remote_taken_back.py::test_"
 CONNECTING = "tests/shell/test_remote_connecting.py::test_"
@@ -115,7 +115,7 @@ FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "Redis: connecting has the time of a question",
-        "aoffload._tiers.remote.clients.redis_node",
+        "aoffload._tiers.remote.clients.redis",
         "        connect_s = max(timeout_s, CONNECT_S)\n",
         "        connect_s = timeout_s\n",
         "a store that was gone is used again",

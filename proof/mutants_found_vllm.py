@@ -8,7 +8,7 @@ from .planting import Mutant, Patch
 __all__ = ["FOUND_VLLM_MUTANTS"]
 
 OURS = "aoffload._vllm"
-KEYS, SCHEDULER, ADAPTERS = f"{OURS}.keys", f"{OURS}.scheduler", f"{OURS}.adapters"
+KEYS, SCHEDULER, ADAPTERS = f"{OURS}.requests", f"{OURS}.scheduler", f"{OURS}.adapters"
 WORKER, LOADED, REFUSALS, CONNECTOR = (
     f"{OURS}.worker",
     f"{OURS}.worker_adapters",
@@ -212,7 +212,7 @@ FOUND_VLLM_MUTANTS = (
     ),
     Mutant(
         "vLLM: a restart finds what other weights have stored after a reset",
-        f"{OURS}.worker_disk",
+        f"{OURS}.worker",
         "                self._disk.disown()",
         "                pass  #",
         "a restart begins with the weights of the model's files",

@@ -83,8 +83,8 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "what the request may not hit is fetched",
         FETCHING,
-        "self._first(min(limit_tokens, self.prefix.num_tokens - 1))",
-        "self._first(self.prefix.num_tokens - 1)",
+        "first_tokens(self.prefix, min(limit_tokens, self.prefix.num_tokens - 1))",
+        "first_tokens(self.prefix, self.prefix.num_tokens - 1)",
         "a request that wants less fetches less",
         f"{TESTS}::test_a_request_that_wants_less_fetches_less",
     ),

@@ -7,8 +7,8 @@ from .planting import Mutant
 __all__ = ["REMOTE_STORE_MUTANTS"]
 
 REMOTE, STORES = "aoffload._tiers.remote", "aoffload._tiers.remote.clients"
-CELLS, JOBS, LANES, NODES = f"{REMOTE}.cells", f"{REMOTE}.jobs", f"{REMOTE}.lanes", f"{REMOTE}.nodes"
-QUESTIONS, REMOVALS, MEMORY = f"{REMOTE}.questions", f"{REMOTE}.removals", f"{REMOTE}.memory"
+CELLS, JOBS, LANES, NODES = f"{REMOTE}.cells", f"{REMOTE}.lanes", f"{REMOTE}.lanes", f"{REMOTE}.calls"
+QUESTIONS, REMOVALS, MEMORY = f"{REMOTE}.questions", f"{REMOTE}.memory", f"{REMOTE}.memory"
 TRANSPORT = "tests/transfer/test_remote_transport.py"
 WRONG = "tests/transfer/test_wrong_stores.py"
 REDIS, OBSTORE = "tests/transfer/test_redis_stores.py", "tests/transfer/test_obstore_store.py"
@@ -45,7 +45,7 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "idle threads are not told of the end",
-        "aoffload._tiers.remote.threads",
+        "aoffload._tiers.remote.calls",
         "                    if found is None or self._waiting:\n",
         "                    if False:\n",
         "closing ends all threads",
@@ -125,7 +125,7 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a panic of a store",
-        f"{REMOTE}.threads",
+        f"{REMOTE}.calls",
         "            except BaseException as error:  # noqa: BLE001 - third-party code, which",
         "            except Exception as error:  # noqa: BLE001 - third-party code, which",
         "whatever a store raises, its thread goes on",
@@ -245,7 +245,7 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "Redis: the time-out of the first call",
-        f"{STORES}.redis_node",
+        f"{STORES}.redis",
         "            connection._sock.settimeout(timeout_s)\n",
         "",
         "a time-out is that of the call",
@@ -253,7 +253,7 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "Redis: a slot that has moved",
-        f"{STORES}.redis_cluster",
+        f"{STORES}.redis",
         "        if moved is not None:\n",
         "        if moved is not None and not key:\n",
         "a slot that moves is followed",

@@ -7,9 +7,9 @@ from .planting import Mutant
 __all__ = ["SEEN_MUTANTS"]
 
 DISK = "aoffload._vllm.disk"
-FETCHES = "aoffload._vllm.fetches"
+FETCHES = "aoffload._vllm.lower"
 REMOTE = "aoffload._vllm.remote"
-WORKER_REMOTE = "aoffload._vllm.worker_remote"
+WORKER_REMOTE = "aoffload._vllm.worker"
 STORE_TESTS = "tests/integrations/vllm_connector/test_vllm_remote.py::"
 TESTS = "tests/integrations/vllm_connector/test_vllm_disk.py::"
 TIERS = "tests/trace/test_trace_tiers.py::"
@@ -66,7 +66,7 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "vLLM disk: nothing is flushed at the end",
-        "aoffload._vllm.flush",
+        "aoffload._vllm.guard",
         "        may_be_more = disk.flush()\n",
         "        may_be_more = False\n",
         "the next engine finds what was only in host memory",
@@ -74,7 +74,7 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "vLLM disk: any layout of a block will do",
-        "aoffload._vllm.worker_disk",
+        "aoffload._vllm.worker",
         '\\n{identity.text()}\\n{strides}"',
         '\\n{identity.text()}"',
         "KV with heads and tokens in another order is not used",
@@ -82,7 +82,7 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "vLLM disk: any weights will do",
-        "aoffload._vllm.worker_disk",
+        "aoffload._vllm.worker",
         '        return f"{self.given or fingerprint(self.model)}\\n{self.others}"\n',
         '        return f"{self.given or self.model}\\n{self.others}"\n',
         "other weights in the same place are another model",
@@ -154,7 +154,7 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "trace: stores to the disk fill the host",
-        "aoffload.trace.occupancy",
+        "aoffload.trace.book",
         "        there = job.link.destination\n",
         "        there = min(job.link.destination, job.link.source)\n",
         "a copy fills the tier that it goes to",

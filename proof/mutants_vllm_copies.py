@@ -7,9 +7,9 @@ from .planting import Mutant, Patch
 __all__ = ["VLLM_COPY_MUTANTS"]
 
 OURS = "aoffload._vllm"
-SCHEDULER, CONNECTOR, OUTBOX = f"{OURS}.scheduler", f"{OURS}.connector", f"{OURS}.outbox"
-WORKER, MESSAGES, BLOCKS, COPIES = f"{OURS}.worker", f"{OURS}.messages", f"{OURS}.blocks", f"{OURS}.copies"
-GROUPS, REGIONS = f"{OURS}.groups", f"{OURS}.regions"
+SCHEDULER, CONNECTOR, OUTBOX = f"{OURS}.scheduler", f"{OURS}.connector", f"{OURS}.messages"
+WORKER, MESSAGES, BLOCKS, COPIES = f"{OURS}.worker", f"{OURS}.messages", f"{OURS}.blocks", f"{OURS}.worker"
+GROUPS, REGIONS = f"{OURS}.groups", f"{OURS}.blocks"
 TESTS = "tests/integrations/vllm_connector/test_vllm"
 STEPS, LOST, WHOLE = f"{TESTS}_steps.py::", f"{TESTS}_lost_loads.py::", f"{TESTS}_connector.py::"
 OF_GROUPS, LAYOUTS = f"{TESTS}_groups.py::", f"{TESTS}_regions.py::"

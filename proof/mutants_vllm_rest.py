@@ -8,7 +8,7 @@ __all__ = ["VLLM_OTHER_MUTANTS"]
 
 OURS = "aoffload._vllm"
 SCHEDULER, CONNECTOR, GUARD = f"{OURS}.scheduler", f"{OURS}.connector", f"{OURS}.guard"
-KEYS, COUNTS, STATISTICS = f"{OURS}.keys", f"{OURS}.counts", f"{OURS}.statistics"
+KEYS, COUNTS, STATISTICS = f"{OURS}.requests", f"{OURS}.counts", f"{OURS}.statistics"
 SETTINGS = f"{OURS}.settings"
 TESTS = "tests/integrations/vllm_connector/test_vllm"
 ERRORS, WHOLE, OF_KEYS = f"{TESTS}_guard.py::", f"{TESTS}_connector.py::", f"{TESTS}_keys.py::"

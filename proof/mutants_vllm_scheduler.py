@@ -8,7 +8,7 @@ __all__ = ["VLLM_SCHEDULER_MUTANTS"]
 
 OURS = "aoffload._vllm"
 SCHEDULER, REQUESTS, CONNECTOR = f"{OURS}.scheduler", f"{OURS}.requests", f"{OURS}.connector"
-OUTBOX, BLOCKS, COUNTS = f"{OURS}.outbox", f"{OURS}.blocks", f"{OURS}.counts"
+OUTBOX, BLOCKS, COUNTS = f"{OURS}.messages", f"{OURS}.blocks", f"{OURS}.counts"
 TESTS = "tests/integrations/vllm_connector/test_vllm"
 ASKED, STEPS, LOST = f"{TESTS}_matching.py::", f"{TESTS}_steps.py::", f"{TESTS}_lost_loads.py::"
 PREEMPTED, WHOLE, OF_GROUPS = f"{TESTS}_preemption.py::", f"{TESTS}_connector.py::", f"{TESTS}_groups.py::"

@@ -7,7 +7,7 @@ from .planting import Mutant
 __all__ = ["VLLM_SLEEP_MUTANTS"]
 
 OURS = "aoffload._vllm"
-WORKER, COPIES, SCHEDULER, MESSAGES = f"{OURS}.worker", f"{OURS}.copies", f"{OURS}.scheduler", f"{OURS}.messages"
+WORKER, COPIES, SCHEDULER, MESSAGES = f"{OURS}.worker", f"{OURS}.worker", f"{OURS}.scheduler", f"{OURS}.messages"
 SLEEPS = "tests/integrations/vllm_connector/test_vllm_sleep.py::"
 
 VLLM_SLEEP_MUTANTS = (

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from aoffload._transfer.backends.base import CopyBackend
-from aoffload._transfer.backends.cuda import CudaBackend, CudaOptions
+from aoffload._transfer.backends.cuda.backend import CudaBackend, CudaOptions
 from aoffload._transfer.region import KVRegion
 
 __all__ = ["Compute", "DeviceMemory", "HostMemory", "KVMemory", "MakeMemory", "cuda_compute"]

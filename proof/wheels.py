@@ -22,7 +22,7 @@ from aoffload.demo import command
 from aoffload.demo.interrupt import Interrupt
 from aoffload.demo.options import parse_options
 from aoffload.demo.outcome import DemoOutcome
-from aoffload.demo.progress import Progress
+from aoffload.demo.interrupt import Progress
 from aoffload.ledger import is_compiled
 
 options = parse_options(["--requests", sys.argv[1]])

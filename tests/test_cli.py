@@ -132,7 +132,7 @@ def test_ctrl_c_while_a_command_is_imported_leaves_at_once(tmp_path: Path) -> No
 
 WANTED = {
     "cuda": ("from aoffload._transfer.backends.cuda.nvidia import NvidiaDriver; NvidiaDriver(0)", "NvidiaDriver"),
-    "disk": ("import aoffload._tiers.disk.sums", "a disk tier"),
+    "disk": ("import aoffload._tiers.disk.table", "a disk tier"),
     "events": ("import aoffload.kv_events", "aoffload.kv_events"),
     "metrics": ("import aoffload.metrics", "aoffload.metrics"),
     "mooncake": (

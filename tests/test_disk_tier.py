@@ -49,9 +49,9 @@ def test_a_disk_needs_a_namespace() -> None:
 def test_what_is_counted_is_what_fits(block_bytes: int, unit_tokens: int, tmp_path: Path) -> None:
     """As many slots as the files have; without room for one, the size is refused by name."""
     pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
-    from aoffload._tiers.disk.posix import PosixDirectory
-    from aoffload._tiers.disk.records import SlotLayout
+    from aoffload._tiers.disk.files import PosixDirectory
     from aoffload._tiers.disk.slots import DiskSlots
+    from aoffload._tiers.disk.table import SlotLayout
     from aoffload._transfer.backends.base import anonymous_memory
 
     tier = DiskTier(tmp_path / "disk", "4MiB")

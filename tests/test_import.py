@@ -20,8 +20,8 @@ def test_the_cuda_backend_is_there_without_a_gpu() -> None:
         "import sys, aoffload;"
         "sys.modules |= dict.fromkeys(('cuda', 'cuda.bindings', 'triton'));"  # as if they were not installed
         "from aoffload.cuda import AdaptivePolling, BlockingWait, BreakEven, CudaBackend, CudaOptions;"
-        "from aoffload._transfer.backends import cuda;"
-        "assert cuda.CudaBackend is CudaBackend;"
+        "from aoffload._transfer.backends.cuda import backend;"
+        "assert backend.CudaBackend is CudaBackend;"
         "CudaOptions(break_even=BreakEven(1, 2), waiting=AdaptivePolling())"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)

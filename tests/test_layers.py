@@ -17,7 +17,7 @@ FLOORS = (
     "_kernel",
     "_extensions _eviction _tiers.fetch.rules"
     " _tiers.lower.rules _tiers.lower.extension"
-    " _tiers.disk.plans _tiers.disk.blocks _tiers.disk.rules _tiers.disk.extension"
+    " _tiers.disk.plans _tiers.disk.rules _tiers.disk.rules _tiers.disk.extension"
     " _tiers.remote.plans _tiers.remote.rules _tiers.remote.extension",
     "_extensions.assembly",
     "_host_cache",

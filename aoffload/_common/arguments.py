@@ -11,20 +11,6 @@ from typing import Any, TypeVar
 
 from ..errors import InvalidArgument
 
-__all__ = [
-    "as_tuple",
-    "check_bool",
-    "check_callable",
-    "check_has",
-    "check_int",
-    "check_names",
-    "check_text",
-    "check_type",
-    "number_of",
-    "shown",
-]
-
-
 Kind = TypeVar("Kind")
 
 SHOWN = 80

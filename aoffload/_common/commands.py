@@ -1,14 +1,18 @@
-"""Helpers of the commands: exit status, one line on standard error, and options that need another option."""
+"""Helpers of the commands: exit status, one line on standard error, numbers and options, and a line of progress."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from typing import TextIO
 
-__all__ = ["BAD_INPUT", "INTERRUPTED", "check_goes_with", "complain", "ended_by", "print_any_name"]
+import attrs
 
+from ..errors import AoffloadError, ConfigError, InvalidArgument
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -42,6 +46,81 @@ def check_goes_with(parser: argparse.ArgumentParser, found: argparse.Namespace, 
         is_given = getattr(found, option) != parser.get_default(option)
         if is_given and getattr(found, other) == parser.get_default(other):
             parser.error(f"argument {_flag(option)}: has an effect only with {_flag(other)}")
+
+
+def by_option(error: AoffloadError, options: Mapping[str, str]) -> str:
+    """The message of `error`, with the name of the option in place of the argument's. `options`: by argument, the
+    options that have another name."""
+    if isinstance(error, (InvalidArgument, ConfigError)):
+        return f"argument {_flag(options.get(error.argument, error.argument))}: {error.problem}"
+    return str(error)
+
+
+def count(minimum: int, maximum: int) -> Callable[[str], int]:
+    """For `type=`: an integer in that range, or a message that names the range."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"must be an integer in [{minimum}, {maximum}], got {text!r:.80}")
+        return value
+
+    return parse
+
+
+def number(what: str, is_right: Callable[[float], bool]) -> Callable[[str], float]:
+    """For `type=`: a number for which `is_right` returns True, or a message that it must be `what`. `is_right` has to
+    refuse nan."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not is_right(value):
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r:.80}")
+        return value
+
+    return parse
+
+
+INTERVAL_S = 0.1
+"""Minimum seconds between two versions of a progress line."""
+
+
+@attrs.define(eq=False)
+class ProgressLine:
+    """A line on a terminal that is rewritten in place. Cheap enough to call at every step."""
+
+    stream: TextIO
+    _last_s: float = -1.0
+    _on_screen: bool = False
+
+    def show(self, text: Callable[[], str]) -> None:
+        """Rewrite the line, if enough time has passed since the last call that did so."""
+        now = time.monotonic()
+        if self.stream.isatty() and now - self._last_s >= INTERVAL_S:
+            self._last_s, self._on_screen = now, True
+            self.print(f"\r{text()}\x1b[K")
+
+    def clear(self) -> None:
+        """Leave an empty line for other output."""
+        if self._on_screen:
+            self._on_screen = False
+            self.print("\r\x1b[K")
+
+    def print(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
+
+
+def bar(part: float, width: int) -> str:
+    """A bar of `width` characters, of which `part`, in [0, 1], is filled."""
+    filled = int(width * part)
+    return f"[{'#' * filled}{'.' * (width - filled)}]"
 
 
 def _flag(name: str) -> str:

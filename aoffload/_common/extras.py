@@ -9,9 +9,6 @@ from importlib.util import find_spec
 
 from ..errors import MissingExtra, UnsupportedVersion
 
-__all__ = ["MODULES", "needed"]
-
-
 MODULES = {
     "cuda": ("cuda",),
     "disk": ("xxhash",),

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 import attrs
 
 from .._common.arguments import shown
-from .._tiers.remote.clients.redis_cluster import RedisClusterStore
-from .._tiers.remote.clients.redis_store import RedisStore
+from .._tiers.remote.clients.redis import RedisClusterStore, RedisStore
 from ..errors import ConfigError
 from .groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from .tiers import DiskTier, ObjectStore, RemoteTier

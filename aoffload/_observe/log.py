@@ -197,21 +197,9 @@ def _overlap_moved(log: Any, event: OverlapMoved) -> None:
     write(_OVERLAP_EVENTS[event.new], request_id=overlap.request.request_id, num_tokens=overlap.num_tokens)
 
 
-def _loads_paused(log: Any, event: LoadsPaused) -> None:
-    log.error("loads_paused", num_quarantined=event.num_quarantined)
-
-
-def _loads_resumed(log: Any, event: LoadsResumed) -> None:
-    log.warning("loads_resumed", num_quarantined=event.num_quarantined)
-
-
 def _step_begun(log: Any, event: StepBegun) -> None:
     ids = [request.request_id for request in event.step.requests]
     log.debug("step_begun", step_id=event.step.step_id, request_ids=ids, num_blocks=event.num_blocks)
-
-
-def _step_ended(log: Any, event: StepEnded) -> None:
-    log.debug("step_ended", step_id=event.step.step_id, over=list(event.over))
 
 
 def _extension_refused(log: Any, event: ExtensionRefused) -> None:
@@ -231,18 +219,6 @@ def _eviction_switched(log: Any, event: EvictionSwitched) -> None:
         num_evicted_learned=tier.num_evicted_learned,
         num_evicted_lru=tier.num_evicted_lru,
     )
-
-
-def _hint_given(log: Any, event: HintGiven) -> None:
-    log.debug("hint_given", hint_id=event.hint_id, category=event.category, num_tokens=event.num_tokens)
-
-
-def _hint_ended(log: Any, event: HintEnded) -> None:
-    log.debug("hint_ended", hint_id=event.hint_id, category=event.category, outcome=event.end.value)
-
-
-def _request_cancelled(log: Any, event: RequestCancelled) -> None:
-    log.info("request_cancelled", request_id=event.request.request_id, reason=event.reason)
 
 
 def _slow_wait(log: Any, event: SlowWait) -> None:
@@ -271,14 +247,6 @@ def _slow_step(log: Any, event: SlowStep) -> None:
     )
 
 
-def _transport_stalled(log: Any, event: TransportStalled) -> None:
-    log.error("transport_stalled", **_link(event), num_jobs=event.num_jobs)
-
-
-def _transport_recovered(log: Any, event: TransportRecovered) -> None:
-    log.warning("transport_recovered", **_link(event))
-
-
 def _link(event: TransportStalled | TransportRecovered) -> dict[str, str]:
     return {"source": event.source.name.lower(), "destination": event.destination.name.lower()}
 
@@ -288,10 +256,6 @@ def _worker_failed(log: Any, event: WorkerFailed) -> None:
     log.error("worker_failed", error=repr(event.error), traceback="".join(format_exception(event.error)))
 
 
-def _cache_turned_off(log: Any, event: CacheTurnedOff) -> None:
-    log.error("cache_turned_off", reason=event.reason)
-
-
 WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
     RequestMoved: _request_moved,
     JobMoved: _job_moved,
@@ -299,21 +263,27 @@ WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
     PinMoved: _pin_moved,
     CacheTransferMoved: _cache_transfer_moved,
     OverlapMoved: _overlap_moved,
-    LoadsPaused: _loads_paused,
-    LoadsResumed: _loads_resumed,
+    LoadsPaused: lambda log, event: log.error("loads_paused", num_quarantined=event.num_quarantined),
+    LoadsResumed: lambda log, event: log.warning("loads_resumed", num_quarantined=event.num_quarantined),
     StepBegun: _step_begun,
-    StepEnded: _step_ended,
+    StepEnded: lambda log, event: log.debug("step_ended", step_id=event.step.step_id, over=list(event.over)),
     ExtensionRefused: _extension_refused,
     EvictionSwitched: _eviction_switched,
-    HintGiven: _hint_given,
-    HintEnded: _hint_ended,
-    RequestCancelled: _request_cancelled,
+    HintGiven: lambda log, event: log.debug(
+        "hint_given", hint_id=event.hint_id, category=event.category, num_tokens=event.num_tokens
+    ),
+    HintEnded: lambda log, event: log.debug(
+        "hint_ended", hint_id=event.hint_id, category=event.category, outcome=event.end.value
+    ),
+    RequestCancelled: lambda log, event: log.info(
+        "request_cancelled", request_id=event.request.request_id, reason=event.reason
+    ),
     SlowWait: _slow_wait,
     SlowStep: _slow_step,
-    TransportStalled: _transport_stalled,
-    TransportRecovered: _transport_recovered,
+    TransportStalled: lambda log, event: log.error("transport_stalled", **_link(event), num_jobs=event.num_jobs),
+    TransportRecovered: lambda log, event: log.warning("transport_recovered", **_link(event)),
     WorkerFailed: _worker_failed,
-    CacheTurnedOff: _cache_turned_off,
+    CacheTurnedOff: lambda log, event: log.error("cache_turned_off", reason=event.reason),
 }
 """What writes an event. The other events are not logged."""
 

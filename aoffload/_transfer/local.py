@@ -27,7 +27,7 @@ from .._kernel.states import BELOW, TIERS, Direction, Tier
 from ..errors import ConfigError, InvalidArgument, RegionError, TransferRefused, WrongState
 from .backends.base import CopyBackend, HasHostRows
 from .backends.cpu import CpuBackend
-from .backends.cuda import CudaBackend
+from .backends.cuda.backend import CudaBackend
 from .fences import Fence, OnlyAfter, RegionFences, WatchesRegions
 from .lane import TURN_BYTES, TURN_COPIES, BlockChecksums, CopyLane, DeviceLoss, LaneCounts, hand_over_bytes
 from .region import KVRegion, regions_of
@@ -43,8 +43,8 @@ from .transport import (
 from .turns import Turns
 
 if TYPE_CHECKING:
-    from .._tiers.disk.local import LocalDisk
-    from .._tiers.remote.local import LocalRemote
+    from .._tiers.disk.lanes import LocalDisk
+    from .._tiers.remote.lanes import LocalRemote
 
 _LINKS = {(BELOW, Tier.DEVICE): Direction.LOAD, (Tier.DEVICE, BELOW): Direction.STORE}
 """The links that copy backends serve, in the order in which their lanes begin."""
@@ -309,13 +309,13 @@ def check_tiers(tiers: object) -> dict[Tier, TransportTier]:
 
 
 def _disk_of(tier: DiskTier, regions: tuple[KVRegion, ...]) -> LocalDisk:
-    from .._tiers.disk.local import LocalDisk
+    from .._tiers.disk.lanes import LocalDisk
 
     return LocalDisk(check_type("disk", tier, DiskTier), regions)
 
 
 def _remote_of(tier: RemoteTier, regions: tuple[KVRegion, ...]) -> LocalRemote:
-    from .._tiers.remote.local import LocalRemote
+    from .._tiers.remote.lanes import LocalRemote
 
     return LocalRemote(check_type("remote", tier, RemoteTier), regions)
 

@@ -14,8 +14,7 @@ from .._config.tiers import DiskTier, RemoteTier
 from .._kernel.layout import Layout
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.states import Direction, Tier
-from .._tiers.disk.forgetting import DiskTrouble
-from .._tiers.disk.plans import RestoredRun
+from .._tiers.disk.plans import DiskTrouble, RestoredRun
 from .._tiers.remote.plans import CellLabel
 from .breaker import LeftAlone, StorageMove
 from .fences import Fence

@@ -19,8 +19,6 @@ import attrs
 
 from .messages import AdapterSeen, AdapterUse, Said
 
-__all__ = ["Adapters"]
-
 
 @attrs.define(eq=False)
 class Adapters:

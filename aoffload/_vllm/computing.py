@@ -14,8 +14,6 @@ from .._runtime.costs import LEAST_TOKENS, PrefillSpeed
 from ..ledger import LoadCosts
 from .requests import EngineRequest
 
-__all__ = ["Computing"]
-
 MAX_STEPS = 64
 """Begun and not over: vLLM has few at a time."""
 

@@ -23,19 +23,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from aoffload import HostCache, KVRegion
 
 from ..transport import LocalTransport, Transport
+from .blocks import block_bytes_of, placements_of
 from .groups import CachedGroups
 from .guard import Guard
 from .messages import NOTHING, Commands, Reports
 from .refusals import check_all
-from .regions import block_bytes_of, placements_of
 from .scheduler import SchedulerSide
 from .settings import given_namespace, offload_config, with_a_step_in_flight
 from .statistics import OffloadMetrics, OffloadStatistics
-from .worker import WorkerSide, invalid_blocks, lost_requests
+from .worker import Identity, WorkerSide, invalid_blocks, lost_requests
 from .worker_adapters import LoadedAdapters, watch
-from .worker_disk import Identity
-
-__all__ = ["AoffloadConnector"]
 
 _log = logging.getLogger("vllm.aoffload")
 

@@ -26,8 +26,6 @@ from ..ledger import (
     WorkerFailed,
 )
 
-__all__ = ["Counts", "blocks_of"]
-
 _log = logging.getLogger("vllm.aoffload")
 
 STATES = ("free", "cached", "pinned", "quarantined")

@@ -16,15 +16,12 @@ import attrs
 
 from aoffload import DiskTier, HostCache, Tier
 
-from .._tiers.disk.forgetting import DiskTrouble
+from .._tiers.disk.plans import DiskTrouble
 from .._tiers.write_rate import DailyBudget
 from .._transfer.breaker import Breaker, BreakerMove, StorageMove, Use, in_words
 from ..ledger import Completion, CopyQueue, Outcome, RestoredRun, TransferPlan
 from .counts import Counts
-from .messages import ReadingOver, ResetOver, Said
-from .outbox import TieredOutbox
-
-__all__ = ["DiskSide", "DiskState"]
+from .messages import ReadingOver, ResetOver, Said, TieredOutbox
 
 _log = logging.getLogger("vllm.aoffload")
 TURN_S = 0.001

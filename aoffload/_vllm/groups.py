@@ -11,8 +11,6 @@ from aoffload import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 
 from ..errors import ConfigError
 
-__all__ = ["CachedGroups"]
-
 
 @attrs.frozen
 class CachedGroups:

@@ -6,19 +6,175 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from aoffload import HostCache, OffloadConfig, PrefixMatch
-
-from .._runtime.costs import PrefillSpeed
-from ..ledger import Completion, CopyQueue
+from .. import HostCache, OffloadConfig, PrefixMatch, RequestState, Tier
+from .._runtime.costs import PrefillSpeed, fetch_bound_s
+from .._tiers.fetch.rules import first_tokens
+from ..ledger import Completion, CopyQueue, Fetch, TransferPlan
 from .counts import Counts
 from .disk import DiskSide
-from .fetches import Fetches
-from .messages import Said
-from .outbox import TieredOutbox
+from .messages import Said, TieredOutbox
 from .remote import RemoteSide
-from .requests import EngineRequest
+from .requests import EngineRequest, Fetching
 
-__all__ = ["Lower"]
+# -- fetches ---------------------------------------------------------------------------------------------------------
+#
+# What a request brings from below host memory before vLLM is told what it has.
+#
+# question    what has the remote store behind the hit? Asked in one step, answered in a later one
+# gate        would it all arrive before it could be computed?
+# fetch       copied into host memory, for as long as computing it would take
+#
+# Until that is over vLLM is told to ask again; it schedules others meanwhile.
+
+PENDING = PrefixMatch(0, 0, is_pending=True)
+FROM_DISK, FROM_REMOTE = (Tier.DISK, Tier.HOST), (Tier.REMOTE, Tier.HOST)
+
+
+@attrs.frozen
+class Offer:
+    """What tiers below the host could bring."""
+
+    stop: int
+    """The token up to which the request would hit."""
+    remote_stop: int
+    """The one up to which that is from the remote store; 0 if nothing is."""
+    seconds: float
+
+
+@attrs.define(eq=False)
+class Fetches:
+    """One per engine with a disk or a remote store."""
+
+    ledger: HostCache
+    queue: CopyQueue
+    counts: Counts
+    block_bytes: int
+    most_s: float
+    """How long a request is told to ask again because of a fetch."""
+    speed: PrefillSpeed
+    clock: Callable[[], float]
+    disk: DiskSide | None
+    remote: RemoteSide | None
+    _num_loads_over: int = attrs.field(default=0, init=False)
+    """Loads from below the host."""
+
+    def copied(self, plan: TransferPlan) -> None:
+        """A copy is over."""
+        self._num_loads_over += plan.link in (FROM_DISK, FROM_REMOTE)
+
+    def fetched(self, found: EngineRequest, match: PrefixMatch) -> PrefixMatch:
+        """`match` of `found`, once what only lower tiers have of it has come, or its time is over. Pending until
+        then."""
+        is_late = self.clock() >= found.fetch_until
+        if found.fetch is not None:
+            if not found.fetch.is_over and not is_late:
+                return PENDING
+            if not found.fetch.is_over:
+                self.counts.counted["late_fetches"] += 1
+                self.ledger.transfers.cancel(found.fetch)
+            match = found.ask_behind_fetch(self.ledger, self.counts.num_failed)
+        if is_late:
+            found.fetching = Fetching.OVER
+        if found.fetching is Fetching.OVER or match.is_pending:
+            return match
+        if self._asks(found, match):
+            return PENDING
+        offer = self._offer(found, match)
+        return match if offer is None else self._bring(found, match, offer)
+
+    # -- what there is --------------------------------------------------------------------------------------------
+
+    def _disk_stop(self, match: PrefixMatch) -> int:
+        is_usable = self.disk is not None and match.num_lower_tokens and self.disk.may_fetch
+        return match.num_tokens + match.num_lower_tokens if is_usable else match.num_tokens
+
+    def _asks(self, found: EngineRequest, match: PrefixMatch) -> bool:
+        """Whether `found` waits for an answer of the store, which is asked once, and only what would be worth it."""
+        asked = found.asked
+        if asked is not None:
+            return asked.num_cells is None and self.clock() < asked.until
+        if self.remote is None or found.record is None or not self.remote.may_fetch:
+            return False
+        unit_tokens = self.ledger.layout.unit_tokens
+        most = min(found.record.hit_limit * unit_tokens, found.prefix.num_tokens - 1)
+        stop, behind = self.remote.cells_stop(most), self._disk_stop(match)
+        if stop <= behind or not self._bound_s(match, self._offer_of(found, match, behind, stop)):
+            return False
+        found.asked = self.remote.ask(first_tokens(found.prefix, stop), behind)
+        return True
+
+    def _offer(self, found: EngineRequest, match: PrefixMatch) -> Offer | None:
+        """What is worth a fetch: what disk and store have together, or the disk alone. None: neither."""
+        disk_stop, remote_stop = self._disk_stop(match), 0
+        if self.remote is not None and found.asked is not None and self.remote.may_fetch:
+            remote_stop = found.asked.stop * self.ledger.layout.unit_tokens
+        offers = [(disk_stop, remote_stop), (disk_stop, 0)] if remote_stop > disk_stop else [(disk_stop, 0)]
+        if max(disk_stop, remote_stop) <= match.num_tokens:
+            return None
+        for from_disk, from_remote in offers:
+            offer = self._offer_of(found, match, from_disk, from_remote)
+            if found.num_tried >= 0 or self._bound_s(match, offer):  # what has begun goes on until its time is over
+                return offer
+        self.counts.counted["declined_fetches"] += 1
+        found.fetching = Fetching.OVER
+        return None
+
+    def _offer_of(self, found: EngineRequest, match: PrefixMatch, disk_stop: int, remote_stop: int) -> Offer:
+        stop, seconds = max(disk_stop, remote_stop), 0.0
+        wanted = first_tokens(found.prefix, stop)
+        if disk_stop > match.num_tokens:
+            seconds = self._seconds(FROM_DISK, self.ledger.fetches.num_blocks(first_tokens(found.prefix, disk_stop)))
+        if remote_stop:
+            num_blocks = self.ledger.fetches.num_remote_blocks(wanted, remote_stop)
+            seconds = max(seconds, self._seconds(FROM_REMOTE, num_blocks))
+        return Offer(stop, remote_stop, seconds)
+
+    def _seconds(self, link: tuple[Tier, Tier], num_blocks: int) -> float:
+        return self.queue.seconds(*link, num_blocks)
+
+    def _bound_s(self, match: PrefixMatch, offer: Offer) -> float:
+        """How long the request may wait for `offer`; 0: it computes."""
+        num_tokens = offer.stop - match.num_tokens
+        return fetch_bound_s(num_tokens, self.speed.tokens_per_s, offer.seconds, self.most_s)
+
+    # -- bringing it ----------------------------------------------------------------------------------------------
+
+    def _bring(self, found: EngineRequest, match: PrefixMatch, offer: Offer) -> PrefixMatch:
+        """Fetch what there is room for. What has none waits for the fetches of others, if there are any."""
+        are_others = any(self.queue.num_under_way(*link) for link in (FROM_DISK, FROM_REMOTE))
+        if found.num_tried == self._num_loads_over and are_others:
+            return PENDING
+        if match.num_tokens <= found.num_fetched and not are_others:  # the last fetch has loaded nothing
+            found.fetching = Fetching.OVER
+            return match
+        fetch = self._begin(found, match, offer)
+        if not fetch.plans and fetch.is_over and not are_others:
+            found.fetching = Fetching.OVER
+            return match
+        return PENDING
+
+    def _begin(self, found: EngineRequest, match: PrefixMatch, offer: Offer) -> Fetch:
+        record = found.record
+        assert record is not None, "a match without a request"
+
+        def arrived() -> None:
+            # In the step that ends the fetch: its blocks are evictable from now on.
+            if record.state is RequestState.PINNED:
+                self.ledger.fetches.match_again(record)
+
+        wanted = first_tokens(found.prefix, offer.stop)
+        fetch = self.ledger.fetches.fetch(wanted, arrived, num_remote_tokens=offer.remote_stop, for_request=record)
+        if found.num_tried < 0:
+            found.fetch_until = self.clock() + self._bound_s(match, offer)
+            self.counts.counted["fetches"] += 1
+        found.num_tried = self._num_loads_over
+        if fetch.plans or not fetch.is_over:  # otherwise there was no free block, and it is tried again
+            found.fetch, found.num_fetched = fetch, match.num_tokens
+            self.queue.submit(fetch.plans)
+        return fetch
+
+
+# -- lower -----------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen

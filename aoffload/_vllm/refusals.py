@@ -15,8 +15,6 @@ from aoffload import KVCacheGroup
 from ..errors import ConfigError
 from .settings import given_namespace, offload_config
 
-__all__ = ["check_all", "check_early"]
-
 
 def check_early() -> None:
     """Refuse the configuration that vLLM is checking now. If vLLM checks none, or if the configuration has several

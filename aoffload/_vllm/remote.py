@@ -19,10 +19,7 @@ from .._tiers.remote.rules import cells_of
 from .._tiers.write_rate import WriteRate
 from ..ledger import CellLabel, Completion, CopyQueue, Outcome, Prefix, TransferPlan
 from .counts import Counts
-from .messages import CellsFound, Refusing, Said
-from .outbox import TieredOutbox
-
-__all__ = ["Asked", "RemoteSide"]
+from .messages import CellsFound, Refusing, Said, TieredOutbox
 
 _log = logging.getLogger("vllm.aoffload")
 MAX_BYTES = 32 * 2**20

@@ -33,13 +33,9 @@ from .blocks import BlockTable, EnginePool
 from .computing import Computing
 from .counts import Counts
 from .groups import CachedGroups
-from .keys import prefix_of, under
 from .lower import Lower
-from .messages import NOTHING, AdapterUse, Commands, FirstForward, LoadReport, Reports
-from .outbox import Outbox, TieredOutbox
-from .requests import EngineRequest, Wait
-
-__all__ = ["SchedulerSide"]
+from .messages import NOTHING, AdapterUse, Commands, FirstForward, LoadReport, Outbox, Reports, TieredOutbox
+from .requests import EngineRequest, Wait, prefix_of, under
 
 
 class SchedulerSide:

@@ -14,8 +14,6 @@ from .._config.sources import disk_from_table, remote_from_table
 from .._config.tiers import parse_bytes
 from ..errors import ConfigError
 
-__all__ = ["KEYS", "given_namespace", "offload_config", "with_a_step_in_flight"]
-
 _SIZES = ("host_bytes", "cpu_bytes_to_use", "num_host_blocks")
 _PASSED_ON = (
     "store_policy", "eviction", "load_choice", "verify", "max_bytes_in_flight", "max_jobs_in_flight", "max_job_bytes",

@@ -7,8 +7,6 @@ from typing import Any
 import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-__all__ = ["FAMILIES", "OffloadMetrics", "OffloadStatistics"]
-
 
 @attrs.frozen
 class Family:

@@ -3,27 +3,277 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from aoffload import KVRegion, Tier
+import attrs
 
+from .. import KVRegion, Tier
 from .._common.env import Env
 from .._config.config import OffloadConfig
-from .._transfer.transport import GivesUp
-from ..ledger import Completion, Outcome, TransferPlan
+from .._config.models import fingerprint
+from .._kernel.layout import Layout
+from .._transfer.breaker import in_words
+from .._transfer.transport import GivesUp, HasDisk, HasRemote, TransportDisk, TransportRemote
+from ..errors import ConfigError
+from ..ledger import Completion, Direction, Outcome, RestoredRun, TransferPlan
 from ..transport import DeviceGone, LocalTransport, TransferRefused, Transport
-from .copies import RankCopies
-from .messages import AdapterUse, Commands, LoadReport, Reports, Said
-from .regions import Placement, block_bytes_of, regions_at
+from .blocks import Placement, block_bytes_of, regions_at
+from .messages import (
+    AdapterUse,
+    CellsFound,
+    Commands,
+    DiskCommands,
+    LoadReport,
+    Question,
+    ReadingOver,
+    Refusing,
+    Reports,
+    ResetOver,
+    Said,
+)
 from .worker_adapters import LoadedAdapters
-from .worker_disk import Identity, WorkerDisk, disk_of, identify, strides_of
-from .worker_remote import WorkerRemote, remote_of
 
-__all__ = ["WorkerSide"]
+# -- copies ----------------------------------------------------------------------------------------------------------
+#
+# The copies of one rank: those under way, and those that are over and not reported yet.
+
+
+class RankCopies:
+    """`end` is called from any thread, all else from the one that runs the model."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._under_way: set[int] = set()
+        """Jobs that touch vLLM's tensors, were launched and are not proven to be over."""
+        self._loads: set[int] = set()
+        """Loads into vLLM's tensors of which no proof was reported."""
+        self._lost: set[int] = set()
+        """Those whose destination has lost its memory: where they end, nothing has landed."""
+        self._over: deque[Completion] = deque()
+        self._ended = threading.Condition()
+
+    def begin(self, plan: TransferPlan) -> None:
+        """Before it is launched: its end may come before the launch returns."""
+        if Tier.DEVICE not in plan.link:
+            return  # whatever becomes of the tensors, it goes on
+        with self._ended:
+            self._under_way.add(plan.job_id)
+            if plan.destination is Tier.DEVICE:
+                self._loads.add(plan.job_id)
+
+    def end(self, completion: Completion) -> None:
+        with self._ended:
+            self._over.append(completion)
+            if completion.outcome is not Outcome.UNPROVEN:
+                self._under_way.discard(completion.job_id)
+            self._ended.notify_all()
+
+    def take(self) -> tuple[Completion, ...]:
+        """What has ended since the last call."""
+        if not self._over:
+            return ()  # as in most steps
+        with self._ended:
+            found = tuple(self._over)
+            self._over.clear()
+            return tuple([self._told(completion) for completion in found])
+
+    def _told(self, completion: Completion) -> Completion:
+        if completion.job_id in self._lost:
+            problem = completion.error or "the memory that it was loaded into is gone"
+            outcome = Outcome.FAILED if completion.outcome is Outcome.LANDED else completion.outcome
+            completion = attrs.evolve(completion, outcome=outcome, num_landed=0, error=problem)
+        if completion.outcome is not Outcome.UNPROVEN:
+            self._loads.discard(completion.job_id)
+            self._lost.discard(completion.job_id)
+        return completion
+
+    def lose_loads(self) -> None:
+        """The memory that loads were copied into goes away: those that were not reported have brought nothing."""
+        with self._ended:
+            self._lost |= self._loads
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for what is under way, `timeout_s` of the clock at most. Returns whether all of it is over."""
+        deadline = self.clock() + timeout_s
+        with self._ended:
+            while self._under_way and (left := deadline - self.clock()) > 0:
+                self._ended.wait(min(left, threading.TIMEOUT_MAX))
+            return not self._under_way
+
+    def wait_for_any(self, timeout_s: float) -> None:
+        """Wait until something has ended that was not reported, `timeout_s` at most."""
+        with self._ended:
+            if not self._over:
+                self._ended.wait(min(timeout_s, threading.TIMEOUT_MAX))
+
+    def doubt(self, reason: str) -> None:
+        """Report what is under way as UNPROVEN: it may still copy. Its end, if it comes, is the late proof."""
+        with self._ended:
+            self._over += [Completion(job_id, Outcome.UNPROVEN, error=reason) for job_id in sorted(self._under_way)]
+
+
+# -- worker disk -----------------------------------------------------------------------------------------------------
+#
+# The disk of a worker: what it is told with a step, and what it has to say with the next one.
+
+# -- worker ----------------------------------------------------------------------------------------------------------
 
 _log = logging.getLogger("vllm.aoffload")
+RUNS_A_STEP = 256
+"""Reported with one step: the scheduler takes them up between two others."""
+
+
+@attrs.frozen
+class Identity:
+    """What KV that outlives an engine must have been computed by, so that this one may use it."""
+
+    given: str
+    """The key `namespace`; empty: the files of `model` say it."""
+    model: str
+    others: str
+    """What else of the engine's configuration changes KV, or how it lies in a block."""
+
+    def text(self) -> str:
+        """Reads all files of the model, where no `namespace` is given. `InvalidArgument`: they cannot be read."""
+        return f"{self.given or fingerprint(self.model)}\n{self.others}"
+
+
+def strides_of(kv_caches: Mapping[str, Any], num_blocks: int) -> str:
+    """How the tensors of all layers lie in memory, whatever the number of blocks: a block has as many bytes with heads
+    before tokens as behind them."""
+
+    def size(number: int) -> str:
+        return str(number) if number % num_blocks else f"{number // num_blocks}n"
+
+    return repr([
+        (name, str(cache.dtype), *map(size, cache.shape), "strides", *map(size, cache.stride()))
+        for name, cache in sorted(kv_caches.items())
+    ])  # fmt: skip
+
+
+class WorkerDisk:
+    """Reads back what an earlier process has left, at once. Calls come from the thread that runs the model."""
+
+    def __init__(self, disk: TransportDisk) -> None:
+        self._disk = disk
+        self._told: deque[Said] = deque()
+        """The threads of the disk append."""
+        try:
+            disk.read_back(self._found, lambda problem: self._told.append(ReadingOver(problem)), self._told.append)
+        except TransferRefused as error:
+            self._told.append(ReadingOver(str(error)))
+
+    def _found(self, runs: Sequence[RestoredRun]) -> None:
+        self._told.extend(runs)
+
+    def obey(self, commands: DiskCommands) -> None:
+        """Before anything of the step is copied."""
+        try:
+            if commands.forgotten:
+                self._disk.forget(commands.forgotten)
+            if commands.num_resets:
+                self._disk.disown()  # weights may have changed since `Identity` was made
+                self._disk.reset(commands.num_resets, partial(self._reset_over, commands.num_resets))
+        except TransferRefused as error:  # it is closed, or off already
+            _log.warning("aoffload: the disk: %s", error)
+            if commands.num_resets:
+                self._reset_over(commands.num_resets, str(error))
+
+    def _reset_over(self, num_resets: int, problem: str) -> None:
+        self._told.append(ResetOver(num_resets, problem))
+
+    def take(self) -> tuple[Said, ...]:
+        """What it has to say since the last call, a part at a time."""
+        return tuple([self._told.popleft() for _ in range(min(RUNS_A_STEP, len(self._told)))])
+
+
+def disk_of(transport: Transport, config: OffloadConfig) -> TransportDisk | None:
+    """The disk of `transport`, told what its contents may be used for. `ConfigError`: it is not that of `config`."""
+    found = transport.disk if isinstance(transport, HasDisk) else None
+    if (None if found is None else found.tier) != config.disk:
+        raise ConfigError("disk", "must be that of the transport: a `make_transport` of your own has to give it one")
+    return found
+
+
+def identify(
+    disk: TransportDisk | None, remote: TransportRemote | None, config: OffloadConfig, identity: Identity, strides: str
+) -> None:
+    """Before the transport is opened: what was stored for another identity is never found."""
+    layout, text = Layout.of(config.groups), f"{config.root_namespace}\n{identity.text()}\n{strides}"  # type: ignore[arg-type]
+    for tier in (disk, remote):
+        if tier is not None:
+            tier.identify(layout, text)
+
+
+# -- worker remote ---------------------------------------------------------------------------------------------------
+#
+# The remote store of a worker: what it is asked with a step, and what it has to say with a later one.
+
+
+LATE_S = 0.01
+"""For an answer that is given just in time, to arrive."""
+
+
+class WorkerRemote:
+    """Calls come from the thread that runs the model."""
+
+    def __init__(self, remote: TransportRemote, clock: Callable[[], float]) -> None:
+        self._remote, self._clock = remote, clock
+        self._heard: deque[CellsFound] = deque()
+        """Threads of the store append."""
+        self._asked: dict[int, float] = {}
+        """When the time of each question is over that is not answered."""
+        self._refusing = Refusing()
+        """As the scheduler knows it."""
+
+    def connect(self) -> None:
+        """Wait until the store has connected or failed, for `load_timeout_s` at most, because questions have less
+        time."""
+        is_over = threading.Event()
+        self._remote.connect(is_over.set)
+        is_over.wait(self._remote.tier.load_timeout_s + LATE_S)
+
+    def ask(self, questions: Iterable[Question]) -> None:
+        for question in questions:
+            self._asked[question.number] = self._clock() + self._remote.tier.ask_timeout_s + LATE_S
+            self._remote.ask(question.labels, partial(self._hear, question.number))
+
+    def _hear(self, number: int, num_cells: int) -> None:
+        self._heard.append(CellsFound(number, num_cells))
+
+    def take(self) -> tuple[Said, ...]:
+        """What it has to say since the last call. What the store has not said in time it does not have."""
+        said: list[Said] = []
+        for _ in range(len(self._heard)):
+            found = self._heard.popleft()
+            if self._asked.pop(found.number, None) is not None:
+                said.append(found)
+        now = self._clock() if self._asked else 0.0
+        for number in [number for number, until in self._asked.items() if until <= now]:
+            del self._asked[number]
+            said.append(CellsFound(number, 0))
+        for move in self._remote.take_moves():
+            _log.warning("aoffload: %s", in_words(move))
+        refusing = Refusing(self._remote.refuses(Direction.LOAD), self._remote.refuses(Direction.STORE))
+        if refusing != self._refusing:
+            self._refusing = refusing
+            said.append(refusing)
+        return tuple(said)
+
+
+def remote_of(transport: Transport, config: OffloadConfig) -> TransportRemote | None:
+    """The remote tier of `transport`. `ConfigError`: it is not that of `config`."""
+    found = transport.remote if isinstance(transport, HasRemote) else None
+    if (None if found is None else found.tier) != config.remote:
+        raise ConfigError("remote", "must be that of the transport: a `make_transport` of your own has to give it one")
+    return found
+
+
 NO_USES: Mapping[int, AdapterUse] = {}
 
 

@@ -22,8 +22,6 @@ import torch
 
 from .messages import AdapterSeen, AdapterUse
 
-__all__ = ["LoadedAdapters", "digest_of", "watch"]
-
 _log = logging.getLogger("vllm.aoffload")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _UNREADABLE = (AttributeError, NotImplementedError, OverflowError, RuntimeError, TypeError, ValueError)

@@ -14,24 +14,21 @@ from typing import NoReturn
 import anyio
 import torch
 
+from .._common.commands import ProgressLine, by_option
 from .._common.env import Env
 from .._common.extras import needed
 from .._reference.engine.models import load_model
-from .._tiers.disk.posix import PosixDirectory
-from ..errors import AoffloadError, ConfigError, InvalidArgument
+from .._tiers.disk.files import PosixDirectory
+from ..errors import AoffloadError, InvalidArgument
 from ..plan import Recorder
-from .interrupt import Interrupt
+from .backends import Tampering
+from .interrupt import Interrupt, Progress
 from .logs import LogFile, make_logger
 from .options import DemoOptions, make_parser, parse_options
 from .outcome import DemoOutcome
-from .pools import ENGINE, Pools
-from .progress import Progress
 from .report import as_json, as_table
 from .runner import Runner, run_kinds
-from .tampering import Tampering
-from .workload import make_workload
-
-__all__ = ["main"]
+from .workload import ENGINE, Pools, make_workload
 
 # Arguments whose names differ from their options'.
 _OPTIONS = {
@@ -50,13 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo, print a table, write the file if asked for; the exit status says whether all was well."""
     options = parse_options(arguments)
     outcome = DemoOutcome(options, tampering=Tampering.of(options.corrupt) if options.corrupt else None)
-    progress = Progress(sys.stderr)
+    progress = Progress(ProgressLine(sys.stderr))
     started = time.monotonic()
 
     def report() -> None:
         outcome.was_interrupted = interrupt.was_pressed
         outcome.wall_s = time.monotonic() - started
-        progress.clear()
+        progress.line.clear()
         print(as_table(outcome), flush=True)
         if options.json is not None:
             _write_json(options.json, outcome)
@@ -133,14 +130,7 @@ def _prepare(options: DemoOptions, outcome: DemoOutcome, progress: Progress, log
 
 def _leave(error: AoffloadError) -> NoReturn:
     parser = make_parser()
-    parser.exit(2, f"{parser.prog}: error: {_by_option(error)}\n")
-
-
-def _by_option(error: AoffloadError) -> str:
-    """The message, with the name of the option in place of the argument's."""
-    if isinstance(error, (InvalidArgument, ConfigError)):
-        return f"argument --{_OPTIONS.get(error.argument, error.argument).replace('_', '-')}: {error.problem}"
-    return str(error)
+    parser.exit(2, f"{parser.prog}: error: {by_option(error, _OPTIONS)}\n")
 
 
 async def _run_all(runner: Runner, interrupt: Interrupt) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C: an orderly stop, or one at once if that takes too long; never a traceback."""
+"""The terminal: progress, and Ctrl-C: an orderly stop, or one at once if that takes too long; never a traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import attrs
 
-__all__ = ["EXIT_STATUS", "Interrupt"]
+from .._common.commands import ProgressLine, bar
 
 EXIT_STATUS = 130
 REPORT_TIMEOUT_S = 0.3
@@ -80,3 +80,33 @@ class Interrupt:
             pass
         finally:
             os._exit(EXIT_STATUS)
+
+
+# -- progress --------------------------------------------------------------------------------------------------------
+#
+# The progress line: rewritten in place on a terminal, a few plain lines in a pipe. Goes to stderr.
+
+BAR_WIDTH = 24
+
+
+@attrs.define(eq=False)
+class Progress:
+    """Cheap to call at every step."""
+
+    line: ProgressLine
+    _title: str = ""
+    _total: int = 0
+    _last_quarter: int = 0
+
+    def start(self, title: str, total: int) -> None:
+        self._title, self._total, self._last_quarter = title, total, 0
+
+    def update(self, num_done: int, detail: str) -> None:
+        """Show `num_done` of the total, followed by `detail`."""
+        total = max(1, self._total)
+        about = f"{num_done}/{self._total} requests, {detail}"
+        if self.line.stream.isatty():
+            self.line.show(lambda: f"{self._title:<16} {bar(num_done / total, BAR_WIDTH)} {about}")
+        elif (quarter := 4 * num_done // total) > self._last_quarter:
+            self._last_quarter = quarter
+            self.line.print(f"{self._title}: {about}\n")

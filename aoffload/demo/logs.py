@@ -13,8 +13,6 @@ import structlog
 
 from ..errors import InvalidArgument
 
-__all__ = ["LogFile", "make_logger"]
-
 
 @attrs.define(eq=False)
 class LogFile:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import attrs
 
-from .._common.commands import check_goes_with
-from .._reference.engine.arguments import count
+from .._common.commands import check_goes_with, count, number
 from .._reference.engine.models import MODEL_NAMES
 
-__all__ = ["EVICTIONS", "LOAD_CHOICES", "STORE_POLICIES", "Corrupt", "DemoOptions", "make_parser", "parse_options"]
-
 MAX_BLOCKS = 1_000_000
+SHARE = number("a number in [0, 1]", lambda value: 0 <= value <= 1)
+SPEED = number("a positive number of gigabytes a second", lambda value: 0 < value < math.inf)
 STORE_POLICIES = ("eager", "lazy", "selective", "off")
 """Choices for `OffloadConfig.store_policy`, which checks whether there is such a policy."""
 EVICTIONS = ("lru", "learned")
@@ -80,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--host-blocks", dest="num_host_blocks", type=count(1, MAX_BLOCKS), metavar="N",
         help="blocks in host memory (default: 2048 for each group of layers)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default=default.device, help="where the model runs (default: %(default)s)")
-    add("--cancel-rate", type=_rate, default=default.cancel_rate, metavar="P",
+    add("--cancel-rate", type=SHARE, default=default.cancel_rate, metavar="P",
         help="part of the clients that go away at random points, in the run with offload (default: 0)")  # fmt: skip
     add("--model", default=default.model, metavar="|".join((*MODEL_NAMES, "DIR")), help="(default: %(default)s)")
     add("--store", choices=STORE_POLICIES, default=default.store,
@@ -88,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--load", choices=LOAD_CHOICES, default=default.load,
         help="what of host memory's hits is loaded, in the run with offload: all, or what costs less than computing it "
         "(default: %(default)s)")  # fmt: skip
-    add("--host-gbs", type=_gigabytes, metavar="GB/S",
+    add("--host-gbs", type=SPEED, metavar="GB/S",
         help="loads from host memory are that slow, in the run with offload")  # fmt: skip
     add("--eviction", choices=EVICTIONS, default=default.eviction,
         help="which blocks lose their room first, in the run with offload (default: %(default)s)")  # fmt: skip
@@ -119,26 +118,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> DemoOptions:
     if options.host_gbs is not None and options.corrupt is not None:
         parser.error("argument --host-gbs: not with --corrupt, which has a copy backend of its own")
     return options
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= 1.0:  # also refuses nan
-        raise argparse.ArgumentTypeError(f"must be a number in [0, 1], got {text!r}")
-    return value
-
-
-def _gigabytes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < math.inf:  # also refuses nan
-        raise argparse.ArgumentTypeError(f"must be a positive number of gigabytes a second, got {text!r}")
-    return value
 
 
 def _corrupt(text: str) -> Corrupt:

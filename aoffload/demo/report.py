@@ -10,9 +10,7 @@ import numpy as np
 from .. import Tier, __version__
 from ..trace.wording import size
 from .outcome import DemoOutcome, RunOutcome
-from .pools import ENGINE
-
-__all__ = ["as_json", "as_table"]
+from .workload import ENGINE
 
 LABEL_WIDTH = 34
 COLUMN_WIDTH = 20

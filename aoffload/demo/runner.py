@@ -2,34 +2,86 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio
+import anyio.abc
+import anyio.lowlevel
 import attrs
 
 from .. import DiskTier, OffloadConfig, OffloadRuntime, RemoteTier, fingerprint
 from .._config.sources import secret_in, store_of
 from .._reference.engine.batching import PrefillStart
 from .._reference.engine.engine import PagedEngine
-from .._reference.engine.layer_fences import layer_regions
-from .._reference.engine.layers import kv_cache_groups
+from .._reference.engine.layers import kv_cache_groups, layer_regions
 from .._reference.engine.models import MODEL_NAMES
 from .._reference.engine.paged import PagedModel
 from .._reference.engine.sequence import Generation
 from .._transfer.local import LocalTransport
 from ..errors import IntegrityError
 from ..plan import Recorder
-from .departures import Departures
+from .backends import Throttle
+from .interrupt import Progress
 from .options import DemoOptions
 from .outcome import DemoOutcome, RunKind, RunOutcome
-from .pools import ENGINE, Pools
-from .progress import Progress
-from .throttling import Throttle
-from .workload import Conversation, Workload
+from .workload import ENGINE, Conversation, Pools, Workload
 
-__all__ = ["Runner", "run_kinds"]
+# -- departures ------------------------------------------------------------------------------------------------------
+#
+# Clients that leave: a client's own scope is cancelled at a seeded point, whatever the request's state is then.
+
+MAX_PASSES = 40
+"""The most passes of the event loop after which a client leaves while it waits for room or loads."""
+MAX_STEPS = 60
+"""The most engine steps after which a client leaves while it computes."""
+
+
+@attrs.define(eq=False)
+class Departures:
+    """Which clients leave and when: after some passes of the event loop or engine steps. Too late has no effect."""
+
+    rate: float
+    tasks: anyio.abc.TaskGroup
+    _random: random.Random
+    _num_steps: int = 0
+    _due: dict[anyio.CancelScope, int] = attrs.field(factory=dict)
+
+    @classmethod
+    def seeded(cls, rate: float, seed: int, tasks: anyio.abc.TaskGroup) -> Departures:
+        return cls(rate, tasks, random.Random(f"departures {seed}"))
+
+    def arrange(self, scope: anyio.CancelScope) -> None:
+        """Perhaps cancel `scope` later on."""
+        if self._random.random() >= self.rate:
+            return
+        if self._random.random() < 0.5:
+            self.tasks.start_soon(_leave_after, self._random.randint(1, MAX_PASSES), scope)
+        else:
+            self._due[scope] = self._num_steps + self._random.randint(1, MAX_STEPS)
+
+    def forget(self, scope: anyio.CancelScope) -> None:
+        """Do not cancel `scope` any more: its client is done, or gone."""
+        self._due.pop(scope, None)
+
+    def step_done(self, num_steps: int) -> None:
+        """Called by the engine after every step."""
+        self._num_steps = num_steps
+        for scope, due in list(self._due.items()):
+            if num_steps >= due:
+                del self._due[scope]
+                scope.cancel()
+
+
+async def _leave_after(num_passes: int, scope: anyio.CancelScope) -> None:
+    for _ in range(num_passes):
+        await anyio.lowlevel.checkpoint()
+    scope.cancel()
+
+
+# -- runner ----------------------------------------------------------------------------------------------------------
 
 RECORDED = "with offload"
 DISK_SIZE = "1GiB"

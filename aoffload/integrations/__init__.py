@@ -4,15 +4,13 @@
 model. Transformers is imported only when one of its models is loaded.
 """
 
-from .._reference.engine.attention import paged_attention
 from .._reference.engine.batching import EngineOptions, PrefillStart
 from .._reference.engine.decoder import Decoder, DecoderConfig
 from .._reference.engine.engine import PagedEngine
-from .._reference.engine.failures import EngineClosed, StepFailed
-from .._reference.engine.layer_fences import LayerFences, layer_regions
-from .._reference.engine.layers import LayerGroup, LayerPlace, group_layers, kv_cache_groups
+from .._reference.engine.layers import LayerFences, LayerGroup, LayerPlace, group_layers, kv_cache_groups, layer_regions
+from .._reference.engine.loop import EngineClosed, StepFailed
 from .._reference.engine.models import MODEL_NAMES, load_model
-from .._reference.engine.paged import PagedBatch, PagedModel, SequenceSlice
+from .._reference.engine.paged import PagedBatch, PagedModel, SequenceSlice, paged_attention
 from .._reference.engine.sequence import Generation
 
 __all__ = [

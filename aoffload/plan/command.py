@@ -9,16 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .._common.commands import INTERRUPTED, check_goes_with, complain, ended_by, print_any_name
+from .._common.commands import INTERRUPTED, check_goes_with, complain, count, ended_by, number, print_any_name
 from .._config.tiers import parse_bytes
 from ..errors import ConfigError, InvalidArgument
-from .forecast import EVICTIONS, STORES, Forecast, Prices, Sizes
+from .forecast import EVICTIONS, STORES, Forecast, Prices, Sizes, Speeds
 from .page import write_page
 from .report import as_json, as_text
-from .timing import Speeds
 from .trace import TraceError, read_trace
-
-__all__ = ["main", "make_parser"]
 
 NAME = "plan"
 HOST_GBS, DISK_GBS = 25.0, 3.5
@@ -29,6 +26,7 @@ GOES_WITH = {
     "disk_price_per_gib_month": "price_per_gib_month",
 }
 """Options that have an effect only with another one, by name."""
+POSITIVE = number("a number from 1e-9 on", lambda value: 1e-9 <= value < 1e15)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,15 +63,20 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--host", type=_sizes, default=(), metavar="B,B", help="sizes of host memory (the device's, doubled)")
     add("--disk", type=_sizes, default=(), metavar="B,B", help="sizes of a disk behind each of them, eager stores only")
-    add("--block-tokens", type=_count, metavar="N", help="tokens of a block of the trace (what it says, or 512)")
-    add("--limit", type=_count, metavar="N", help="only so many requests, from the first line on")
-    add("--prefill-tokens-per-s", type=_positive, metavar="C", help="what computes prompts: adds times to first token")
-    add("--decode-tokens-per-s", type=_positive, default=math.inf, metavar="D",
+    add(
+        "--block-tokens",
+        type=count(1, 2**31 - 1),
+        metavar="N",
+        help="tokens of a block of the trace (what it says, or 512)",
+    )
+    add("--limit", type=count(1, 2**31 - 1), metavar="N", help="only so many requests, from the first line on")
+    add("--prefill-tokens-per-s", type=POSITIVE, metavar="C", help="what computes prompts: adds times to first token")
+    add("--decode-tokens-per-s", type=POSITIVE, default=math.inf, metavar="D",
         help="what computes answers, all together (they take no time from prompts)")  # fmt: skip
-    add("--host-gbs", type=_positive, default=HOST_GBS, metavar="G", help="GB/s from the host (%(default)s)")
-    add("--disk-gbs", type=_positive, default=DISK_GBS, metavar="G", help="GB/s from the disk (%(default)s)")
-    add("--price-per-gib-month", type=_positive, metavar="P", help="of host memory: adds what it costs")
-    add("--disk-price-per-gib-month", type=_positive, metavar="P", help="of the disk")
+    add("--host-gbs", type=POSITIVE, default=HOST_GBS, metavar="G", help="GB/s from the host (%(default)s)")
+    add("--disk-gbs", type=POSITIVE, default=DISK_GBS, metavar="G", help="GB/s from the disk (%(default)s)")
+    add("--price-per-gib-month", type=POSITIVE, metavar="P", help="of host memory: adds what it costs")
+    add("--disk-price-per-gib-month", type=POSITIVE, metavar="P", help="of the disk")
     add("--store", type=_names(STORES), default=("eager",), metavar="S,S", help=f"{', '.join(STORES)} (eager)")
     add("--eviction", type=_names(EVICTIONS), default=("lru",), metavar="E,E", help=f"{', '.join(EVICTIONS)} (lru)")
     add("--html", type=Path, metavar="FILE", help="a picture, and the table, as one page")
@@ -126,22 +129,6 @@ def _size(text: str) -> int:
 
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted({_size(part) for part in text.split(",")}))
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 10 or not 1 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 on, got {text!r:.80}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1e-9 <= value < 1e15:
-        raise argparse.ArgumentTypeError(f"must be a number from 1e-9 on, got {text!r:.80}")
-    return value
 
 
 def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from .trace import Blocks, Trace
 
-__all__ = ["Counts", "StackDistances", "knee"]
-
 Counts = NDArray[np.int64]
 Stretch = tuple[int, int, int, int, int]
 """The request that asks, the one that was the last to touch it, blocks above it, where in the request it begins, and

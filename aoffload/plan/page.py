@@ -2,24 +2,96 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
-import re
-from collections.abc import Callable, Iterator
-from importlib.resources import files
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+import attrs
 import numpy as np
 
-from ..trace.output import whole_file
+from ..trace.output import asset, content_hash, filled_in, whole_file
 from ..trace.wording import duration, share, size
-from .cautions import cautions
-from .chart import Chart
 from .forecast import Forecast, Row, binary_size
-from .report import cells, heading, summary
+from .report import cautions, cells, heading, summary
 
-__all__ = ["make_page", "write_page"]
+# -- chart -----------------------------------------------------------------------------------------------------------
+#
+# One chart as SVG: sizes along a logarithmic axis, something else above it.
+
+WIDTH, HEIGHT = 1000.0, 320.0
+LEFT, RIGHT, TOP, BOTTOM = 70.0, 20.0, 16.0, 34.0
+MAX_TICKS = 12
+NUM_LEVELS = 5
+
+
+@attrs.define(eq=False)
+class Chart:
+    """From `least` to `most` bytes, and from 0 to `top`."""
+
+    least: float
+    most: float
+    top: float
+    write: Callable[[float], str]
+    """What stands beside a level."""
+    _shapes: list[str] = attrs.field(factory=list)
+
+    def x(self, size: float) -> float:
+        along = math.log(max(size, self.least) / self.least) / math.log(self.most / self.least)
+        return LEFT + (WIDTH - LEFT - RIGHT) * min(1.0, along)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * min(1.0, value / self.top)
+
+    def line(self, kind: str, points: Iterable[tuple[float, float]]) -> None:
+        path = " ".join(f"{self.x(size):.1f},{self.y(value):.1f}" for size, value in points)
+        self._shapes.append(f'<polyline class="{kind}" points="{path}"/>')
+
+    def mark(self, kind: str, size: float, value: float, about: str) -> None:
+        shape = f'<circle class="{kind}" cx="{self.x(size):.1f}" cy="{self.y(value):.1f}" r="4">'
+        self._shapes.append(f"{shape}<title>{html.escape(about)}</title></circle>")
+
+    def level(self, value: float, about: str) -> None:
+        at = self.y(value)
+        self._shapes.append(f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        self._shapes.append(_text(WIDTH - RIGHT - 6, at - 4, "end", about))
+
+    def upright(self, kind: str, size: float, about: str) -> None:
+        at = self.x(size)
+        self._shapes.append(f'<line class="{kind}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+        self._shapes.append(_text(at + 5, HEIGHT - BOTTOM - 6, "start", about))
+
+    def svg(self, about: str) -> str:
+        inside = "\n".join([*self._grid(), *self._shapes])
+        head = (
+            f'<svg class="chart" viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" aria-label="{html.escape(about)}">'
+        )
+        return f"{head}\n{inside}\n</svg>"
+
+    def _grid(self) -> Iterator[str]:
+        for number in range(NUM_LEVELS + 1):
+            value = self.top * number / NUM_LEVELS
+            at = self.y(value)
+            yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+            yield _text(LEFT - 8, at + 4, "end", self.write(value))
+        for power in _powers(self.least, self.most):
+            at = self.x(power)
+            yield f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+            yield _text(at, HEIGHT - BOTTOM + 18, "middle", binary_size(power))
+
+
+def _text(x: float, y: float, anchor: str, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+def _powers(least: float, most: float) -> Sequence[int]:
+    """Powers of two between both, at most `MAX_TICKS`, evenly spaced."""
+    first, last = math.ceil(math.log2(least)), math.floor(math.log2(most))
+    step = max(1, -(-(last - first + 1) // MAX_TICKS))
+    return [2**power for power in range(max(0, first), last + 1, step)]
+
+
+# -- page ------------------------------------------------------------------------------------------------------------
 
 NUM_POINTS = 240
 NUM_COLOURS = 3
@@ -35,10 +107,10 @@ def write_page(forecast: Forecast, trace: Path, file: Path) -> str:
 
 def make_page(forecast: Forecast) -> str:
     """The page as text, of ASCII only."""
-    style, (first, *others) = _asset("plan.css"), summary(forecast)
+    style, (first, *others) = asset(__package__, "plan.css"), summary(forecast)
     parts = {
         "TITLE": html.escape(first),
-        "POLICY": f"default-src 'none'; style-src {_hash(style)}",
+        "POLICY": f"default-src 'none'; style-src {content_hash(style)}",
         "STYLE": style,
         "SUMMARY": "".join(f"<p>{html.escape(line)}</p>" for line in others),
         "WARNINGS": "".join(f'<p class="warning">{html.escape(line)}</p>' for line in cautions(forecast)),
@@ -47,8 +119,7 @@ def make_page(forecast: Forecast) -> str:
         "TIMES": _times(forecast),
         "TABLE": _table(forecast),
     }
-    # In one pass: inserted text is not searched for marks.
-    page = re.sub("%([A-Z]+)%", lambda mark: parts[mark[1]], _asset("plan.html"))
+    page = filled_in(asset(__package__, "plan.html"), parts)
     return page.encode("ascii", "xmlcharrefreplace").decode()
 
 
@@ -131,12 +202,3 @@ def _lines(forecast: Forecast) -> Iterator[str]:
 
 def _line(tag: str, texts: list[str]) -> str:
     return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>\n"
-
-
-def _asset(name: str) -> str:
-    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    """Hash of `text` for the page's policy, which allows this style and nothing that a trace's name contains."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

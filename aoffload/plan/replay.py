@@ -23,8 +23,6 @@ from .._kernel.states import Outcome
 from .distances import Counts
 from .trace import Blocks, Trace, TracedRequest
 
-__all__ = ["Replay", "land", "replay"]
-
 ROOT, BLOCK_SIZE = Root("plan"), 2
 
 

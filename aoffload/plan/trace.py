@@ -23,8 +23,6 @@ from .._common.arguments import number_of
 from ..errors import AoffloadError
 from .recorder import FORMAT
 
-__all__ = ["Blocks", "Trace", "TraceError", "TracedRequest", "read_trace"]
-
 DEFAULT_BLOCK_TOKENS = 512
 MAX_LENGTH = 2**31 - 1
 Blocks = NDArray[np.int32]

@@ -13,7 +13,7 @@ import attrs
 
 from .._kernel.protocols import DevicePool
 from .._kernel.states import Tier
-from .._tiers.disk.blocks import SlotPool
+from .._tiers.disk.rules import SlotPool
 from .violations import Violation
 
 __all__ = ["POISON", "TORN", "Memory", "OwnedPool", "OwnedSlots", "Tags"]

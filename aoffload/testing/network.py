@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import attrs
 
 from .._common.env import Env
-from .._tiers.remote.threads import Steps, Threads
+from .._tiers.remote.calls import Steps, Threads
 from ..errors import StoreError
 from .faults import Faults
 from .scheduler import Scheduler

@@ -14,8 +14,7 @@ from .._config.tiers import DiskTier
 from .._kernel.layout import Component, Layout
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.states import Direction, Outcome, Tier
-from .._tiers.disk.forgetting import DiskTrouble, forgotten
-from .._tiers.disk.plans import DiskPayload, RestoredRun
+from .._tiers.disk.plans import DiskPayload, DiskTrouble, RestoredRun, forgotten
 from .._transfer.breaker import Breaker, StorageMove, Use, taken
 from .._transfer.transport import DiskStatistics
 from ..errors import TransferRefused

@@ -22,8 +22,7 @@ from .._kernel.layout import Layout
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.states import Direction, Outcome
 from .._tiers.remote.cells import OVERHEAD_BYTES, SEAL_BYTES, WRITER_BYTES, Cells, CellShape
-from .._tiers.remote.lanes import RemoteLanes
-from .._tiers.remote.local import LaneRemote
+from .._tiers.remote.lanes import LaneRemote, RemoteLanes
 from .._tiers.remote.plans import CellLabel
 from ..errors import TransferRefused
 from .memory import TORN, Memory

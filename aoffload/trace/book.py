@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import attrs
@@ -11,17 +12,136 @@ import attrs
 from .._extensions.pins import PinState
 from .._extensions.transfers import CacheTransferState
 from .._kernel.plans import Answer
-from .._kernel.states import REQUEST_MOVES, JobState, Outcome, RequestState, Tier
+from .._kernel.states import REQUEST_MOVES, TIERS, JobState, Outcome, RequestState, Tier
 from .events import Event, Kind
-from .lanes import Lanes
-from .links import LINKS, HopRow, link_of
-from .listener import Listener
-from .occupancy import Usage, UsageBook
-from .runtimes import RuntimeLife
-from .timelines import FACTS, FETCHING, UNFINISHED, JobTimeline, Timeline
+from .timelines import FACTS, FETCHING, LINKS, UNFINISHED, HopRow, JobTimeline, RuntimeLife, Timeline, link_of, name_of
 from .wording import plain
 
-__all__ = ["MAX_OPEN", "TimelineBook"]
+# -- lanes -----------------------------------------------------------------------------------------------------------
+#
+# Lanes: places items that overlap in time in as few rows as possible.
+
+
+@attrs.define(eq=False)
+class Lanes:
+    """An item takes the lowest free row when it begins."""
+
+    num_lanes: int = 0
+    _free: list[int] = attrs.field(factory=list)
+
+    def take(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self.num_lanes += 1
+        return self.num_lanes - 1
+
+    def give(self, lane: int) -> None:
+        heapq.heappush(self._free, lane)
+
+
+# -- occupancy -------------------------------------------------------------------------------------------------------
+#
+# How full the pools are, as far as the events tell.
+#
+# No event carries the counts of a pool. Sums of other counts are less exact; `DERIVED` says so to the reader.
+
+DERIVED = (
+    "Derived, since no event carries the counts of a pool. Device: blocks in the tables of requests and prefetches, "
+    "as many as each was given at its start. What several share counts once for each of them, so the sum may be larger "
+    "than the pool; what decoding adds is not in it. Every other tier: blocks that landed copies have filled there, "
+    "and on a disk those that an earlier process has left, at most the pool; what was dropped since then is not known. "
+    "Of device blocks that are an engine's own, only those that are being loaded are known."
+)
+
+
+def filling(tier: Tier) -> str:
+    """Its measure: blocks that launched jobs write to."""
+    return f"{name_of(tier)}_filling"
+
+
+def filled(tier: Tier) -> str:
+    """Its measure: blocks that landed copies have filled; at most this many are in use."""
+    return f"{name_of(tier)}_filled"
+
+
+TABLES = "device_tables"
+"""The measure of the device: blocks in tables."""
+_BELOW_DEVICE = tuple(row.tier for row in TIERS if row.above is not None)
+MEASURES = (TABLES, *(filling(row.tier) for row in TIERS), *map(filled, _BELOW_DEVICE))
+
+Usage = Mapping[str, int]
+"""Blocks of one runtime at one time, by measure."""
+_NOTHING: Usage = dict.fromkeys(MEASURES, 0)
+
+
+@attrs.define(eq=False)
+class UsageBook:
+    """Adds up the usage of each runtime."""
+
+    _usages: dict[int, Usage] = attrs.field(factory=dict)
+
+    def of(self, runtime: RuntimeLife) -> Usage:
+        return self._usages.get(runtime.number, _NOTHING)
+
+    def table_changed(self, runtime: RuntimeLife, num_blocks: int) -> Usage:
+        """Add `num_blocks`, which may be negative, to the blocks in tables."""
+        return self._add(runtime, {TABLES: num_blocks})
+
+    def job_launched(self, job: JobTimeline) -> Usage:
+        return self._add(job.runtime, {filling(job.link.destination): job.num_blocks})
+
+    def job_ended(self, job: JobTimeline) -> Usage:
+        there = job.link.destination
+        usage = self._add(job.runtime, {filling(there): -job.num_blocks})
+        return self.landed(job.runtime, there, job.num_blocks) if job.outcome == "completed" else usage
+
+    def landed(self, runtime: RuntimeLife, tier: Tier, num_blocks: int) -> Usage:
+        """So many more blocks of `tier` are filled. Copies into other tiers take nothing from it."""
+        if tier not in _BELOW_DEVICE:
+            return self.of(runtime)
+        before, pool = self.of(runtime)[filled(tier)], runtime.pools.get(tier, 0)
+        return self._add(runtime, {filled(tier): min(num_blocks, max(0, pool - before)) if pool else num_blocks})
+
+    def closed(self, runtime: RuntimeLife) -> Usage:
+        self._usages.pop(runtime.number, None)
+        return _NOTHING
+
+    def _add(self, runtime: RuntimeLife, changes: Usage) -> Usage:
+        usage = dict(self.of(runtime))
+        for measure, num_blocks in changes.items():
+            usage[measure] += num_blocks
+        self._usages[runtime.number] = usage
+        return usage
+
+
+# -- listener --------------------------------------------------------------------------------------------------------
+#
+# The interface of reports that are made while a log is read.
+
+
+class Listener:
+    """Receives each timeline when it is over, so only open timelines are kept. The methods here do nothing."""
+
+    def runtime_opened(self, runtime: RuntimeLife) -> None:
+        """Also called for a runtime whose beginning the log does not have."""
+
+    def timeline_over(self, timeline: Timeline) -> None: ...
+
+    def job_over(self, job: JobTimeline) -> None: ...
+
+    def usage_changed(self, runtime: RuntimeLife, at_s: float, usage: Usage) -> None: ...
+
+    def told(self, event: Event, runtime: RuntimeLife) -> None:
+        """An event that begins and ends nothing: of a kind in `TOLD`, or an alarm."""
+
+
+TOLD = (Kind.DECLINED, Kind.SKIPPED_FETCH, Kind.EVICTION, Kind.HINT, Kind.REFUSAL, Kind.SKIPPED_STORE, Kind.ALARM)
+ALARMS = (Kind.ALARM, Kind.RUNTIME)
+"""Kinds of events that a person should look at. Of a runtime, a listener is told only of one that closes with copies in
+quarantine."""
+
+
+# -- book ------------------------------------------------------------------------------------------------------------
 
 MAX_OPEN = 200_000
 """The most open timelines, and open jobs, kept. A log with more was cut; the oldest count as unfinished."""
@@ -124,14 +244,10 @@ class TimelineBook:
         if timeline is not None:
             timeline.cancelled = reason
 
-    def declined(self, event: Event, runtime: RuntimeLife) -> None:
-        """A request computes what it could load or fetch."""
-        self._note_fact(event, runtime, "num_declined_tokens", event.count("num_tokens"))
-
-    def fetch_skipped(self, event: Event, runtime: RuntimeLife) -> None:
-        self._note_fact(event, runtime, "num_skipped_fetches", 1)
-
-    def _note_fact(self, event: Event, runtime: RuntimeLife, fact: str, value: int) -> None:
+    def fetch_missed(self, event: Event, runtime: RuntimeLife) -> None:
+        """A request computes what it could load or fetch, or what a tier may have that is left alone."""
+        is_declined = event.meaning.kind is Kind.DECLINED
+        fact, value = ("num_declined_tokens", event.count("num_tokens")) if is_declined else ("num_skipped_fetches", 1)
         timeline = self._timelines.get((runtime.number, Kind.REQUEST, event.text("request_id")))
         if timeline is not None:
             timeline.facts[fact] = value

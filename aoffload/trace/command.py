@@ -18,8 +18,6 @@ from .scan import EmptyLogError, Scan
 from .summary import summary
 from .wording import plain
 
-__all__ = ["main"]
-
 NAME = "trace"
 MAX_NAMED = 8
 

@@ -2,23 +2,177 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import sys
+import zlib
+from array import array
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 
 from .._kernel.states import TIERS, RequestState, Tier
-from .columns import NumberColumn, TextColumn, Vocabulary
+from .book import ALARMS, MEASURES, TABLES, Listener, Usage, filled, filling
 from .events import Event, Kind
-from .links import LINKS, HopRow, name_of, pool_field
-from .listener import Listener
-from .occupancy import MEASURES, TABLES, Usage, filled, filling
-from .runtimes import RuntimeLife
 from .sentences import note_of
-from .series import Series
-from .timelines import FACTS, JobTimeline, Timeline
+from .timelines import FACTS, LINKS, HopRow, JobTimeline, RuntimeLife, Timeline, name_of, pool_field
 from .wording import plain
 
-__all__ = ["Drawing"]
+# -- columns ---------------------------------------------------------------------------------------------------------
+#
+# Columns of numbers or text for the page: compressed while they grow, so that a long log needs little memory.
+
+_MAX_TEXTS, _ONE_OF_MANY = 4_096, "(one of many)"
+_VALUES_AT_ONCE = 8_192
+_TYPES = {"B": "u1", "H": "u2", "I": "u4", "d": "f8"}
+_LIMITS = {"B": 0xFF, "H": 0xFFFF, "I": 0xFFFF_FFFF}
+
+
+@attrs.define(eq=False)
+class _Deflated:
+    """Compresses bytes as they are added."""
+
+    _compressor: Any = attrs.field(factory=lambda: zlib.compressobj(6))
+    _output: bytearray = attrs.field(factory=bytearray)
+
+    def add(self, data: bytes) -> None:
+        self._output += self._compressor.compress(data)
+
+    def finish(self) -> str:
+        """Base64 of a zlib stream. Nothing can be added after that."""
+        self._output += self._compressor.flush()
+        return base64.b64encode(self._output).decode()
+
+
+@attrs.define(eq=False)
+class NumberColumn:
+    """`typecode` as for `array`: B, H, I (counts, limited to the type's largest) or d."""
+
+    typecode: str
+    num_values: int = 0
+    _values: array[Any] = attrs.field(init=False)
+    _deflated: _Deflated = attrs.field(factory=_Deflated)
+
+    def __attrs_post_init__(self) -> None:
+        self._values = array(self.typecode)
+
+    def append(self, value: float) -> None:
+        limit = _LIMITS.get(self.typecode)
+        self._values.append(value if limit is None else min(int(value), limit))
+        self.num_values += 1
+        if len(self._values) >= _VALUES_AT_ONCE:
+            self._flush()
+
+    def finish(self) -> dict[str, Any]:
+        """The column in the page's format."""
+        self._flush()
+        return {"type": _TYPES[self.typecode], "length": self.num_values, "data": self._deflated.finish()}
+
+    def _flush(self) -> None:
+        if sys.byteorder == "big":
+            self._values.byteswap()
+        self._deflated.add(self._values.tobytes())
+        del self._values[:]
+
+
+@attrs.define(eq=False)
+class TextColumn:
+    """Texts, stored as a JSON array."""
+
+    num_values: int = 0
+    _deflated: _Deflated = attrs.field(factory=_Deflated)
+
+    def append(self, text: str) -> None:
+        self._deflated.add((("," if self.num_values else "[") + json.dumps(text)).encode())
+        self.num_values += 1
+
+    def finish(self) -> dict[str, Any]:
+        self._deflated.add(b"]" if self.num_values else b"[]")
+        return {"type": "text", "length": self.num_values, "data": self._deflated.finish()}
+
+
+@attrs.define(eq=False)
+class Vocabulary:
+    """Repeated texts by number. New texts beyond the limit share one entry."""
+
+    texts: list[str] = attrs.field(factory=list)
+    _numbers: dict[str, int] = attrs.field(factory=dict)
+
+    def number(self, text: str) -> int:
+        if text not in self._numbers:
+            if len(self.texts) >= _MAX_TEXTS and text != _ONE_OF_MANY:
+                return self.number(_ONE_OF_MANY)
+            self._numbers[text] = len(self.texts)
+            self.texts.append(text)
+        return self._numbers[text]
+
+
+# -- series ----------------------------------------------------------------------------------------------------------
+#
+# A count over time in bounded memory: values close together in time are merged.
+
+MAX_BUCKETS = 4_096
+_FIRST_WIDTH_S = 1e-6
+
+
+@attrs.frozen
+class Point:
+    at_s: float
+    value: int
+
+
+@attrs.define
+class _Bucket:
+    first_s: float
+    peak: int
+    last_s: float
+    last: int
+
+
+@attrs.define(eq=False)
+class Series:
+    """Buckets of time, made twice as wide whenever there are too many. Each keeps its highest and its last value."""
+
+    _width_s: float = _FIRST_WIDTH_S
+    _buckets: dict[int, _Bucket] = attrs.field(factory=dict)
+    _value: int = -1
+
+    def add(self, at_s: float, value: int) -> None:
+        """The count is `value` from now on. Times do not go back."""
+        if value == self._value:
+            return
+        self._value = value
+        key = int(at_s / self._width_s)
+        bucket = self._buckets.get(key)
+        if bucket is not None:
+            bucket.peak, bucket.last_s, bucket.last = max(bucket.peak, value), at_s, value
+            return
+        self._buckets[key] = _Bucket(at_s, value, at_s, value)
+        while len(self._buckets) > MAX_BUCKETS:
+            self._widen()
+
+    def points(self) -> Iterator[Point]:
+        """In the order of time; each holds until the next one."""
+        for bucket in self._buckets.values():
+            yield Point(bucket.first_s, bucket.peak)
+            if bucket.last != bucket.peak:
+                yield Point(bucket.last_s, bucket.last)
+
+    def _widen(self) -> None:
+        self._width_s *= 2
+        buckets: dict[int, _Bucket] = {}
+        for bucket in self._buckets.values():
+            key = int(bucket.first_s / self._width_s)
+            wider = buckets.get(key)
+            if wider is None:
+                buckets[key] = bucket
+            else:
+                wider.peak, wider.last_s, wider.last = max(wider.peak, bucket.peak), bucket.last_s, bucket.last
+        self._buckets = buckets
+
+
+# -- drawing ---------------------------------------------------------------------------------------------------------
 
 MAX_DRAWN = 500_000
 """The most timelines, and the most jobs, on a page; browsers cannot take many more. The others are only counted."""
@@ -106,13 +260,9 @@ class Drawing(Listener):
         for name, value in values.items():
             columns[name].append(value)
 
-    def alarm(self, event: Event, runtime: RuntimeLife) -> None:
-        self._note(event, runtime)
-
-    def eviction_switched(self, event: Event, runtime: RuntimeLife) -> None:
-        self._note(event, runtime)
-
-    def _note(self, event: Event, runtime: RuntimeLife) -> None:
+    def told(self, event: Event, runtime: RuntimeLife) -> None:
+        if event.meaning.kind not in (*ALARMS, Kind.EVICTION):
+            return
         text = note_of(event)
         if len(self._notes) < MAX_NOTES:
             self._notes.append({"at_s": event.at_s, "runtime": runtime.number, "text": text})

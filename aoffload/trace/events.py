@@ -1,12 +1,16 @@
-"""Events: the lines of a log, with fields that are checked when they are used."""
+"""Events: the lines of a log, with fields that are checked when they are used, and what is left out of it."""
 
 from __future__ import annotations
 
 import datetime
 import enum
+import gzip
 import json
+import sys
+import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import attrs
 
@@ -14,10 +18,125 @@ from .._extensions.overlap import OverlapState
 from .._extensions.pins import PinState
 from .._extensions.transfers import CacheTransferState
 from .._kernel.states import JobState, RequestState
-from .lines import LogLines
-from .parse_errors import ParseError, ParseErrors
+from .output import Progress
+from .wording import counted, plain
 
-__all__ = ["MEANINGS", "NOTE", "FieldError", "Event", "EventReader", "Kind", "Meaning", "time_of"]
+# -- lines -----------------------------------------------------------------------------------------------------------
+#
+# The lines of a log, one after the other, in bounded memory however long the log or a line is.
+
+MAX_LINE_BYTES = 1 << 20
+"""No event is that long. A longer line is cut, so it is not JSON and counts as such."""
+LINES_PER_UPDATE = 2048
+GZIP = b"\x1f\x8b"
+"""How a compressed log begins, whatever its name is."""
+
+
+@attrs.define(eq=False)
+class LogLines:
+    """Iterates over the lines of `path`, which may be compressed with gzip, or of standard input for `-`."""
+
+    path: Path
+    progress: Progress
+    num_lines: int = 0
+    """Lines read so far, which is the number of the current line."""
+    num_bytes: int = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            if str(self.path) == "-":
+                yield from self._lines(sys.stdin.buffer)
+                return
+            with self.path.open("rb") as file:
+                if file.peek(len(GZIP)).startswith(GZIP):
+                    yield from self._unpacked(file)
+                    return
+                self.progress.total_bytes = self.path.stat().st_size
+                yield from self._lines(file)
+        finally:
+            self.progress.line.clear()
+
+    def _unpacked(self, file: BinaryIO) -> Iterator[bytes]:
+        """Where the compressed data breaks off, a last line without an end says so."""
+        try:
+            with gzip.open(file) as unpacked:
+                yield from self._lines(cast(BinaryIO, unpacked))
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            self.num_lines += 1
+            yield f"the compressed log is cut off: {error}".encode()
+
+    def _lines(self, file: BinaryIO) -> Iterator[bytes]:
+        while line := file.readline(MAX_LINE_BYTES):
+            self.num_lines += 1
+            self.num_bytes += len(line)
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                line = self._without_rest(line, file)
+            if self.num_lines % LINES_PER_UPDATE == 0:
+                self.progress.update(self.num_bytes, self.num_lines)
+            yield line
+
+    def _without_rest(self, line: bytes, file: BinaryIO) -> bytes:
+        """Skip the rest of a line that is too long. It gets its newline only if it had one: a log may be cut off."""
+        while rest := file.readline(MAX_LINE_BYTES):
+            self.num_bytes += len(rest)
+            if rest.endswith(b"\n"):
+                return line[:-1] + b"\n"
+        return line
+
+
+# -- parse errors ----------------------------------------------------------------------------------------------------
+#
+# Parse errors and foreign events: lines left out, counted by reason, with an example of each.
+
+MAX_EXAMPLE = 60
+
+
+class ParseError(enum.Enum):
+    """Why a line was left out, in words for `1 line ...`."""
+
+    NOT_JSON = "no JSON"
+    CUT_OFF = "cut off: the last line has no end"
+    NO_EVENT = "JSON, but no event"
+    NO_TIME = "without a timestamp that can be read"
+    MALFORMED = "one of our events with a field missing or of another type"
+    FOREIGN = "an event of another logger"
+
+
+@attrs.define
+class _Count:
+    num_lines: int
+    first_line: int
+    example: str
+
+
+@attrs.define(eq=False)
+class ParseErrors:
+    """Counts of the lines left out, in bounded memory."""
+
+    _counts: dict[ParseError, _Count] = attrs.field(factory=dict)
+
+    def add(self, parse_error: ParseError, line_number: int, example: str) -> None:
+        """Count a line; the first of each kind is kept as the example."""
+        count = self._counts.get(parse_error)
+        if count is None:
+            self._counts[parse_error] = _Count(1, line_number, plain(example[:MAX_EXAMPLE]))
+        else:
+            count.num_lines += 1
+
+    def num_lines(self, parse_error: ParseError) -> int:
+        return self._counts[parse_error].num_lines if parse_error in self._counts else 0
+
+    def sentences(self) -> list[str]:
+        """One sentence for each kind that occurred."""
+        return [
+            f"{counted(count.num_lines, 'line')} left out: {parse_error.value} "
+            f"(first: line {count.first_line}, {example})"
+            for parse_error in ParseError
+            if (count := self._counts.get(parse_error)) is not None and (example := count.example or "empty")
+        ]
+
+
+# -- events ----------------------------------------------------------------------------------------------------------
 
 MAX_TIME_S = 250_000_000_000.0
 """The year 9892: later times cannot be shown as a date."""

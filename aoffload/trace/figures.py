@@ -3,19 +3,98 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 import attrs
 
-from .durations import Durations
+from .book import Listener
 from .events import Event, Kind
-from .links import LINKS, HopRow
-from .listener import Listener
-from .runtimes import RuntimeLife
 from .sentences import ruling, storage
-from .tally import Tally
-from .timelines import UNFINISHED, JobTimeline, Timeline
+from .timelines import LINKS, UNFINISHED, HopRow, JobTimeline, RuntimeLife, Timeline
 
-__all__ = ["NUM_OPEN", "NUM_SLOWEST", "Figures", "JobFigures"]
+# -- durations -------------------------------------------------------------------------------------------------------
+#
+# Percentiles of many durations in little memory.
+
+_EXACT = 4_096
+"""Up to this many durations are kept as they are."""
+_GROWTH = math.log(1.01)
+"""Each bucket is one percent wider than the one before, so its middle is within half a percent of its values."""
+_FLOOR_S = 1e-7
+
+
+@attrs.define(eq=False)
+class Durations:
+    """Exact for a few thousand; beyond that a histogram, and percentiles within half a percent."""
+
+    num: int = 0
+    total_s: float = 0.0
+    max_s: float = 0.0
+    _values: list[float] = attrs.field(factory=list)
+    _buckets: dict[int, int] = attrs.field(factory=dict)
+
+    def add(self, seconds: float) -> None:
+        self.num += 1
+        self.total_s += seconds
+        self.max_s = max(self.max_s, seconds)
+        if self.num <= _EXACT:
+            self._values.append(seconds)
+            return
+        for value in self._values:
+            self._count(value)
+        self._values.clear()
+        self._count(seconds)
+
+    def percentile(self, percent: float) -> float:
+        """The smallest duration that `percent` percent of all durations do not exceed."""
+        rank = max(1, math.ceil(self.num * percent / 100))
+        if not self.num or rank == self.num:
+            return self.max_s
+        if self._values:
+            return sorted(self._values)[rank - 1]
+        for bucket in sorted(self._buckets):
+            rank -= self._buckets[bucket]
+            if rank <= 0:
+                return min(self.max_s, 0.0 if bucket < 0 else _FLOOR_S * math.exp((bucket + 0.5) * _GROWTH))
+        return self.max_s
+
+    def _count(self, seconds: float) -> None:
+        bucket = int(math.log(seconds / _FLOOR_S) / _GROWTH) if seconds > _FLOOR_S else -1
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+
+
+# -- tally -----------------------------------------------------------------------------------------------------------
+#
+# Counts by name, for names from a log: a bounded number of names, and the rest together.
+
+MAX_NAMES = 1_000
+MAX_LENGTH = 200
+OTHERS = "(others)"
+
+
+@attrs.define(eq=False)
+class Tally:
+    _counts: dict[str, int] = attrs.field(factory=dict)
+
+    def add(self, name: str, count: int = 1) -> None:
+        name = name[:MAX_LENGTH]
+        if name not in self._counts and len(self._counts) >= MAX_NAMES:
+            name = OTHERS
+        self._counts[name] = self._counts.get(name, 0) + count
+
+    def count(self, name: str) -> int:
+        return self._counts.get(name, 0)
+
+    @property
+    def total(self) -> int:
+        return sum(self._counts.values())
+
+    def highest_first(self) -> list[tuple[str, int]]:
+        """Names and counts; equal counts by name."""
+        return sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
 
 NUM_SLOWEST = 10
 NUM_OPEN = 10
@@ -53,7 +132,7 @@ class Figures(Listener):
     in_state: dict[str, Durations] = attrs.field(factory=dict)
     """Durations of requests by state; a state that is entered twice counts twice."""
     steps: Durations = attrs.field(factory=Durations)
-    num_refused: int = 0
+    refusals: Tally = attrs.field(factory=Tally)
     """Extensions that found no room."""
     declines: Tally = attrs.field(factory=Tally)
     """Loads and fetches that were not worth their time."""
@@ -106,48 +185,31 @@ class Figures(Listener):
         if job.outcome == "failed":
             self.alarms.add(f"{job.link.name} failed: {job.error or 'no error given'}")
 
-    def refused(self, event: Event, runtime: RuntimeLife) -> None:
-        event.count("num_needed")
-        self.num_refused += self.is_wanted(runtime)
-
-    def declined(self, event: Event, runtime: RuntimeLife) -> None:
-        event.count("num_tokens")
+    def told(self, event: Event, runtime: RuntimeLife) -> None:
+        counted, name, number = self._counted(event)  # read also where it is not wanted: a field may be wrong
         if self.is_wanted(runtime):
-            self.declines.add(event.meaning.state)
+            counted.add(name)
+            if event.meaning.kind is Kind.SKIPPED_STORE:
+                self.skipped_blocks.add(name, number)
 
-    def fetch_skipped(self, event: Event, runtime: RuntimeLife) -> None:
-        tier = event.text("tier")
-        if self.is_wanted(runtime):
-            self.skipped_fetches.add(tier)
-
-    def eviction_switched(self, event: Event, runtime: RuntimeLife) -> None:
-        words = ruling(event)
-        if self.is_wanted(runtime):
-            self.switches.add(words)
-
-    def hint(self, event: Event, runtime: RuntimeLife) -> None:
-        what = "given" if event.meaning.state == "given" else event.text("outcome")
-        if self.is_wanted(runtime):
-            self.hints.add(what)
-
-    def store_skipped(self, event: Event, runtime: RuntimeLife) -> None:
-        reason, num_blocks = event.text("reason"), event.count("num_blocks")
-        if not self.is_wanted(runtime):
-            return
-        self.skipped_stores.add(reason)
-        self.skipped_blocks.add(reason, num_blocks)
-
-    def alarm(self, event: Event, runtime: RuntimeLife) -> None:
-        if not self.is_wanted(runtime):
-            return
-        error = event.fields.get("error") or event.fields.get("reason")
-        if event.name == "slow_wait":
-            error = f"{event.text('holder')} holds most"
-        elif event.name == "slow_step":
-            error = f"step {event.count('step_id')} holds {event.count('num_blocks')} blocks"
-        elif event.meaning.state.startswith("storage_"):
-            error = storage(event) + (f": {error}" if error else "")
-        self.alarms.add(f"{event.name}: {error}" if error else event.name)
+    def _counted(self, event: Event) -> tuple[Tally, str, int]:
+        """The tally that counts `event`, the name under which it does, and a number of the event."""
+        state = event.meaning.state
+        match event.meaning.kind:
+            case Kind.REFUSAL:
+                return self.refusals, state, event.count("num_needed")
+            case Kind.DECLINED:
+                return self.declines, state, event.count("num_tokens")
+            case Kind.SKIPPED_FETCH:
+                return self.skipped_fetches, event.text("tier"), 1
+            case Kind.EVICTION:
+                return self.switches, ruling(event), 1
+            case Kind.HINT:
+                return self.hints, "given" if state == "given" else event.text("outcome"), 1
+            case Kind.SKIPPED_STORE:
+                return self.skipped_stores, event.text("reason"), event.count("num_blocks")
+            case _:
+                return self.alarms, _alarm(event), 1
 
     def is_wanted(self, runtime: RuntimeLife) -> bool:
         """Whether its figures are among these."""
@@ -167,6 +229,18 @@ class Figures(Listener):
             self.aborts.add(f"{timeline.reason} while {timeline.last_state()}")
         if timeline.outcome != UNFINISHED:
             _keep(self._slowest, timeline, NUM_SLOWEST)
+
+
+def _alarm(event: Event) -> str:
+    """An event that a person should look at, with its error."""
+    error = event.fields.get("error") or event.fields.get("reason")
+    if event.name == "slow_wait":
+        error = f"{event.text('holder')} holds most"
+    elif event.name == "slow_step":
+        error = f"step {event.count('step_id')} holds {event.count('num_blocks')} blocks"
+    elif event.meaning.state.startswith("storage_"):
+        error = storage(event) + (f": {error}" if error else "")
+    return f"{event.name}: {error}" if error else event.name
 
 
 def _keep(longest: list[tuple[float, int, Timeline]], timeline: Timeline, number: int) -> None:

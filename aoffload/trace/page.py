@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 import json
-import re
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TextIO
 
 from .._kernel.states import TIERS
+from .book import DERIVED
 from .drawing import MAX_DRAWN, Drawing
-from .links import pool_field
-from .occupancy import DERIVED
-from .output import whole_file
+from .output import asset, content_hash, filled_in, whole_file
 from .scan import Scan
+from .timelines import pool_field
 from .wording import counted, size
-
-__all__ = ["make_page", "write_page"]
 
 SCRIPTS = ("format.js", "data.js", "view.js", "gantt.js", "pools.js", "details.js", "main.js")
 _FORMAT = 2
@@ -41,13 +35,12 @@ def make_page(scan: Scan, drawing: Drawing) -> str:
     style, script = _asset("style.css"), "\n".join(map(_asset, SCRIPTS))
     parts = {
         "TITLE": html.escape(scan.path.name).encode("ascii", "xmlcharrefreplace").decode(),
-        "POLICY": f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}",
+        "POLICY": f"default-src 'none'; style-src {content_hash(style)}; script-src {content_hash(script)}",
         "STYLE": style,
         "DATA": _for_script(_data(scan, drawing)),
         "SCRIPT": script,
     }
-    # In one pass: inserted text is not searched for marks.
-    return re.sub("%([A-Z]+)%", lambda mark: parts[mark[1]], _asset("page.html"))
+    return filled_in(_asset("page.html"), parts)
 
 
 def _data(scan: Scan, drawing: Drawing) -> dict[str, Any]:
@@ -84,12 +77,7 @@ def _data(scan: Scan, drawing: Drawing) -> dict[str, Any]:
 
 
 def _asset(name: str) -> str:
-    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    """Hash of `text` for the page's policy, which allows this text and nothing that a log contains."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return asset(__package__, name)
 
 
 def _for_script(data: dict[str, Any]) -> str:

@@ -12,17 +12,12 @@ from typing import Any, TextIO
 import attrs
 
 from .._kernel.states import TIERS
+from .book import ALARMS, DERIVED, MEASURES, Listener, Usage
 from .events import Event, Kind
-from .links import LINKS, name_of
-from .listener import Listener
-from .occupancy import DERIVED, MEASURES, Usage
 from .output import whole_file
-from .runtimes import RuntimeLife
 from .scan import Scan
-from .timelines import JobTimeline, Timeline
+from .timelines import LINKS, JobTimeline, RuntimeLife, Timeline, name_of
 from .wording import counted
-
-__all__ = ["PerfettoTrace", "write_perfetto"]
 
 _STEP_THREADS = 500_000
 _JOB_THREADS = {link: number * 1_000_000 for number, link in enumerate(LINKS, 1)}
@@ -98,7 +93,9 @@ class PerfettoTrace(Listener):
                 counts = {name.removeprefix(f"{prefix}_"): usage[name] for name in names}
                 self._counts(runtime, at_s, f"{prefix} blocks", counts)
 
-    def alarm(self, event: Event, runtime: RuntimeLife) -> None:
+    def told(self, event: Event, runtime: RuntimeLife) -> None:
+        if event.meaning.kind not in ALARMS:
+            return
         error = event.fields.get("error") or event.fields.get("reason", "")
         mark = {"ph": "i", "s": "g", "name": event.name, "cat": "alarm", "ts": _micros(runtime.last_s)}
         self._write({**mark, "pid": runtime.number, "tid": 0, "args": {"error": str(error)}})

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 import attrs
 
-from .book import TimelineBook
-from .events import Event, EventReader, FieldError, Kind
-from .lines import LogLines
-from .listener import Listener
-from .progress import Progress
-from .runtimes import RuntimeLife, Runtimes
+from .._common.commands import ProgressLine
+from .book import TOLD, Listener, TimelineBook
+from .events import Event, EventReader, FieldError, Kind, LogLines
+from .output import Progress
+from .timelines import RuntimeLife, Runtimes
 from .wording import counted, date_and_time, duration
-
-__all__ = ["EmptyLogError", "Scan"]
 
 
 class EmptyLogError(Exception):
@@ -42,10 +40,25 @@ class Scan:
     _previous_s: float = 0.0
     _headless: RuntimeLife | None = None
     """The runtime that was open when the log began."""
+    _takers: dict[Kind, Callable[[Event, RuntimeLife], None]] = attrs.field(init=False)
+    """What keeps the events of each kind. Those of the other kinds are not kept."""
+
+    def __attrs_post_init__(self) -> None:
+        book = self.book
+        timelines = (Kind.REQUEST, Kind.PREFETCH, Kind.FETCH, Kind.DEMOTION, Kind.PIN)
+        self._takers = dict.fromkeys(timelines, book.timeline_moved) | {
+            Kind.TIER: book.tier_changed,
+            Kind.DECLINED: book.fetch_missed,
+            Kind.SKIPPED_FETCH: book.fetch_missed,
+            Kind.JOB: book.job_moved,
+            Kind.STEP: book.step_moved,
+            Kind.CANCELLATION: book.request_cancelled,
+            Kind.EARLY_START: lambda event, _: event.count("num_tokens"),  # checked: it changes no state of its request
+        }
 
     @classmethod
     def of(cls, path: Path, listener: Listener, progress: TextIO, until_s: float | None = None) -> Scan:
-        reader = EventReader(LogLines(path, Progress(progress)))
+        reader = EventReader(LogLines(path, Progress(ProgressLine(progress))))
         return cls(path, listener, reader, TimelineBook(listener), until_s=until_s)
 
     @property
@@ -118,40 +131,16 @@ class Scan:
         if len(self.runtimes.lives) == 1 and not runtime.was_opened and runtime is not self._headless:
             self._headless = runtime
             self.listener.runtime_opened(runtime)
-        if kind is Kind.TIER:
-            self.book.tier_changed(event, runtime)
-        elif kind is Kind.DECLINED:
-            self.book.declined(event, runtime)
-            self.listener.declined(event, runtime)
-        elif kind is Kind.SKIPPED_FETCH:
-            self.book.fetch_skipped(event, runtime)
-            self.listener.fetch_skipped(event, runtime)
-        elif kind is Kind.EVICTION:
-            self.listener.eviction_switched(event, runtime)
-        elif kind is Kind.HINT:
-            self.listener.hint(event, runtime)
-        elif kind is Kind.JOB:
-            self.book.job_moved(event, runtime)
-        elif kind is Kind.STEP:
-            self.book.step_moved(event, runtime)
-        elif kind is Kind.CANCELLATION:
-            self.book.request_cancelled(event, runtime)
-        elif kind is Kind.REFUSAL:
-            self.listener.refused(event, runtime)
-        elif kind is Kind.SKIPPED_STORE:
-            self.listener.store_skipped(event, runtime)
-        elif kind is Kind.EARLY_START:
-            event.count("num_tokens")  # checked, but not kept: it changes no state of its request
-        elif kind is Kind.ALARM:
-            self.listener.alarm(event, runtime)
-        else:
-            self.book.timeline_moved(event, runtime)
+        if take := self._takers.get(kind):
+            take(event, runtime)
+        if kind in TOLD:
+            self.listener.told(event, runtime)
 
     def _take_runtime(self, event: Event) -> None:
         if event.meaning.state == "closed":
             closed = self.runtimes.closed(event)
             if event.fields.get("num_quarantined_jobs"):
-                self.listener.alarm(event, closed)
+                self.listener.told(event, closed)
             self.book.runtime_over(closed)
             return
         opened, replaced = self.runtimes.opened(event)

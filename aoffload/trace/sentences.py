@@ -8,10 +8,8 @@ from .._kernel.plans import Answer
 from .._kernel.states import Outcome
 from .._transfer.breaker import at_node
 from .events import Event
-from .links import link_of
+from .timelines import link_of
 from .wording import counted, duration, plain, size
-
-__all__ = ["note_of", "ruling", "sentence", "storage"]
 
 _UNSAID = {"event", "level", "timestamp", "request_id"}
 REASONS = {

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .._kernel.states import Outcome, RequestState
-from .durations import Durations
 from .events import Kind
-from .figures import Figures
-from .runtimes import RuntimeLife
+from .figures import Durations, Figures, Tally
+from .output import text_table
 from .scan import Scan
-from .table import text_table
-from .tally import Tally
-from .timelines import FETCHING, Timeline
+from .timelines import FETCHING, RuntimeLife, Timeline
 from .wording import counted, duration, plain, share, size, time_of_day
-
-__all__ = ["STATES", "doing", "meaning", "summary"]
 
 MAX_RUNTIMES = 8
 MAX_REASONS = 10
@@ -81,8 +76,8 @@ def _requests(figures: Figures) -> list[str]:
             f"  {counted(prompt, 'prompt token')} of those that got blocks: "
             f"{share(found, prompt)} found on the device, {share(host, prompt)} in host memory"
         )
-    if figures.num_refused:
-        lines.append(f"  {counted(figures.num_refused, 'extension')} refused: no room")
+    if num_refused := figures.refusals.total:
+        lines.append(f"  {counted(num_refused, 'extension')} refused: no room")
     for what, several in (("load", "loads"), ("fetch", "fetches")):
         if number := figures.declines.count(what):
             lines.append(f"  {counted(number, what, several)} declined: computing was sooner")

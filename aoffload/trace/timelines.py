@@ -1,16 +1,223 @@
-"""Timelines of one request, prefetch, demotion, pin, step or job, from its first event to its last."""
+"""Timelines of one request, prefetch, demotion, pin, step or job, from its first event to its last.
+
+And the runtimes and links that they belong to.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 
-from .events import Kind
-from .links import HopRow
-from .runtimes import RuntimeLife
+from .._kernel.states import BELOW, TIERS, Direction, Tier
+from .events import Event, FieldError, Kind
+from .wording import counted, plain
 
-__all__ = ["FACTS", "FETCHING", "UNFINISHED", "Interval", "JobTimeline", "Timeline"]
+# -- links -----------------------------------------------------------------------------------------------------------
+#
+# Links: the pairs of tiers that jobs copy between, and tiers in words. Both follow from `TIERS`.
+
+_WORDS = {
+    Tier.HOST: ("in", "host memory"),
+    Tier.DISK: ("on", "the disk"),
+    Tier.CUSTOM: ("in", "the custom tier"),
+    Tier.REMOTE: ("in", "the remote store"),
+}
+
+
+def name_of(tier: Tier) -> str:
+    """As events call it."""
+    return tier.name.lower()
+
+
+def tier_words(tier: Tier) -> str:
+    return _WORDS[tier][1] if tier in _WORDS else f"the {name_of(tier)}"
+
+
+def in_words(tier: Tier) -> str:
+    """Where blocks lie: `in host memory`."""
+    return " ".join(_WORDS.get(tier, ("in", tier_words(tier))))
+
+
+def pool_field(tier: Tier) -> str:
+    """The field of events with the size of its pool."""
+    return f"num_{name_of(tier)}_blocks"
+
+
+@attrs.frozen
+class HopRow:
+    tier: Tier
+    """The lower one of the two: loads come from it, stores go to it."""
+    direction: Direction
+    source: Tier
+    destination: Tier
+    name: str
+    """`load from disk`."""
+
+    def of(self, blocks: str) -> str:
+        """In a sentence: `load of 7 blocks from the disk`."""
+        way = "from" if self.direction is Direction.LOAD else "to"
+        return f"{self.direction.value} of {blocks} {way} {tier_words(self.tier)}"
+
+
+def _hops_of(tier: Tier, above: Tier) -> tuple[HopRow, HopRow]:
+    return (
+        HopRow(tier, Direction.LOAD, tier, above, f"load from {name_of(tier)}"),
+        HopRow(tier, Direction.STORE, above, tier, f"store to {name_of(tier)}"),
+    )
+
+
+LINKS = tuple(link for row in TIERS if row.above is not None for link in _hops_of(row.tier, row.above))
+"""Nearest to the compute first, loads before stores."""
+_BY_ENDS = {(name_of(link.source), name_of(link.destination)): link for link in LINKS}
+_BY_DIRECTION = {link.direction.value: link for link in LINKS if link.tier is BELOW}
+"""Of older logs, whose jobs do not name tiers: all of them are of the tier below the device."""
+
+
+def link_of(event: Event) -> HopRow:
+    """Of the job of an event. May raise `FieldError`."""
+    fields = event.fields
+    if "source" not in fields and "destination" not in fields:
+        return _found(_BY_DIRECTION, fields.get("direction"), "direction")
+    link = _found(_BY_ENDS, (fields.get("source"), fields.get("destination")), "source")
+    if fields.get("direction") != link.direction.value:
+        raise FieldError("direction")
+    return link
+
+
+def _found(rows: dict[Any, HopRow], key: object, field: str) -> HopRow:
+    try:
+        return rows[key]
+    except (KeyError, TypeError):  # a list, say
+        raise FieldError(field) from None
+
+
+# -- runtimes --------------------------------------------------------------------------------------------------------
+#
+# Which runtime wrote an event: one log may have several, one after the other or side by side.
+#
+# A ledger that a program drives without a runtime is one of them.
+
+_POOLS = {pool_field(row.tier): row.tier for row in TIERS}
+_OWN_FIELDS = {"event", "level", "timestamp", *_POOLS, "engine_blocks", "layout"}
+_ALWAYS = (Tier.DEVICE, Tier.HOST)
+"""Every runtime has them."""
+_PLACES_IN_CODE = {"logger", "logger_name", "pathname", "filename", "module", "func_name", "qual_name", "lineno"}
+"""Fields that structlog may add about the place in the code; they differ from event to event."""
+_THREADS = {"thread", "thread_name"}
+
+Bound = tuple[tuple[str, str], ...]
+
+
+@attrs.define(eq=False)
+class RuntimeLife:
+    """One runtime from `runtime_opened` to `runtime_closed`; or one ledger, from `ledger_opened` to `ledger_closed`."""
+
+    number: int
+    name: str
+    """The fields that its logger was bound to, or its number."""
+    opened_s: float
+    pools: dict[Tier, int] = attrs.field(factory=dict)
+    """Blocks of each tier, as far as the log says. Of the device none, where a ledger's engine has them."""
+    is_engine_owned: bool = False
+    """Whether an engine hands the device blocks out itself."""
+    was_opened: bool = False
+    """Whether the log has its beginning."""
+    closed_s: float | None = None
+    last_s: float = 0.0
+    """The time of its latest event."""
+
+    def is_called(self, name: str) -> bool:
+        """Whether `name` is its name, with or without "runtime" or "ledger", or its number."""
+        return name in (self.name, self.name.partition(" ")[2], str(self.number))
+
+    def title(self) -> str:
+        """Its name and the sizes of its pools."""
+        if not self.was_opened:
+            return f"{self.name} (opened before the log begins)"
+        num_device = self.pools.get(Tier.DEVICE, 0)
+        device = counted(num_device, "device block") if num_device else "device"
+        device += " of its engine" if self.is_engine_owned else ""
+        others = [f"{number:,} {in_words(tier)}" for tier, number in self.pools.items() if tier is not Tier.DEVICE]
+        return f"{self.name} ({', '.join([device, *others])})"
+
+    def describe(self) -> str:
+        """Its title, and whether it was closed. After the whole log was read."""
+        return self.title() if self.closed_s is not None or not self.was_opened else f"{self.title()}, never closed"
+
+
+@attrs.define(eq=False)
+class Runtimes:
+    """Assigns events to runtimes by the fields that their loggers are bound to.
+
+    Those are the fields that `runtime_opened` carries beyond its own; the runtime's other events carry them as well. If
+    none are bound, an event belongs to the runtime that opened last.
+    """
+
+    lives: list[RuntimeLife] = attrs.field(factory=list)
+    num_reopened: int = 0
+    """Runtimes that were opened while another with the same bound fields had not been closed."""
+    _names: tuple[str, ...] = ()
+    """Names of all fields that runtimes are bound to."""
+    _open: dict[Bound, RuntimeLife] = attrs.field(factory=dict)
+
+    def opened(self, event: Event) -> tuple[RuntimeLife, RuntimeLife | None]:
+        """The new runtime, and the open one with the same bound fields that it replaces: its program must have died."""
+        pools = {tier: event.count(field) for field, tier in _POOLS.items() if tier in _ALWAYS or field in event.fields}
+        own = _OWN_FIELDS | _PLACES_IN_CODE | _THREADS
+        names = [name for name, value in event.fields.items() if name not in own and not isinstance(value, dict | list)]
+        self._names = tuple(sorted({*self._names, *names}))
+        bound = self._bound(event)
+        replaced = self._open.pop(bound, None)
+        self.num_reopened += replaced is not None
+        name = plain(", ".join(f"{name} {value}" if value.isdigit() else value for name, value in bound))
+        life = self._add(event, name, event.name.removesuffix("_opened"))
+        life.pools = pools
+        life.was_opened = True
+        # A ledger's pool has no blocks then; older logs of runtimes do not say.
+        life.is_engine_owned = event.fields.get("engine_blocks") is True or not pools[Tier.DEVICE]
+        self._open[bound] = life
+        return life, replaced
+
+    def closed(self, event: Event) -> RuntimeLife:
+        life = self.of(event)
+        life.closed_s = event.at_s
+        self._open = {bound: other for bound, other in self._open.items() if other is not life}
+        return life
+
+    def of(self, event: Event) -> RuntimeLife:
+        """The runtime that wrote `event`; a new one without a beginning if the log names none."""
+        life = self._open.get(self._bound(event)) if self._open else None
+        if life is None:
+            life = self._latest(event)
+        # One thread writes the events. If the machine's clock was put back, the time stays as it is.
+        life.last_s = max(life.last_s, event.at_s)
+        return life
+
+    def _bound(self, event: Event) -> Bound:
+        if not self._names:
+            return ()
+        fields = event.fields
+        return tuple((name, str(fields[name])) for name in self._names if name in fields)
+
+    def _latest(self, event: Event) -> RuntimeLife:
+        if self._open:
+            return next(reversed(self._open.values()))
+        if self.lives:
+            return self.lives[-1]  # an event after it was closed
+        life = self._add(event, "", "runtime")
+        self._open[self._bound(event)] = life
+        return life
+
+    def _add(self, event: Event, name: str, face: str) -> RuntimeLife:
+        number = len(self.lives) + 1
+        life = RuntimeLife(number, f"{face} {name or number}", event.at_s, last_s=event.at_s)
+        self.lives.append(life)
+        return life
+
+
+# -- timelines -------------------------------------------------------------------------------------------------------
 
 UNFINISHED = "unfinished"
 """The outcome of a timeline or job without a last event."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 
-__all__ = ["counted", "date_and_time", "duration", "plain", "share", "size", "time_of_day"]
-
 
 def plain(text: str) -> str:
     """`text` with all unprintable characters escaped: a log may hold escape sequences that a terminal would obey."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from aoffload._kernel.states import Outcome
 from aoffload._tiers.disk.plans import RestoredRun
 from aoffload._tiers.disk.slots import DiskOutcome, DiskSlots
-from aoffload._tiers.disk.sums import data_sum
+from aoffload._tiers.disk.table import data_sum
 
 from .simulated_disk import SimulatedDisk
 from .strands import Strand

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES
 from aoffload._tiers.disk.plans import BlockLabel
-from aoffload._tiers.disk.records import RecordFormat, SlotLayout
+from aoffload._tiers.disk.table import RecordFormat, SlotLayout
 
 __all__ = ["Key", "World"]
 

@@ -7,8 +7,8 @@ import attrs
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.prefix import Prefix
 from aoffload._kernel.states import JobState, Outcome, Tier
+from aoffload._tiers.remote.memory import Removals
 from aoffload._tiers.remote.plans import CellLabel
-from aoffload._tiers.remote.removals import Removals
 from aoffload._tiers.remote.rules import cells_of
 from aoffload.testing.violations import Violation
 

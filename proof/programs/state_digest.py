@@ -22,8 +22,7 @@ __all__ = ["state_digest"]
 ATOMS = frozenset({bool, bytes, float, int, str, type(None)})
 """Written as they are: True is not 1, and 1.0 is not either."""
 WALKED = tuple(
-    f"aoffload.{room}"
-    for room in ("_kernel.", "_extensions.", "_eviction.", "_host_cache.", "_tiers.", "_config.")
+    f"aoffload.{room}" for room in ("_kernel.", "_extensions.", "_eviction.", "_host_cache.", "_tiers.", "_config.")
 )
 
 

@@ -10,8 +10,9 @@ import torch
 
 from aoffload import FullAttention, RequestAborted, RuntimeClosed, SlidingWindow
 from aoffload._reference.engine.batching import EngineOptions
-from aoffload._reference.engine.engine import EngineClosed, PagedEngine, StepFailed
+from aoffload._reference.engine.engine import PagedEngine
 from aoffload._reference.engine.layers import LayerGroup
+from aoffload._reference.engine.loop import EngineClosed, StepFailed
 from aoffload._reference.engine.paged import PagedBatch
 from aoffload.testing import Client, SimulatedEngine, Simulation, Violation
 

@@ -19,7 +19,7 @@ import torch
 from anyio.abc import SocketAttribute, SocketStream
 
 from aoffload import KVCacheGroup, OffloadConfig, RemoteTier, Request, Tier
-from aoffload._tiers.remote.removals import Removals
+from aoffload._tiers.remote.memory import Removals
 from aoffload.stores import RedisStore
 from benchmarks.redis_servers import NoServerError, RedisServer
 from proof.lines import Line

@@ -15,8 +15,8 @@ from driving import BLOCK, ROOT, prompt
 from aoffload import KVCacheGroup, SlidingWindow
 from aoffload._kernel.prefix import Root, encode_tokens
 from aoffload._kernel.states import Tier
-from aoffload._tiers.disk.blocks import SlotPool
 from aoffload._tiers.disk.plans import BlockLabel, RestoredRun
+from aoffload._tiers.disk.rules import SlotPool
 from aoffload.errors import InvalidArgument
 
 WINDOWS = (

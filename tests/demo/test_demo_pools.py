@@ -7,8 +7,7 @@ import pytest
 from aoffload._config.groups import FullAttention, SlidingWindow
 from aoffload._reference.engine.layers import LayerGroup, group_layers
 from aoffload.demo.options import DemoOptions
-from aoffload.demo.pools import Pools
-from aoffload.demo.workload import make_workload
+from aoffload.demo.workload import Pools, make_workload
 from aoffload.errors import InvalidArgument
 
 WORKLOAD = make_workload(0, 32, 1000)

@@ -9,14 +9,14 @@ import anyio.lowlevel
 import attrs
 import pytest
 
+from aoffload._common.commands import ProgressLine
 from aoffload._reference.engine.sequence import Generation
-from aoffload.demo.comparison import find_differences
-from aoffload.demo.departures import MAX_STEPS, Departures
+from aoffload.demo.interrupt import Progress
 from aoffload.demo.logs import make_logger
 from aoffload.demo.options import DemoOptions
-from aoffload.demo.outcome import DemoOutcome, RunKind, RunOutcome
-from aoffload.demo.progress import Progress
+from aoffload.demo.outcome import DemoOutcome, RunKind, RunOutcome, find_differences
 from aoffload.demo.report import as_table
+from aoffload.demo.runner import MAX_STEPS, Departures
 
 pytestmark = pytest.mark.anyio
 
@@ -131,11 +131,11 @@ async def test_a_client_that_is_done_is_left_alone() -> None:
 def test_a_pipe_gets_a_few_plain_lines() -> None:
     """Without a terminal there are no control characters, and at most a line for each quarter."""
     stream = io.StringIO()
-    progress = Progress(stream)
+    progress = Progress(ProgressLine(stream))
     progress.start("with offload", 40)
     for done in range(41):
         progress.update(done, "x")
-    progress.clear()
+    progress.line.clear()
     lines = stream.getvalue().splitlines()
     assert [line.split(":")[1].split()[0] for line in lines] == ["10/40", "20/40", "30/40", "40/40"]
     assert "\x1b" not in stream.getvalue()
@@ -149,10 +149,10 @@ def test_a_terminal_gets_one_line_that_is_cleared() -> None:
             return True
 
     stream = Terminal()
-    progress = Progress(stream)
+    progress = Progress(ProgressLine(stream))
     progress.start("with offload", 40)
     progress.update(20, "x")
-    progress.clear()
+    progress.line.clear()
     assert "20/40" in stream.getvalue()
     assert "\n" not in stream.getvalue()
     assert stream.getvalue().endswith("\r\x1b[K")

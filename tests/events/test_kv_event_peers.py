@@ -12,7 +12,7 @@ import zmq
 from test_kv_event_format import ledger_of
 
 from aoffload._observe.kv_events.peers import MAX_SUBSCRIPTIONS
-from aoffload._observe.kv_events.replays import END, MAX_UNREAD_ANSWERS, ReplayBuffer, Replays, Sent
+from aoffload._observe.kv_events.publisher import END, MAX_UNREAD_ANSWERS, ReplayBuffer, Replays, Sent
 from aoffload.kv_events import KVEventPublisher
 
 ANY_PORT = "tcp://127.0.0.1:*"

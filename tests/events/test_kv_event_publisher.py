@@ -27,8 +27,8 @@ from aoffload import (
     OffloadRuntime,
     RuntimeClosed,
 )
-from aoffload._observe.kv_events.digests import Digests
-from aoffload._observe.kv_events.replays import END, ReplayBuffer, Sent
+from aoffload._observe.kv_events.format import Digests
+from aoffload._observe.kv_events.publisher import END, ReplayBuffer, Sent
 from aoffload.kv_events import KVEventPublisher
 from aoffload.ledger import Prefix, Root
 

@@ -19,7 +19,7 @@ from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.states import Direction
 from aoffload._reference.engine.batching import EngineOptions, PrefillStart
 from aoffload._reference.engine.engine import PagedEngine
-from aoffload._reference.engine.forward import Forward
+from aoffload._reference.engine.loop import Forward
 from aoffload._reference.engine.paged import SequenceSlice
 from aoffload._transfer.backends.base import CopyBackend
 from aoffload._transfer.backends.cpu import CpuBackend

@@ -16,12 +16,13 @@ import torch
 
 from aoffload import FullAttention, KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload._reference.engine.batching import EngineOptions
-from aoffload._reference.engine.engine import EngineClosed, PagedEngine, StepFailed
+from aoffload._reference.engine.engine import PagedEngine
 from aoffload._reference.engine.layers import LayerGroup
+from aoffload._reference.engine.loop import EngineClosed, StepFailed
 from aoffload._reference.engine.paged import PagedBatch
 from aoffload._transfer.local import LocalTransport
+from aoffload.demo.backends import Tampering
 from aoffload.demo.options import Corrupt
-from aoffload.demo.tampering import Tampering
 from aoffload.errors import InvalidArgument, OutOfBlocks, RequestAborted
 
 pytestmark = pytest.mark.anyio

@@ -10,8 +10,8 @@ import torch
 
 from aoffload._kernel.states import RequestState
 from aoffload._reference.engine.batching import EngineOptions, LineUp
-from aoffload._reference.engine.forward import Forward
 from aoffload._reference.engine.layers import LayerGroup
+from aoffload._reference.engine.loop import Forward
 from aoffload._reference.engine.paged import PagedBatch, SequenceSlice
 from aoffload._reference.engine.sequence import PromptTable, RowOutput, RunningSequence
 from aoffload.errors import ConfigError

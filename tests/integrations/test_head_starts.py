@@ -13,8 +13,7 @@ import torch
 from layered import GUARD_S, NUM_LAYERS, OPTIONS, PATIENT, Bench, WatchedDecoder, prompt_of, serving
 
 from aoffload._reference.engine.batching import LineUp, Step
-from aoffload._reference.engine.engine import EngineClosed, StepFailed
-from aoffload._reference.engine.forward import Forward
+from aoffload._reference.engine.loop import EngineClosed, Forward, StepFailed
 from aoffload._transfer.fences import LoadedRegion, RegionFences
 from aoffload._transfer.region import regions_of
 from aoffload.errors import RegionError, RegionNotLoaded

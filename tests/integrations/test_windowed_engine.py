@@ -14,10 +14,10 @@ from windowed import BY_LAYER, KINDS, OPTIONS, Bench, answer, prompt_of, serving
 
 from aoffload._kernel.states import RequestState
 from aoffload._reference.engine.batching import EngineOptions
-from aoffload._reference.engine.engine import EngineClosed
+from aoffload._reference.engine.loop import EngineClosed
 from aoffload._reference.engine.tries import Ask, Rivals, Try
+from aoffload.demo.backends import Tampering
 from aoffload.demo.options import Corrupt
-from aoffload.demo.tampering import Tampering
 from aoffload.errors import OutOfBlocks, RequestAborted
 
 pytestmark = pytest.mark.anyio

@@ -17,11 +17,10 @@ from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload._config.groups import FullAttention, SlidingWindow
 from aoffload._reference.engine.batching import EngineOptions, PrefillStart
 from aoffload._reference.engine.engine import PagedEngine
-from aoffload._reference.engine.layer_fences import layer_regions
-from aoffload._reference.engine.layers import LayerGroup, places_of
+from aoffload._reference.engine.layers import LayerGroup, layer_regions, places_of
 from aoffload._reference.engine.paged import PagedBatch, Span
 from aoffload._transfer.local import LocalTransport
-from aoffload.demo.tampering import Tampering
+from aoffload.demo.backends import Tampering
 
 VOCABULARY = 997
 WINDOW = 10

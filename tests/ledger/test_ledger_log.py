@@ -30,15 +30,12 @@ from aoffload.ledger import (
     TransferPlan,
 )
 from aoffload.metrics import Metrics
+from aoffload.trace.book import MEASURES, Listener, Usage
 from aoffload.trace.command import main
+from aoffload.trace.events import ParseError
 from aoffload.trace.figures import Figures
-from aoffload.trace.links import LINKS
-from aoffload.trace.listener import Listener
-from aoffload.trace.occupancy import MEASURES, Usage
-from aoffload.trace.parse_errors import ParseError
-from aoffload.trace.runtimes import RuntimeLife
 from aoffload.trace.scan import Scan
-from aoffload.trace.timelines import Timeline
+from aoffload.trace.timelines import LINKS, RuntimeLife, Timeline
 from aoffload.transport import DeviceGone
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload.ledger import Observer, Observers
 from aoffload.metrics import Metrics, MetricsCollector
-from aoffload.top.look import Look
+from aoffload.top.command import Look
 
 BACKENDS = [pytest.param(("asyncio", {}), id="asyncio"), pytest.param(("trio", {}), id="trio")]
 BLOCK = 4

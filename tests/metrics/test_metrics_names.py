@@ -28,7 +28,7 @@ from aoffload._observe.metrics.families import (
     ShownWith,
     reason_of,
 )
-from aoffload._observe.metrics.histogram import SECONDS, THROUGHPUT, Histogram
+from aoffload._observe.metrics.observer import SECONDS, THROUGHPUT, Histogram
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/metrics.md").read_text()

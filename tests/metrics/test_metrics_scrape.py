@@ -11,12 +11,12 @@ import anyio
 import anyio.to_thread
 import pytest
 from scraping import BACKENDS, GUARD_S, Scrape, client, measured, prompt, serve
+from scripted import ScriptedTransport
 
 from aoffload import InvalidArgument, RequestState
 from aoffload._observe.metrics import collector
 from aoffload._observe.metrics.observer import MAX_REPORTS
 from aoffload._runtime.worker import CopyWorker
-from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.ledger import Completion, CompletionDelivered, Event, Outcome, RequestMoved
 from aoffload.metrics import MetricsCollector
 

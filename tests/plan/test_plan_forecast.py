@@ -16,11 +16,9 @@ from made_traces import BLOCK_TOKENS, MOST_OF_ONE, REQUESTS, Request, conversati
 from aoffload import ConfigError, KVCacheGroup, LazyStore, Ledger, OffloadConfig
 from aoffload.ledger import Prefix, Root, TransferPlan
 from aoffload.plan import Recorder
-from aoffload.plan.cautions import cautions
-from aoffload.plan.forecast import Forecast, Prices, Row, Sizes
+from aoffload.plan.forecast import Forecast, Prices, Row, Sizes, Speeds, first_token
 from aoffload.plan.replay import land, replay
-from aoffload.plan.report import as_json, cells
-from aoffload.plan.timing import Speeds, first_token
+from aoffload.plan.report import as_json, cautions, cells
 from aoffload.plan.trace import Trace, TracedRequest, read_trace
 from benchmarks import policies
 

@@ -21,7 +21,7 @@ import torch
 from aoffload import InvalidArgument, KeySpan, KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime
 from aoffload.ledger import Prefix, Root
 from aoffload.plan import Recorder, recorder
-from aoffload.plan.digests import BlockDigests
+from aoffload.plan.recorder import BlockDigests
 from aoffload.plan.trace import read_trace
 
 BACKENDS = [pytest.param(("asyncio", {}), id="asyncio"), pytest.param(("trio", {}), id="trio")]

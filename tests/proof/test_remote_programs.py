@@ -11,8 +11,8 @@ import pytest
 
 from aoffload._tiers.fetch import rules as fetches
 from aoffload._tiers.remote import rules as remote_stores
+from aoffload._tiers.remote.memory import Removals
 from aoffload._tiers.remote.plans import CellLabel
-from aoffload._tiers.remote.removals import Removals
 from aoffload._tiers.remote.rules import RemoteStores
 from proof.programs import Program, as_test, call, check_program, run_program
 from proof.programs.explore import LEDGERS, _draw_ledger_program

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from http_bench import BACKENDS, serving
 
-from aoffload._reference.server.bodies import Limits, read_chat, read_completion
-from aoffload._reference.server.fields import Fields
+from aoffload._reference.server.bodies import Fields, Limits, read_chat, read_completion
 
 pytestmark = [pytest.mark.anyio, BACKENDS]
 

@@ -14,10 +14,9 @@ import attrs
 import pytest
 from http_bench import BACKENDS, GUARD_S, Caller, let_threads_run, serving
 
-from aoffload._reference.server.connections import Connections
+from aoffload._reference.server.admission import Readings
 from aoffload._reference.server.errors import ApiError, unavailable
-from aoffload._reference.server.listening import Listener, bind, max_connections_here
-from aoffload._reference.server.readings import Readings
+from aoffload._reference.server.listening import Connections, Listener, bind, max_connections_here
 from aoffload.integrations.openai_server import Admission, ServerOptions
 
 pytestmark = pytest.mark.anyio

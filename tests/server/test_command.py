@@ -22,7 +22,8 @@ import pytest
 import torch
 from http_bench import GUARD_S, OPTIONS, SmallModel, events_of
 
-from aoffload._reference.server.command import _by_option, main
+from aoffload._common.commands import by_option
+from aoffload._reference.server.command import _OPTIONS, main
 from aoffload._reference.server.options import ServerOptions, make_parser, parse_options
 from aoffload.errors import ConfigError, InvalidArgument
 from aoffload.integrations import openai_server
@@ -265,7 +266,7 @@ def test_a_model_that_does_not_fit_is_an_option_that_is_wrong() -> None:
 )  # fmt: skip
 def test_an_error_names_the_option_and_not_the_argument(error: InvalidArgument, name: str) -> None:
     """The operator has never heard of the argument."""
-    assert _by_option(error) == f"argument --{name}: x"
+    assert by_option(error, _OPTIONS) == f"argument --{name}: x"
     assert f"--{name}" in {option for action in make_parser()._actions for option in action.option_strings}
 
 

@@ -11,9 +11,8 @@ import pytest
 from http_bench import BACKENDS, OPTIONS, serving
 
 from aoffload._reference.server.errors import LOGGER
-from aoffload._reference.server.gate import Rules, is_loopback
-from aoffload._reference.server.keys import VARIABLE, find_key
-from aoffload._reference.server.quiet import MAX_LINES, PERIOD_S, BoundedLog
+from aoffload._reference.server.gate import VARIABLE, Rules, find_key, is_loopback
+from aoffload._reference.server.listening import MAX_LINES, PERIOD_S, BoundedLog
 from aoffload.errors import InvalidArgument
 from aoffload.integrations.openai_server import ServerOptions
 

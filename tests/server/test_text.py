@@ -12,11 +12,9 @@ from http_bench import BACKENDS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aoffload._reference.server.answering import Flow, Stops
 from aoffload._reference.server.errors import ApiError
-from aoffload._reference.server.flow import Flow
-from aoffload._reference.server.pretrained import PretrainedTokenizer
-from aoffload._reference.server.stops import Stops
-from aoffload._reference.server.tokenizer import Message, word
+from aoffload._reference.server.tokenizer import Message, PretrainedTokenizer, word
 from aoffload.errors import ConfigError, InvalidArgument
 from aoffload.integrations.openai_server import ByteTokenizer, write_tokenizer
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import anyio
 import attrs
+from scripted import ScriptedTransport
 from serving import BLOCK, config, tag
 
 from aoffload import HostCacheRuntime
-from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.host_cache import EngineRequest
 
 __all__ = ["OwnEngine", "OwnPool", "own_engine"]

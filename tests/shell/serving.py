@@ -12,10 +12,10 @@ import anyio
 import attrs
 import pytest
 import torch
+from scripted import ScriptedTransport
 
 from aoffload import FullAttention, KVCacheGroup, OffloadConfig, OffloadRuntime, PendingLoad, Request
 from aoffload._transfer.backends.cpu import CpuBackend
-from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload._transfer.local import LocalTransport
 from aoffload.ledger import AttentionKind
 

@@ -16,6 +16,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from scripted import ScriptedTransport
 from serving import BACKENDS, Engine, assert_at_rest, config, prompt, scripted, with_bytes
 
 from aoffload import (
@@ -36,7 +37,6 @@ from aoffload import (
     WrongState,
     WrongThread,
 )
-from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.transport import RegionError
 
 pytestmark = pytest.mark.anyio

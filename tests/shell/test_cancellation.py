@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+from scripted import ScriptedTransport
 from serving import (
     ASYNCIO,
     EVERY_BACKEND,
@@ -27,7 +28,6 @@ from serving import (
 
 from aoffload import InvalidArgument, OutOfBlocks, Request, RequestState, WrongState
 from aoffload._kernel.states import Direction
-from aoffload._transfer.backends.scripted import ScriptedTransport
 
 pytestmark = pytest.mark.anyio
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import structlog
+from scripted import ScriptedTransport
 from serving import BACKENDS, Engine, TagBlocks, assert_at_rest, config, prompt, scripted, turns
 
 from aoffload import OffloadRuntime, RequestState
-from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload._transfer.fences import PASSED, Fence
 from aoffload.ledger import TransferPlan
 from aoffload.ranks import LocalRank, RankTransport

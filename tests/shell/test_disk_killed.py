@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 def kill_a_server(place: Path) -> int:
     """Let one serve until it has stored some prompts, and kill it in the middle of the next. How many it had stored."""
     command = [sys.executable, str(HERE / "disk_child.py"), str(place)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (HERE.parents[1], HERE.parent, HERE)))}
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert child.stdout is not None
     try:

@@ -17,9 +17,9 @@ from structlog.testing import capture_logs
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
 from disk_serving import SIZE, Hanging, assert_quiet, of_slab, on_the_disk_only, simulated, stored, with_disk
+from scripted import ScriptedTransport
 
 from aoffload import ConfigError, DiskTier, OffloadRuntime, Tier
-from aoffload._transfer.backends.scripted import ScriptedTransport
 from proof.disk.simulated_disk import DiskFault, IOCall
 
 pytestmark = pytest.mark.anyio

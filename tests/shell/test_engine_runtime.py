@@ -14,10 +14,10 @@ import pytest
 import structlog
 from clocks import JUMPING, jumping_backend
 from engine_serving import OwnEngine, OwnPool, own_engine
+from scripted import ScriptedFence, ScriptedTransport
 from serving import BLOCK, Checkpoints, at_every_checkpoint, config, prompt, turns
 
 from aoffload import HostCacheRuntime, LazyStore, RequestState, RuntimeClosed, Tier, WrongState
-from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
 from aoffload.errors import CommitError, ConfigError, InvalidArgument
 from aoffload.host_cache import EngineRequest
 from aoffload.ledger import Direction, PinState

@@ -6,6 +6,7 @@ from typing import Any
 
 import anyio
 import pytest
+from scripted import ScriptedTransport
 from serving import (
     BACKENDS,
     Checkpoints,
@@ -22,7 +23,6 @@ from serving import (
 from aoffload import OutOfBlocks, Request, RequestState, SlidingWindow
 from aoffload._kernel.records import Run
 from aoffload._kernel.states import Direction, Tier
-from aoffload._transfer.backends.scripted import ScriptedTransport
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from scraping import registry_of, scraped
 from aoffload.demo.logs import make_logger
 from aoffload.stores import StoreError
 from aoffload.testing import SimulatedStore
-from aoffload.top.look import lines
+from aoffload.top.command import lines
 from aoffload.trace.command import main
 from proof.disk.simulated_disk import DiskFault
 

@@ -9,11 +9,11 @@ import attrs
 import pytest
 from clocks import leap, leaping_backend
 from engine_serving import own_engine
+from scripted import ScriptedTransport
 from serving import Engine, assert_at_rest, loading, on_the_host_only, prompt, scripted
 from structlog.testing import capture_logs
 
 from aoffload import InvalidArgument, RequestState
-from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.ledger import LoadOffer
 
 pytestmark = pytest.mark.anyio

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import pytest
 import structlog
+from scripted import ScriptedTransport
 from serving import (
     ASYNCIO,
     EVERY_BACKEND,
@@ -25,7 +26,6 @@ from serving import (
 )
 
 from aoffload import ConfigError, OffloadRuntime
-from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload._transfer.transport import PinProgress
 from aoffload.transport import Env
 

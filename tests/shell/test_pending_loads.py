@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+from scripted import ScriptedTransport
 from serving import (
     BACKENDS,
     GUARD_S,
@@ -29,7 +30,6 @@ from serving import (
 
 from aoffload import CommitError, InvalidArgument, OffloadRuntime, RuntimeClosed, WrongState
 from aoffload._kernel.plans import TransferPlan
-from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload._transfer.fences import PASSED, Fence, RegionFences
 from aoffload.transport import RegionNotLoaded
 

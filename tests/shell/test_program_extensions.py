@@ -9,12 +9,12 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
+from scripted import ScriptedFence, ScriptedTransport
 from structlog.testing import capture_logs
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, RequestState
 from aoffload._kernel.extension import HOOKS
 from aoffload._kernel.hooks import MAY_RAISE
-from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
 from aoffload.ledger import LedgerExtension
 
 pytestmark = pytest.mark.anyio

@@ -17,10 +17,10 @@ import pytest
 import structlog
 import torch
 from clocks import JUMPING, leap, leaping_backend
+from scripted import ScriptedTransport
 from serving import GUARD_S, Engine, assert_at_rest, config, prompt, turns
 
 from aoffload import OffloadRuntime, RequestState
-from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.ranks import LocalRank, ProcessRank, RankTransport
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("forked_ranks")]

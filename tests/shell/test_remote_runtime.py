@@ -25,9 +25,9 @@ from remote_serving import (
     quiet,
     with_remote,
 )
+from scripted import ScriptedTransport
 
 from aoffload import ConfigError, DiskTier, OffloadRuntime, RemoteTier
-from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload._transfer.local import LocalTransport
 from aoffload.ledger import WaitsFor
 from aoffload.testing import SimulatedStore, StoreFault

@@ -26,7 +26,7 @@ from remote_serving import (
 
 from aoffload._kernel.states import Direction
 from aoffload._runtime.request import Request
-from aoffload._tiers.remote.local import LaneRemote
+from aoffload._tiers.remote.lanes import LaneRemote
 from aoffload.testing import SimulatedStore, StoreFault
 
 pytestmark = pytest.mark.anyio

@@ -17,6 +17,7 @@ import pytest
 import sniffio
 import structlog
 import trio
+from scripted import ScriptedFence
 from serving import (
     ASYNCIO,
     EVERY_BACKEND,
@@ -44,7 +45,6 @@ from aoffload import (
 )
 from aoffload._kernel.prefix import Prefix
 from aoffload._observe.log import WRITERS
-from aoffload._transfer.backends.scripted import ScriptedFence
 from aoffload.ledger import JobMoved, RequestMoved
 
 pytestmark = pytest.mark.anyio

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from scripted import ScriptedFence, ScriptedTransport
 from serving import BACKENDS, Engine, on_the_host_only, prompt, scripted
 
 from aoffload import InvalidArgument
-from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
 from aoffload._transfer.fences import PASSED, OnlyAfter, StepFences
 
 A, B, C = (prompt(name, 16) for name in (1, 2, 3))

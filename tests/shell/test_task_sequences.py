@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import attrs
 import pytest
+from scripted import ScriptedTransport
 from serving import ASYNCIO, TRIO, assert_at_rest, prompt, tag, turns
 
 from aoffload import (
@@ -22,7 +23,6 @@ from aoffload import (
     SlidingWindow,
     Tier,
 )
-from aoffload._transfer.backends.scripted import ScriptedTransport
 from aoffload.ledger import Direction
 
 pytestmark = pytest.mark.anyio

@@ -21,7 +21,7 @@ from aoffload._observe.metrics.families import FAMILIES, LABEL_VALUES
 from aoffload.demo.logs import make_logger
 from aoffload.ledger import LearnedEviction, RequestStatus, WaitsFor
 from aoffload.testing import SimulatedStore
-from aoffload.top.look import lines
+from aoffload.top.command import lines
 from aoffload.trace.command import main
 
 TOKENS = list(range(25))

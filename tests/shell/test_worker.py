@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import pytest
 import structlog
+from scripted import ScriptedFence, ScriptedTransport
 from serving import (
     ASYNCIO,
     EVERY_BACKEND,
@@ -34,7 +35,6 @@ from serving import (
 
 from aoffload import IntegrityError, OffloadRuntime, OutOfBlocks, RequestState, RuntimeClosed
 from aoffload._kernel.states import Direction
-from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
 from aoffload._transfer.copy_queue import Link
 from aoffload._transfer.fences import PASSED, Fence
 from aoffload.errors import TransferRefused

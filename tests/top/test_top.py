@@ -16,8 +16,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload.metrics import Metrics, MetricsCollector
 from aoffload.top import command
-from aoffload.top.command import NothingToShow, main, watch
-from aoffload.top.look import Look, lines
+from aoffload.top.command import Look, NothingToShow, lines, main, watch
 
 BUSY = """
 aoffload_requests{state="running"} 1

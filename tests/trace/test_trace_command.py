@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from real_log import write_real
 
+from aoffload._common.commands import ProgressLine
 from aoffload.trace.command import main
-from aoffload.trace.progress import Progress
+from aoffload.trace.output import Progress
 from benchmarks.synthetic_log import line
 
 Real = tuple[Path, list[dict[str, Any]]]
@@ -218,10 +219,10 @@ def test_the_progress_bar_is_for_terminals(real: Real, capsys: pytest.CaptureFix
     main([str(real[0])])
     assert capsys.readouterr().err == ""
     terminal = Terminal()
-    progress = Progress(terminal, total_bytes=1000)
+    progress = Progress(ProgressLine(terminal), total_bytes=1000)
     progress.update(500, 20)
     assert " 50%  20 lines" in terminal.getvalue()
-    progress.clear()
+    progress.line.clear()
     assert terminal.getvalue().endswith("\r\x1b[K")
 
 

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from aoffload._observe import log as ledger_log
 from aoffload._observe import log as telemetry
-from aoffload.trace.events import MEANINGS
+from aoffload.trace.events import MAX_LINE_BYTES, MEANINGS, ParseError
 from aoffload.trace.figures import Figures
-from aoffload.trace.lines import MAX_LINE_BYTES
-from aoffload.trace.parse_errors import ParseError
 from aoffload.trace.scan import EmptyLogError, Scan
 from aoffload.trace.summary import summary
 from benchmarks.synthetic_log import line, write_synthetic

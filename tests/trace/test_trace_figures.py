@@ -14,12 +14,10 @@ from aoffload._observe.log import Telemetry
 from aoffload._transfer.transport import PinProgress
 from aoffload.host_cache import LoadsPaused, LoadsResumed
 from aoffload.ledger import CacheTurnedOff, StoreSkipped, TransportRecovered, TransportStalled, WorkerFailed
-from aoffload.trace.durations import Durations
-from aoffload.trace.figures import NUM_SLOWEST, Figures
+from aoffload.trace.drawing import MAX_BUCKETS, Series
+from aoffload.trace.figures import MAX_NAMES, NUM_SLOWEST, OTHERS, Durations, Figures, Tally
 from aoffload.trace.scan import Scan
-from aoffload.trace.series import MAX_BUCKETS, Series
 from aoffload.trace.summary import summary
-from aoffload.trace.tally import MAX_NAMES, OTHERS, Tally
 from aoffload.trace.wording import duration, size
 from benchmarks.synthetic_log import line, write_synthetic
 

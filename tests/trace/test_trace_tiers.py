@@ -13,7 +13,7 @@ from test_trace_events import line
 
 from aoffload._kernel.states import TIERS
 from aoffload.trace.command import main
-from aoffload.trace.links import LINKS
+from aoffload.trace.timelines import LINKS
 
 NAMES = [row.tier.name.lower() for row in TIERS]
 MATCH = {"num_tokens": 40, "num_device_tokens": 0, "num_host_tokens": 16, "num_disk_tokens": 16}

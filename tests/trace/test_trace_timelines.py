@@ -13,11 +13,9 @@ import attrs
 import pytest
 
 from aoffload.trace import book
-from aoffload.trace.listener import Listener
-from aoffload.trace.occupancy import Usage
-from aoffload.trace.runtimes import RuntimeLife
+from aoffload.trace.book import Listener, Usage
 from aoffload.trace.scan import Scan
-from aoffload.trace.timelines import JobTimeline, Timeline
+from aoffload.trace.timelines import JobTimeline, RuntimeLife, Timeline
 from benchmarks.synthetic_log import line
 
 Said = tuple[float, str, dict[str, Any]]

@@ -17,7 +17,7 @@ from aoffload._transfer.backends.cpu import CpuBackend
 from aoffload._transfer.fences import Fence
 from aoffload._transfer.local import LocalTransport
 from aoffload._transfer.ranks import serving
-from aoffload._transfer.ranks.frames import Open
+from aoffload._transfer.ranks.wire import Open
 from aoffload._transfer.region import KVRegion
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.states import Direction
-from aoffload._transfer.backends.cuda import CudaBackend, CudaFence, Pieces, SourceOrder
-from aoffload._transfer.backends.cuda.events import EventPool
+from aoffload._transfer.backends.cuda.backend import CudaBackend
+from aoffload._transfer.backends.cuda.driver import Pieces, SourceOrder
+from aoffload._transfer.backends.cuda.events import CudaFence, EventPool
 from aoffload._transfer.fences import PASSED, Fence
 
 

@@ -17,8 +17,7 @@ from aoffload import DiskTier, KVCacheGroup
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Tier
-from aoffload._tiers.disk.forgetting import DiskTrouble
-from aoffload._tiers.disk.plans import BlockLabel, DiskPayload, RestoredRun
+from aoffload._tiers.disk.plans import BlockLabel, DiskPayload, DiskTrouble, RestoredRun
 from aoffload._transfer.local import LocalTransport
 from aoffload.transport import Env
 from proof.disk.simulated_disk import DiskFault, IOCall, SimulatedDisk

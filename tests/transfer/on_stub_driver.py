@@ -23,16 +23,15 @@ import torch
 from copies import Copies
 
 from aoffload._kernel.states import Outcome
-from aoffload._transfer.backends.cuda import (
-    CudaBackend,
+from aoffload._transfer.backends.cuda.backend import CudaBackend, CudaOptions
+from aoffload._transfer.backends.cuda.driver import (
+    LOST_CODES,
     CudaError,
-    CudaOptions,
     DeviceLost,
     Pieces,
     SourceOrder,
     StreamCaptured,
 )
-from aoffload._transfer.backends.cuda.driver import LOST_CODES
 from aoffload._transfer.backends.cuda.nvidia import NvidiaDriver
 from aoffload._transfer.backends.cuda.plain import TorchDriver
 from aoffload._transfer.fences import PASSED

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from triton.runtime.errors import InterpreterError
 
-from aoffload._transfer.backends.cuda import Pieces
+from aoffload._transfer.backends.cuda.driver import Pieces
 from aoffload._transfer.backends.cuda.kernel import TILE_BYTES, TritonKernel
 from aoffload._transfer.backends.cuda.triton_copy import ELEMENTS, copy_pieces
 from aoffload._transfer.fences import PASSED

@@ -15,16 +15,17 @@ import numpy as np
 from copies import GUARD_S
 from numpy.typing import NDArray
 
-from aoffload._transfer.backends.cuda import (
+from aoffload._transfer.backends.cuda.backend import CudaOptions
+from aoffload._transfer.backends.cuda.driver import (
+    MAX_BATCH,
     CudaError,
-    CudaFence,
-    CudaOptions,
     DeviceLost,
+    Handle,
     Pieces,
     SourceOrder,
     StreamCaptured,
 )
-from aoffload._transfer.backends.cuda.driver import MAX_BATCH, Handle
+from aoffload._transfer.backends.cuda.events import CudaFence
 from aoffload._transfer.fences import Fence
 
 PAUSE_STEPS = 12

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from aoffload._kernel.states import Direction, Outcome
 from aoffload._transfer.backends.cpu import CpuBackend
-from aoffload._transfer.backends.rows import LockWaits, stretches
-from aoffload._transfer.backends.stripes import Stripes
+from aoffload._transfer.backends.rows import LockWaits, Stripes, stretches
 from aoffload._transfer.region import regions_of
 from aoffload.errors import ConfigError
 

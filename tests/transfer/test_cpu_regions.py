@@ -16,9 +16,8 @@ from layouts import Pool, filled, separate_sizes, stacked
 from numpy.typing import NDArray
 
 from aoffload._kernel.states import Direction, Outcome
-from aoffload._transfer.backends.columns import RegionColumns
 from aoffload._transfer.backends.cpu import CpuBackend
-from aoffload._transfer.backends.rows import LockWaits
+from aoffload._transfer.backends.rows import LockWaits, RegionColumns
 from aoffload._transfer.fences import LoadedRegion, RegionFences
 from aoffload._transfer.region import KVRegion
 from aoffload.errors import RegionNotLoaded
@@ -114,7 +113,7 @@ def test_any_layout_is_loaded_region_after_region_beside_a_busy_loop(
 ) -> None:
     """What is moved in other ways there is moved as exactly, in parts that end inside of it."""
     monkeypatch.setattr(LockWaits, "have_begun", True)
-    monkeypatch.setattr("aoffload._transfer.backends.columns.PART_BYTES", 40)
+    monkeypatch.setattr("aoffload._transfer.backends.rows.PART_BYTES", 40)
     loads_by_region(seed, layout)
 
 

@@ -22,11 +22,11 @@ from simulated_cuda import SimulatedCuda, SimulatedKernel, Stream, on
 
 from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.states import Direction, Outcome, Tier
-from aoffload._transfer.backends.cuda import BreakEven, CudaBackend, CudaError, CudaOptions, DeviceLost, Pieces, backend
-from aoffload._transfer.backends.cuda.backend import best_driver
-from aoffload._transfer.backends.cuda.method import SIZES, measure_break_even
+from aoffload._transfer.backends.cuda import backend
+from aoffload._transfer.backends.cuda.backend import CudaBackend, CudaOptions, best_driver
+from aoffload._transfer.backends.cuda.driver import CudaError, DeviceLost, Pieces
 from aoffload._transfer.backends.cuda.plain import TorchDriver
-from aoffload._transfer.backends.cuda.trials import measured_on, scattered
+from aoffload._transfer.backends.cuda.trials import SIZES, BreakEven, measure_break_even, measured_on, scattered
 from aoffload._transfer.fences import PASSED, Fence
 from aoffload._transfer.region import regions_of
 from aoffload.errors import DeviceGone

@@ -13,8 +13,8 @@ import pytest
 import torch
 from simulated_cuda import SimulatedCuda, SimulatedKernel, on
 
-from aoffload._transfer.backends.cuda import BreakEven
 from aoffload._transfer.backends.cuda.plain import TorchDriver
+from aoffload._transfer.backends.cuda.trials import BreakEven
 from aoffload.errors import TransferRefused
 from aoffload.ledger import Direction
 from benchmarks import (

@@ -17,8 +17,9 @@ from simulated_cuda import SimulatedCuda, Stream, on
 
 from aoffload._kernel.plans import Completion
 from aoffload._kernel.states import Direction, Outcome
-from aoffload._transfer.backends.cuda import AdaptivePolling, BlockingWait, CudaBackend, CudaFence, Pieces
-from aoffload._transfer.backends.cuda.events import EventPool
+from aoffload._transfer.backends.cuda.backend import CudaBackend
+from aoffload._transfer.backends.cuda.driver import Pieces
+from aoffload._transfer.backends.cuda.events import AdaptivePolling, BlockingWait, CudaFence, EventPool
 from aoffload._transfer.fences import PASSED, Fence, RegionFences, RegionWatch
 from aoffload._transfer.region import regions_of
 from aoffload.errors import RegionNotLoaded

@@ -19,9 +19,12 @@ from copies import GUARD_S, Copies
 from cuda_mutants import OneEvent, Unfenced, Unordered, Unproven
 
 from aoffload._kernel.states import Direction, Outcome
-from aoffload._transfer.backends.cuda import AdaptivePolling, BlockingWait, BreakEven, CudaBackend, CudaOptions, Pieces
+from aoffload._transfer.backends.cuda.backend import CudaBackend, CudaOptions
+from aoffload._transfer.backends.cuda.driver import Pieces
+from aoffload._transfer.backends.cuda.events import AdaptivePolling, BlockingWait
 from aoffload._transfer.backends.cuda.nvidia import NvidiaDriver
 from aoffload._transfer.backends.cuda.plain import TorchDriver
+from aoffload._transfer.backends.cuda.trials import BreakEven
 from aoffload._transfer.fences import PASSED, RegionFences
 from aoffload.errors import TransferRefused
 from benchmarks.sizes import sized

@@ -15,7 +15,8 @@ from copies import Copies
 from cuda_mutants import Unfenced, Unproven
 
 from aoffload._kernel.states import Outcome
-from aoffload._transfer.backends.cuda import BreakEven, CudaBackend, CudaOptions
+from aoffload._transfer.backends.cuda.backend import CudaBackend, CudaOptions
+from aoffload._transfer.backends.cuda.trials import BreakEven
 from aoffload._transfer.fences import PASSED
 from benchmarks.sizes import sized
 

@@ -17,8 +17,10 @@ from copies import Copies
 from simulated_cuda import SimulatedCuda, on
 
 from aoffload._kernel.states import Outcome
-from aoffload._transfer.backends.cuda import BreakEven, CudaBackend, kernel
+from aoffload._transfer.backends.cuda import kernel
+from aoffload._transfer.backends.cuda.backend import CudaBackend
 from aoffload._transfer.backends.cuda.kernel import triton_kernel
+from aoffload._transfer.backends.cuda.trials import BreakEven
 
 HERE = Path(__file__).parent
 has_triton = importlib.util.find_spec("triton") is not None

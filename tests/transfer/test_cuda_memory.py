@@ -22,16 +22,24 @@ from simulated_cuda import SimulatedCuda, on
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload._transfer.backends.base import anonymous_memory
-from aoffload._transfer.backends.cuda import CudaBackend, CudaError, HostMemoryError, PinProgress, page_locked
-from aoffload._transfer.backends.cuda.cgroup import MemoryLimit, memory_limit
-from aoffload._transfer.backends.cuda.numa import MBIND, node_of, prefer_node, run_near
+from aoffload._transfer.backends.cuda import page_locked
+from aoffload._transfer.backends.cuda.backend import CudaBackend
+from aoffload._transfer.backends.cuda.driver import CudaError
 from aoffload._transfer.backends.cuda.page_locked import (
     ALIGNMENT,
     MAX_PIECE_BYTES,
+    MBIND,
+    HostMemoryError,
+    MemoryLimit,
+    memory_limit,
+    node_of,
     page_locked_memory,
+    prefer_node,
     register_in_pieces,
+    run_near,
 )
 from aoffload._transfer.region import regions_of
+from aoffload._transfer.transport import PinProgress
 from aoffload.errors import ConfigError
 from aoffload.transport import Env, LocalTransport
 

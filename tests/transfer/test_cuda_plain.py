@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from aoffload._transfer.backends.cuda import CudaError, DeviceLost, StreamCaptured, plain
+from aoffload._transfer.backends.cuda import plain
+from aoffload._transfer.backends.cuda.driver import CudaError, DeviceLost, StreamCaptured
 from aoffload._transfer.backends.cuda.plain import TorchDriver
 from aoffload._transfer.region import regions_of
 

@@ -49,7 +49,8 @@ from cuda_mutants import OneEvent, Unfenced, Unordered, Unproven
 from simulated_cuda import SimulatedCuda, Stream, on
 
 from aoffload._kernel.states import Outcome
-from aoffload._transfer.backends.cuda import CudaBackend, SourceOrder
+from aoffload._transfer.backends.cuda.backend import CudaBackend
+from aoffload._transfer.backends.cuda.driver import SourceOrder
 from aoffload._transfer.fences import PASSED
 
 NUM_ROUNDS = 30

@@ -16,7 +16,8 @@ from cuda_mutants import Unfenced, Unproven
 from simulated_cuda import SimulatedCuda, on
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
-from aoffload._transfer.backends.cuda import AdaptivePolling, CudaBackend
+from aoffload._transfer.backends.cuda.backend import CudaBackend
+from aoffload._transfer.backends.cuda.events import AdaptivePolling
 from aoffload._transfer.local import LocalTransport
 
 BLOCK_SIZE = 4

@@ -21,7 +21,9 @@ from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Outcome, Tier
 from aoffload._transfer.backends.cpu import CpuBackend
-from aoffload._transfer.backends.cuda import AdaptivePolling, BreakEven, CudaBackend
+from aoffload._transfer.backends.cuda.backend import CudaBackend
+from aoffload._transfer.backends.cuda.events import AdaptivePolling
+from aoffload._transfer.backends.cuda.trials import BreakEven
 from aoffload._transfer.fences import PASSED, Fence
 from aoffload.transport import Env
 from proof.soak import Length, soak

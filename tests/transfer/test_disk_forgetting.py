@@ -16,8 +16,7 @@ from disks import DiskCopies, Hanging, simulated
 
 from aoffload import ConfigError
 from aoffload._kernel.states import Direction, Outcome, Tier
-from aoffload._tiers.disk.forgetting import ERASES
-from aoffload._tiers.disk.plans import RestoredRun
+from aoffload._tiers.disk.plans import ERASES, RestoredRun
 from aoffload.errors import TransferRefused
 from proof.disk.simulated_disk import DiskFault, SimulatedDisk
 

@@ -12,7 +12,7 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 from copies import GUARD_S
 
 from aoffload import ConfigError
-from aoffload._tiers.disk.local import opened_within
+from aoffload._tiers.disk.lanes import opened_within
 from aoffload.transport import Env
 
 

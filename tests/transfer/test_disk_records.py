@@ -18,8 +18,8 @@ from aoffload._kernel.tokens import TokenSequence
 from aoffload._tiers.disk import recovery
 from aoffload._tiers.disk.files import MAX_BUFFERS, stretch_at
 from aoffload._tiers.disk.plans import BlockLabel, RestoredRun
-from aoffload._tiers.disk.records import RecordFormat, SlotLayout, Superblock
 from aoffload._tiers.disk.recovery import Chains
+from aoffload._tiers.disk.table import RecordFormat, SlotLayout, Superblock
 from aoffload.errors import ConfigError, InvalidArgument
 
 UNIT = 4

@@ -19,9 +19,9 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
 from test_disk_slots import BLOCK, SIZE, opened, stored
 
-from aoffload._tiers.disk.posix import PosixDirectory
-from aoffload._tiers.disk.records import SlotLayout
+from aoffload._tiers.disk.files import PosixDirectory
 from aoffload._tiers.disk.slots import DiskSlots
+from aoffload._tiers.disk.table import SlotLayout
 from aoffload._transfer.backends.base import anonymous_memory
 from aoffload.errors import ConfigError
 from proof.disk.simulated_disk import DiskFault, IOCall, SimulatedDisk

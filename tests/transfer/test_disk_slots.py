@@ -17,11 +17,9 @@ from test_disk_records import labels, prompt
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
 from aoffload._kernel.states import Outcome
-from aoffload._tiers.disk.files import WRITE_BYTES, Slab
-from aoffload._tiers.disk.posix import PosixDirectory, PosixFile
-from aoffload._tiers.disk.records import SlotLayout
+from aoffload._tiers.disk.files import WRITE_BYTES, PosixDirectory, PosixFile, Slab
 from aoffload._tiers.disk.slots import DiskOutcome, DiskSlots
-from aoffload._tiers.disk.table import SlotTable
+from aoffload._tiers.disk.table import SlotLayout, SlotTable
 from aoffload._transfer.backends.base import anonymous_memory
 from aoffload.errors import ConfigError, InvalidArgument
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import HIT_TIERS, Outcome, Tier
-from aoffload._transfer.ranks import frames
+from aoffload._transfer.ranks import wire as frames
 from aoffload._transfer.ranks.wire import MAX_FRAME_BYTES, MAX_TEXT, VERSION, decode, encode
 from aoffload._transfer.transport import TransferStatistics
 from aoffload.errors import WireError

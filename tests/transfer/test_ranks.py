@@ -14,17 +14,16 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import ScriptedFence, ScriptedTransport
 
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Outcome, Tier
-from aoffload._transfer.backends.scripted import ScriptedFence, ScriptedTransport
 from aoffload._transfer.fences import PASSED, Fence
 from aoffload._transfer.ranks import transport as rank_transport
-from aoffload._transfer.ranks.frames import Completed
 from aoffload._transfer.ranks.rank import LocalRank, Rank
 from aoffload._transfer.ranks.serving import _Server
-from aoffload._transfer.ranks.tally import JobTally
-from aoffload._transfer.ranks.transport import RankTransport
+from aoffload._transfer.ranks.transport import JobTally, RankTransport
+from aoffload._transfer.ranks.wire import Completed
 from aoffload._transfer.transport import TransferStatistics, Transport
 from aoffload.errors import ConfigError, TransferRefused, WrongState
 from aoffload.transport import Env

@@ -21,8 +21,7 @@ from remotes import CELL, SECRET, RemoteCopies, cell
 from aoffload import ConfigError
 from aoffload._config.tiers import ObjectStore
 from aoffload._kernel.states import Direction, Outcome
-from aoffload._tiers.remote.clients.redis_cluster import slot_of
-from aoffload._tiers.remote.clients.redis_node import RedisNode, key_of, packed, redis_library
+from aoffload._tiers.remote.clients.redis import RedisLibrary, RedisNode, key_of, packed, slot_of
 from aoffload.stores import RedisClusterStore, RedisStore, StoreError
 from aoffload.transport import Env
 from benchmarks.redis_servers import RedisServer as AnyServer
@@ -155,7 +154,7 @@ def test_connecting_may_take_longer_than_the_command_that_connects() -> None:
         def read_response(self, **options: bool) -> int:
             return 0
 
-    node = RedisNode(redis_library(), Connection, {}, "far away")
+    node = RedisNode(RedisLibrary(), Connection, {}, "far away")
     assert node.run([(b"EXISTS", b"a")], 0.02) == [0]
     assert timeouts == [0.02]
 

@@ -22,9 +22,9 @@ from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.pools import absent_tier
 from aoffload._kernel.states import Direction, Outcome, Tier
 from aoffload._tiers.remote.cells import HEADER, OVERHEAD_BYTES
+from aoffload._tiers.remote.memory import Removals
 from aoffload._tiers.remote.plans import CellLabel
 from aoffload._tiers.remote.questions import positions
-from aoffload._tiers.remote.removals import Removals
 from aoffload._transfer.breaker import Closed, Opened, Use
 from aoffload._transfer.copy_queue import link_of
 from aoffload._transfer.local import LocalTransport
@@ -856,7 +856,7 @@ def test_more_invalidated_cells_than_can_be_remembered_cost_hits_alone(
     open_remote: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then nothing that this process has stored so far is loaded. The store is used on."""
-    monkeypatch.setattr("aoffload._tiers.remote.removals.MAX_CELLS", 2)
+    monkeypatch.setattr("aoffload._tiers.remote.memory.MAX_CELLS", 2)
     store = SimulatedStore()
     copies = open_remote(store)
     for number in range(5):
@@ -911,7 +911,7 @@ def test_more_removals_than_can_be_remembered_end_the_use_of_the_store(
     open_remote: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rather than that one is forgotten, and what is wrong is loaded."""
-    monkeypatch.setattr("aoffload._tiers.remote.removals.MAX_CELLS", 2)
+    monkeypatch.setattr("aoffload._tiers.remote.memory.MAX_CELLS", 2)
     store = SimulatedStore()
     copies = open_remote(store)
     copies.store(cell(7))

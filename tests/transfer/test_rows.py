@@ -13,10 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from aoffload._transfer.backends import rows, stripes
-from aoffload._transfer.backends.pieces import common_unit, pieces_of
-from aoffload._transfer.backends.rows import FlatRows, LockWaits, PatientRows, RowMover, Rows, row_mover
-from aoffload._transfer.backends.stripes import Stripes, progressions
+from aoffload._transfer.backends import rows
+from aoffload._transfer.backends.rows import (
+    FlatRows,
+    LockWaits,
+    PatientRows,
+    RowMover,
+    Rows,
+    Stripes,
+    common_unit,
+    pieces_of,
+    progressions,
+    row_mover,
+)
 from aoffload._transfer.region import KVRegion, regions_of
 from aoffload._transfer.turns import SWITCH_S
 
@@ -183,7 +192,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(len(source))
         copyto(destination, source)
 
-    monkeypatch.setattr(stripes.np, "copyto", counted)
+    monkeypatch.setattr(rows.np, "copyto", counted)
     return sizes
 
 

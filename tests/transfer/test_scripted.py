@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from scripted import TORN, UNWRITTEN, ScriptedFence, ScriptedTransport
 
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.states import Outcome, Tier
-from aoffload._transfer.backends.scripted import TORN, UNWRITTEN, ScriptedFence, ScriptedTransport
 from aoffload._transfer.transport import Transport
 from aoffload.errors import TransferRefused
 from aoffload.transport import Env

@@ -21,8 +21,6 @@ from ..._extensions.assembly import AnyLedger
 if TYPE_CHECKING:
     from aoffload._kernel.prefix import Hasher
 
-__all__ = ["Change", "Changes", "Cleared", "Kind", "Told"]
-
 
 class Kind(enum.Enum):
     STORED = "stored"

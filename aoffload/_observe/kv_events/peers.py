@@ -11,8 +11,6 @@ import attrs
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-__all__ = ["MAX_SUBSCRIPTIONS", "Peers"]
-
 STALL_MS = 30_000
 """A connection whose peer takes nothing for so long is closed by the system, where that can be asked for (Linux)."""
 LEAST_FRAME_BYTES = 1024

@@ -15,14 +15,11 @@ from aoffload import InvalidArgument, WrongThread
 from ..._common.arguments import check_has, check_type
 from ..._extensions.assembly import AnyLedger, check_ledger
 from .families import FAMILIES, Family, Kind
-from .histogram import Histogram
-from .observer import Metrics
+from .observer import Histogram, Metrics
 from .snapshot import Sample, Snapshot, is_told, snapshot_of_ledger, snapshot_of_runtime
 
 if TYPE_CHECKING:
     from aoffload import OffloadRuntime
-
-__all__ = ["LedgerCollector", "MetricsCollector"]
 
 AGE = "aoffload_snapshot_age_seconds"
 
@@ -146,16 +143,16 @@ def _check_told(ledger: AnyLedger, metrics: Metrics) -> None:
 
 def _metric_of(family: Family, samples: Iterable[Sample]) -> Metric:
     if family.kind is Kind.GAUGE:
-        gauge = GaugeMetricFamily(family.name, family.help, labels=family.labels)
+        gauge = GaugeMetricFamily(family.name, family.help, labels=tuple(family.labels))
         for sample in samples:
             gauge.add_metric(sample.labels, _number(sample))
         return gauge
     if family.kind is Kind.COUNTER:
-        counter = CounterMetricFamily(family.name, family.help, labels=family.labels)
+        counter = CounterMetricFamily(family.name, family.help, labels=tuple(family.labels))
         for sample in samples:
             counter.add_metric(sample.labels, _number(sample))
         return counter
-    histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
+    histogram = HistogramMetricFamily(family.name, family.help, labels=tuple(family.labels))
     for sample in samples:
         assert isinstance(sample.value, Histogram)
         histogram.add_metric(sample.labels, sample.value.cumulative(), sample.value.total)

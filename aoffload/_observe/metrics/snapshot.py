@@ -18,14 +18,11 @@ from aoffload.ledger import EvictionRule, EvictionStatistics, LedgerLog, LedgerS
 from ..._eviction.extension import Eviction
 from ..._extensions.assembly import AnyLedger
 from .families import LABEL_VALUES, LOWER
-from .histogram import Histogram
-from .observer import Metrics
+from .observer import Histogram, Metrics
 
 if TYPE_CHECKING:  # it needs torch, and a ledger does not
     from aoffload import OffloadRuntime
     from aoffload._runtime.runtime import RuntimeStatistics
-
-__all__ = ["Sample", "Snapshot", "is_told", "snapshot_of_ledger", "snapshot_of_runtime"]
 
 Values: TypeAlias = "float | Histogram"
 

@@ -6,11 +6,8 @@ import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
-from .attention import paged_attention
 from .layers import LayerGroup, LayerPlace
-from .paged import PagedBatch
-
-__all__ = ["ONE_BILLION", "Decoder", "DecoderConfig"]
+from .paged import PagedBatch, paged_attention
 
 
 @attrs.frozen(kw_only=True)

@@ -36,21 +36,15 @@ from ..._config.groups import FullAttention
 from ..._kernel.plans import StoreScope
 from ..._kernel.prefix import TokenIds, encode_tokens
 from ...errors import InvalidArgument, OutOfBlocks, RequestAborted
-from .batching import EngineOptions, LineUp, PrefillStart, Step
-from .failures import EngineClosed, StepFailed
-from .head_start import HeadStart
+from .batching import EngineOptions, HeadStart, LineUp, PrefillStart, Step
 from .layers import check_groups
-from .loop import EngineLoop
+from .loop import EngineClosed, EngineLoop, EngineStatistics, StepFailed
 from .paged import PagedModel, SequenceSlice
 from .sequence import Generation, PromptTable, RunningSequence, SliceResult
-from .statistics import EngineStatistics
 from .tries import Ask, PromptPlace, Rivals, Try
 
 if TYPE_CHECKING:
     from ..._runtime.runtime import OffloadRuntime
-
-__all__ = ["EngineClosed", "EngineOptions", "EngineStatistics", "PagedEngine", "PrefillStart", "StepFailed"]
-
 
 MAX_PREFILLING = 2
 """Prompts in progress with windowed groups: one computes, one loads. More would only hold part of their room."""

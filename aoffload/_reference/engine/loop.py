@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import anyio
@@ -10,19 +12,140 @@ import attrs
 import torch
 
 from ..._common.env import Env
-from ...errors import OutOfBlocks
-from .batching import EngineOptions, LineUp, Step
-from .failures import EngineClosed, StepFailed
-from .forward import Forward
-from .head_start import HeadStart
-from .paged import PagedModel
-from .sequence import RowOutput, RunningSequence
-from .statistics import Peaks
+from ...errors import AoffloadError, OutOfBlocks
+from .batching import EngineOptions, HeadStart, LineUp, Step
+from .layers import NOTHING_TO_WAIT_FOR, LayerFences
+from .paged import PagedBatch, PagedModel, SequenceSlice
+from .sequence import PromptTable, RowOutput, RunningSequence
 
 if TYPE_CHECKING:
     from ..._runtime.runtime import OffloadRuntime
 
-__all__ = ["EngineLoop"]
+
+# -- failures --------------------------------------------------------------------------------------------------------
+#
+# Errors that an engine raises besides those of the runtime.
+
+
+class EngineClosed(AoffloadError):  # noqa: N818 - reads as what it is at the call
+    """The engine is closed, or was never opened."""
+
+
+class StepFailed(AoffloadError):  # noqa: N818
+    """The forward of a step failed. Raised for every request of that step and no other; `__cause__` says why."""
+
+    def __init__(self, request_ids: Sequence[str], cause: Exception) -> None:
+        super().__init__(f"the step of {', '.join(request_ids)} failed: {type(cause).__name__}: {cause}")
+        self.request_ids = tuple(request_ids)
+        self.__cause__ = cause
+
+
+# -- statistics ------------------------------------------------------------------------------------------------------
+#
+# Counters of an engine.
+
+
+@attrs.frozen(kw_only=True)
+class EngineStatistics:
+    """Counts since the engine was opened, over all requests, unfinished ones included."""
+
+    num_steps: int
+    num_prefilled_tokens: int
+    num_decoded_tokens: int
+    num_waiting: int
+    """Requests that wait for a place."""
+    num_prefilling: int
+    num_decoding: int
+    num_head_starts: int
+    """Prompts whose first slice was computed while their cached prefix was still loading."""
+    num_head_starts_used: int
+    """Those of them whose result was used: the load succeeded, and the client was still there."""
+    num_made_way: int
+    """Tries that gave up their room to an older request and began again."""
+    peak_pinned_blocks: int
+    """Peak of `num_pinned`, the runtime's count of device blocks in use."""
+    peak_null_blocks: int
+    """Peak of the blocks saved by windows: null entries in the block tables of live requests."""
+    num_blocks_at_peak: int
+    """All entries of those tables at that peak, null ones included: the blocks they would take without windows. A
+    prefix shared by two requests counts in both."""
+
+
+@attrs.define(eq=False)
+class Peaks:
+    """Peak use of the device, sampled in every step but head starts."""
+
+    num_pinned: int = 0
+    num_nulls: int = 0
+    num_positions: int = 0
+
+    def observe(self, num_pinned: int, tables: Iterable[PromptTable]) -> None:
+        self.num_pinned = max(self.num_pinned, num_pinned)
+        num_nulls = num_positions = 0
+        for table in tables:
+            num_nulls += table.num_nulls
+            num_positions += table.num_positions
+        if num_nulls > self.num_nulls:
+            self.num_nulls, self.num_positions = num_nulls, num_positions
+
+
+# -- forward ---------------------------------------------------------------------------------------------------------
+#
+# One forward pass, from slices to tokens: the part of a step that runs in the worker thread.
+
+
+@attrs.define(eq=False)
+class Forward:
+    """One forward: made and finished in the event loop's thread, run in a worker thread."""
+
+    model: PagedModel
+    kv_cache: torch.Tensor
+    block_size: int
+    slices: Sequence[SequenceSlice]
+    num_rows: int
+    """Rows whose token is wanted; further rows are padding."""
+    fences: LayerFences = NOTHING_TO_WAIT_FOR
+    """The fences that its layers wait for."""
+    outputs: list[RowOutput] = attrs.field(factory=list)
+    error: Exception | None = None
+    _finished: bool = False
+    _running: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def run(self) -> None:
+        """Compute, unless `finish` came first. Whatever the model raises is kept in `error`."""
+        with self._running:
+            if self._finished:
+                return
+            try:
+                self.outputs = self._compute()
+            except Exception as error:  # noqa: BLE001 - a model may raise anything, and only this step's requests pay
+                self.error = error
+
+    def finish(self) -> None:
+        """Ensure that no thread computes after this call. Blocks only if the wait for the thread was cut short.
+
+        Awaiting the thread is shielded, but a native `asyncio.Task.cancel()` breaks every shield, and a step must not
+        release its blocks while a forward still writes into them. The forward's fences are given up first: a load that
+        it waits for may need this thread in order to end.
+        """
+        if not self._running.acquire(blocking=False):
+            self.fences.give_up("nobody waits for the forward any more")
+            self._running.acquire()
+        self._finished = True
+        self._running.release()
+
+    def _compute(self) -> list[RowOutput]:
+        batch = PagedBatch.of(self.slices, self.block_size, self.kv_cache.device, self.fences)
+        logits = self.model.forward(batch, self.kv_cache)[: self.num_rows].cpu().contiguous()
+        token_ids = logits.argmax(dim=-1).tolist()
+        return [RowOutput(token, _digest(row)) for token, row in zip(token_ids, logits, strict=True)]
+
+
+def _digest(row: torch.Tensor) -> bytes:
+    return hashlib.sha256(row.numpy().data).digest()
+
+
+# -- loop ------------------------------------------------------------------------------------------------------------
 
 
 @attrs.define(eq=False)

@@ -10,8 +10,6 @@ from ...errors import InvalidArgument
 from .decoder import ONE_BILLION, Decoder, DecoderConfig
 from .paged import PagedModel
 
-__all__ = ["MODEL_NAMES", "load_model"]
-
 MODEL_NAMES = ("tiny", "1b", "llama", "qwen3", "gemma3", "gpt-oss")
 
 

@@ -27,8 +27,6 @@ from ...errors import AoffloadError, ConfigError
 from .layers import LayerGroup, LayerPlace
 from .paged import PagedBatch, SequenceSlice
 
-__all__ = ["AttentionCall", "MaskRule", "Provable", "first_line", "prove"]
-
 MaskRule = Callable[..., Any]
 """A mask function of transformers: (batch, head, query position, key position) → whether the query reads the key."""
 

@@ -14,8 +14,6 @@ from .paged import SequenceSlice
 if TYPE_CHECKING:
     from ..._runtime.request import Request
 
-__all__ = ["Generation", "PromptTable", "RowOutput", "RunningSequence", "SliceResult"]
-
 NULL_BLOCK = 0
 
 

@@ -15,13 +15,10 @@ import torch
 from ..._common.extras import needed
 from ..._config.groups import AttentionKind, FullAttention, SlidingWindow
 from ...errors import AoffloadError, ConfigError, InvalidArgument
-from .attention import paged_attention
 from .decoder import DecoderConfig
 from .layers import LayerPlace, group_layers, places_of
-from .paged import PagedBatch
+from .paged import PagedBatch, paged_attention
 from .proving import AttentionCall, MaskRule, first_line, prove
-
-__all__ = ["ATTENTION_NAME", "TransformersModel"]
 
 # Contains no "/", "|" or "flash", which transformers would interpret. No mask function is registered under this name,
 # so transformers builds no mask.

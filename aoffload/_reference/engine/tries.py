@@ -22,8 +22,6 @@ from ..._kernel.states import RequestState
 if TYPE_CHECKING:
     from ..._runtime.request import Request
 
-__all__ = ["Ask", "PromptPlace", "Rivals", "Try"]
-
 MADE_WAY = "made way for an older request"
 _HOLDS_ROOM = (
     RequestState.ALLOCATED, RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED, RequestState.STRANDED,

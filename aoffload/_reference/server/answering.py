@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -13,25 +13,230 @@ import attrs
 from ..._kernel.plans import StoreScope
 from ...errors import AoffloadError
 from ..engine.engine import PagedEngine
+from ..engine.sequence import Generation
 from .admission import Admission
-from .bodies import Limits, Wish
-from .errors import ApiError, HungUp, error_of, too_long
-from .fields import Fields
-from .flow import Flow
+from .bodies import Fields, Limits, Prompt, Wish
+from .errors import ApiError, HungUp, error_of, too_long, unavailable
 from .gate import Rules
 from .metrics import Metrics
-from .prompts import Prompt
-from .reply import FAREWELL_S, Reply
-from .stops import Stops
-from .streaming import Stream
-from .tokenizer import Tokenizer
-from .visit import Visit
-from .wire import Wire, usage_of
+from .tokenizer import Speller, Tokenizer
+from .wire import FAREWELL_S, Reply, Wire, usage_of
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-__all__ = ["Answering", "Service"]
+
+# -- stops -----------------------------------------------------------------------------------------------------------
+#
+# Stop strings in a text that comes in pieces.
+
+
+@attrs.define(eq=False)
+class Stops:
+    """Lets a text through up to the first of `stops`, which it drops.
+
+    Text that may be the beginning of a stop string is held back until that is known.
+    """
+
+    stops: tuple[str, ...]
+    was_met: bool = False
+    _held: str = ""
+
+    def feed(self, text: str) -> str:
+        """Add `text`; returns the text that can be shown now and was not before."""
+        if self.was_met:
+            return ""
+        text = self._held + text
+        found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.was_met = True
+            self._held = ""
+            return text[: min(found)]
+        num_held = max((_overlap(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def finish(self) -> str:
+        """The text is over: returns what was held back, which was no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` are a beginning of `stop`."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+# -- flow ------------------------------------------------------------------------------------------------------------
+#
+# The text of one answer, while it is generated.
+
+
+@attrs.define(eq=False)
+class Flow:
+    """Takes tokens from the engine's loop without blocking it, and hands pieces of text to the task that sends them.
+
+    The text in between is bounded by the length of the answer.
+    """
+
+    speller: Speller
+    stops: Stops
+    end_token_ids: frozenset[int]
+    """Tokens that end this answer."""
+    _finish_reason: str = "length"
+    _pieces: list[str] = attrs.field(factory=list)
+    _is_over: bool = False
+    _news: anyio.Event = attrs.field(factory=anyio.Event)
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop` if the answer ended with an end token or a stop string, `length` if at its limit."""
+        return "stop" if self.stops.was_met else self._finish_reason
+
+    def take(self, token_id: int) -> bool:
+        """Take a token; returns whether it is the last one."""
+        if token_id in self.end_token_ids:
+            self._finish_reason = "stop"
+            return True
+        self._put(self.stops.feed(self.speller.feed(token_id)))
+        return self.stops.was_met
+
+    def finish(self) -> None:
+        """Add the text that was held back: no further token comes."""
+        self._put(self.stops.feed(self.speller.finish()))
+        self._put(self.stops.finish())
+        self.close()
+
+    def close(self) -> None:
+        """End the text: `next_text` does not wait any more."""
+        self._is_over = True
+        self._news.set()
+
+    def text(self) -> str:
+        """Take all text that was not taken yet."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        return text
+
+    async def next_text(self) -> str:
+        """Wait for more text: that of one token, or of several if the reader is slower. Empty: the text is over."""
+        while not self._pieces and not self._is_over:
+            self._news = anyio.Event()
+            await self._news.wait()
+        return self.text()
+
+    def _put(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self._news.set()
+
+
+# -- streaming -------------------------------------------------------------------------------------------------------
+#
+# An answer as server-sent events.
+
+
+@attrs.define(eq=False)
+class Stream:
+    """Sends text while more is generated. A slow reader holds up no other request and keeps no blocks."""
+
+    flow: Flow
+    wire: Wire
+    reply: Reply
+    has_usage: bool = attrs.field(kw_only=True)
+    """Whether the last event has the token counts; all others then have `usage: null`."""
+
+    async def run(self, generate: Callable[[], Awaitable[Generation]]) -> None:
+        """Generate and send. Raises the `AoffloadError` of `generate` after all text before it was sent."""
+        outcome: list[Generation | AoffloadError] = []
+
+        async def make() -> None:
+            try:
+                outcome.append(await generate())
+                self.flow.finish()
+            except AoffloadError as error:
+                outcome.append(error)
+                self.flow.close()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(make)
+            await self._send_text()
+        (found,) = outcome
+        if isinstance(found, AoffloadError):
+            raise found
+        await self._send_end(found)
+
+    async def _send_text(self) -> None:
+        """Send the text. The opening goes with the first piece; until then an error can still have its own status."""
+        opening = self.wire.first()
+        while text := await self.flow.next_text():
+            for value in [*opening, self.wire.piece(text)]:
+                await self._send(value)
+            opening = []
+
+    async def _send_end(self, generation: Generation) -> None:
+        await self._send(self.wire.piece("", self.flow.finish_reason))
+        if self.has_usage:
+            await self.reply.event(self.wire.last(usage_of(generation)))
+        await self.reply.end_stream()
+
+    async def _send(self, value: Mapping[str, Any]) -> None:
+        await self.reply.event({**value, "usage": None} if self.has_usage else value)
+
+
+# -- visit -----------------------------------------------------------------------------------------------------------
+#
+# A client's visit: work that runs while the client is connected and has time left.
+
+
+class Visit:
+    """Runs work for a client in a task group, until it is done, the client leaves, time is up or the server ends.
+
+    A task that reads from the connection notices that the client disconnects. The work is then cancelled where it
+    waits, and the engine's request releases its blocks at that moment.
+    """
+
+    def __init__(self, receive: Receive, admission: Admission, timeout_s: float) -> None:
+        self._receive = receive
+        self._admission = admission
+        self._timeout_s = timeout_s
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Raises the `AoffloadError` or `ApiError` of `work`, `HungUp` if the client disconnects, and `ApiError` with
+        503 if the server ends or 504 if the work takes too long."""
+        errors: list[Exception] = []
+        async with anyio.create_task_group() as group:
+
+            async def end_after(wait: Callable[[], Awaitable[None]], error: Exception) -> None:
+                await wait()
+                errors.append(error)
+                group.cancel_scope.cancel()
+
+            group.start_soon(end_after, self._hung_up, HungUp())
+            group.start_soon(end_after, self._admission.wait_ending, unavailable("the server was shut down meanwhile"))
+            group.start_soon(end_after, self._out_of_time, _took_too_long(self._timeout_s))
+            try:
+                await work()
+            except (AoffloadError, ApiError) as error:
+                errors.append(error)
+            group.cancel_scope.cancel()
+        if errors:
+            raise errors[0]
+
+    async def _hung_up(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass  # the end of the body may come in a message of its own
+
+    async def _out_of_time(self) -> None:
+        await anyio.sleep(self._timeout_s)
+
+
+def _took_too_long(timeout_s: float) -> ApiError:
+    message = f"the answer was not complete after {timeout_s:g} seconds"
+    return ApiError(504, message, kind="server_error", code="timeout")
+
+
+# -- answering -------------------------------------------------------------------------------------------------------
 
 LONG_TEXT = 8192
 """Prompts of at least this many characters are tokenized in a thread."""

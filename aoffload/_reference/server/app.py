@@ -19,13 +19,10 @@ from .answering import Answering, Service
 from .bodies import no_model, read_chat, read_completion
 from .errors import ApiError, internal
 from .gate import Gate
-from .reply import FAREWELL_S
-from .wire import ChatWire, CompletionWire, model_object
+from .wire import FAREWELL_S, ChatWire, CompletionWire, model_object
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
-
-__all__ = ["make_app"]
 
 
 def make_app(service: Service) -> Starlette:

@@ -12,23 +12,17 @@ import anyio
 import attrs
 import torch
 
+from ..._common.commands import by_option
 from ...demo.logs import LogFile, make_logger
-from ...errors import AoffloadError, ConfigError, InvalidArgument
+from ...errors import AoffloadError, InvalidArgument
 from ..engine.models import load_model
 from .admission import Admission
 from .app import make_app
-from .connections import Connections
-from .gate import is_loopback
-from .keys import find_key
-from .listening import Listener, bind, max_connections_here
+from .gate import find_key, is_loopback
+from .listening import Connections, EndSignals, Listener, bind, bounded_logs, max_connections_here
 from .opening import limits_of, open_service
 from .options import ServerOptions, make_parser, parse_options
-from .quiet import bounded_logs
-from .signals import EndSignals
-from .tokenizer import ByteTokenizer
-from .tokenizer_directory import write_tokenizer
-
-__all__ = ["main"]
+from .tokenizer import ByteTokenizer, write_tokenizer
 
 # Arguments whose names differ from their options'.
 _OPTIONS = {
@@ -61,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _listen(attrs.evolve(options, api_key=find_key(options.api_key, options.api_key_file)))
     except AoffloadError as error:
         parser = make_parser()
-        parser.exit(2, f"{parser.prog}: error: {_by_option(error)}\n")  # `error` puts two dozen lines before it
+        parser.exit(
+            2, f"{parser.prog}: error: {by_option(error, _OPTIONS)}\n"
+        )  # `error` puts two dozen lines before it
     return 0
 
 
@@ -112,10 +108,3 @@ async def _drain_on_signal(signals: EndSignals, listener: Listener, admission: A
         group.start_soon(hurry)
         await listener.drain(timeout_s)
         group.cancel_scope.cancel()
-
-
-def _by_option(error: AoffloadError) -> str:
-    """The message, with the name of the option in place of the argument's."""
-    if isinstance(error, (InvalidArgument, ConfigError)):
-        return f"argument --{_OPTIONS.get(error.argument, error.argument).replace('_', '-')}: {error.problem}"
-    return str(error)

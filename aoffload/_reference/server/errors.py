@@ -6,20 +6,7 @@ import logging
 from typing import Any
 
 from ...errors import AoffloadError, InvalidArgument, OutOfBlocks, RequestAborted, RuntimeClosed
-from ..engine.failures import EngineClosed
-
-__all__ = [
-    "LOGGER",
-    "ApiError",
-    "HungUp",
-    "bad_field",
-    "error_of",
-    "internal",
-    "too_long",
-    "too_many",
-    "too_slow",
-    "unavailable",
-]
+from ..engine.loop import EngineClosed
 
 LOGGER = "aoffload.server"
 """The logger of `logging` that has what clients are not told."""

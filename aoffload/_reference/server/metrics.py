@@ -11,8 +11,6 @@ import attrs
 from ..._runtime.runtime import OffloadRuntime
 from .errors import ApiError
 
-__all__ = ["Metrics", "NoMetrics", "PrometheusMetrics", "find_metrics"]
-
 
 class Metrics(Protocol):
     """Counts the events of a runtime."""

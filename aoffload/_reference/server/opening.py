@@ -17,17 +17,13 @@ from ..engine.engine import PagedEngine
 from ..engine.layers import kv_cache_groups
 from ..engine.models import MODEL_NAMES
 from ..engine.paged import PagedModel
-from .admission import Admission
+from .admission import Admission, Readings
 from .answering import Service
 from .bodies import Limits
 from .gate import Rules
 from .metrics import find_metrics
 from .options import ServerOptions
-from .pretrained import PretrainedTokenizer
-from .readings import Readings
-from .tokenizer import ByteTokenizer, Tokenizer
-
-__all__ = ["limits_of", "open_service", "tokenizer_of"]
+from .tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
 
 BLOCK_SIZE = 16
 DEVICE_TOKENS = 8192

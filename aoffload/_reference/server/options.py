@@ -8,15 +8,13 @@ from pathlib import Path
 
 import attrs
 
-from ..._common.commands import check_goes_with
+from ..._common.commands import check_goes_with, count, number
 from ...demo.options import EVICTIONS, LOAD_CHOICES, STORE_POLICIES
-from ..engine.arguments import count
 from ..engine.models import MODEL_NAMES
-from .readings import MAX_READING_BYTES, READ_TIMEOUT_S
-
-__all__ = ["ServerOptions", "make_parser", "parse_options"]
+from .admission import MAX_READING_BYTES, READ_TIMEOUT_S
 
 MAX_BLOCKS = 10_000_000
+SECONDS = number("a positive number of seconds up to 1e6", lambda value: 0 < value <= 1e6)
 
 
 @attrs.frozen(kw_only=True)
@@ -131,11 +129,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="connections at a time; the oldest idle one makes room (default: %(default)s)")  # fmt: skip
     add("--max-unread-bytes", type=count(0, 2**40), default=default.max_unread_bytes, metavar="N",
         help="of answers that are complete and not read (default: %(default)s)")  # fmt: skip
-    add("--read-timeout", dest="read_timeout_s", type=_seconds, default=default.read_timeout_s, metavar="S",
+    add("--read-timeout", dest="read_timeout_s", type=SECONDS, default=default.read_timeout_s, metavar="S",
         help="for a header, for a body, and for reading some of an answer (default: %(default)s)")  # fmt: skip
-    add("--answer-timeout", dest="answer_timeout_s", type=_seconds, default=default.answer_timeout_s, metavar="S",
+    add("--answer-timeout", dest="answer_timeout_s", type=SECONDS, default=default.answer_timeout_s, metavar="S",
         help="what one answer may take, its reader included (default: %(default)s)")  # fmt: skip
-    add("--drain-timeout", dest="drain_timeout_s", type=_seconds, default=default.drain_timeout_s, metavar="S",
+    add("--drain-timeout", dest="drain_timeout_s", type=SECONDS, default=default.drain_timeout_s, metavar="S",
         help="what those inside get after SIGTERM (default: %(default)s)")  # fmt: skip
     add("--threads", dest="num_threads", type=count(1, 1024), default=default.num_threads, metavar="N",
         help="threads of torch (default: %(default)s)")  # fmt: skip
@@ -152,13 +150,3 @@ def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
     check_goes_with(parser, options, {"disk_size": "disk", "remote_secret": "remote"})
     found = vars(options)
     return ServerOptions(**found | {"allowed_hosts": tuple(found["allowed_hosts"])})
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 < value <= 1e6:  # also refuses nan
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds up to 1e6, got {text!r}")
-    return value

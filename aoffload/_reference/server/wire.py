@@ -1,49 +1,73 @@
-"""The JSON objects of answers, in the shape of OpenAI's API."""
+"""Answers on the wire: their JSON objects, in the shape of OpenAI's API, and the response that carries them."""
 
 from __future__ import annotations
 
+import enum
+import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import attrs
 
 from ..engine.sequence import Generation
+from .errors import ApiError
 
-__all__ = ["ChatWire", "CompletionWire", "Wire", "model_object", "usage_of"]
+if TYPE_CHECKING:
+    from starlette.types import Send
 
 
-class Wire(Protocol):
-    """One answer's objects: the whole answer, or a stream of pieces of it. All of them name its id and its model."""
+# -- sse -------------------------------------------------------------------------------------------------------------
+#
+# Server-sent events, as the streams of this API use them: one line of JSON each, and `[DONE]` as the last one.
 
-    @property
-    def answer_id(self) -> str: ...
+HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+DONE = b"data: [DONE]\n\n"
 
-    def whole(self, text: str, finish_reason: str, usage: Mapping[str, Any]) -> dict[str, Any]: ...
 
-    def first(self) -> list[dict[str, Any]]:
-        """The objects of a stream before its text."""
-        ...
+def event(value: Mapping[str, Any]) -> bytes:
+    """One event. JSON in ASCII has no line break and no partial character, whatever the text holds."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n\n"
 
-    def piece(self, text: str, finish_reason: str | None = None) -> dict[str, Any]: ...
 
-    def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """The token counts of the whole answer, for clients that ask for them."""
-        ...
+# -- answers ---------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
-class _Head:
+class Wire(ABC):
+    """One answer's objects: the whole answer, or a stream of pieces of it. All of them name its id and its model."""
+
     model_name: str
     answer_id: str
     created: int
 
-    @classmethod
-    def new(cls, model_name: str, prefix: str) -> _Head:
-        return cls(model_name, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
+    PREFIX: ClassVar[str]
+    """What the ids of answers begin with."""
+    KIND: ClassVar[str]
+    """The kind of object that a stream consists of."""
 
-    def around(
+    @classmethod
+    def new(cls, model_name: str) -> Self:
+        return cls(model_name, f"{cls.PREFIX}-{uuid.uuid4().hex}", int(time.time()))
+
+    @abstractmethod
+    def whole(self, text: str, finish_reason: str, usage: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def first(self) -> list[dict[str, Any]]:
+        """The objects of a stream before its text."""
+        return []
+
+    @abstractmethod
+    def piece(self, text: str, finish_reason: str | None = None) -> dict[str, Any]: ...
+
+    def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """The token counts of the whole answer, for clients that ask for them."""
+        return self._around(self.KIND, [], usage)
+
+    def _around(
         self, kind: str, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         head = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model_name}
@@ -51,50 +75,28 @@ class _Head:
         return found if usage is None else found | {"usage": usage}
 
 
-@attrs.frozen
-class CompletionWire:
+class CompletionWire(Wire):
     """A `Wire` for /v1/completions."""
 
-    _head: _Head
-
-    @classmethod
-    def new(cls, model_name: str) -> CompletionWire:
-        return cls(_Head.new(model_name, "cmpl"))
-
-    @property
-    def answer_id(self) -> str:
-        return self._head.answer_id
+    PREFIX = "cmpl"
+    KIND = "text_completion"
 
     def whole(self, text: str, finish_reason: str, usage: Mapping[str, Any]) -> dict[str, Any]:
-        return self._head.around("text_completion", [_choice(finish_reason, text=text)], usage)
-
-    def first(self) -> list[dict[str, Any]]:
-        return []
+        return self._around(self.KIND, [_choice(finish_reason, text=text)], usage)
 
     def piece(self, text: str, finish_reason: str | None = None) -> dict[str, Any]:
-        return self._head.around("text_completion", [_choice(finish_reason, text=text)])
-
-    def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        return self._head.around("text_completion", [], usage)
+        return self._around(self.KIND, [_choice(finish_reason, text=text)])
 
 
-@attrs.frozen
-class ChatWire:
+class ChatWire(Wire):
     """A `Wire` for /v1/chat/completions."""
 
-    _head: _Head
-
-    @classmethod
-    def new(cls, model_name: str) -> ChatWire:
-        return cls(_Head.new(model_name, "chatcmpl"))
-
-    @property
-    def answer_id(self) -> str:
-        return self._head.answer_id
+    PREFIX = "chatcmpl"
+    KIND = "chat.completion.chunk"
 
     def whole(self, text: str, finish_reason: str, usage: Mapping[str, Any]) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return self._head.around("chat.completion", [_choice(finish_reason, message=message)], usage)
+        return self._around("chat.completion", [_choice(finish_reason, message=message)], usage)
 
     def first(self) -> list[dict[str, Any]]:
         return [self._delta({"role": "assistant", "content": ""})]
@@ -102,11 +104,8 @@ class ChatWire:
     def piece(self, text: str, finish_reason: str | None = None) -> dict[str, Any]:
         return self._delta({"content": text} if text else {}, finish_reason)
 
-    def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        return self._head.around("chat.completion.chunk", [], usage)
-
     def _delta(self, delta: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        return self._head.around("chat.completion.chunk", [_choice(finish_reason, delta=delta)])
+        return self._around(self.KIND, [_choice(finish_reason, delta=delta)])
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:
@@ -129,3 +128,66 @@ def model_object(name: str, created: int, max_tokens: int) -> dict[str, Any]:
 
 def _choice(finish_reason: str | None, **content: Any) -> dict[str, Any]:
     return {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
+
+
+# -- reply -----------------------------------------------------------------------------------------------------------
+#
+# One HTTP response: a JSON object or a stream of events, and an error at any point.
+
+FAREWELL_S = 1.0
+"""Seconds that a client has to make room for an error, or for an answer that needs no admission."""
+
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+class _State(enum.Enum):
+    NEW = "new"
+    STREAMING = "streaming"
+    OVER = "over"
+
+
+class Reply:
+    """Sends one response through the `send` of its request."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._state = _State.NEW
+
+    async def whole(self, value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] = NO_HEADERS) -> None:
+        """Send the response as one JSON object."""
+        body = json.dumps(value, separators=(",", ":")).encode("ascii")
+        self._state = _State.OVER
+        about = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+        await self._begin(status, about)
+        await self._more(body, False)
+
+    async def event(self, value: Mapping[str, Any]) -> None:
+        """Send one event of a stream. The first one begins the response; before it an error can have its own status."""
+        await self._begin_stream()
+        await self._more(event(value), True)
+
+    async def end_stream(self) -> None:
+        """Complete the stream."""
+        await self._begin_stream()
+        self._state = _State.OVER
+        await self._more(DONE, False)
+
+    async def fail(self, error: ApiError) -> None:
+        """Send the error: as the response with its own status, or as the last event of a stream that has begun."""
+        if self._state is _State.NEW:
+            await self.whole(error.as_dict(), error.status, error.headers)
+        elif self._state is _State.STREAMING:
+            self._state = _State.OVER
+            await self._more(event(error.as_dict()), False)
+
+    async def _begin_stream(self) -> None:
+        if self._state is _State.NEW:
+            self._state = _State.STREAMING
+            await self._begin(200, HEADERS)
+
+    async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
+        pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _more(self, body: bytes, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})

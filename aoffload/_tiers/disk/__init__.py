@@ -2,9 +2,8 @@
 
 Rules: pure, called by the ledger.
 
-    plans       the payload of a store, labels of blocks, and runs that a restart has found
-    blocks      slots and their labels, as the ledger sees them
-    rules       what is stored on the disk, and what a restart brings back
+    plans       labels of blocks, the payload of a store, and runs that a restart has found
+    rules       slots and their labels as the ledger sees them, and what a restart brings back
 
 Loop side: runs in the event loop.
 
@@ -12,14 +11,9 @@ Loop side: runs in the event loop.
 
 Byte side: synchronous, called by the threads of `lanes`.
 
-    local       `LocalDisk`: the disk of a local transport
-    lanes       `DiskLanes`: threads for loads, stores, erasures, resets and the reading after a restart
+    lanes       `LocalDisk`: threads for loads, stores, erasures, resets and the reading after a restart
     slots       `DiskSlots`: data and records, opened together
-    table       the file of records
-    records     records and superblock as bytes; pure
+    table       the file of records, records and superblock as bytes, and sums
     recovery    the records that prove themselves from their tokens; pure
-    sums        xxh3 of records and of data, and threads that take sums
-    forgetting  what is done if records cannot be erased
-    files       the file system as the tier needs it, and the file of slots
-    posix       the file system of the operating system
+    files       the file system as the tier needs it, of the operating system, and the file of slots
 """

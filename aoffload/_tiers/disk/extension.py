@@ -14,9 +14,8 @@ from ..._kernel.protocols import EvictionOrder
 from ..._kernel.records import Job
 from ..._kernel.states import Tier
 from ..lower.rules import stores_to
-from .blocks import DiskBlocks, SlotPool
 from .plans import RestoredRun
-from .rules import Restores, check_restored
+from .rules import DiskBlocks, Restores, SlotPool, check_restored
 
 
 class DiskExtension(LedgerExtension):

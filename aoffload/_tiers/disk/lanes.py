@@ -6,26 +6,33 @@ process: the threads are daemons, and the memory and files that they use live as
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from ..._common.env import Env
+from ..._config.tiers import DiskTier
+from ..._kernel.layout import Layout
 from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import Direction, Outcome, Tier
-from ..._transfer.breaker import MAX_MOVES, Breaker, LeftAlone, StorageMove, Use
+from ..._transfer.breaker import MAX_MOVES, Breaker, StorageMove, Use, taken
 from ..._transfer.lane import BlockChecksums
+from ..._transfer.region import KVRegion, identity_of
+from ..._transfer.transport import DiskStatistics
 from ..._transfer.turns import started_thread, wait_precisely
-from ...errors import TransferRefused
-from .forgetting import DiskTrouble
-from .plans import DiskPayload, RestoredRun
+from ...errors import ConfigError, TransferRefused, WrongState
+from .files import DiskDirectory, PosixDirectory
+from .plans import DiskPayload, DiskTrouble, RestoredRun
 from .slots import DiskOutcome, DiskSlots
+from .table import SlotLayout
 
 NUM_THREADS = 4
 MOST_RUNNING = {Direction.LOAD: 3, Direction.STORE: 2}
@@ -48,26 +55,31 @@ class DiskCounts:
     """Sum of the times of all jobs, also of jobs at the same time."""
 
 
-class DiskLanes:
-    """Runs jobs on `slots`. `host` is the host memory, `uint8 [num_host_blocks, block_bytes]`.
+class LocalDisk:
+    """Implements `TransportDisk`: runs jobs on the slots in the files of `tier`. Each launched job gets one completion.
 
-    Every launched job gets one completion. `checksums` are the sums of host blocks, which loads to the device verify:
-    each block is verified before it is stored, and its sum is recorded again after it was read back.
+    `regions` are part of the identity of the KV there. `directory` opens the directory, of the operating system or
+    simulated. `num_blocks` is the number of slots; 0 until `open`.
     """
 
+    slots: DiskSlots
+    """Set by `open`, as are the next four."""
+    _host: NDArray[np.uint8]
+    _checksums: BlockChecksums | None
+    _deliver: Callable[[Completion], None]
+    _env: Env
+
     def __init__(
-        self, slots: DiskSlots, host: NDArray[np.uint8], checksums: BlockChecksums | None,
-        deliver: Callable[[Completion], None], env: Env,
-    ) -> None:  # fmt: skip
-        self.slots = slots
-        self.counts = {direction: DiskCounts() for direction in MOST_RUNNING}
-        self.moves: deque[StorageMove] = deque(maxlen=MAX_MOVES)
+        self, tier: DiskTier, regions: Sequence[KVRegion], directory: Callable[[str], DiskDirectory] = PosixDirectory
+    ) -> None:
+        self.tier, self.regions, self.directory = tier, regions, directory
+        self.num_blocks = 0
+        self._layout: SlotLayout | None = None
+        self._fingerprint = b""
+        self._counts = {direction: DiskCounts() for direction in MOST_RUNNING}
+        self._moves: deque[StorageMove] = deque(maxlen=MAX_MOVES)
         """Changes of the breakers, until `take_moves`. Threads append."""
-        self._host = host
-        self._checksums = checksums
-        self._deliver = deliver
-        self._env = env
-        self._first_generation = slots.generation
+        self._first_generation = 0
         self._hear_trouble: Callable[[DiskTrouble], None] = lambda trouble: None
         self._on_superblock = threading.Lock()
         """Held while a reset or an erasure is written. A reset that gets the lock after a later reset writes
@@ -85,16 +97,46 @@ class DiskLanes:
         self._given_up: set[int] = set()
         self._under_way: dict[int, int] = {}
         """By id of a launched job: the number of `forget` calls before its launch."""
-        self._refusal = ""
+        self._refusal = "the disk is not open"
+        """Why new jobs are refused; empty while they are not."""
         self._is_abandoned = False
-        self._is_closing = False
+        self._is_closing = True
+        """Whether no thread may start: before `open`, and after `stop_launching`."""
         self._threads: dict[threading.Thread, None] = {}
 
-    def start(self) -> None:
-        """Start the threads. `TransferRefused` if one cannot be started: `stop_launching` then ends the others and
-        closes the files."""
+    def identify(self, layout: Layout, namespace: str) -> None:
+        """Called before `open`. `layout` and `namespace` identify the KV, together with the regions."""
+        block_bytes = sum(region.block_bytes for region in self.regions)
+        widths = tuple(component.width for component in layout.components)
+        leading = tuple(not component.number for component in layout.components)
+        self._layout = SlotLayout(layout.unit_tokens, block_bytes, widths, leading)
+        self._fingerprint = hashlib.sha256(identity_of(layout, namespace, self.regions).encode()).digest()
+
+    def open(
+        self, host: NDArray[np.uint8], checksums: BlockChecksums | None, deliver: Callable[[Completion], None], env: Env
+    ) -> None:
+        """Open or make the files within `open_timeout_s`, and start the threads. `ConfigError` if the files cannot be
+        had. `TransferRefused` if a thread cannot be started: `stop_launching` and `join` then close the files.
+
+        `checksums` are the sums of host blocks, which loads to the device verify: each block is verified before it is
+        stored, and its sum is recorded again after it was read back.
+        """
+        if self._layout is None:
+            raise WrongState("the disk does not know its layout: a runtime says it before it opens the transport")
+        open_slots = partial(
+            DiskSlots.open, layout=self._layout, host=host, size_bytes=self.tier.size_bytes,
+            fingerprint=self._fingerprint, draw_generation=lambda: env.random.getrandbits(63),
+        )  # fmt: skip
+        self.slots = opened_within(self.tier.open_timeout_s, lambda: open_slots(self.directory(self.tier.path)), env)
+        self.num_blocks, self._first_generation = self.slots.num_slots, self.slots.generation
+        self._host, self._checksums, self._deliver, self._env = host, checksums, deliver, env
+        self._refusal, self._is_closing = "", False
         for number in range(NUM_THREADS):
             self._start(self._work, f"aoffload-disk-{number}")
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
@@ -133,10 +175,28 @@ class DiskLanes:
         with self._turn:
             return bool(self._refusal) or self._breakers[direction].is_open(self._env.now())
 
-    def left_alone(self) -> tuple[LeftAlone, ...]:
+    def take_moves(self) -> Sequence[StorageMove]:
+        return taken(self._moves)
+
+    def statistics(self) -> DiskStatistics:
+        loads, stores = (self._counts[direction] for direction in (Direction.LOAD, Direction.STORE))
+        block_bytes = 0 if self._layout is None else self._layout.block_bytes
         with self._turn:
             found = [(USES[direction], breaker) for direction, breaker in self._breakers.items()]
-            return tuple(breaker.left_alone(use) for use, breaker in found if breaker.is_on_trial)
+            alone = tuple(breaker.left_alone(use) for use, breaker in found if breaker.is_on_trial)
+        return DiskStatistics(
+            num_loads=loads.num_jobs,
+            num_stores=stores.num_jobs,
+            blocks_loaded=loads.num_blocks,
+            blocks_stored=stores.num_blocks,
+            blocks_corrupt=loads.num_corrupt,
+            bytes_loaded=loads.num_blocks * block_bytes,
+            bytes_stored=stores.num_blocks * block_bytes,
+            load_seconds=loads.seconds,
+            store_seconds=stores.seconds,
+            num_failures=loads.num_failed + stores.num_failed,
+            left_alone=alone,
+        )
 
     def turn_off(self, reason: str) -> None:
         """Refuse new jobs; launched jobs still run."""
@@ -244,7 +304,7 @@ class DiskLanes:
 
     def _count(self, plan: TransferPlan, found: DiskOutcome, duration_s: float) -> None:
         with self._turn:
-            counts = self.counts[plan.direction]
+            counts = self._counts[plan.direction]
             counts.num_jobs += 1
             counts.num_blocks += found.num_landed
             counts.num_corrupt += len(found.corrupt)
@@ -256,7 +316,7 @@ class DiskLanes:
                 counts.num_failed += 1
                 move = breaker.failed(now, found.error)
         if move is not None:
-            self.moves.append(StorageMove(Tier.DISK, USES[plan.direction], "", move))
+            self._moves.append(StorageMove(Tier.DISK, USES[plan.direction], "", move))
 
     # -- a restart, and resets ------------------------------------------------------------------------------------
 
@@ -301,6 +361,8 @@ class DiskLanes:
 
     def disown(self) -> None:
         """Let no restart find blocks that are stored after the next reset."""
+        if not self.num_blocks:
+            raise TransferRefused(self._refusal)
         self.slots.disown()
 
     def _raise_generation(self, num_resets: int) -> str:
@@ -357,6 +419,35 @@ class DiskLanes:
 
     def _close_after_the_last(self) -> None:
         """The last thread closes the files, because a hung call of another thread may have used them until then."""
-        if self._is_closing and not self._threads:
+        if self._is_closing and not self._threads and self.num_blocks:
             with suppress(OSError):
                 self.slots.close()
+
+
+def opened_within(timeout_s: float, open_slots: Callable[[], DiskSlots], env: Env) -> DiskSlots:
+    """Call `open_slots` in a thread of its own, and return its result. `ConfigError("path")` if it takes longer than
+    `timeout_s` seconds. The thread then closes the slots as soon as they are open; until then, the directory stays
+    locked."""
+    is_over = threading.Lock()  # taken by the thread once the slots are open, or by the caller once it gives up
+    has_ended = threading.Event()
+    found: list[DiskSlots] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            slots = open_slots()
+            if is_over.acquire(blocking=False):
+                found.append(slots)
+            else:
+                slots.close()
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            errors.append(error)
+        has_ended.set()
+
+    started_thread(env, work, "aoffload-disk-opener")
+    if not has_ended.wait(timeout_s) and is_over.acquire(blocking=False):
+        raise ConfigError("path", f"does not answer: it was not open within {timeout_s:g} s")
+    has_ended.wait()
+    if errors:
+        raise errors[0]
+    return found[0]

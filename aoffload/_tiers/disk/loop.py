@@ -39,8 +39,7 @@ from ..._transfer.transport import TransportDisk
 from ...errors import TransferRefused
 from ..lower.loop import TierWork
 from ..write_rate import DailyBudget
-from .forgetting import DiskTrouble
-from .plans import RestoredRun
+from .plans import DiskTrouble, RestoredRun
 
 TURN_S = 0.001
 """Maximum time for restored runs in one turn of the event loop."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..._kernel.prefix import TOKEN_BYTES, Hasher
 from .plans import RestoredRun
-from .records import DIGEST_BYTES, SlotLayout
+from .table import DIGEST_BYTES, SlotLayout
 
 ORPHAN = -2
 """In place of the parent of a unit whose parent is lost."""

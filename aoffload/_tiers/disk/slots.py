@@ -21,12 +21,9 @@ from ..._config.tiers import num_slots_in
 from ..._kernel.states import Outcome
 from ...errors import ConfigError, InvalidArgument
 from .files import READ_BYTES, WRITE_BYTES, DiskDirectory, DiskFile, Slab, Stretch, neighbours
-from .forgetting import DiskTrouble, forgotten
-from .plans import BlockLabel, RestoredRun
-from .records import RecordFormat, SlotLayout, Superblock
+from .plans import BlockLabel, DiskTrouble, RestoredRun, forgotten
 from .recovery import Chains
-from .sums import SlotSums, SumThreads, as_rows, data_sum
-from .table import SlotTable
+from .table import RecordFormat, SlotLayout, SlotSums, SlotTable, SumThreads, Superblock, as_rows, data_sum
 
 SLAB, TABLE = "slab", "table"
 READ_RECORDS = 1024

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import attrs
 
-from ..._kernel.prefix import TOKEN_BYTES, Prefix
+from ..._kernel.prefix import Prefix
 from ..._kernel.requests import LedgerRequest
 from ..._kernel.states import RequestState
 from ..._runtime.costs import fetch_bound_s
 from ..._runtime.session import Entered
 from ..remote.loop import RemoteWork
+from .rules import first_tokens
 
 
 async def fetch(request: Entered, record: LedgerRequest, prefix: Prefix) -> None:
@@ -77,7 +78,8 @@ class _Search:
         """The fetch to begin. None: no fetch is worth its time."""
         indexed_stop, indexed_s = self._of_index()
         limit_tokens = self.record.hit_limit * self.request._session.ledger.layout.unit_tokens
-        most = self._first(min(limit_tokens, self.prefix.num_tokens - 1))  # the longest hit that the request may have
+        # The longest hit that the request may have.
+        most = first_tokens(self.prefix, min(limit_tokens, self.prefix.num_tokens - 1))
         remote = self.request._session.remote
         remote_stop = 0 if remote is None else await self._of_remote(remote, most, max(indexed_stop, self._hit))
         stop = max(indexed_stop, remote_stop)
@@ -93,7 +95,7 @@ class _Search:
         if not bound_s:
             self._declined(stop, fetch_s)
             return None
-        return _Worth(self._first(stop), remote_stop, bound_s)
+        return _Worth(first_tokens(self.prefix, stop), remote_stop, bound_s)
 
     @property
     def _hit(self) -> int:
@@ -110,7 +112,7 @@ class _Search:
                 work.skip_fetch(self.record.request_id)
             return 0, 0.0
         stop = match.num_tokens + match.num_lower_tokens
-        return stop, max([work.fetch_s(self._first(stop)) for work in usable])
+        return stop, max([work.fetch_s(first_tokens(self.prefix, stop)) for work in usable])
 
     async def _of_remote(self, remote: RemoteWork, prefix: Prefix, after: int) -> int:
         """The token up to which the remote store has cells; 0 if it is not after token `after`. The store is not asked
@@ -159,14 +161,6 @@ class _Search:
         session = self.request._session
         session.num_fetches_declined += 1
         session.telemetry.fetch_declined(self.record.request_id, stop - self._hit, fetch_s)
-
-    def _first(self, num_tokens: int) -> Prefix:
-        """A prefix of `num_tokens` + 1 tokens, whose hit is at most `num_tokens`, because the last token is always
-        computed."""
-        prefix = self.prefix
-        if prefix.spans or num_tokens + 1 >= prefix.num_tokens:
-            return prefix
-        return Prefix(prefix.root, prefix.tokens[: (num_tokens + 1) * TOKEN_BYTES])
 
 
 def _may_match_again(record: LedgerRequest) -> bool:

@@ -30,7 +30,7 @@ from ..._kernel.jobs import Stores, left_of
 from ..._kernel.leases import RequestLeases
 from ..._kernel.ledger import CoreLedger
 from ..._kernel.plans import PrefixMatch
-from ..._kernel.prefix import Prefix
+from ..._kernel.prefix import TOKEN_BYTES, Prefix
 from ..._kernel.records import Job, Lease, Run
 from ..._kernel.requests import LedgerRequest, do_nothing
 from ..._kernel.states import BELOW, HIT_TIERS, Tier, require
@@ -273,3 +273,11 @@ class Fetches(LedgerExtension):
         found = [cell for cell in cells_before(sequence, stop, remote.cell_units) if cell.stop > start]
         wrong = [number for number, cell in enumerate(found) if cell.digest in remote.stores.forgotten]
         return tuple(found[: wrong[0]] if wrong else found)
+
+
+def first_tokens(prefix: Prefix, num_tokens: int) -> Prefix:
+    """A prefix of `num_tokens` + 1 tokens, whose hit is at most `num_tokens`, because the last token is always
+    computed."""
+    if prefix.spans or num_tokens + 1 >= prefix.num_tokens:
+        return prefix
+    return Prefix(prefix.root, prefix.tokens[: (num_tokens + 1) * TOKEN_BYTES])

@@ -11,15 +11,10 @@ Loop side: runs in the event loop.
 
 Byte side: synchronous, called by the threads of `lanes`.
 
-    local       `LocalRemote`: the remote tier of a local transport
-    lanes       `RemoteLanes`: threads for loads, stores and removals
+    lanes       `LocalRemote`: threads for loads, stores and removals, and the copies from and to host memory
     questions   `Questions`: threads that ask how much of a prefix the store has
-    jobs        one copy, and the lock on its host memory
     cells       the name and the bytes of an object, and the proof that it is the cell
-    memory      answers of the store that are remembered for a while
-    removals    cells whose KV is invalid, until the store has removed them
-    calls       calls of the store, with their failures counted
-    nodes       the breaker of each node
-    threads     threads with one queue, for work that yields its calls of the store
+    memory      what is known of cells: answers of the store, and cells whose KV is invalid
+    calls       threads for calls of the store, the breaker of each node, and failures
     clients     stores: Redis, object storage, Mooncake
 """

@@ -15,24 +15,130 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from ..._common.env import Env
 from ..._config.tiers import RemoteTier
+from ..._kernel.layout import Layout
 from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import Direction, Outcome
-from ..._transfer.breaker import Use
-from ...errors import StoreError, TransferRefused
-from .calls import LOAD_THREADS, STORE_THREADS, StoreCalls
-from .cells import Cells
-from .jobs import CellJob, HostCells
-from .memory import CellMemory, Known
+from ..._transfer.breaker import StorageMove, Use, taken
+from ..._transfer.lane import BlockChecksums
+from ..._transfer.region import KVRegion, identity_of
+from ..._transfer.transport import RemoteStatistics
+from ...errors import StoreError, TransferRefused, WrongState
+from .calls import LOAD_THREADS, STORE_THREADS, MakesThreads, Steps, StoreCalls, Threads
+from .cells import Cells, CellShape, cells_of_tier
+from .memory import CellMemory, Known, Removals
 from .plans import CellLabel
 from .questions import Questions
-from .removals import Removals
-from .threads import MakesThreads, Steps, Threads
+
+# -- jobs ------------------------------------------------------------------------------------------------------------
+#
+# One job between host memory and a cell, and the copies from and to host memory.
+#
+# A lock of the job guards each copy, so that a job that was given up does not touch host memory any more.
+
+
+@attrs.define(eq=False)
+class CellJob:
+    plan: TransferPlan
+    label: CellLabel
+    name: bytes
+    """The key of the object."""
+    node: str
+    is_begun: bool = False
+    is_given_up: bool = False
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def give_up(self) -> bool:
+        """Once this has returned, the job does not touch host memory any more. Returns False if the job was given up
+        before."""
+        with self._lock:
+            before, self.is_given_up = self.is_given_up, True
+        return not before
+
+    def unless_given_up(self, touch: Callable[[], bool | None]) -> bool:
+        """Call `touch`, which copies from or to host memory, unless the job was given up. Returns whether it was called
+        and did not return False."""
+        with self._lock:
+            return not self.is_given_up and touch() is not False
+
+
+class HostCells(Protocol):
+    """Host memory. The copies are made with the lock of a job that is not given up."""
+
+    def room(self, name: str, num_bytes: int) -> memoryview:
+        """Other memory, which the calling thread has to itself until the end of its work. Each `name` has one size."""
+        ...
+
+    def copy_out(self, plan: TransferPlan, blocks: NDArray[np.uint8]) -> bool:
+        """Copy the sources of `plan` to `blocks`, which are a whole cell. Returns False if a checksum differs."""
+        ...
+
+    def copy_in(self, plan: TransferPlan, blocks: NDArray[np.uint8]) -> None:
+        """Copy `blocks` to the destinations of `plan`."""
+        ...
+
+
+@attrs.frozen
+class HostRows:
+    """`rows`: `uint8 [num_host_blocks, block_bytes]`. With `checksums`, each block is verified before it is stored, and
+    its sum is recorded again after it was read back."""
+
+    rows: NDArray[np.uint8]
+    checksums: BlockChecksums | None
+    _rooms: threading.local = attrs.field(init=False, factory=threading.local)
+
+    def room(self, name: str, num_bytes: int) -> memoryview:
+        found = getattr(self._rooms, name, None)
+        if found is None:
+            found = np.empty(num_bytes, np.uint8).data
+            setattr(self._rooms, name, found)
+        assert isinstance(found, memoryview)
+        return found
+
+    def copy_out(self, plan: TransferPlan, blocks: NDArray[np.uint8]) -> bool:
+        _gather(self.rows, plan.source_ids, blocks)
+        sums, pairs = self.checksums, zip(plan.source_ids, blocks, strict=True)
+        return sums is None or all(sums.matches(host_id, row) for host_id, row in pairs)
+
+    def copy_in(self, plan: TransferPlan, blocks: NDArray[np.uint8]) -> None:
+        _scatter(blocks, self.rows, plan.destination_ids)
+        if self.checksums is not None:
+            for host_id in plan.destination_ids:
+                self.checksums.record(host_id, self.rows[host_id])
+
+
+def _gather(host: NDArray[np.uint8], host_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
+    """Copy host blocks to `blocks`, in one call for each stretch of neighbours, without the interpreter's lock."""
+    for at, first, stop in _stretches(host_ids):
+        np.copyto(blocks[at : at + stop - first], host[first:stop])
+
+
+def _scatter(blocks: NDArray[np.uint8], host: NDArray[np.uint8], host_ids: Sequence[int]) -> None:
+    """The opposite of `_gather`."""
+    for at, first, stop in _stretches(host_ids):
+        np.copyto(host[first:stop], blocks[at : at + stop - first])
+
+
+def _stretches(ids: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Stretches of neighbours among `ids`: the index at which each begins, its first id, and the id after its last."""
+    found: list[tuple[int, int, int]] = []
+    for at, number in enumerate(ids):
+        if found and found[-1][2] == number:
+            begins, first, _ = found[-1]
+            found[-1] = begins, first, number + 1
+        else:
+            found.append((at, number, number + 1))
+    return found
+
+
+# -- lanes -----------------------------------------------------------------------------------------------------------
 
 USES = {Direction.LOAD: Use.LOAD, Direction.STORE: Use.STORE}
 
@@ -324,3 +430,115 @@ def _take(waiting: deque[Any], may_take: Callable[[CellJob], bool]) -> CellJob |
             assert isinstance(job, CellJob)
             return job
     return None
+
+
+# -- local -----------------------------------------------------------------------------------------------------------
+#
+# `LocalRemote`: the remote tier of a local transport, opened together with the host memory.
+
+
+@attrs.define(eq=False)
+class LaneRemote:
+    """Implements `TransportRemote` with lanes that a derived class opens. Before that, each answer is that the store
+    has nothing."""
+
+    tier: RemoteTier
+    _shape: CellShape | None = attrs.field(default=None, init=False)
+    _lanes: RemoteLanes | None = attrs.field(default=None, init=False)
+
+    def _known_shape(self) -> CellShape:
+        if self._shape is None:
+            raise WrongState("the remote tier does not know its layout: a runtime says it before opening")
+        return self._shape
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a cell, because the block ids of this tier are places in a cell."""
+        return 0 if self._shape is None else self._shape.num_blocks
+
+    def launch(self, plan: TransferPlan) -> None:
+        if self._lanes is None:
+            raise TransferRefused("the remote tier is not open")
+        self._lanes.launch(plan)
+
+    def give_up(self, job_id: int) -> None:
+        if self._lanes is not None:
+            self._lanes.give_up(job_id)
+
+    def connect(self, hear: Callable[[], None]) -> None:
+        if self._lanes is None:
+            hear()
+        else:
+            self._lanes.questions.connect(self.tier.load_timeout_s, hear)
+
+    def ask(self, labels: Sequence[CellLabel], hear: Callable[[int], None]) -> None:
+        if self._lanes is None:
+            hear(0)
+        else:
+            self._lanes.ask(labels, hear)
+
+    def is_wanted(self, label: CellLabel) -> bool:
+        return self._lanes is not None and self._lanes.is_wanted(label)
+
+    def forget(self, labels: Sequence[CellLabel]) -> None:
+        if self._lanes is not None and labels:
+            self._lanes.forget(labels)
+
+    def refuses(self, direction: Direction) -> bool:
+        return self._lanes is None or self._lanes.refuses(direction)
+
+    def take_moves(self) -> Sequence[StorageMove]:
+        return () if self._lanes is None else taken(self._lanes.calls.moves)
+
+    def statistics(self) -> RemoteStatistics:
+        lanes = self._lanes
+        if lanes is None:
+            return RemoteStatistics()
+        loads, stores = lanes.counts[Direction.LOAD], lanes.counts[Direction.STORE]
+        return RemoteStatistics(
+            num_loads=loads.num_jobs,
+            num_stores=stores.num_jobs,
+            blocks_loaded=loads.num_blocks,
+            blocks_stored=stores.num_blocks,
+            bytes_loaded=loads.num_bytes,
+            bytes_stored=stores.num_bytes,
+            load_seconds=loads.seconds,
+            store_seconds=stores.seconds,
+            cells_missing=lanes.num_missing,
+            cells_corrupt=lanes.num_corrupt,
+            cells_removed=lanes.num_removed,
+            num_failures=lanes.calls.num_failures,
+            num_questions=lanes.questions.num_questions,
+            question_seconds=lanes.questions.seconds,
+            num_unknown=lanes.questions.num_unknown,
+            left_alone=lanes.calls.left_alone(),
+        )
+
+    def stop_launching(self) -> None:
+        if self._lanes is not None:
+            self._lanes.stop_launching()
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether all threads ended within `timeout_s` seconds, and the connections to the store are closed."""
+        return self._lanes is None or self._lanes.join(timeout_s)
+
+
+@attrs.define(eq=False)
+class LocalRemote(LaneRemote):
+    """Opens lanes on the store of `tier`. `regions` are part of the identity of the cells."""
+
+    regions: Sequence[KVRegion]
+
+    def identify(self, layout: Layout, namespace: str) -> None:
+        """Called before `open`. `layout` and `namespace` identify the KV, together with the regions."""
+        block_bytes = sum(region.block_bytes for region in self.regions)
+        self._shape = CellShape.of(
+            layout, identity_of(layout, namespace, self.regions), block_bytes, self.tier.max_cell_bytes
+        )
+
+    def open(
+        self, host: NDArray[np.uint8], checksums: BlockChecksums | None, deliver: Callable[[Completion], None], env: Env
+    ) -> None:
+        """Start the threads, without a call to the store. `MissingExtra` names the packages that are not installed."""
+        cells = cells_of_tier(self._known_shape(), self.tier.secret)
+        self._lanes = RemoteLanes(self.tier, cells, HostRows(host, checksums), deliver, env)

@@ -17,11 +17,9 @@ import attrs
 
 from ..._common.env import Env
 from ...errors import TransferRefused
-from .calls import ASK_THREADS, StoreCalls
-from .memory import CellMemory, Known
+from .calls import ASK_THREADS, MakesThreads, Steps, StoreCalls, Threads
+from .memory import CellMemory, Known, Removals
 from .plans import CellLabel
-from .removals import Removals
-from .threads import MakesThreads, Steps, Threads
 
 MAX_WAITING = 64
 """Maximum waiting questions; any more are answered with 0 at once."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..._kernel.plans import TransferPlan
 from ..._kernel.states import Direction, Tier
 from ...errors import AoffloadError, ConfigError
-from ..fences import Fence
+from ..fences import Fence, RegionFences
 from ..region import KVRegion
 
 
@@ -110,10 +110,20 @@ class RegionBackend:
         self.regions = regions
         self.num_device_blocks = regions[0].num_blocks
         self.block_bytes = sum(region.block_bytes for region in regions)
+        self._watched: dict[int, RegionFences] = {}
 
     @property
     def num_regions(self) -> int:
         return len(self.regions)
+
+    def watch(self, job_id: int, fences: RegionFences) -> None:
+        """Copy the load `job_id` region by region, each with its own fence. Call it before the launch. When the job is
+        over, the caller calls `fences.end` and `forget`."""
+        self._watched[job_id] = fences
+
+    def forget(self, job_id: int) -> None:
+        """A watched job is over, or was never launched."""
+        self._watched.pop(job_id, None)
 
     def thread_scope(self, direction: Direction) -> AbstractContextManager[object]:
         return nullcontext()

@@ -14,10 +14,18 @@ from ...errors import ConfigError
 from ..fences import PASSED, Fence, RegionFences
 from ..region import KVRegion, byte_rows
 from .base import CopyStopped, RegionBackend, anonymous_memory, device_ids, host_ids, host_size
-from .columns import RegionColumns, columns_of
-from .pieces import element_type, pieces_of
-from .rows import LockWaits, RowMover, gaps, row_mover, stretches
-from .stripes import Stripes
+from .rows import (
+    LockWaits,
+    RegionColumns,
+    RowMover,
+    Stripes,
+    columns_of,
+    element_type,
+    gaps,
+    pieces_of,
+    row_mover,
+    stretches,
+)
 
 STAGE_BYTES = 8 * 2**20
 
@@ -67,7 +75,6 @@ class CpuBackend(RegionBackend):
         self._host = anonymous_memory(0, self.block_bytes)
         self._staging: dict[Direction, Staging] = {}
         self._columns: tuple[RegionColumns, ...] = ()
-        self._watched: dict[int, RegionFences] = {}
 
     def open(self, num_host_blocks: int) -> None:
         host_size(num_host_blocks, self.block_bytes)
@@ -95,15 +102,6 @@ class CpuBackend(RegionBackend):
     def wait_for(self, direction: Direction, fences: tuple[Fence, ...]) -> None:
         for fence in fences:
             fence.synchronize()
-
-    def watch(self, job_id: int, fences: RegionFences) -> None:
-        """Copy the load `job_id` region by region, each with its own fence. Call it before the launch. When the job is
-        over, the caller calls `fences.end` and `forget`."""
-        self._watched[job_id] = fences
-
-    def forget(self, job_id: int) -> None:
-        """A watched job is over, or was never launched."""
-        self._watched.pop(job_id, None)
 
     def copy(self, plan: TransferPlan) -> Fence:
         watched = self._watched.pop(plan.job_id, None)

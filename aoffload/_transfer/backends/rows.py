@@ -2,20 +2,202 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..region import KVRegion
+from ..region import KVRegion, byte_rows
 from ..turns import SWITCH_S
-from .pieces import Elements, Piece, common_unit, element_type, pieces_of, strided
-from .stripes import Extents, Stripes, progressions
+
+# -- pieces ----------------------------------------------------------------------------------------------------------
+#
+# Pieces: the contiguous parts of a block, found from the addresses of the regions.
+
+Elements = NDArray[Any]
+"""Bytes, viewed as the widest integers that fit."""
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """A contiguous part of every block: block `b` has `num_bytes` of it at `address + b * stride_bytes`."""
+
+    rows: NDArray[np.uint8]
+    address: int
+    stride_bytes: int
+    num_bytes: int
+    host_offset: int
+
+    @property
+    def end(self) -> int:
+        """The address after the last block's part."""
+        return self.address + (len(self.rows) - 1) * self.stride_bytes + self.num_bytes
+
+
+def pieces_of(regions: tuple[KVRegion, ...]) -> tuple[Piece, ...]:
+    """The pieces of a block in the order of host memory, as few as possible."""
+    return tuple(_joined(_pieces(regions)))
+
+
+def common_unit(pieces: Sequence[Piece]) -> int:
+    """The largest number of bytes that divides every size, stride and distance between pieces."""
+    first = pieces[0].address
+    grid = (number for piece in pieces for number in (piece.num_bytes, piece.address - first, piece.stride_bytes))
+    return math.gcd(*grid)
+
+
+def element_type(num_bytes: int) -> np.dtype[Any]:
+    """The widest integer type whose size divides `num_bytes`. Copies of void types would hold the GIL."""
+    return np.dtype(f"u{math.gcd(num_bytes, 8)}")
+
+
+def strided(array: Elements, shape: tuple[int, ...], strides: tuple[int, ...]) -> Elements:
+    return np.lib.stride_tricks.as_strided(array, shape, strides)
+
+
+def _pieces(regions: tuple[KVRegion, ...]) -> Iterator[Piece]:
+    host_offset = 0
+    for region in regions:
+        rows = byte_rows(region).numpy()
+        yield Piece(rows, region.address, region.block_stride_bytes, region.block_bytes, host_offset)
+        host_offset += region.block_bytes
+
+
+def _joined(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Merge pieces that are adjacent on both sides, such as keys and values that follow each other inside a block."""
+    current = next(pieces)
+    for piece in pieces:
+        adjacent = piece.address == current.address + current.num_bytes
+        if adjacent and piece.stride_bytes == current.stride_bytes:
+            num_bytes = current.num_bytes + piece.num_bytes
+            rows = strided(current.rows, (len(current.rows), num_bytes), (current.stride_bytes, 1))
+            current = attrs.evolve(current, rows=rows, num_bytes=num_bytes)
+        else:
+            yield current
+            current = piece
+    yield current
+
+
+# -- stripes ---------------------------------------------------------------------------------------------------------
+#
+# Stripes: copies of separately allocated regions, a few blocks per call.
+
+Extents = Sequence[NDArray[np.uint8]]
+"""Stretches of consecutive rows of host memory, `uint8 [num_blocks, block_bytes]` each."""
+
+
+@attrs.frozen(eq=False)
+class Stripe:
+    """Evenly spaced pieces as one strided array `[num_blocks, num_pieces, elements]`."""
+
+    blocks: Elements
+    host_offset: int
+
+    def of_host(self, host_rows: NDArray[np.uint8]) -> Elements:
+        _, num_pieces, elements = self.blocks.shape
+        num_bytes = num_pieces * elements * self.blocks.itemsize
+        columns = host_rows[:, self.host_offset : self.host_offset + num_bytes].view(self.blocks.dtype)
+        return columns.reshape(len(host_rows), num_pieces, elements)
+
+    def at(self, block_ids: NDArray[np.int64]) -> Elements:
+        """A view of blocks whose ids are evenly spaced."""
+        first, last = int(block_ids[0]), int(block_ids[-1])
+        if first == last:
+            return self.blocks[first : first + 1]
+        step = (last - first) // (len(block_ids) - 1)
+        stop = last + step
+        return self.blocks[first : stop if stop >= 0 else None : step]
+
+
+@attrs.frozen(eq=False)
+class Stripes:
+    """Moves blocks of any regions. A store takes one call per stripe and progression of ids, a load one per stripe
+    and extent.
+
+    The calls copy long contiguous pieces, so they are fast; but each has to reacquire the GIL when it is over.
+    """
+
+    stripes: tuple[Stripe, ...]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], divide: int = 0) -> Stripes:
+        """The stripes of `pieces`. None reaches from one side of the address `divide` to the other."""
+        unit = common_unit(pieces)
+        sides = itertools.groupby(pieces, key=lambda piece: piece.address < divide)
+        return cls(tuple(_stripe(alike, unit) for _, side in sides for alike in _evenly_spaced(side)))
+
+    def gather(self, block_ids: NDArray[np.int64], extents: Extents) -> None:
+        for ids, extent in _paired(block_ids, extents):
+            # `np.take` would first copy a whole strided region, so blocks at equal distances are copied as slices.
+            for part in progressions(ids):
+                self.gather_progression(ids[part], extent[part])
+
+    def gather_progression(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
+        """Store evenly spaced blocks with one call per stripe."""
+        for stripe in self.stripes:
+            np.copyto(stripe.of_host(host_rows), stripe.at(block_ids))
+
+    def scatter(self, block_ids: NDArray[np.int64], extents: Extents) -> None:
+        for ids, extent in _paired(block_ids, extents):
+            for stripe in self.stripes:
+                stripe.blocks[ids] = stripe.of_host(extent)
+
+
+def progressions(ids: NDArray[np.int64]) -> Iterator[slice]:
+    """Successive slices of evenly spaced ids. Any two ids are such a slice, so all but the last have two or more."""
+    distances = np.diff(ids).tolist()
+    start = 0
+    while start < len(ids):
+        stop = start + 1
+        while stop < len(ids) and distances[stop - 1] == distances[start]:
+            stop += 1
+        yield slice(start, stop)
+        start = stop
+
+
+def _paired(block_ids: NDArray[np.int64], extents: Extents) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+    start = 0
+    for extent in extents:
+        yield block_ids[start : start + len(extent)], extent
+        start += len(extent)
+
+
+def _evenly_spaced(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Maximal sequences of evenly spaced pieces of one size and stride: the layers, if allocated one by one."""
+    alike: list[Piece] = []
+    for piece in pieces:
+        if alike and not _continues(alike, piece):
+            yield alike
+            alike = []
+        alike.append(piece)
+    yield alike
+
+
+def _continues(alike: list[Piece], piece: Piece) -> bool:
+    last = alike[-1]
+    if (piece.stride_bytes, piece.num_bytes) != (last.stride_bytes, last.num_bytes):
+        return False
+    return len(alike) == 1 or piece.address - last.address == last.address - alike[-2].address
+
+
+def _stripe(alike: list[Piece], unit: int) -> Stripe:
+    first = alike[0]
+    element = element_type(unit)
+    if any(piece.address % element.itemsize for piece in alike):
+        element = np.dtype(np.uint8)
+    spacing = alike[1].address - first.address if len(alike) > 1 else first.num_bytes
+    shape = (len(first.rows), len(alike), first.num_bytes // element.itemsize)
+    rows = first.rows[:, : element.itemsize].view(element)
+    return Stripe(strided(rows, shape, (first.stride_bytes, spacing, element.itemsize)), first.host_offset)
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
 
 LARGE_SHARE = 0.2
 """Share of waiting that counts as contention: few of many small calls wait, but as long as all of them take."""
@@ -194,3 +376,55 @@ def stretches(ids: NDArray[np.int64]) -> list[slice]:
             found.append(slice(start, last + 1))
         start = last + 1
     return found
+
+
+# -- columns ---------------------------------------------------------------------------------------------------------
+#
+# Columns: one region of all blocks in host memory, for loads region by region.
+
+PART_BYTES = 8 * 2**20
+"""Bytes per part of a copy in two calls: few enough to stay in the CPU cache in between."""
+
+
+@attrs.frozen(eq=False)
+class RegionColumns:
+    """One region on both sides, as equal elements: `blocks[b]` on the device, `columns[h]` in host memory."""
+
+    blocks: Elements
+    columns: Elements
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self.blocks.shape[1]) * self.blocks.itemsize
+
+    def scatter(self, on_device: NDArray[np.int64], on_host: NDArray[np.int64]) -> None:
+        """Load blocks with one call per stretch of consecutive host blocks."""
+        for part in stretches(on_host):
+            first = int(on_host[part.start])
+            self.blocks[on_device[part]] = self.columns[first : first + part.stop - part.start]
+
+    def scatter_twice(self, on_device: NDArray[np.int64], on_host: NDArray[np.int64]) -> None:
+        """Load blocks with two calls per part, instead of one per stretch: each call has to reacquire the GIL."""
+        num_blocks = max(1, PART_BYTES // self.block_bytes)
+        for start in range(0, len(on_host), num_blocks):
+            part = slice(start, start + num_blocks)
+            self.blocks[on_device[part]] = self.columns[on_host[part]]
+
+
+def columns_of(regions: tuple[KVRegion, ...], host: NDArray[np.uint8]) -> tuple[RegionColumns, ...]:
+    """Each of `regions` with its columns of `host`, `uint8 [num_blocks, bytes of all regions]`, in their order.
+
+    No device array covers more than one region, so none of them spans `host`.
+    """
+    return tuple(_columns(regions, host))
+
+
+def _columns(regions: tuple[KVRegion, ...], host: NDArray[np.uint8]) -> Iterator[RegionColumns]:
+    start, host_stride = 0, host.shape[1]
+    for region in regions:
+        stop = start + region.block_bytes
+        # One type, aligned on both sides; otherwise numpy would copy through a buffer of its own.
+        numbers = (region.block_bytes, region.block_stride_bytes, region.address, start, host_stride)
+        element = element_type(math.gcd(*numbers))
+        yield RegionColumns(byte_rows(region).numpy().view(element), host[:, start:stop].view(element))
+        start = stop

@@ -15,8 +15,9 @@ from ..._common.env import Env
 from ..._kernel.plans import Completion, TransferPlan
 from ...errors import ConfigError, DeviceGone, TransferRefused, WireError, WrongState
 from ..transport import TransferStatistics
-from .channel import Channel
-from .frames import (
+from .serving import Build, rank_main
+from .wire import (
+    Channel,
     Close,
     Closed,
     Completed,
@@ -29,9 +30,8 @@ from .frames import (
     RecordFence,
     Refused,
     ReleaseFence,
+    encode,
 )
-from .serving import Build, rank_main
-from .wire import encode
 
 _KILL_S = 5.0
 """Maximum wait for the end of a killed process."""

@@ -21,11 +21,16 @@ the others come from one:
 
 from __future__ import annotations
 
+import os
+import socket
 import struct
 import sys
+import threading
 from array import array
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -33,20 +38,103 @@ from ..._kernel.plans import Completion, TransferPlan
 from ..._kernel.states import HIT_TIERS, Outcome
 from ...errors import WireError
 from ..transport import TransferStatistics
-from .frames import (
-    Close,
-    Closed,
-    Completed,
-    Frame,
-    Launch,
-    Lost,
-    Open,
-    Opened,
-    Ready,
-    RecordFence,
-    Refused,
-    ReleaseFence,
-)
+
+# -- frames ----------------------------------------------------------------------------------------------------------
+#
+# The messages between the deciding process and a rank, one frame each (`wire.py` encodes them).
+
+# -- to a rank ----------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Open:
+    """Allocate the host memory and answer `Opened` or `Refused`."""
+
+    num_host_blocks: int
+    verify: bool
+
+
+@attrs.frozen
+class RecordFence:
+    """Record a fence behind all compute on the device so far, and keep it under this number."""
+
+    number: int
+
+
+@attrs.frozen
+class ReleaseFence:
+    """Drop this fence: no later frame names it."""
+
+    number: int
+
+
+@attrs.frozen
+class Launch:
+    """Start `plan` once fence number `after` has passed (0: no fence was given)."""
+
+    plan: TransferPlan
+    after: int
+
+
+@attrs.frozen
+class Close:
+    """Launch nothing more, wait up to `timeout_s` seconds for running copies, answer `Closed`, and end."""
+
+    timeout_s: float
+
+
+# -- from a rank --------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Ready:
+    """The tensors are built: blocks per region, including the null block, and bytes of a block over all regions."""
+
+    num_device_blocks: int
+    block_bytes: int
+
+
+@attrs.frozen
+class Opened:
+    """The host memory is allocated."""
+
+
+@attrs.frozen
+class Refused:
+    """The tensors or the host memory could not be made. Becomes a `ConfigError` in the deciding process."""
+
+    argument: str
+    problem: str
+
+
+@attrs.frozen
+class Completed:
+    """One plan is over on this rank. Carries the rank's statistics so far."""
+
+    completion: Completion
+    statistics: TransferStatistics
+
+
+@attrs.frozen
+class Closed:
+    """Whether every copy ended in time."""
+
+    has_ended: bool
+
+
+@attrs.frozen
+class Lost:
+    """The rank's device is lost: nothing will be started from now on."""
+
+    reason: str
+
+
+Frame: TypeAlias = (
+    Open | RecordFence | ReleaseFence | Launch | Close | Ready | Opened | Refused | Completed | Closed | Lost
+)  # fmt: skip
+
+
+# -- wire ------------------------------------------------------------------------------------------------------------
 
 VERSION = 1
 MAX_FRAME_BYTES = 64 * 2**20
@@ -241,3 +329,74 @@ def decode(data: bytes) -> Frame:
     frame = _KINDS[number].read(reader)
     reader.end()
     return frame
+
+
+# -- channel ---------------------------------------------------------------------------------------------------------
+#
+# Frames over a socket between two processes, each of which notices when the other is gone.
+
+
+class Channel:
+    """One end of a socket pair. Any thread may `send`; one thread calls `receive` and `close`.
+
+    The peer is gone when its end is closed, or when its process has ended: a process that it forked may keep its end
+    open. Both are noticed without a timeout.
+    """
+
+    def __init__(self, connection: Connection, peer_pid: int) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._peer = _process_fd(peer_pid)
+        """Descriptor that is readable when the peer's process has ended. Empty if not supported, and after the end."""
+
+    def send(self, frame: Frame) -> bool:
+        """Send `frame`. Returns whether the peer was still there. Blocks while the peer does not read."""
+        return self.send_encoded(encode(frame))
+
+    def send_encoded(self, data: bytes) -> bool:
+        """As `send`, for a frame that is already encoded."""
+        try:
+            with self._sending:
+                self._connection.send_bytes(data)
+        except OSError:  # the peer is gone, and `receive` says so, too
+            return False
+        return True
+
+    def receive(self) -> Frame | None:
+        """The next frame; None if the peer is gone and all it sent was read. `WireError` for any other bytes."""
+        while self._peer and self._connection not in wait([self._connection, *self._peer]):
+            self._hang_up()
+        try:
+            return decode(self._connection.recv_bytes(MAX_FRAME_BYTES))
+        except (EOFError, OSError):
+            return None
+
+    def poll(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` seconds until `receive` would return at once. Returns whether it would."""
+        return bool(wait([self._connection, *self._peer], timeout_s))
+
+    def cut(self) -> None:
+        """Shut the connection down. A blocked `send` returns; data that has arrived can still be read."""
+        with suppress(OSError):  # the peer has closed it before
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._forget_peer()
+
+    def _hang_up(self) -> None:
+        self._forget_peer()
+        self.cut()
+
+    def _forget_peer(self) -> None:
+        for descriptor in self._peer:
+            os.close(descriptor)
+        self._peer = ()
+
+
+def _process_fd(pid: int) -> tuple[int, ...]:
+    try:
+        return (os.pidfd_open(pid),)
+    except (AttributeError, OSError):  # other system, old kernel, or no such process: then only the socket tells
+        return ()

@@ -11,8 +11,7 @@ from ..._reference.server.answering import Service
 from ..._reference.server.bodies import Limits
 from ..._reference.server.opening import open_service
 from ..._reference.server.options import ServerOptions
-from ..._reference.server.tokenizer import ByteTokenizer, Speller, Tokenizer
-from ..._reference.server.tokenizer_directory import write_tokenizer
+from ..._reference.server.tokenizer import ByteTokenizer, Speller, Tokenizer, write_tokenizer
 
 if TYPE_CHECKING:
     from ..._reference.server.app import make_app

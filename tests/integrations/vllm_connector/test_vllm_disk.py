@@ -16,10 +16,10 @@ from vllm_described import kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
 from aoffload import ConfigError, Tier
-from aoffload._tiers.disk.local import LocalDisk
+from aoffload._tiers.disk.lanes import LocalDisk
 from aoffload._vllm.disk import DiskState
 from aoffload._vllm.messages import Commands
-from aoffload._vllm.worker_disk import strides_of
+from aoffload._vllm.worker import strides_of
 from aoffload.ledger import Completion, Outcome, TransferPlan
 from aoffload.transport import TransferRefused
 

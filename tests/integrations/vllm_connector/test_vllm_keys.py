@@ -8,7 +8,7 @@ import pytest
 from engine_doubles import Request, feature, lora
 
 from aoffload._kernel.prefix import Roots
-from aoffload._vllm.keys import grown, prefix_of, under
+from aoffload._vllm.requests import grown, prefix_of, under
 from aoffload.ledger import Prefix
 
 TOKENS = range(40)

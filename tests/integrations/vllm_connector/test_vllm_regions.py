@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_doubles import PAGE_BYTES, kv_tensor
 
-from aoffload._vllm.regions import Placement, block_bytes_of, placements_of, regions_at
+from aoffload._vllm.blocks import Placement, block_bytes_of, placements_of, regions_at
 from aoffload.transport import RegionError
 
 NUM_BLOCKS = 5

@@ -11,7 +11,7 @@ from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, counted, held
 
 from aoffload import Tier
-from aoffload._vllm.copies import RankCopies
+from aoffload._vllm.worker import RankCopies
 from aoffload.ledger import Completion, Outcome, TransferPlan
 
 OTHER = list(range(100, 130))

@@ -22,15 +22,13 @@ from ...region import KVRegion, byte_rows
 from ...transport import PinProgress
 from ..base import RegionBackend, anonymous_memory, device_ids, host_ids
 from .driver import MAX_BATCH, CudaDriver, CudaError, Handle, Pieces, SourceOrder
-from .events import CudaFence, EventPool
+from .events import BlockingWait, CudaFence, EventPool, WaitPolicy
 from .kernel import CopyKernel, triton_kernel
 from .layout import Layout, Scratch
-from .method import BreakEven
 from .nvidia import NvidiaDriver
 from .page_locked import MAX_PIECE_BYTES, HostMemory, page_locked_memory
 from .plain import TorchDriver
-from .trials import build_kernels, measured_on, measured_rate
-from .waiting import BlockingWait, WaitPolicy
+from .trials import BreakEven, build_kernels, measured_on, measured_rate
 
 SOURCE_ORDERS = {
     # The live KV cache: a copy must see all earlier writes and no later ones.
@@ -131,7 +129,6 @@ class CudaBackend(RegionBackend):
         """The stream of `device_block` and `write_device_block`."""
         self.bytes_per_s = 0.0
         """Rate of one large copy, in the slower direction, measured when the backend is opened; 0.0 if unknown."""
-        self._watched: dict[int, RegionFences] = {}
         self._listeners = [self.options.progress]
 
     def __repr__(self) -> str:
@@ -231,15 +228,6 @@ class CudaBackend(RegionBackend):
                 fence.synchronize()
             else:
                 self.driver.wait_event(self._lanes[direction].stream, event)
-
-    def watch(self, job_id: int, fences: RegionFences) -> None:
-        """Copy the load `job_id` region by region, each with its own fence. Call it before the launch. When the job is
-        over, the caller calls `fences.end` and `forget`."""
-        self._watched[job_id] = fences
-
-    def forget(self, job_id: int) -> None:
-        """A watched job is over, or was never launched."""
-        self._watched.pop(job_id, None)
 
     def settle(self, direction: Direction) -> None:
         # By an event, because waiting for a stream would spin.

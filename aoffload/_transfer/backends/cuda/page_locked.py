@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -15,9 +19,115 @@ from numpy.typing import NDArray
 from ....errors import ConfigError
 from ...transport import PinProgress
 from ..base import anonymous_memory, host_size
-from .cgroup import memory_limit
 from .driver import CudaDriver, CudaError
-from .numa import node_of, prefer_node, run_near
+
+# -- cgroup ----------------------------------------------------------------------------------------------------------
+#
+# The memory that the process's cgroup has left, because Linux kills a process that exceeds the limit.
+
+UNLIMITED_BYTES = 2**60
+"""Version 1 of cgroups reports a huge number if there is no limit. Limits from here on count as none."""
+
+
+@attrs.frozen
+class MemoryLimit:
+    limit_bytes: int
+    used_bytes: int
+    """Without the cache of files, which Linux drops where memory is needed."""
+
+    @property
+    def left_bytes(self) -> int:
+        return max(0, self.limit_bytes - self.used_bytes)
+
+
+@attrs.frozen
+class _Names:
+    limit: str
+    used: str
+    cached: tuple[str, ...]
+
+
+V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
+    """The limit that leaves least, of the process's cgroup and those around it; None if no limit is known."""
+    found = [limit for folder, names in _cgroups(root) if (limit := _read(folder, names)) is not None]
+    return min(found, key=lambda limit: limit.left_bytes, default=None)
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, _Names]]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount, names = (root / "sys/fs/cgroup/memory", V1) if controllers else (root / "sys/fs/cgroup", V2)
+        # In a container, the path may be one of the host: then only the mount point is there.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        yield from ((mount.joinpath(*parts[:depth]), names) for depth in range(len(parts) + 1))
+
+
+def _read(folder: Path, names: _Names) -> MemoryLimit | None:
+    try:
+        limit = int((folder / names.limit).read_text())  # no number: "max"
+        used = int((folder / names.used).read_text())
+        rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        cached = sum(int(number) for name, number in rows if name in names.cached)
+    except (OSError, ValueError):
+        return None
+    return MemoryLimit(limit, max(0, used - cached)) if limit < UNLIMITED_BYTES else None
+
+
+# -- numa ------------------------------------------------------------------------------------------------------------
+#
+# Host memory on the GPU's NUMA node, so that copies do not cross the link between two processors.
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+NODES = Path("/sys/devices/system/node")
+MBIND = {"x86_64": 237, "aarch64": 235}
+"""The number of the system call `mbind`, which the C library does not wrap."""
+PREFERRED = 1
+"""`MPOL_PREFERRED`: memory of another node where this one has none left, rather than an error."""
+MAX_NODES = 1024
+
+
+def node_of(pci_bus_id: str, devices: Path = PCI_DEVICES) -> int | None:
+    """The NUMA node of a PCI device; None if Linux does not say, or has one node only."""
+    try:
+        node = int((devices / pci_bus_id.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if 0 <= node < MAX_NODES else None
+
+
+def run_near(node: int | None, nodes: Path = NODES) -> None:
+    """Run the calling thread on the processors of `node`, so that the pages that it is the first to touch come from
+    there. Containers often forbid `mbind`, and allow this."""
+    with suppress(OSError, ValueError, AttributeError):  # AttributeError: another system than Linux
+        ranges = (nodes / f"node{node}" / "cpulist").read_text().split(",")
+        ends = [[int(number) for number in part.split("-")] for part in ranges]
+        os.sched_setaffinity(0, [number for first, *last in ends for number in range(first, (last or [first])[0] + 1)])
+
+
+def prefer_node(rows: NDArray[np.uint8], node: int) -> None:
+    """Take the pages of `rows`, which nobody has touched yet, from `node`. Does nothing where that cannot be asked for:
+    copies work from any memory."""
+    if sys.platform != "linux" or not rows.nbytes:
+        return
+    nodes = (ctypes.c_uint8 * (MAX_NODES // 8))()
+    nodes[node // 8] = 1 << node % 8
+    with suppress(OSError, AttributeError, KeyError):
+        call = ctypes.CDLL(None).syscall
+        address, size = ctypes.c_void_p(rows.ctypes.data), ctypes.c_size_t(rows.nbytes)
+        call(MBIND[platform.machine()], address, size, PREFERRED, nodes, ctypes.c_size_t(MAX_NODES), ctypes.c_size_t(0))
+
+
+# -- page locked -----------------------------------------------------------------------------------------------------
 
 MAX_PIECE_BYTES = 64 * 2**30
 """Drivers refuse, or take minutes for, much larger registrations."""

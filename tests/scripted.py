@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import attrs
 
-from ..._common.env import Env
-from ..._kernel.plans import Completion, TransferPlan
-from ..._kernel.states import Direction, Outcome, Tier
-from ...errors import TransferRefused
-from ..fences import PASSED, Fence, OnlyAfter
-from ..transport import TransferStatistics
+from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._transfer.fences import PASSED, Fence, OnlyAfter
+from aoffload._transfer.transport import TransferStatistics
+from aoffload.errors import TransferRefused
+from aoffload.transport import Env
 
 UNWRITTEN = 0
 """The content of a block that nothing was ever copied or written to."""
