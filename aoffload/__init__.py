@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
+from ._common.prefix import KeySpan
+from ._common.tiers import Tier
 from ._config.config import OffloadConfig
 from ._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from ._config.models import fingerprint
@@ -21,8 +23,7 @@ from ._extensions.preemption import Preemption
 from ._extensions.store_policies import EagerStore, LazyStore, NoStore, SelectiveStore
 from ._host_cache.host_cache import HostCache
 from ._kernel.plans import Extension, PrefixMatch
-from ._kernel.prefix import KeySpan
-from ._kernel.states import RequestState, Tier
+from ._kernel.states import RequestState
 from ._runtime.loading import PendingLoad
 from ._runtime.request import Request
 from .errors import (

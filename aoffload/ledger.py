@@ -4,6 +4,7 @@ What it takes and hands out, the states of that, the protocols of observers, pol
 bookkeeping; and what a runtime returns for pins, prefetches, fetches and demotions. Nothing here needs torch.
 """
 
+from ._common.prefix import Prefix, Root
 from ._config.groups import AttentionKind
 from ._config.tiers import LearnedEviction
 from ._eviction.status import (
@@ -53,10 +54,8 @@ from ._kernel.plans import (
     TransferPlan,
 )
 from ._kernel.pools import LeastRecentlyUsed
-from ._kernel.prefix import Prefix, Root
 from ._kernel.protocols import BlockWatcher, DevicePool, EvictionOrder
-from ._kernel.records import Part
-from ._kernel.requests import LedgerRequest, Step, Waiter
+from ._kernel.records import LedgerRequest, Part, Step, Waiter
 from ._kernel.states import Direction, JobState, Outcome, is_compiled
 from ._observe.log import LedgerLog
 from ._observe.observers import Observers

@@ -24,10 +24,11 @@ import attrs
 import numpy as np
 import torch
 
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.pools import ExtentPool, FreeList
 from aoffload._kernel.protocols import DevicePool
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._transfer.fences import RegionFences
 from aoffload._transfer.local import LocalTransport
 from aoffload.transport import Env

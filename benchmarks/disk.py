@@ -25,10 +25,11 @@ import torch
 from numpy.typing import NDArray
 
 from aoffload import DiskTier, KVCacheGroup
+from aoffload._common.tiers import Tier
 from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_bytes
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._tiers.disk.files import READ_BYTES, WRITE_BYTES
 from aoffload._tiers.disk.plans import DiskPayload
 from aoffload.transport import Env, LocalTransport

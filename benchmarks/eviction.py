@@ -13,13 +13,12 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
+from aoffload._common.prefix import Prefix
+from aoffload._common.tiers import Tier
 from aoffload._config.groups import FullAttention, KVCacheGroup
 from aoffload._eviction.learned import Guard, LearnedOrder, Learning, ReturnTimes
 from aoffload._kernel.layout import Layout
-from aoffload._kernel.prefix import Prefix
-from aoffload._kernel.records import Part
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import Tier
+from aoffload._kernel.records import LedgerRequest, Part
 from aoffload._kernel.tokens import TokenSequence
 from aoffload.plan.replay import ROOT, replay
 from aoffload.plan.trace import Trace, read_trace

@@ -25,9 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from aoffload import RemoteTier
+from aoffload._common.tiers import Tier
 from aoffload._config.tiers import MAX_CELL_BYTES, ObjectStore
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._tiers.remote.cells import CellShape, cells_of_tier
 from aoffload._tiers.remote.lanes import HostRows, RemoteLanes
 from aoffload._tiers.remote.plans import CellLabel

@@ -6,14 +6,14 @@ from .planting import Mutant, Patch
 
 __all__ = ["CACHE_MUTANTS"]
 
-PREFIX, TOKENS, MATCHING = "aoffload._kernel.prefix", "aoffload._kernel.tokens", "aoffload._kernel.index"
+PREFIX, TOKENS, MATCHING = "aoffload._common.prefix", "aoffload._kernel.tokens", "aoffload._kernel.index"
 PINS, CACHE, TIERS = "aoffload._kernel.leases", "aoffload._kernel.cache", "aoffload._kernel.pools"
 EVICTION, RECORDS = "aoffload._kernel.pools", "aoffload._kernel.records"
-PUBLISH, COMMITS, OWNERS = "aoffload._kernel.leases", "aoffload._kernel.commits", "aoffload._kernel.requests"
+PUBLISH, COMMITS, OWNERS = "aoffload._kernel.leases", "aoffload._kernel.commits", "aoffload._kernel.records"
 INVALIDATION = "aoffload._extensions.invalidation"
 KNOWS_LEASES = (
-    "from .records import BlockTable, Part, Run, nulls",
-    "from .records import BlockTable, Lease, Part, Run, nulls",
+    "from .records import BlockTable, LedgerRequest, Part, Run, nulls",
+    "from .records import BlockTable, Lease, LedgerRequest, Part, Run, nulls",
 )
 
 _KEYS = (

@@ -175,7 +175,11 @@ _FETCHES = (
         "            over = partial(self.transfers.over, transfer)\n"
         "            request.load = Load(stop, wake, over, request.ticket, jobs)\n",
         "two fetches of one prefix end with both of what they brought",
-        Patch(FETCHES, "records import Job, Lease, Run\n", "records import Job, Lease, Load, Run\n"),
+        Patch(
+            FETCHES,
+            "records import Job, Lease, LedgerRequest, Run, do_nothing\n",
+            "records import Job, Lease, LedgerRequest, Load, Run, do_nothing\n",
+        ),
     ),
     _met_by(
         OF_FETCHES + "a_request_in_line_is_not_matched_by_a_fetch",

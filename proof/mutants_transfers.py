@@ -256,8 +256,8 @@ _SHARING = (
     Mutant(
         "host lease kept after the load",
         LOADS,
-        "        self.request_leases.end_host_lease(request)\n        slide_windows",
-        "        slide_windows",
+        "        self.request_leases.end_host_lease(request)\n        if layout.windows:\n            slide",
+        "        if layout.windows:\n            slide",
         "host pins end when the load settles",
     ),
     Mutant(

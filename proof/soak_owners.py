@@ -12,8 +12,9 @@ from typing import Any
 import attrs
 
 from aoffload import OffloadRuntime
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import NoEpoch, Tier
+from aoffload._kernel.states import NoEpoch
 from aoffload._transfer.fences import Fence
 from aoffload._transfer.local import LocalTransport
 from aoffload.testing import Memory, Violation

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request
-from aoffload._kernel.states import Tier
+from aoffload._common.tiers import Tier
 
 from .soak_memory import HostMemory, MakeMemory
 from .soak_owners import Held, OwnedTransport, Owners

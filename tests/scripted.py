@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import attrs
 
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._kernel.states import Direction, Outcome
 from aoffload._transfer.fences import PASSED, Fence, OnlyAfter
 from aoffload._transfer.transport import TransferStatistics
 from aoffload.errors import TransferRefused

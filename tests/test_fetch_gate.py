@@ -7,8 +7,9 @@ import math
 import attrs
 import pytest
 
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import Completion
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._runtime.costs import PrefillSpeed, fetch_bound_s
 from aoffload._transfer.copy_queue import Link
 from aoffload._transfer.rates import FRESH_S, TransferRate

@@ -49,7 +49,6 @@ LONELY_BASES = {
     "DevicePool": "a protocol: a restart takes slots of a disk by their ids, too",
     "EngineBlocks": "a protocol: an engine may also find blocks by their tokens",
     "ExtentPool": "the slots of a disk remember what they held",
-    "Identity": "a TypedDict: a request of a runtime takes these options, too",
     "RequestOptions": "a TypedDict: a request of a runtime takes these options, too",
     "LedgerStatistics": "a runtime adds the counts of its transfers",
     "TokenRange": "a protocol",
@@ -232,7 +231,7 @@ def _only_sets(method: ast.FunctionDef) -> bool:
     return of_self and all(isinstance(value, ast.Name | ast.Constant | ast.Attribute) for value in values)
 
 
-RECORDS = ("_kernel.records", "_kernel.requests")
+RECORDS = ("_kernel.records",)
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 WRITTEN_BY_FEATURES = {
     "_eviction.counts": "before key num_after start tokens",
@@ -307,8 +306,6 @@ FEATURE_WORDS = (
 """What a name in the kernel's code may not have in it. To invalidate is the kernel's own word, for epochs and
 tombstones; the feature of that name finds whose KV is wrong. Words of windows are not here: windows stay in it."""
 KNOWN_WORDS = {
-    "DISK": "a tier: TIERS has a row for each",
-    "REMOTE": "a tier",
     "PREEMPTED": "a state: REQUEST_MOVES has a row for each",
     "preempted": "its text",
     "it has given up its blocks: leave it, or `preempt` and `resume` it": "the advice of a state",

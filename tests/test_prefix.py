@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aoffload._kernel.prefix import KeySpan, Prefix, Root, encode_tokens
+from aoffload._common.prefix import KeySpan, Prefix, Root, encode_tokens
 from aoffload._kernel.tokens import TokenSequence, hash_run
 from aoffload.errors import InvalidArgument
 

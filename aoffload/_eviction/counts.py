@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Protocol
 
+from .._common.prefix import TOKEN_BYTES, KeySpan
 from .._kernel.layout import Layout
-from .._kernel.prefix import TOKEN_BYTES, KeySpan
 from .._kernel.records import NO_LIMIT
 from .._kernel.tokens import TokenSequence
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from .._common.arguments import check_text
+from .._common.prefix import Prefix
+from .._common.tiers import Tier
 from .._config.tiers import LearnedEviction
 from .._kernel.base import CacheBase, check_time
 from .._kernel.extension import Build, LedgerExtension
-from .._kernel.prefix import Prefix
-from .._kernel.requests import LedgerRequest
-from .._kernel.states import Tier
+from .._kernel.records import LedgerRequest
 from ..errors import InvalidArgument
 from .hints import Hints
 from .learned import Learning, Rulings

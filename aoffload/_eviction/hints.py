@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from .._kernel.cache import PrefixCache
 from .._kernel.moves import Moves
-from .._kernel.records import Run
-from .._kernel.requests import LedgerRequest
+from .._kernel.records import LedgerRequest, Run
 from .._kernel.tokens import TokenSequence
 from .counts import CountedRun
 from .learned import Learning, Rulings

@@ -40,15 +40,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
+from .._common.prefix import TOKEN_BYTES
+from .._common.tiers import Tier
 from .._kernel.cache import PrefixCache
 from .._kernel.layout import Layout
 from .._kernel.moves import Moves
 from .._kernel.pools import LeastRecentlyUsed
-from .._kernel.prefix import TOKEN_BYTES
 from .._kernel.protocols import EvictionOrder
-from .._kernel.records import Part, Run
-from .._kernel.requests import LedgerRequest
-from .._kernel.states import Tier
+from .._kernel.records import LedgerRequest, Part, Run
 from .counts import CountedRun, HitCounts
 from .status import EvictionRule, EvictionStatistics, EvictionSwitched, TierEviction
 

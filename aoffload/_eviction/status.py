@@ -6,8 +6,8 @@ import enum
 
 import attrs
 
+from .._common.tiers import Tier
 from .._kernel.events import Event
-from .._kernel.states import Tier
 
 
 class EvictionRule(enum.Enum):

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import attrs
 
 from .._common.arguments import check_int, check_type, shown
+from .._common.tiers import Tier
 from .._config.config import MAX_BLOCKS, OffloadConfig
 from .._config.tiers import LearnedEviction
 from .._eviction.extension import Eviction
@@ -37,8 +38,7 @@ from .._kernel.ledger import CoreLedger
 from .._kernel.plans import TierStatistics
 from .._kernel.pools import LeastRecentlyUsed
 from .._kernel.protocols import DevicePool
-from .._kernel.requests import LedgerRequest
-from .._kernel.states import Tier
+from .._kernel.records import LedgerRequest
 from .._tiers.disk.extension import DiskExtension
 from .._tiers.fetch.rules import Fetches
 from .._tiers.remote.extension import RemoteCounts, RemoteExtension

@@ -10,13 +10,12 @@ from itertools import islice
 
 import attrs
 
+from .._common.tiers import Tier
 from .._kernel.base import CacheBase
 from .._kernel.extension import LedgerExtension
 from .._kernel.ledger import CoreLedger
-from .._kernel.records import Job, Lease
-from .._kernel.requests import LedgerRequest, Step, Waiter
+from .._kernel.records import Job, Lease, LedgerRequest, Step, Waiter
 from .._kernel.states import RequestState as State
-from .._kernel.states import Tier
 from .pins import Pins, pinned_parts
 from .status import Declined, Fetching, Holder, RequestStatus, WaitsFor
 from .transfers import CacheTransfer, CacheTransfers, Fetch

@@ -19,13 +19,13 @@ from collections.abc import Iterable, Mapping
 import attrs
 
 from .._common.arguments import check_int
+from .._common.tiers import Tier
 from .._kernel.extension import LedgerExtension
 from .._kernel.index import held_ids, stretches
 from .._kernel.ledger import CoreLedger
 from .._kernel.plans import PrefixMatch
-from .._kernel.records import BlockTable, nulls
-from .._kernel.requests import LedgerRequest
-from .._kernel.states import NoEpoch, Tier, require
+from .._kernel.records import BlockTable, LedgerRequest, nulls
+from .._kernel.states import NoEpoch, require
 from .._kernel.states import RequestState as State
 from .._kernel.waiting import waiting_error
 from ..errors import OutOfBlocks, WrongState

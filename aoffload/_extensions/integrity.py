@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain, islice
 
+from .._common.tiers import Tier
 from .._kernel.base import CacheBase
 from .._kernel.cache import PrefixCache
 from .._kernel.index import covered, jobs_into
 from .._kernel.layout import Component
-from .._kernel.records import BlockTable, Lease, Run
-from .._kernel.requests import LedgerRequest
-from .._kernel.states import NoEpoch, Tier
+from .._kernel.records import BlockTable, Lease, LedgerRequest, Run
+from .._kernel.states import NoEpoch
 from .._kernel.waiting import WaitQueue
 from ..errors import IntegrityError
 

@@ -30,15 +30,15 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 
 from .._common.arguments import check_int
+from .._common.tiers import Tier
 from .._kernel.cache import PrefixCache
 from .._kernel.extension import LedgerExtension
 from .._kernel.index import stretches
 from .._kernel.layout import Component, without
 from .._kernel.leases import step_back
 from .._kernel.ledger import CoreLedger
-from .._kernel.records import Run
-from .._kernel.requests import LedgerRequest
-from .._kernel.states import NoEpoch, Tier, require
+from .._kernel.records import LedgerRequest, Run
+from .._kernel.states import NoEpoch, require
 from .._kernel.states import RequestState as State
 from ..errors import CommitError
 

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .._common.arguments import check_int
+from .._common.tiers import BELOW, Tier
 from .._kernel.ledger import CoreLedger
-from .._kernel.records import NO_LIMIT
-from .._kernel.requests import LedgerRequest
-from .._kernel.states import BELOW, Tier
+from .._kernel.records import NO_LIMIT, LedgerRequest
 from .._kernel.states import RequestState as State
 
 IDLE_S = 0.2

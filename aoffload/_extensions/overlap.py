@@ -22,6 +22,7 @@ from functools import partial
 import attrs
 
 from .._common.arguments import as_tuple
+from .._common.tiers import Tier
 from .._kernel.cache import PrefixCache
 from .._kernel.events import Event
 from .._kernel.extension import LedgerExtension
@@ -29,9 +30,8 @@ from .._kernel.index import jobs_into, stretches
 from .._kernel.layout import Component
 from .._kernel.ledger import CoreLedger
 from .._kernel.loads import require_no_holes
-from .._kernel.records import BlockTable, Job, Load
-from .._kernel.requests import LedgerRequest
-from .._kernel.states import Plain, RequestState, State, Tier, require
+from .._kernel.records import BlockTable, Job, LedgerRequest, Load
+from .._kernel.states import Plain, RequestState, State, require
 from ..errors import CommitError, WrongState
 
 

@@ -26,14 +26,15 @@ from typing import Any
 import attrs
 
 from .._common.arguments import shown
+from .._common.prefix import Prefix
+from .._common.tiers import BELOW, HIT_TIERS, Tier
 from .._kernel.base import CacheBase, check_time
 from .._kernel.events import Event
 from .._kernel.extension import LedgerExtension
 from .._kernel.index import Hit, find_hit, held_stop, stretches
 from .._kernel.plans import NO_MATCH, PrefixMatch
-from .._kernel.prefix import Prefix
 from .._kernel.records import Lease, Part
-from .._kernel.states import BELOW, HIT_TIERS, Plain, State, Tier
+from .._kernel.states import Plain, State
 from .._kernel.tokens import TokenSequence
 from ..errors import ExtensionError, InvalidArgument, OutOfBlocks
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import attrs
 
+from .._common.tiers import Tier
 from .._kernel.extension import LedgerExtension
 from .._kernel.ledger import CoreLedger
 from .._kernel.plans import TransferPlan
-from .._kernel.records import Job
-from .._kernel.requests import LedgerRequest
-from .._kernel.states import Computing, Tier, require
+from .._kernel.records import Job, LedgerRequest
+from .._kernel.states import Computing, require
 from .._kernel.states import RequestState as State
 from .._kernel.waiting import waiting_error
 from ..errors import WrongState

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from .._common.arguments import check_callable
+from .._common.prefix import Prefix
+from .._common.tiers import Tier
 from .._kernel.index import find_hit, held_stop
 from .._kernel.ledger import CoreLedger
-from .._kernel.prefix import Prefix
-from .._kernel.records import BlockTable, Lease, Run, nulls
-from .._kernel.requests import LedgerRequest, do_nothing
-from .._kernel.states import Tier
+from .._kernel.records import BlockTable, Lease, LedgerRequest, Run, do_nothing, nulls
 from .._kernel.tokens import TokenSequence
 from .transfers import CacheTransfer, CacheTransfers, CacheTransferState
 

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
+from .._common.tiers import Tier
 from .._kernel.events import Event
-from .._kernel.states import RequestState, Tier
+from .._kernel.states import RequestState
 
 NUM_NAMED = 4
 """Request ids listed for a step; the rest are only counted."""

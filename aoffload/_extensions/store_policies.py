@@ -17,7 +17,7 @@ from .._eviction.counts import HitCounts, RecentPrompts
 from .._kernel.base import CacheBase
 from .._kernel.extension import LedgerExtension
 from .._kernel.layout import Layout
-from .._kernel.requests import LedgerRequest
+from .._kernel.records import LedgerRequest
 from .._kernel.tokens import TokenSequence
 from ..errors import ConfigError
 

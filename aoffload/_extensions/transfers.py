@@ -20,14 +20,14 @@ from functools import partial
 import attrs
 
 from .._common.arguments import shown
+from .._common.tiers import BELOW
 from .._kernel.base import CacheBase
 from .._kernel.events import Event
 from .._kernel.extension import LedgerExtension
 from .._kernel.index import Hit, find_hit, jobs_into
 from .._kernel.plans import TransferPlan
-from .._kernel.records import NO_LIMIT, Job, Load
-from .._kernel.requests import LedgerRequest
-from .._kernel.states import BELOW, Plain, State
+from .._kernel.records import NO_LIMIT, Job, LedgerRequest, Load
+from .._kernel.states import Plain, State
 from .._kernel.tokens import TokenSequence
 from ..errors import InvalidArgument
 

@@ -22,6 +22,8 @@ from functools import partial
 from typing import Unpack
 
 from .._common.arguments import check_bool, check_callable, check_int, check_text, check_type, shown
+from .._common.prefix import TOKEN_BYTES, Prefix, TokenIds, encode_tokens
+from .._common.tiers import BELOW, Tier
 from .._config.config import OffloadConfig
 from .._eviction.extension import Eviction
 from .._extensions.assembly import AnyLedger, LedgerStatistics, built_in
@@ -34,11 +36,9 @@ from .._kernel.layout import Component, Layout
 from .._kernel.moves import Moves
 from .._kernel.plans import PrefixMatch, RequestOptions, TransferPlan
 from .._kernel.pools import TierBlocks
-from .._kernel.prefix import TOKEN_BYTES, Prefix, TokenIds, encode_tokens
 from .._kernel.protocols import EvictionOrder
-from .._kernel.records import Job, Load, Run
-from .._kernel.requests import LedgerRequest, call_all, do_nothing
-from .._kernel.states import BELOW, Computing, Direction, JobState, NoEpoch, Outcome, Tier, require
+from .._kernel.records import Job, LedgerRequest, Load, Run, call_all, do_nothing
+from .._kernel.states import Computing, Direction, JobState, NoEpoch, Outcome, require
 from .._kernel.states import RequestState as State
 from ..errors import CommitError, ConfigError, InvalidArgument, WrongState
 from .ids import EngineIds, has_null, named_rows

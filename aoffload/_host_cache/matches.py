@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .._common.arguments import check_has
+from .._common.tiers import BELOW, Tier
 from .._extensions.load_choice import Loadable
 from .._kernel.cache import PrefixCache
 from .._kernel.index import Hit, held_stop
@@ -32,7 +33,6 @@ from .._kernel.plans import PrefixMatch
 from .._kernel.pools import TierBlocks
 from .._kernel.protocols import EvictionOrder
 from .._kernel.records import NO_LIMIT, Job, Run
-from .._kernel.states import BELOW, Tier
 from .._kernel.states import RequestState as State
 from .._kernel.tokens import TokenSequence
 from ..errors import ConfigError

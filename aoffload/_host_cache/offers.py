@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
+from .._common.tiers import BELOW, Tier
 from .._config.config import MAX_BLOCKS
 from .._eviction.learned import Learning
 from .._kernel.cache import PrefixCache
@@ -29,7 +30,6 @@ from .._kernel.jobs import JobBook, Stores, first_stored
 from .._kernel.layout import Component, without
 from .._kernel.moves import Moves
 from .._kernel.records import NO_LIMIT, Job, Run
-from .._kernel.states import BELOW, Tier
 from .._kernel.tokens import TokenSequence
 from ..errors import InvalidArgument
 from .ids import EngineIds, has_null, named_rows

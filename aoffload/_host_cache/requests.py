@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._kernel.records import NO_LIMIT
-from .._kernel.requests import LedgerRequest
+from .._kernel.records import NO_LIMIT, LedgerRequest
 from .._kernel.states import NoEpoch
 from .._kernel.tokens import TokenSequence
 

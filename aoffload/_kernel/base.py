@@ -37,6 +37,8 @@ from .._common.arguments import (
     number_of,
     shown,
 )
+from .._common.prefix import Prefix
+from .._common.tiers import BELOW, CACHE_TIERS, HIT_TIERS, Tier, check_tier
 from .._config.config import MAX_BLOCKS, OffloadConfig
 from .._config.groups import KVCacheGroup
 from .._config.tiers import new_order
@@ -51,11 +53,9 @@ from .leases import RequestLeases
 from .moves import Moves
 from .plans import Completion, PrefixMatch, RequestOptions, StoreScope, TransferPlan, check_completion
 from .pools import ExtentPool, LastUses, LeastRecentlyUsed, TierBlocks, absent_tier
-from .prefix import Prefix, check_prefix
 from .protocols import BlockWatcher, EvictionOrder
-from .records import NO_LIMIT, Job
-from .requests import LedgerRequest
-from .states import BELOW, CACHE_TIERS, HIT_TIERS, JobState, NoEpoch, Tier, check_tier
+from .records import NO_LIMIT, Job, LedgerRequest
+from .states import JobState, NoEpoch
 from .tokens import TokenSequence
 
 Added = TypeVar("Added", bound=LedgerExtension)
@@ -238,7 +238,7 @@ class CacheBase:
         """The tokens of `prefix`, in units of the layout. Refuses a call from inside a hook."""
         if self.hooks.calling:
             self.hooks.refuse_verb()
-        return TokenSequence(check_prefix(prefix), self.layout.unit_tokens)
+        return TokenSequence(check_type("prefix", prefix, Prefix), self.layout.unit_tokens)
 
     # -- admission ------------------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class CacheBase:
         if self.hooks.calling:
             self.hooks.refuse_verb()
         unit = self.layout.unit_tokens
-        sequence = TokenSequence(check_prefix(prefix), unit)
+        sequence = TokenSequence(check_type("prefix", prefix, Prefix), unit)
         reads_cache, max_hit_tokens = options.get("reads_cache", True), options.get("max_hit_tokens")
         store, max_store_tokens = options.get("store", StoreScope.ALL), options.get("max_store_tokens")
         hit_alignment = options.get("hit_alignment", 1)

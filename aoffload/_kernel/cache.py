@@ -34,13 +34,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from .._common.tiers import HIT_TIERS, Tier
 from ..errors import LeaseError
 from .index import RunIndex, Stretch, covered, stretches
 from .layout import Component, Layout, outside
 from .pools import LastUses, TierBlocks
 from .protocols import BlockWatcher, EvictionOrder, Watchers
 from .records import Job, Lease, Part, Run
-from .states import HIT_TIERS, NoEpoch, Tier
+from .states import NoEpoch
 from .tokens import TokenSequence, max_run_units
 
 
@@ -377,8 +378,8 @@ class PrefixCache:
             start = lease.starts[manager.component.number]
             if start < lease.run.stop:
                 unpinned = manager.unpin(blocks, lease.run, start)
-        if unpinned:
-            self._tidy_all(unpinned)
+        for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
+            self.tidy(left)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
         """Move the end of `lease` forward or back to `run`, which is on the same path."""
@@ -392,11 +393,6 @@ class PrefixCache:
             else:
                 unpinned = manager.unpin(blocks, old, max(start, run.stop))
         lease.run, lease.starts = run, [min(start, run.stop) for start in lease.starts]
-        if unpinned:
-            self._tidy_all(unpinned)
-
-    def _tidy_all(self, unpinned: list[Run]) -> None:
-        """Merge and tidy the runs that a lease has left without references in full attention, last first."""
         for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
             self.tidy(left)
 

@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .._common.prefix import TOKEN_BYTES, TokenIds, encode_tokens
+from .._common.tiers import Tier
 from ..errors import CommitError
 from .cache import PrefixCache
 from .events import StoreSkipped
@@ -32,9 +34,8 @@ from .leases import RequestLeases, publish, slide_windows
 from .loads import require_no_holes
 from .moves import Moves
 from .plans import TransferPlan
-from .prefix import TOKEN_BYTES, TokenIds, encode_tokens
-from .requests import LedgerRequest
-from .states import Computing, Tier, require
+from .records import LedgerRequest
+from .states import Computing, require
 from .states import RequestState as State
 
 
@@ -109,7 +110,8 @@ class Commits:
             for hook in self.hooks.on_published:
                 hook(request, first)
             plans = self.offer_stores(request, first, wanted)
-        slide_windows(self.cache, request)
+        if self.cache.layout.windows:
+            slide_windows(self.cache, request)
         return plans
 
     def check(self, request: LedgerRequest, num_computed_tokens: object, new_token_ids: TokenIds) -> tuple[int, bytes]:

@@ -25,10 +25,10 @@ from typing import Protocol
 
 import attrs
 
+from .._common.tiers import Tier
 from .plans import Completion, PrefixMatch
-from .records import Job
-from .requests import LedgerRequest, Step
-from .states import JobState, RequestState, Tier
+from .records import Job, LedgerRequest, Step
+from .states import JobState, RequestState
 
 
 class Event:

@@ -46,14 +46,13 @@ from types import MappingProxyType
 from typing import Any
 
 from .._common.arguments import check_callable, check_int, check_type, shown
+from .._common.tiers import LOWER_TIERS, TIERS, Tier, check_tier
 from .._config.config import MAX_BLOCKS
 from ..errors import ConfigError, InvalidArgument
 from .layout import Layout
 from .pools import TierBlocks
 from .protocols import EvictionOrder
-from .records import Job, Lease, Run
-from .requests import LedgerRequest
-from .states import LOWER_TIERS, TIERS, Tier, check_tier
+from .records import Job, Lease, LedgerRequest, Run
 from .tokens import TokenSequence
 
 

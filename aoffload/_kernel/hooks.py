@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .._common.arguments import shown
+from .._common.tiers import Tier
 from ..errors import ExtensionError, WrongState
 from .extension import HOOKS, LedgerExtension
-from .records import Job, Lease, Run
-from .requests import LedgerRequest
-from .states import Tier
+from .records import Job, Lease, LedgerRequest, Run
 from .tokens import TokenSequence
 
 MAY_RAISE = (

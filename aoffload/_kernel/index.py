@@ -26,10 +26,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from .._common.prefix import TOKEN_BYTES
+from .._common.tiers import BELOW, HIT_TIERS, Tier
 from .layout import Component, Layout
-from .prefix import TOKEN_BYTES
 from .records import Job, Part, Run
-from .states import BELOW, HIT_TIERS, Tier
 from .tokens import TokenSequence, hash_run
 
 

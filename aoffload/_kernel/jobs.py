@@ -50,6 +50,7 @@ from dataclasses import dataclass, field
 
 import attrs
 
+from .._common.tiers import BELOW, TIERS, Tier
 from .cache import PrefixCache, brings
 from .events import StoreSkipped
 from .hooks import Hooks
@@ -58,9 +59,8 @@ from .layout import Component
 from .moves import Moves
 from .plans import Completion, TransferPlan
 from .pools import TierBlocks
-from .records import NO_LIMIT, Job, Lease, Load, Run
-from .requests import LedgerRequest
-from .states import BELOW, TIERS, Direction, JobState, NoEpoch, Outcome, Tier, require
+from .records import NO_LIMIT, Job, Lease, LedgerRequest, Load, Run
+from .states import Direction, JobState, NoEpoch, Outcome, require
 
 
 @dataclass(slots=True, eq=False, repr=False)

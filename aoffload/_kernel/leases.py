@@ -36,13 +36,13 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from .._common.tiers import BELOW, Tier
 from .cache import PrefixCache
 from .hooks import Hooks
 from .index import Hit, find_hit, held_ids, lower_path, stretches
 from .plans import PrefixMatch
-from .records import BlockTable, Part, Run, nulls
-from .requests import LedgerRequest
-from .states import BELOW, RequestState, Tier
+from .records import BlockTable, LedgerRequest, Part, Run, nulls
+from .states import RequestState
 
 
 @dataclass(slots=True, eq=False)

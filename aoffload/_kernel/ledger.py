@@ -28,6 +28,8 @@ from contextlib import contextmanager
 from typing import Unpack
 
 from .._common.arguments import as_tuple, check_callable, check_has, check_int, check_text, check_type, shown
+from .._common.prefix import Prefix, TokenIds
+from .._common.tiers import Tier
 from .._config.config import OffloadConfig
 from ..errors import ConfigError, ExtensionError, InvalidArgument, WrongState
 from .base import CacheBase
@@ -40,10 +42,9 @@ from .loads import Loads, require_no_holes
 from .moves import Moves
 from .plans import Extension, PrefixMatch, RequestOptions, TransferPlan
 from .pools import FreeList, TierBlocks
-from .prefix import Prefix, TokenIds
 from .protocols import DevicePool, EvictionOrder
-from .requests import LedgerRequest, Step, Waiter, do_nothing
-from .states import Computing, Tier, require
+from .records import LedgerRequest, Step, Waiter, do_nothing
+from .states import Computing, require
 from .states import RequestState as State
 from .waiting import Admission
 

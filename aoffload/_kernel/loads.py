@@ -43,6 +43,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .._common.arguments import check_int
+from .._common.tiers import BELOW, HIT_TIERS, Tier
 from ..errors import WrongState
 from .cache import PrefixCache
 from .hooks import Hooks
@@ -52,9 +53,8 @@ from .layout import Component, outside
 from .leases import RequestLeases, slide_windows, step_back
 from .moves import Moves
 from .plans import TransferPlan
-from .records import NO_LIMIT, BlockTable, Job, Load, Run
-from .requests import LedgerRequest, Waiter, do_nothing
-from .states import BELOW, HIT_TIERS, Computing, Tier, require
+from .records import NO_LIMIT, BlockTable, Job, LedgerRequest, Load, Run, Waiter, do_nothing
+from .states import Computing, require
 from .states import RequestState as State
 from .waiting import Admission, waiting_error
 
@@ -270,7 +270,8 @@ class Loads:
             request.num_lost_tokens += (load.stop - ready) * layout.unit_tokens
             step_back(self.request_leases, request, ready)
         self.request_leases.end_host_lease(request)
-        slide_windows(self.cache, request, after_load=True)
+        if layout.windows:
+            slide_windows(self.cache, request, after_load=True)
         if any(missing) and sum(missing) > self.admission.num_available:
             self._requeue(request, ready, load.wake)
             return []

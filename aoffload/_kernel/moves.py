@@ -10,8 +10,7 @@ from typing import Any
 
 from ..errors import IllegalTransition
 from .events import Event, JobMoved, Observer, RequestMoved, StepBegun, StepEnded
-from .records import Job
-from .requests import LedgerRequest, Step
+from .records import Job, LedgerRequest, Step
 from .states import JOB_MOVES, REQUEST_MOVES, JobState, RequestState, State, Stateful
 
 

@@ -16,8 +16,9 @@ from typing import TypedDict
 import attrs
 
 from .._common.arguments import check_int, check_text, number_of, shown
+from .._common.tiers import Tier
 from ..errors import InvalidArgument
-from .states import Direction, Outcome, Tier
+from .states import Direction, Outcome
 
 
 class StoreScope(enum.Enum):

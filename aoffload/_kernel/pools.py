@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .._common.tiers import Tier
 from .index import Stretch
 from .layout import Component
 from .plans import TierStatistics
 from .protocols import BlockWatcher, DevicePool, EvictionOrder
-from .records import MIN_FOR_NUMPY, Part
-from .requests import LedgerRequest
-from .states import RequestState, Tier
+from .records import MIN_FOR_NUMPY, LedgerRequest, Part
+from .states import RequestState
 
 
 class FreeList:

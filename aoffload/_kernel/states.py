@@ -1,11 +1,4 @@
-"""States: the tiers, and the states of requests and jobs, as tables.
-
-Blocks move between tiers. Each tier has one tier above it, which its loads fill and which its stores are filled from:
-
-    DEVICE  <- loads -  HOST  <- loads -  DISK, CUSTOM, REMOTE
-            - stores ->       - stores ->
-
-A hit is in the device and in the host. KV that only a lower tier has is fetched into the host first.
+"""The states of requests and jobs, as tables.
 
 Every entity with a life (a request, a job, ...) has one state. A table says which states may follow which, and `Moves`
 refuses any other move. So a state is never a combination of flags, and an illegal call names the state.
@@ -15,56 +8,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from .._common.arguments import shown
-from ..errors import InvalidArgument, WrongState
-
-
-class Tier(enum.IntEnum):
-    """Where blocks live, nearest to the compute first. `TIERS` says which tier is above which."""
-
-    DEVICE = 0
-    HOST = 1
-    DISK = 2
-    CUSTOM = 3
-    """A tier of the program's own: an extension adds it (`LowerTier`)."""
-    REMOTE = 4
-
-    __hash__ = int.__hash__  # the default hashes the name each time, in Python
-
-
-class TierRow(NamedTuple):
-    """The facts about a tier that no configuration changes. `TierBlocks` and `EngineTier` say who evicts its blocks."""
-
-    tier: Tier
-    above: Tier | None
-    """The tier to which its loads copy, and from which its stores copy. None: there is none above."""
-    lowest_id: int
-    """The first usable block id: 1 in a tier whose block 0 is the null block."""
-    is_indexed: bool = True
-    """Whether the index knows the blocks of the tier. False: only the tier itself knows what it holds."""
-    leaves_doubt: bool = True
-    """Whether a copy from or to the tier leaves its destination in doubt when it is given up, so that the destination
-    goes into quarantine. False: what arrives later proves itself, and the copy touches no host memory any more."""
-
-
-TIERS = (
-    TierRow(Tier.DEVICE, above=None, lowest_id=1),
-    TierRow(Tier.HOST, above=Tier.DEVICE, lowest_id=0),
-    TierRow(Tier.DISK, above=Tier.HOST, lowest_id=0),
-    TierRow(Tier.CUSTOM, above=Tier.HOST, lowest_id=0),
-    TierRow(Tier.REMOTE, above=Tier.HOST, lowest_id=0, is_indexed=False, leaves_doubt=False),
-)
-"""The tiers, by number. Those that the index knows come first."""
-BELOW: Final = next(row.tier for row in TIERS if row.above is Tier.DEVICE)
-"""The tier right below the device: loads onto the device come from it, stores from the device go to it."""
-HIT_TIERS: Final = (Tier.DEVICE, BELOW)
-"""Tiers that can serve a hit directly; KV of lower tiers must be fetched first."""
-CACHE_TIERS: Final = tuple(row.tier for row in TIERS if row.is_indexed)
-"""Tiers whose blocks the index knows, if they are configured."""
-LOWER_TIERS: Final = tuple(row.tier for row in TIERS if row.above is BELOW)
-"""Tiers below the host: their part of a hit must be fetched first."""
+from ..errors import WrongState
 
 
 class Direction(enum.Enum):
@@ -221,12 +167,6 @@ def _instead(call: str, state: State, states: tuple[State, ...]) -> str:
                 reached.add(new)
                 ways.append(new)
     return "it has its blocks, and `extend` takes more" if call == "allocate" else ""
-
-
-def check_tier(name: str, tier: object) -> Tier:
-    if not isinstance(tier, Tier):
-        raise InvalidArgument(name, f"must be a Tier such as Tier.HOST, got {shown(tier)}")
-    return tier
 
 
 is_compiled: bool = not __file__.endswith((".py", ".pyc"))

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .prefix import TOKEN_BYTES, Hasher, KeySpan, Prefix, Root
+from .._common.prefix import TOKEN_BYTES, Hasher, KeySpan, Prefix, Root
 
 MAX_RUN_TOKENS = 2**17
 """No run crosses a multiple of this number of tokens (a *maximum boundary*), which bounds the time to hash, compare,

@@ -44,6 +44,7 @@ from itertools import chain
 from operator import attrgetter
 
 from .._common.arguments import check_int
+from .._common.tiers import Tier
 from ..errors import OutOfBlocks, WrongState
 from .cache import PrefixCache
 from .events import ExtensionRefused
@@ -51,9 +52,9 @@ from .hooks import GuardedHook, Hooks
 from .leases import RequestLeases
 from .moves import Moves
 from .plans import Extension
-from .requests import LedgerRequest, Waiter, call_all, do_nothing
+from .records import LedgerRequest, Waiter, call_all, do_nothing
 from .states import RequestState as State
-from .states import Tier, require
+from .states import require
 
 
 @dataclass(slots=True, eq=False)

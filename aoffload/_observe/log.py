@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import attrs
 
 from .._common.arguments import check_has
+from .._common.tiers import Tier
 from .._eviction.status import EvictionSwitched, HintEnded, HintGiven
 from .._extensions.assembly import AnyLedger, check_ledger
 from .._extensions.overlap import OverlapMoved, OverlapState
@@ -41,7 +42,7 @@ from .._kernel.events import (
     WorkerFailed,
 )
 from .._kernel.plans import PrefixMatch
-from .._kernel.states import JobState, Outcome, RequestState, Tier
+from .._kernel.states import JobState, Outcome, RequestState
 from .._transfer.breaker import Closed, StorageMove
 from .._transfer.transport import PinProgress
 from ..errors import InvalidArgument

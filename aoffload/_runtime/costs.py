@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from .._common.arguments import check_int, check_type, number_of, shown
+from .._common.tiers import BELOW, Tier
 from .._extensions.assembly import AnyLedger, check_ledger
 from .._extensions.load_choice import CostChoice, LoadChoice, LoadOffer, chosen_stop, load_choice_of
 from .._extensions.status import Declined
 from .._host_cache.host_cache import HostCache
 from .._host_cache.requests import HostCacheRequest
-from .._kernel.requests import LedgerRequest
-from .._kernel.states import BELOW, RequestState, Tier
+from .._kernel.records import LedgerRequest
+from .._kernel.states import RequestState
 from .._transfer.copy_queue import CopyQueue, Link
 from .._transfer.rates import TransferRate
 from ..errors import InvalidArgument

@@ -30,13 +30,13 @@ import anyio
 import attrs
 
 from .._common.arguments import number_of, shown
+from .._common.prefix import Identity, Prefix, TokenIds
 from .._config.config import MAX_SECONDS
 from .._extensions.pins import Pin, PinState
 from .._extensions.prefetch import Demotion, DeviceTransfers, Prefetch
 from .._extensions.status import Holder, RequestStatus
 from .._extensions.transfers import CacheTransfer, Fetch
 from .._kernel.plans import NO_MATCH, PrefixMatch
-from .._kernel.prefix import Identity, Prefix, TokenIds
 from .._tiers.fetch.rules import Fetches
 from .._tiers.remote.loop import Question
 from ..errors import InvalidArgument, WrongState

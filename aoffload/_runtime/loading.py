@@ -18,8 +18,7 @@ from typing import Any
 from .._common.arguments import shown
 from .._extensions.assembly import Ledger
 from .._extensions.overlap import Overlap
-from .._kernel.records import Load
-from .._kernel.requests import LedgerRequest
+from .._kernel.records import LedgerRequest, Load
 from .._kernel.states import RequestState
 from .._transfer.fences import LoadedRegion, RegionFences
 from ..errors import InvalidArgument, WrongState

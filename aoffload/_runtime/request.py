@@ -38,14 +38,14 @@ from weakref import ref
 import anyio
 
 from .._common.arguments import check_text
+from .._common.prefix import LongList, Prefix, TokenIds
 from .._extensions.assembly import Ledger
 from .._extensions.preemption import Preemption
 from .._host_cache.host_cache import HostCache
 from .._host_cache.requests import HostCacheRequest
 from .._kernel.events import RequestCancelled, WaitedForBlocks
 from .._kernel.plans import NO_MATCH, Extension, PrefixMatch, TransferPlan
-from .._kernel.prefix import LongList, Prefix, TokenIds
-from .._kernel.requests import LedgerRequest, Waiter
+from .._kernel.records import LedgerRequest, Waiter
 from .._kernel.states import RequestState, require
 from .._tiers.fetch.loop import fetch
 from .._transfer.fences import Fence

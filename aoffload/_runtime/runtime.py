@@ -44,6 +44,8 @@ from .._common.arguments import (
     shown,
 )
 from .._common.env import Env
+from .._common.prefix import Identity, TokenIds, prompt_of
+from .._common.tiers import Tier
 from .._config.config import OffloadConfig
 from .._extensions.assembly import Ledger, LedgerStatistics
 from .._extensions.status import printable
@@ -53,9 +55,7 @@ from .._kernel.base import check_time
 from .._kernel.events import Observer
 from .._kernel.extension import LedgerExtension
 from .._kernel.plans import PrefixMatch
-from .._kernel.prefix import Identity, TokenIds, prompt_of
 from .._kernel.protocols import DevicePool
-from .._kernel.states import Tier
 from .._observe.log import Telemetry
 from .._observe.observers import Observers
 from .._tiers.disk.loop import DiskWork

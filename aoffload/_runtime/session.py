@@ -33,14 +33,14 @@ import anyio
 
 from .._common.arguments import check_has, check_names
 from .._common.env import Env
+from .._common.prefix import Identity, Prefix, Roots, TokenIds
 from .._config.config import OffloadConfig
 from .._extensions.assembly import AnyLedger
 from .._extensions.pins import Pins
 from .._extensions.transfers import CacheTransfers
 from .._kernel.events import WorkerFailed
 from .._kernel.plans import RequestOptions, TransferPlan
-from .._kernel.prefix import Identity, Prefix, Roots, TokenIds
-from .._kernel.requests import LedgerRequest, Waiter
+from .._kernel.records import LedgerRequest, Waiter
 from .._observe.log import Telemetry
 from .._observe.observers import Observers
 from .._tiers.disk.loop import DiskWork

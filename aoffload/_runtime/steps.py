@@ -26,9 +26,9 @@ from typing import TypeVar
 import attrs
 
 from .._common.arguments import as_tuple, check_callable, check_type, shown
+from .._common.prefix import TokenIds
 from .._extensions.assembly import Ledger
-from .._kernel.prefix import TokenIds
-from .._kernel.requests import LedgerRequest
+from .._kernel.records import LedgerRequest
 from .._kernel.states import Computing, RequestState
 from .._transfer.fences import Fence
 from ..errors import InvalidArgument, WrongState

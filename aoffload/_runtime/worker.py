@@ -33,7 +33,7 @@ from .._extensions.assembly import AnyLedger
 from .._extensions.status import Holder, SlowStep, SlowWait
 from .._kernel.events import WorkerFailed
 from .._kernel.plans import TransferPlan
-from .._kernel.requests import Step, Waiter
+from .._kernel.records import Step, Waiter
 from .._observe.log import Telemetry
 from .._observe.observers import Observers
 from .._transfer.copy_queue import CopyQueue

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import attrs
 
-from .._kernel.states import Tier
+from .._common.tiers import Tier
 
 FIRST_S, LONGEST_S = 0.5, 30.0
 PATIENCE = 2

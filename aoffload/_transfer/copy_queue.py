@@ -24,14 +24,15 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 
 from .._common.arguments import check_bool, check_callable, check_has, check_int, check_type
+from .._common.tiers import LOWER_TIERS, TIERS, Tier
 from .._config.config import OffloadConfig
 from .._config.tiers import parse_bytes
 from .._extensions.assembly import AnyLedger, check_ledger
 from .._kernel.events import CacheTurnedOff, Event, Observer, TransportRecovered, TransportStalled, WorkerFailed
 from .._kernel.plans import Completion, TransferPlan, check_completion
 from .._kernel.pools import TierBlocks
-from .._kernel.requests import do_nothing
-from .._kernel.states import LOWER_TIERS, TIERS, JobState, Outcome, Tier
+from .._kernel.records import do_nothing
+from .._kernel.states import JobState, Outcome
 from ..errors import DeviceGone, ExtensionError, TransferRefused
 from .fences import Fence, RegionWatch
 from .rates import TransferRate

@@ -19,11 +19,12 @@ import numpy as np
 
 from .._common.arguments import check_callable, check_has, check_type, shown
 from .._common.env import Env
+from .._common.tiers import BELOW, TIERS, Tier
 from .._config.config import GroupLike
 from .._config.tiers import DiskTier, RemoteTier
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.pools import are_neighbours
-from .._kernel.states import BELOW, TIERS, Direction, Tier
+from .._kernel.states import Direction
 from ..errors import ConfigError, InvalidArgument, RegionError, TransferRefused, WrongState
 from .backends.base import CopyBackend, HasHostRows
 from .backends.cpu import CpuBackend

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._common.env import Env
+from .._common.tiers import Tier
 from .._config.tiers import DiskTier, RemoteTier
 from .._kernel.layout import Layout
 from .._kernel.plans import Completion, TransferPlan
-from .._kernel.states import Direction, Tier
+from .._kernel.states import Direction
 from .._tiers.disk.plans import DiskTrouble, RestoredRun
 from .._tiers.remote.plans import CellLabel
 from .breaker import LeftAlone, StorageMove

@@ -12,8 +12,8 @@ import attrs
 import numpy as np
 
 from .. import HostCache, PrefixMatch, RequestState
+from .._common.prefix import INT32, KeySpan, Prefix, Roots, encode_tokens
 from .._host_cache.requests import HostCacheRequest
-from .._kernel.prefix import INT32, KeySpan, Prefix, Roots, encode_tokens
 from ..errors import InvalidArgument
 from ..ledger import Fetch
 from .messages import AdapterUse

@@ -24,7 +24,7 @@ import attrs
 
 from aoffload import HostCache, OffloadConfig
 
-from .._kernel.prefix import Roots
+from .._common.prefix import Roots
 from .._runtime.costs import PrefillSpeed
 from ..errors import DeviceGone
 from ..ledger import Completion, CopyQueue, JobState, LoadCosts, TransferPlan

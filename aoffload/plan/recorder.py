@@ -23,9 +23,9 @@ import attrs
 
 from .._common.arguments import check_int, check_type
 from .._common.env import Env
+from .._common.prefix import TOKEN_BYTES, KeySpan, Root
 from .._kernel.events import Event, RequestMoved
-from .._kernel.prefix import TOKEN_BYTES, KeySpan, Root
-from .._kernel.requests import LedgerRequest
+from .._kernel.records import LedgerRequest
 from .._kernel.states import RequestState
 from .._kernel.tokens import TokenSequence
 from ..errors import InvalidArgument, TransferRefused

@@ -13,12 +13,12 @@ from typing import Any
 import attrs
 import numpy as np
 
+from .._common.prefix import Prefix, Root
 from .._config.config import OffloadConfig
 from .._config.groups import KVCacheGroup
 from .._extensions.assembly import Ledger
 from .._kernel.plans import Completion, TransferPlan
-from .._kernel.prefix import Prefix, Root
-from .._kernel.requests import LedgerRequest
+from .._kernel.records import LedgerRequest
 from .._kernel.states import Outcome
 from .distances import Counts
 from .trace import Blocks, Trace, TracedRequest

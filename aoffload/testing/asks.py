@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from .._kernel.prefix import KeySpan
+from .._common.prefix import KeySpan
 
 __all__ = ["Ask", "Style"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
+from .._common.tiers import Tier
 from .._extensions.transfers import Fetch
-from .._kernel.states import Tier
 from .._runtime.runtime import AnyRuntime
 from .._tiers.disk.loop import DiskState
 from .faults import Faults

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import attrs
 
+from .._common.tiers import Tier
 from .._kernel.plans import TransferPlan
-from .._kernel.states import Direction, JobState, Tier
+from .._kernel.states import Direction, JobState
 from .._runtime.runtime import AnyRuntime
 from .._transfer.copy_queue import JOBS_IN_FLIGHT
 from .faults import Faults

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import attrs
 
+from .._common.tiers import Tier
 from .._extensions.assembly import Ledger
 from .._kernel.index import Hit, find_hit
-from .._kernel.requests import LedgerRequest, Waiter
-from .._kernel.states import Tier
+from .._kernel.records import LedgerRequest, Waiter
 from .._runtime.runtime import AnyRuntime
 from .violations import Violation
 

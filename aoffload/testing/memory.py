@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
+from .._common.tiers import Tier
 from .._kernel.protocols import DevicePool
-from .._kernel.states import Tier
 from .._tiers.disk.rules import SlotPool
 from .violations import Violation
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import attrs
 
+from .._common.tiers import HIT_TIERS, Tier
 from .._extensions.assembly import Ledger
 from .._kernel.index import stretches
 from .._kernel.plans import Completion
-from .._kernel.records import Job, Run
-from .._kernel.requests import LedgerRequest, Waiter
-from .._kernel.states import HIT_TIERS, Direction, JobState, Outcome, RequestState, Tier
+from .._kernel.records import Job, LedgerRequest, Run, Waiter
+from .._kernel.states import Direction, JobState, Outcome, RequestState
 from .._kernel.waiting import WaitQueue
 from .._runtime.runtime import AnyRuntime
 from ..errors import IntegrityError, OutOfBlocks

@@ -9,14 +9,15 @@ from typing import Any
 
 import attrs
 
+from .._common.prefix import Prefix
+from .._common.tiers import Tier
 from .._extensions.assembly import Ledger
 from .._extensions.pins import Pin, PinState
 from .._extensions.prefetch import Demotion, Prefetch
 from .._extensions.transfers import CacheTransferState
 from .._kernel.index import Hit, find_hit, held_stop
-from .._kernel.prefix import Prefix
 from .._kernel.records import Part
-from .._kernel.states import Direction, JobState, Tier
+from .._kernel.states import Direction, JobState
 from .._kernel.tokens import TokenSequence
 from .._runtime.runtime import AnyRuntime
 from .faults import Faults

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import attrs
 
+from .._common.prefix import Prefix
+from .._common.tiers import HIT_TIERS, Tier
 from .._kernel.index import find_hit
-from .._kernel.prefix import Prefix
-from .._kernel.states import HIT_TIERS, Tier
 from .._kernel.tokens import TokenSequence
 from .._runtime.runtime import AnyRuntime
 from .asks import Ask

@@ -16,11 +16,12 @@ from typing import Any
 import anyio
 import attrs
 
+from .._common.tiers import Tier
 from .._config.config import OffloadConfig
 from .._config.groups import AttentionKind, FullAttention, KVCacheGroup
 from .._host_cache.protocols import EngineBlocks
 from .._kernel.events import Observer
-from .._kernel.states import NoEpoch, Tier
+from .._kernel.states import NoEpoch
 from .._runtime.runtime import AnyRuntime, HostCacheRuntime, OffloadRuntime
 from .._transfer.ranks.rank import LocalRank
 from .._transfer.ranks.transport import RankTransport

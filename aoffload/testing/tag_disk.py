@@ -10,10 +10,11 @@ from functools import partial
 
 import attrs
 
+from .._common.tiers import Tier
 from .._config.tiers import DiskTier
 from .._kernel.layout import Component, Layout
 from .._kernel.plans import Completion, TransferPlan
-from .._kernel.states import Direction, Outcome, Tier
+from .._kernel.states import Direction, Outcome
 from .._tiers.disk.plans import DiskPayload, DiskTrouble, RestoredRun, forgotten
 from .._transfer.breaker import Breaker, StorageMove, Use, taken
 from .._transfer.transport import DiskStatistics

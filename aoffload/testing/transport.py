@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable
 
 from .._common.env import Env
+from .._common.tiers import Tier
 from .._config.tiers import DiskTier, RemoteTier
 from .._kernel.plans import Completion, TransferPlan
-from .._kernel.states import Direction, Outcome, Tier
+from .._kernel.states import Direction, Outcome
 from .._transfer.fences import PASSED, Fence, OnlyAfter, RegionFences
 from .._transfer.transport import TransferStatistics
 from ..errors import DeviceGone, TransferRefused

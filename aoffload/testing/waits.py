@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from .._extensions.transfers import Fetch
-from .._kernel.requests import LedgerRequest
+from .._kernel.records import LedgerRequest
 from .._kernel.states import RequestState
 from .._runtime.request import RequestBase
 from .._runtime.runtime import AnyRuntime

@@ -9,10 +9,11 @@ from typing import TypeVar
 
 import attrs
 
+from .._common.tiers import TIERS, Tier
 from .._extensions.pins import PinState
 from .._extensions.transfers import CacheTransferState
 from .._kernel.plans import Answer
-from .._kernel.states import REQUEST_MOVES, TIERS, JobState, Outcome, RequestState, Tier
+from .._kernel.states import REQUEST_MOVES, JobState, Outcome, RequestState
 from .events import Event, Kind
 from .timelines import FACTS, FETCHING, LINKS, UNFINISHED, HopRow, JobTimeline, RuntimeLife, Timeline, link_of, name_of
 from .wording import plain

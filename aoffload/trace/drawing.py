@@ -12,7 +12,8 @@ from typing import Any
 
 import attrs
 
-from .._kernel.states import TIERS, RequestState, Tier
+from .._common.tiers import TIERS, Tier
+from .._kernel.states import RequestState
 from .book import ALARMS, MEASURES, TABLES, Listener, Usage, filled, filling
 from .events import Event, Kind
 from .sentences import note_of

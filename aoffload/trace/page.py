@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, TextIO
 
-from .._kernel.states import TIERS
+from .._common.tiers import TIERS
 from .book import DERIVED
 from .drawing import MAX_DRAWN, Drawing
 from .output import asset, content_hash, filled_in, whole_file

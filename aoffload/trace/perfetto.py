@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import attrs
 
-from .._kernel.states import TIERS
+from .._common.tiers import TIERS
 from .book import ALARMS, DERIVED, MEASURES, Listener, Usage
 from .events import Event, Kind
 from .output import whole_file

@@ -10,7 +10,8 @@ from typing import Any
 
 import attrs
 
-from .._kernel.states import BELOW, TIERS, Direction, Tier
+from .._common.tiers import BELOW, TIERS, Tier
+from .._kernel.states import Direction
 from .events import Event, FieldError, Kind
 from .wording import counted, plain
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from aoffload._common.tiers import Tier
 from aoffload._host_cache.host_cache import HostCache
-from aoffload._kernel.states import RequestState, Tier
+from aoffload._kernel.states import RequestState
 from aoffload.testing.violations import Violation
 
 from .engine_pool import EnginePool

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from aoffload._kernel.prefix import KeySpan, Prefix, Root
+from aoffload._common.prefix import KeySpan, Prefix, Root
 from aoffload._kernel.states import RequestState
 from aoffload.errors import AoffloadError
 from aoffload.testing.violations import Violation

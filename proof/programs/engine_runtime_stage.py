@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import RequestState, Tier
+from aoffload._common.tiers import Tier
+from aoffload._kernel.records import LedgerRequest
+from aoffload._kernel.states import RequestState
 from aoffload._runtime.request import Request
 from aoffload.testing.memory import Memory
 from aoffload.testing.violations import Violation

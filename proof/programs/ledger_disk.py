@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import attrs
 
+from aoffload._common.prefix import Prefix, Root
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.prefix import Prefix, Root
-from aoffload._kernel.states import JobState, NoEpoch, Outcome, Tier
+from aoffload._kernel.states import JobState, NoEpoch, Outcome
 from aoffload._tiers.disk.plans import BlockLabel, DiskPayload, RestoredRun
 
 from .ledger_jobs import JobCalls

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from aoffload._common.tiers import Tier
 from aoffload._extensions.assembly import Ledger
 from aoffload._extensions.overlap import Overlap
-from aoffload._kernel.records import Job, Part
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import NoEpoch, RequestState, Tier
+from aoffload._kernel.records import Job, LedgerRequest, Part
+from aoffload._kernel.states import NoEpoch, RequestState
 from aoffload.testing.violations import Violation
 
 from .ledger_state import Forward, LedgerState

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from aoffload._common.prefix import Prefix, Root
 from aoffload._extensions.transfers import CacheTransfer
-from aoffload._kernel.prefix import Prefix, Root
 
 from .ledger_laws import Laws
 from .ledger_requests import RequestCalls

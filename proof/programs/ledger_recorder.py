@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
+from aoffload._common.prefix import Prefix, Root
 from aoffload._extensions.assembly import AnyLedger
 from aoffload._kernel.events import Event
-from aoffload._kernel.prefix import Prefix, Root
 from aoffload.errors import AoffloadError
 
 __all__ = ["Recorder", "Rude"]

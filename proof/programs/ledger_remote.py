@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import attrs
 
+from aoffload._common.prefix import Prefix
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.prefix import Prefix
-from aoffload._kernel.states import JobState, Outcome, Tier
+from aoffload._kernel.states import JobState, Outcome
 from aoffload._tiers.remote.memory import Removals
 from aoffload._tiers.remote.plans import CellLabel
 from aoffload._tiers.remote.rules import cells_of

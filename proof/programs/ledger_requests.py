@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from aoffload._kernel.prefix import KeySpan, Prefix, Root
+from aoffload._common.prefix import KeySpan, Prefix, Root
 from aoffload._kernel.states import RequestState
 from aoffload.errors import OutOfBlocks
 from aoffload.testing.violations import Violation

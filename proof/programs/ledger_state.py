@@ -9,13 +9,13 @@ from typing import Any
 
 import attrs
 
+from aoffload._common.tiers import Tier
 from aoffload._extensions.assembly import Ledger
 from aoffload._extensions.pins import Pin
 from aoffload._extensions.transfers import CacheTransfer
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.records import Job
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import RequestState, Tier
+from aoffload._kernel.records import Job, LedgerRequest
+from aoffload._kernel.states import RequestState
 from aoffload.testing.violations import Violation
 
 from .fingerprint import with_handles

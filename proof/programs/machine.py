@@ -12,9 +12,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
+from aoffload._common.prefix import Prefix, Root
+from aoffload._common.tiers import Tier
 from aoffload._extensions.pins import PinState
-from aoffload._kernel.prefix import Prefix, Root
-from aoffload._kernel.states import Tier
 from aoffload.errors import AoffloadError
 from aoffload.testing.violations import Violation
 

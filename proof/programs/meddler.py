@@ -7,10 +7,9 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
+from aoffload._common.tiers import Tier
 from aoffload._kernel.extension import LedgerExtension
-from aoffload._kernel.records import Job, Lease, Run
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import Tier
+from aoffload._kernel.records import Job, Lease, LedgerRequest, Run
 from aoffload._kernel.tokens import TokenSequence
 
 __all__ = ["Meddler"]

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import attrs
 
+from aoffload._common.prefix import KeySpan
 from aoffload._config.groups import KVCacheGroup
-from aoffload._kernel.prefix import KeySpan
 from aoffload.testing.violations import Violation
 
 __all__ = ["GARBAGE", "Block", "Bytes", "Cell", "Text"]

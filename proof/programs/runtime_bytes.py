@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 import attrs
 
-from aoffload._kernel.prefix import KeySpan
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import Tier
+from aoffload._common.prefix import KeySpan
+from aoffload._common.tiers import Tier
+from aoffload._kernel.records import LedgerRequest
 from aoffload.testing.asks import Ask
 from aoffload.testing.engine import first_read
 from aoffload.testing.serving import SimulatedEngine

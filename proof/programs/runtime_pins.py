@@ -10,8 +10,8 @@ from typing import Any
 import anyio
 import attrs
 
+from aoffload._common.tiers import Tier
 from aoffload._extensions.pins import PinState
-from aoffload._kernel.states import Tier
 from aoffload._runtime.handles import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 from aoffload._runtime.request import Request
 from aoffload._runtime.runtime import OffloadRuntime

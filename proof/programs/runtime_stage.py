@@ -11,11 +11,12 @@ from typing import Any, ClassVar, TypeVar
 import anyio
 import attrs
 
+from aoffload._common.prefix import KeySpan
+from aoffload._common.tiers import Tier
 from aoffload._extensions.assembly import Ledger
 from aoffload._extensions.preemption import Preemption
-from aoffload._kernel.prefix import KeySpan
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import RequestState, Tier
+from aoffload._kernel.records import LedgerRequest
+from aoffload._kernel.states import RequestState
 from aoffload._runtime.request import Request
 from aoffload.errors import AoffloadError, IntegrityError, OutOfBlocks
 from aoffload.testing.asks import Ask

@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from aoffload._common.tiers import Tier
 from aoffload._extensions.assembly import AnyLedger, Ledger
 from aoffload._extensions.overlap import OverlapMoved
 from aoffload._extensions.pins import PinMoved, PinState
 from aoffload._extensions.transfers import CacheTransferMoved, CacheTransferState
 from aoffload._kernel.cache import PrefixCache
 from aoffload._kernel.events import Event, JobMoved, RequestMoved
-from aoffload._kernel.records import Part
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import JobState, RequestState, Tier
+from aoffload._kernel.records import LedgerRequest, Part
+from aoffload._kernel.states import JobState, RequestState
 from aoffload._kernel.waiting import WaitQueue
 from aoffload._runtime.runtime import AnyRuntime
 from aoffload.testing.violations import Violation

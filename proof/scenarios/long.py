@@ -16,7 +16,7 @@ async def long_prompts(sim: Simulation) -> None:
 
     Lists are read with other tasks in between, a thread hashes while the request may be cancelled, and runs end in the
     middle of a prompt."""
-    with patch("aoffload._kernel.prefix.MAX_LIST", 3), patch("aoffload._kernel.tokens.MAX_RUN_TOKENS", 4):
+    with patch("aoffload._common.prefix.MAX_LIST", 3), patch("aoffload._kernel.tokens.MAX_RUN_TOKENS", 4):
         engine = sim.runtime(num_device_blocks=9, num_host_blocks=12)
         async with engine.runtime:
             for index in range(4):

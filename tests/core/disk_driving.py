@@ -8,9 +8,9 @@ from typing import Any
 from driving import BLOCK, Driven
 
 from aoffload import KVCacheGroup
+from aoffload._common.tiers import Tier
 from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
 from aoffload._kernel.plans import TransferPlan
-from aoffload._kernel.states import Tier
 from aoffload._tiers.disk.plans import BlockLabel, DiskPayload
 
 HUGE = 10**6

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from aoffload._common.prefix import Prefix, Root
+from aoffload._common.tiers import Tier
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
 from aoffload._extensions.assembly import Ledger
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.prefix import Prefix, Root
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._kernel.records import LedgerRequest
+from aoffload._kernel.states import Direction, Outcome
 
 ROOT = Root("test")
 BLOCK = 4

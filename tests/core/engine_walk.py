@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeAlias
 from walk import UNIT, groups_of
 
 from aoffload import HostCache, KVCacheGroup, OffloadConfig, OutOfBlocks, RequestState, SelectiveStore, Tier
-from aoffload._kernel.prefix import TOKEN_BYTES
+from aoffload._common.prefix import TOKEN_BYTES
 from aoffload.ledger import Completion, Direction, LedgerRequest, Outcome, Prefix, Root, TransferPlan
 
 __all__ = ["EngineWalk", "walks"]

@@ -11,13 +11,13 @@ import pytest
 from naive import DEVICE, HOST, Job, Naive, Request, Tier
 from naive_line import NaiveLine, Waiting
 
+from aoffload._common.prefix import KeySpan, Prefix, Root
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
 from aoffload._extensions.assembly import Ledger
 from aoffload._kernel.cache import PrefixCache
 from aoffload._kernel.plans import Completion
-from aoffload._kernel.prefix import KeySpan, Prefix, Root
-from aoffload._kernel.requests import LedgerRequest, Waiter
+from aoffload._kernel.records import LedgerRequest, Waiter
 from aoffload._kernel.states import Outcome, RequestState, is_compiled
 from aoffload.errors import OutOfBlocks
 

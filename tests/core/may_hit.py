@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import attrs
 
-from aoffload._kernel.prefix import KeySpan, Root
+from aoffload._common.prefix import KeySpan, Root
 
 __all__ = ["Author", "MayHit", "Text"]
 

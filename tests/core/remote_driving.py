@@ -8,9 +8,10 @@ from typing import Any
 from disk_driving import disk_of
 from driving import BLOCK, Driven, prompt
 
+from aoffload._common.tiers import Tier
 from aoffload._config.tiers import RemoteTier
 from aoffload._kernel.plans import TransferPlan
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._tiers.remote.plans import CellLabel
 from aoffload._tiers.remote.rules import cells_of
 

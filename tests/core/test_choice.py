@@ -9,8 +9,8 @@ from driving import Driven, prompt
 from engine_driving import EngineDriven
 
 from aoffload import InvalidArgument
+from aoffload._common.tiers import Tier
 from aoffload._extensions.load_choice import CostChoice, LoadOffer, chosen_stop, load_choice_of
-from aoffload._kernel.states import Tier
 
 NUM_UNITS, UNIT, SPEED = 10, 100, 1000.0
 """Computing the hit takes a second."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from driving import Driven, prompt
 
+from aoffload._common.tiers import Tier
 from aoffload._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._kernel.plans import Completion
-from aoffload._kernel.states import Outcome, RequestState, Tier
+from aoffload._kernel.states import Outcome, RequestState
 from aoffload.errors import OutOfBlocks, WrongState
 
 BOTH = [KVCacheGroup("full", FullAttention(), 4), KVCacheGroup("window", SlidingWindow(8), 4)]

@@ -7,9 +7,10 @@ from disk_driving import Disk
 from driving import BLOCK, prompt
 
 from aoffload import KVCacheGroup, RequestState, SlidingWindow
+from aoffload._common.tiers import Tier
 from aoffload._extensions.transfers import CacheTransferState
-from aoffload._kernel.requests import LedgerRequest, Waiter
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.records import LedgerRequest, Waiter
+from aoffload._kernel.states import Outcome
 from aoffload.errors import ConfigError, InvalidArgument, WrongState
 
 TOKENS = [*prompt(1, 8 * BLOCK), 7]

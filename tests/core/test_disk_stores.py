@@ -10,9 +10,10 @@ from disk_driving import HUGE, Disk, labels_of
 from driving import BLOCK, ROOT, prompt
 
 from aoffload import KVCacheGroup, SlidingWindow
+from aoffload._common.prefix import KeySpan, encode_tokens
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import TransferPlan
-from aoffload._kernel.prefix import KeySpan, encode_tokens
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._tiers.disk.plans import DiskPayload
 from aoffload.errors import ConfigError, InvalidArgument
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from driving import BLOCK, Driven, prompt
 
+from aoffload._common.tiers import Tier
 from aoffload._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._kernel.plans import TransferPlan
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import Outcome, RequestState, Tier
+from aoffload._kernel.records import LedgerRequest
+from aoffload._kernel.states import Outcome, RequestState
 from aoffload.errors import CommitError, InvalidArgument, WrongState
 from aoffload.ledger import Event, OverlapMoved
 

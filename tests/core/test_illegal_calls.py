@@ -18,10 +18,10 @@ from remote_driving import remote_tier
 from test_match_machine import WHICH, MatchMachine
 from verbs import verbs_of
 
+from aoffload._common.prefix import Prefix, Root
 from aoffload._extensions.assembly import Ledger
 from aoffload._kernel.plans import Completion, RequestOptions
-from aoffload._kernel.prefix import Prefix, Root
-from aoffload._kernel.requests import LedgerRequest
+from aoffload._kernel.records import LedgerRequest
 from aoffload._kernel.states import JobState, Outcome, RequestState
 from aoffload.errors import DuplicateRequest, IllegalTransition, InvalidArgument, OutOfBlocks, WrongState
 from proof.programs.fingerprint import changes, fingerprint, with_handles

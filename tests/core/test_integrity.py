@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from driving import Driven, prompt
 
-from aoffload._kernel.prefix import Prefix, Root
+from aoffload._common.prefix import Prefix, Root
+from aoffload._common.tiers import Tier
 from aoffload._kernel.records import Job, Run
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload.errors import IntegrityError
 
 

@@ -18,7 +18,7 @@ from aoffload._kernel.layout import KVCacheGroup, Layout
 from aoffload._eviction.counts import HitCounts
 from aoffload._kernel.records import BlockTable
 from aoffload._kernel.tokens import TokenSequence
-from aoffload._kernel.prefix import Prefix, Root
+from aoffload._common.prefix import Prefix, Root
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 table, counts = BlockTable(1, array("i", [1, 2])), HitCounts(Layout.of([KVCacheGroup("full", block_size=2)]), 1 << 20)

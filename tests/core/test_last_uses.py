@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from driving import BLOCK, Driven, prompt
 
+from aoffload._common.tiers import Tier
 from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.pools import MIN_FOR_NUMPY, LastUses
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import RequestState, Tier
+from aoffload._kernel.records import LedgerRequest
+from aoffload._kernel.states import RequestState
 from aoffload.errors import InvalidArgument, OutOfBlocks
 
 A, B, C = (prompt(name, 4 * BLOCK + 1) for name in (1, 2, 3))

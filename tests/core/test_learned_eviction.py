@@ -11,6 +11,8 @@ import pytest
 from driving import BLOCK, Driven, prompt
 
 from aoffload import ConfigError, InvalidArgument, KVCacheGroup, SlidingWindow
+from aoffload._common.prefix import Prefix, Root
+from aoffload._common.tiers import Tier
 from aoffload._config.groups import FullAttention
 from aoffload._eviction.counts import MAX_RUN_TOKENS, CountedRun, HitCounts
 from aoffload._eviction.learned import (
@@ -27,8 +29,6 @@ from aoffload._eviction.learned import (
 from aoffload._eviction.status import EvictionRule, HintEnd, TierEviction
 from aoffload._kernel.events import Observer
 from aoffload._kernel.layout import Layout
-from aoffload._kernel.prefix import Prefix, Root
-from aoffload._kernel.states import Tier
 from aoffload._kernel.tokens import TokenSequence
 from aoffload.ledger import Event, EvictionSwitched, HintEnded, HintGiven, LearnedEviction
 

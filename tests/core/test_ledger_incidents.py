@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from driving import Driven, prompt
 
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import Direction, Outcome, RequestState, Tier
+from aoffload._common.tiers import Tier
+from aoffload._kernel.records import LedgerRequest
+from aoffload._kernel.states import Direction, Outcome, RequestState
 from aoffload.errors import OutOfBlocks
 
 A, B, C, D = (prompt(name, 9) for name in (1, 2, 3, 4))

@@ -9,7 +9,7 @@ import pytest
 from driving import Driven, Tier, prompt
 
 import aoffload
-from aoffload._kernel.requests import LedgerRequest, Waiter
+from aoffload._kernel.records import LedgerRequest, Waiter
 from aoffload._kernel.states import Outcome, RequestState
 from aoffload.errors import OutOfBlocks, WrongState
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from may_hit import Author, MayHit, Text
 
+from aoffload._common.prefix import KeySpan, Prefix, Root
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
 from aoffload._extensions.assembly import Ledger
 from aoffload._kernel.events import Event, StoreSkipped
 from aoffload._kernel.plans import Completion, PrefixMatch, TransferPlan
-from aoffload._kernel.prefix import KeySpan, Prefix, Root
-from aoffload._kernel.requests import LedgerRequest
+from aoffload._kernel.records import LedgerRequest
 from aoffload._kernel.states import Direction, JobState, Outcome, RequestState
 from aoffload.errors import OutOfBlocks
 from proof.programs.fingerprint import changes, fingerprint

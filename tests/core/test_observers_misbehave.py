@@ -15,7 +15,7 @@ from engine_driving import EngineDriven, Finding
 from aoffload import AoffloadError, InvalidArgument, Ledger, RequestState
 from aoffload._extensions.store_policies import EagerStore
 from aoffload._kernel.events import Event, RequestMoved
-from aoffload._kernel.requests import call_all
+from aoffload._kernel.records import call_all
 from aoffload.ledger import Completion, Observers, Outcome, Prefix
 
 A, B = prompt(1, 17), prompt(2, 17)

@@ -15,7 +15,7 @@ import attrs
 import pytest
 from lockstep import Client, Lockstep
 
-from aoffload._kernel.prefix import KeySpan, Root
+from aoffload._common.prefix import KeySpan, Root
 from aoffload._kernel.states import RequestState as State
 from aoffload.ledger import is_compiled
 

@@ -10,12 +10,13 @@ from driving import ROOT, Driven, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aoffload._common.prefix import Prefix, Root
+from aoffload._common.tiers import Tier
 from aoffload._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._extensions.pins import Pin, PinState
 from aoffload._extensions.prefetch import Demotion, Prefetch
 from aoffload._extensions.transfers import CacheTransferState
-from aoffload._kernel.prefix import Prefix, Root
-from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._kernel.states import Direction, Outcome
 from aoffload.errors import IllegalTransition, InvalidArgument, OutOfBlocks
 from proof.programs.fingerprint import changes, fingerprint
 

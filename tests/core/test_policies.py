@@ -20,15 +20,15 @@ from aoffload import (
     SelectiveStore,
     SlidingWindow,
 )
+from aoffload._common.tiers import Tier
 from aoffload._config.groups import FullAttention
 from aoffload._eviction.counts import RUN_TOKENS, HitCounts
 from aoffload._extensions.store_policies import StorePolicies
 from aoffload._kernel.events import Event, StoreSkipped
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.pools import LeastRecentlyUsed
-from aoffload._kernel.records import Part
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._kernel.records import LedgerRequest, Part
+from aoffload._kernel.states import Direction, Outcome
 from aoffload._kernel.tokens import TokenSequence
 from aoffload.ledger import Prefix, Root, StoreScope
 

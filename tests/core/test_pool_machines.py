@@ -10,14 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from aoffload._common.prefix import Prefix, Root
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
 from aoffload._extensions.assembly import Ledger
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.pools import ExtentPool, FreeList, extents
-from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.protocols import DevicePool
-from aoffload._kernel.requests import LedgerRequest
+from aoffload._kernel.records import LedgerRequest
 from aoffload._kernel.states import Outcome
 from aoffload.errors import OutOfBlocks
 

@@ -7,8 +7,9 @@ from typing import Any
 from engine_driving import BLOCK, EngineDriven, loaded, prompt
 from remote_driving import CELL, CELL_UNITS, cell_of, remote_tier
 
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import TransferPlan
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._tiers.remote.plans import CellLabel
 from aoffload._tiers.remote.rules import cells_of
 from aoffload.ledger import Prefix, Root

@@ -6,9 +6,10 @@ import pytest
 from remote_driving import BLOCK, CELL, CELL_UNITS, LOAD, Remote, prompt, spans_of
 
 from aoffload import KVCacheGroup, RequestState, SlidingWindow
+from aoffload._common.prefix import KeySpan, Root
+from aoffload._common.tiers import Tier
 from aoffload._extensions.transfers import CacheTransferState
-from aoffload._kernel.prefix import KeySpan, Root
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._tiers.remote.rules import cells_of
 from aoffload.errors import ConfigError, InvalidArgument
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from remote_driving import BLOCK, CELL, CELL_UNITS, HUGE, STORE, Remote, cell_of, prompt, spans_of
 
+from aoffload._common.prefix import KeySpan
+from aoffload._common.tiers import Tier
 from aoffload._eviction import counts as hit_counts
-from aoffload._kernel.prefix import KeySpan
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import JobState, Outcome, Tier
+from aoffload._kernel.records import LedgerRequest
+from aoffload._kernel.states import JobState, Outcome
 from aoffload._tiers.remote import rules as remote_stores
 from aoffload._tiers.remote.plans import CellLabel
 from aoffload.errors import InvalidArgument

@@ -8,7 +8,7 @@ from engine_driving import EngineDriven
 
 from aoffload import RequestState, Tier
 from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
-from aoffload._kernel.requests import LedgerRequest
+from aoffload._kernel.records import LedgerRequest
 
 A = prompt(1, 17)
 S = RequestState

@@ -13,8 +13,8 @@ from disk_driving import HUGE, Disk, labels_of
 from driving import BLOCK, ROOT, prompt
 
 from aoffload import KVCacheGroup, SlidingWindow
-from aoffload._kernel.prefix import Root, encode_tokens
-from aoffload._kernel.states import Tier
+from aoffload._common.prefix import Root, encode_tokens
+from aoffload._common.tiers import Tier
 from aoffload._tiers.disk.plans import BlockLabel, RestoredRun
 from aoffload._tiers.disk.rules import SlotPool
 from aoffload.errors import InvalidArgument

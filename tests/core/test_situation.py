@@ -11,15 +11,16 @@ import pytest
 from driving import Driven, prompt
 from engine_driving import EngineDriven
 
+from aoffload._common.prefix import Prefix, Root
+from aoffload._common.tiers import Tier
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import KVCacheGroup
 from aoffload._extensions.assembly import Ledger
 from aoffload._extensions.status import Declined, Holder, RequestStatus, WaitsFor
 from aoffload._kernel.events import Event, ExtensionRefused
 from aoffload._kernel.pools import LeastRecentlyUsed
-from aoffload._kernel.prefix import Prefix, Root
 from aoffload._kernel.records import Part
-from aoffload._kernel.states import Outcome, RequestState, Tier
+from aoffload._kernel.states import Outcome, RequestState
 from aoffload.errors import OutOfBlocks
 from aoffload.ledger import LearnedEviction
 

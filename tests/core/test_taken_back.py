@@ -6,8 +6,9 @@ import pytest
 from driving import Driven, prompt
 
 from aoffload import ChunkedLocal, FullAttention, InvalidArgument, KVCacheGroup, OutOfBlocks, SlidingWindow, WrongState
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import RequestState, Tier
+from aoffload._common.tiers import Tier
+from aoffload._kernel.records import LedgerRequest
+from aoffload._kernel.states import RequestState
 
 S = RequestState
 A = prompt(1, 20)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from aoffload._common.prefix import Prefix, Root
+from aoffload._common.tiers import Tier
 from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._extensions.integrity import check_integrity
 from aoffload._kernel.cache import PrefixCache
@@ -26,10 +28,8 @@ from aoffload._kernel.loads import Loads
 from aoffload._kernel.moves import Moves
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.pools import ExtentPool, FreeList, LastUses, LeastRecentlyUsed, TierBlocks
-from aoffload._kernel.prefix import Prefix, Root
-from aoffload._kernel.records import Job, Part, Run
-from aoffload._kernel.requests import LedgerRequest
-from aoffload._kernel.states import Direction, JobState, Outcome, RequestState, Tier
+from aoffload._kernel.records import Job, LedgerRequest, Part, Run
+from aoffload._kernel.states import Direction, JobState, Outcome, RequestState
 from aoffload._kernel.tokens import TokenSequence
 from aoffload._kernel.waiting import Admission
 

@@ -13,8 +13,7 @@ from aoffload._extensions.store_policies import EagerStore, NoStore
 from aoffload._kernel.events import Event, StoreSkipped
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.records import Job
-from aoffload._kernel.requests import LedgerRequest
+from aoffload._kernel.records import Job, LedgerRequest
 from aoffload._kernel.states import JobState, Outcome, RequestState
 from aoffload.errors import IllegalTransition, OutOfBlocks, WrongState
 from aoffload.ledger import Prefix, Root

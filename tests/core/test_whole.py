@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from driving import BLOCK, ROOT, Driven, Tier, prompt
 
+from aoffload._common.prefix import TOKEN_BYTES, KeySpan, Root
 from aoffload._config.groups import KVCacheGroup
-from aoffload._kernel.prefix import TOKEN_BYTES, KeySpan, Root
 from aoffload._kernel.states import Outcome, RequestState
 from aoffload.errors import CommitError, InvalidArgument, WrongState
 

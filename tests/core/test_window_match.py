@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import pytest
 
 from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow, Tier
+from aoffload._common.tiers import HIT_TIERS
 from aoffload._config.groups import AttentionKind
 from aoffload._kernel.index import RunIndex, find_hit
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.records import Run
-from aoffload._kernel.states import HIT_TIERS
 from aoffload._kernel.tokens import TokenSequence
 from aoffload.ledger import Prefix, Root
 

@@ -27,8 +27,9 @@ from aoffload import (
     SelectiveStore,
     SlidingWindow,
 )
+from aoffload._common.tiers import HIT_TIERS
 from aoffload._kernel.loads import has_holes
-from aoffload._kernel.states import HIT_TIERS, Computing
+from aoffload._kernel.states import Computing
 from aoffload.ledger import Completion, Direction, Outcome, Prefix, Root
 
 UNIT = 4

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from aoffload import Ledger, Tier
-from aoffload._kernel.prefix import TOKEN_BYTES
+from aoffload._common.prefix import TOKEN_BYTES
 from aoffload._kernel.records import Run
 
 Hash = int | bytes

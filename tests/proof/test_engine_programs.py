@@ -8,7 +8,7 @@ import pytest
 
 from aoffload._host_cache.host_cache import HostCache
 from aoffload._host_cache.matches import Arrivals, EngineTier
-from aoffload._kernel.requests import LedgerRequest
+from aoffload._kernel.records import LedgerRequest
 from proof.programs import Broken, GroupShape, Program, World, call, check_program, explore_programs
 
 ZEROS = [0] * 9

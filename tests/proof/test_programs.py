@@ -16,7 +16,7 @@ from aoffload._extensions.pins import Pins
 from aoffload._kernel.cache import ComponentManager, PrefixCache
 from aoffload._kernel.leases import RequestLeases
 from aoffload._kernel.pools import TierBlocks
-from aoffload._kernel.requests import LedgerRequest
+from aoffload._kernel.records import LedgerRequest
 from aoffload._kernel.waiting import Admission
 from aoffload.errors import OutOfBlocks
 from aoffload.testing import Violation

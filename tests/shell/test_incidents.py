@@ -21,8 +21,9 @@ from serving import (
 )
 
 from aoffload import OutOfBlocks, Request, RequestState, SlidingWindow
+from aoffload._common.tiers import Tier
 from aoffload._kernel.records import Run
-from aoffload._kernel.states import Direction, Tier
+from aoffload._kernel.states import Direction
 
 pytestmark = pytest.mark.anyio
 

@@ -30,7 +30,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(autouse=True)
 def everything_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aoffload._kernel.prefix.MAX_LIST", SLICE)
+    monkeypatch.setattr("aoffload._common.prefix.MAX_LIST", SLICE)
     monkeypatch.setattr("aoffload._kernel.tokens.MAX_RUN_TOKENS", LONGEST_RUN)
 
 

@@ -12,7 +12,7 @@ import torch
 from serving import ASYNCIO, TRIO, assert_at_rest, config, prompt
 
 from aoffload import Computed, EagerStore, HostCacheRuntime, OffloadRuntime, RequestState
-from aoffload._kernel.requests import LedgerRequest
+from aoffload._kernel.records import LedgerRequest
 
 pytestmark = pytest.mark.anyio
 

@@ -43,7 +43,7 @@ from aoffload import (
     RequestAborted,
     RequestState,
 )
-from aoffload._kernel.prefix import Prefix
+from aoffload._common.prefix import Prefix
 from aoffload._observe.log import WRITERS
 from aoffload.ledger import JobMoved, RequestMoved
 

@@ -13,7 +13,7 @@ import pytest
 from aoffload import Request, WrongState
 from aoffload._kernel.leases import RequestLeases
 from aoffload._kernel.plans import TransferPlan
-from aoffload._kernel.requests import LedgerRequest
+from aoffload._kernel.records import LedgerRequest
 from aoffload._kernel.states import Direction
 from aoffload._transfer.backends.cpu import CpuBackend
 from proof import soak as soak_module

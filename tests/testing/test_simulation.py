@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aoffload._kernel.states import Tier
+from aoffload._common.tiers import Tier
 from aoffload.errors import InvalidArgument, TransferRefused
 from aoffload.testing import (
     FAULTS,

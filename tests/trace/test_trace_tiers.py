@@ -11,7 +11,7 @@ import pytest
 from page_data import column, columns, page_data
 from test_trace_events import line
 
-from aoffload._kernel.states import TIERS
+from aoffload._common.tiers import TIERS
 from aoffload.trace.command import main
 from aoffload.trace.timelines import LINKS
 

@@ -7,8 +7,8 @@ import queue
 from array import array
 from collections.abc import Callable
 
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import Tier
 from aoffload._transfer.backends.base import CopyBackend
 from aoffload._transfer.fences import Fence, RegionFences
 from aoffload._transfer.local import LocalTransport

@@ -14,9 +14,9 @@ import torch
 from copies import GUARD_S
 
 from aoffload import DiskTier, KVCacheGroup
+from aoffload._common.tiers import Tier
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import Tier
 from aoffload._tiers.disk.plans import BlockLabel, DiskPayload, DiskTrouble, RestoredRun
 from aoffload._transfer.local import LocalTransport
 from aoffload.transport import Env

@@ -13,10 +13,10 @@ import torch
 from copies import GUARD_S
 
 from aoffload import KVCacheGroup, RemoteTier
+from aoffload._common.tiers import Tier
 from aoffload._config.tiers import ObjectStore
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import Tier
 from aoffload._tiers.remote.plans import CellLabel
 from aoffload._transfer.local import LocalTransport
 from aoffload.testing import SimulatedStore, StoreCall, StoreFault

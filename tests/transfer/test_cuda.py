@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from layouts import Pool, separate_sizes, stacked
 from simulated_cuda import SimulatedCuda, SimulatedKernel, Stream, on
 
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import TransferPlan
-from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._kernel.states import Direction, Outcome
 from aoffload._transfer.backends.cuda import backend
 from aoffload._transfer.backends.cuda.backend import CudaBackend, CudaOptions, best_driver
 from aoffload._transfer.backends.cuda.driver import CudaError, DeviceLost, Pieces

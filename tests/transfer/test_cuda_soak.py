@@ -18,8 +18,9 @@ from cuda_mutants import OneEvent, Unfenced, Unordered, Unproven
 from simulated_cuda import SimulatedCuda, SimulatedKernel, on
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._transfer.backends.cpu import CpuBackend
 from aoffload._transfer.backends.cuda.backend import CudaBackend
 from aoffload._transfer.backends.cuda.events import AdaptivePolling

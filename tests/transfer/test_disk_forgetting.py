@@ -15,7 +15,8 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 from disks import DiskCopies, Hanging, simulated
 
 from aoffload import ConfigError
-from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._common.tiers import Tier
+from aoffload._kernel.states import Direction, Outcome
 from aoffload._tiers.disk.plans import ERASES, RestoredRun
 from aoffload.errors import TransferRefused
 from proof.disk.simulated_disk import DiskFault, SimulatedDisk

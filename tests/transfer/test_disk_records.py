@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
-from aoffload._kernel.prefix import Prefix, Root
+from aoffload._common.prefix import Prefix, Root
 from aoffload._kernel.tokens import TokenSequence
 from aoffload._tiers.disk import recovery
 from aoffload._tiers.disk.files import MAX_BUFFERS, stretch_at

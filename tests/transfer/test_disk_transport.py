@@ -17,8 +17,9 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 from disks import BLOCK, DiskCopies, Hanging, simulated
 
 from aoffload import ConfigError, DiskTier
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import TransferPlan
-from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._kernel.states import Direction, Outcome
 from aoffload._transfer.backends.base import RegionBackend
 from aoffload._transfer.breaker import Closed, Opened, Use
 from aoffload._transfer.local import LocalTransport

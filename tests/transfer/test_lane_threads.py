@@ -12,8 +12,9 @@ import torch
 from copies import GUARD_S, Copies
 from faulty import FailingBackend, GateFence, LateFenceBackend, numbered_pool
 
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._transfer.fences import ORDERED, PASSED, OnlyAfter
 from aoffload._transfer.local import LocalTransport
 from aoffload.errors import TransferRefused

@@ -23,8 +23,9 @@ import pytest
 import torch
 from copies import GUARD_S
 
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._transfer.backends.base import anonymous_memory
 from aoffload._transfer.ranks.process import ProcessRank, spawn_ranks
 from aoffload._transfer.ranks.transport import RankTransport

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from aoffload._common.tiers import HIT_TIERS, Tier
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import HIT_TIERS, Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._transfer.ranks import wire as frames
 from aoffload._transfer.ranks.wire import MAX_FRAME_BYTES, MAX_TEXT, VERSION, decode, encode
 from aoffload._transfer.transport import TransferStatistics

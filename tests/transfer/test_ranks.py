@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedFence, ScriptedTransport
 
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._transfer.fences import PASSED, Fence
 from aoffload._transfer.ranks import transport as rank_transport
 from aoffload._transfer.ranks.rank import LocalRank, Rank

@@ -18,9 +18,10 @@ pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 from remotes import BLOCK, CELL, SECRET, RemoteCopies, Waiting, cell
 
 from aoffload import ConfigError, InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, RemoteTier
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.pools import absent_tier
-from aoffload._kernel.states import Direction, Outcome, Tier
+from aoffload._kernel.states import Direction, Outcome
 from aoffload._tiers.remote.cells import HEADER, OVERHEAD_BYTES
 from aoffload._tiers.remote.memory import Removals
 from aoffload._tiers.remote.plans import CellLabel

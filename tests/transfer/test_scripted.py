@@ -7,8 +7,9 @@ from array import array
 import pytest
 from scripted import TORN, UNWRITTEN, ScriptedFence, ScriptedTransport
 
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._transfer.transport import Transport
 from aoffload.errors import TransferRefused
 from aoffload.transport import Env

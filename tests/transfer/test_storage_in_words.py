@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aoffload._kernel.states import Tier
+from aoffload._common.tiers import Tier
 from aoffload._transfer.breaker import Breaker, LeftAlone, StorageMove, Use, in_lines, in_words
 
 REFUSED = "Error 111 connecting to cache:6379. Connection refused."

@@ -14,8 +14,9 @@ import pytest
 import torch
 from copies import Copies
 
+from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import Completion, TransferPlan
-from aoffload._kernel.states import Outcome, Tier
+from aoffload._kernel.states import Outcome
 from aoffload._transfer.backends.cpu import CpuBackend
 from aoffload._transfer.local import LocalTransport
 from aoffload._transfer.turns import SWITCH_S, Turns

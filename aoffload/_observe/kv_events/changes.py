@@ -19,7 +19,7 @@ from aoffload.ledger import Root
 from ..._extensions.assembly import AnyLedger
 
 if TYPE_CHECKING:
-    from aoffload._kernel.prefix import Hasher
+    from aoffload._common.prefix import Hasher
 
 
 class Kind(enum.Enum):

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from ... import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow, Tier
+from ..._common.prefix import TOKEN_BYTES, Hasher
+from ..._common.tiers import CACHE_TIERS
 from ..._kernel.layout import Layout
-from ..._kernel.prefix import TOKEN_BYTES, Hasher
-from ..._kernel.states import CACHE_TIERS
 from .changes import Change, Cleared, Kind, Told
 
 # -- digests ---------------------------------------------------------------------------------------------------------

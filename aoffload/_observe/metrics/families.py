@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import attrs
 
 from aoffload import Tier
-from aoffload._kernel.states import CACHE_TIERS, TIERS
+from aoffload._common.tiers import CACHE_TIERS, TIERS
 from aoffload._transfer.breaker import Use
 from aoffload.ledger import Direction, EvictionRule, HintEnd, Outcome
 

@@ -12,7 +12,7 @@ import attrs
 from ... import RequestState, Tier
 from ..._common.arguments import check_type
 from ..._common.env import Env
-from ..._kernel.states import TIERS
+from ..._common.tiers import TIERS
 from ...ledger import (
     CacheTransferMoved,
     CacheTransferState,

@@ -32,9 +32,9 @@ import numpy as np
 import torch
 
 from ..._common.env import Env
+from ..._common.prefix import TokenIds, encode_tokens
 from ..._config.groups import FullAttention
 from ..._kernel.plans import StoreScope
-from ..._kernel.prefix import TokenIds, encode_tokens
 from ...errors import InvalidArgument, OutOfBlocks, RequestAborted
 from .batching import EngineOptions, HeadStart, LineUp, PrefillStart, Step
 from .layers import check_groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from ..._common.arguments import check_bool, check_int
+from ..._common.tiers import Tier
 from ..._config.tiers import DiskTier
 from ..._extensions.store_policies import RequestCounts
 from ..._kernel.base import CacheBase
@@ -12,7 +13,6 @@ from ..._kernel.extension import Build, LedgerExtension
 from ..._kernel.plans import TransferPlan
 from ..._kernel.protocols import EvictionOrder
 from ..._kernel.records import Job
-from ..._kernel.states import Tier
 from ..lower.rules import stores_to
 from .plans import RestoredRun
 from .rules import DiskBlocks, Restores, SlotPool, check_restored

@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._common.env import Env
+from ..._common.tiers import Tier
 from ..._config.tiers import DiskTier
 from ..._kernel.layout import Layout
 from ..._kernel.plans import Completion, TransferPlan
-from ..._kernel.states import Direction, Outcome, Tier
+from ..._kernel.states import Direction, Outcome
 from ..._transfer.breaker import MAX_MOVES, Breaker, StorageMove, Use, taken
 from ..._transfer.lane import BlockChecksums
 from ..._transfer.region import KVRegion, identity_of

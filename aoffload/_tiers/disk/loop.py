@@ -27,11 +27,12 @@ import anyio
 import attrs
 
 from ..._common.env import Env
+from ..._common.prefix import Prefix
+from ..._common.tiers import Tier
 from ..._extensions.assembly import AnyLedger
 from ..._kernel.layout import Layout
 from ..._kernel.plans import TransferPlan
-from ..._kernel.prefix import Prefix
-from ..._kernel.states import Direction, JobState, NoEpoch, Tier
+from ..._kernel.states import Direction, JobState, NoEpoch
 from ..._observe.log import Telemetry
 from ..._runtime.worker import CopyWorker
 from ..._transfer.breaker import in_lines

@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._kernel.prefix import TOKEN_BYTES, Hasher
+from ..._common.prefix import TOKEN_BYTES, Hasher
 from .plans import RestoredRun
 from .table import DIGEST_BYTES, SlotLayout
 

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..._common.arguments import as_tuple, check_int, check_type, shown
+from ..._common.prefix import TOKEN_BYTES, Hasher, Prefix, Root
+from ..._common.tiers import Tier
 from ..._kernel.cache import PrefixCache
 from ..._kernel.index import Stretch
 from ..._kernel.layout import Component
 from ..._kernel.pools import ExtentPool, TierBlocks, extents
-from ..._kernel.prefix import TOKEN_BYTES, Hasher, Prefix, Root
 from ..._kernel.records import Part, Run
-from ..._kernel.states import Tier
 from ..._kernel.tokens import TokenSequence, hash_run
 from ...errors import InvalidArgument
 from .plans import BlockLabel, DiskPayload, RestoredRun, TakesIds

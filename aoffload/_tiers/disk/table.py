@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from ..._common.arguments import as_tuple, check_int
 from ..._common.extras import needed
+from ..._common.prefix import TOKEN_BYTES
 from ..._config.tiers import SUPERBLOCK_BYTES, record_bytes
-from ..._kernel.prefix import TOKEN_BYTES
 from ..._transfer.turns import give_way, wait_precisely
 from ...errors import ConfigError, InvalidArgument
 from .files import DiskFile, neighbours

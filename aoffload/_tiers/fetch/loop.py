@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import attrs
 
-from ..._kernel.prefix import Prefix
-from ..._kernel.requests import LedgerRequest
+from ..._common.prefix import Prefix
+from ..._kernel.records import LedgerRequest
 from ..._kernel.states import RequestState
 from ..._runtime.costs import fetch_bound_s
 from ..._runtime.session import Entered

@@ -22,6 +22,8 @@ from functools import partial
 from typing import Any
 
 from ..._common.arguments import check_callable, check_int
+from ..._common.prefix import TOKEN_BYTES, Prefix
+from ..._common.tiers import BELOW, HIT_TIERS, Tier
 from ..._extensions.transfers import CacheTransfers, CacheTransferState, Fetch
 from ..._kernel.cache import PrefixCache
 from ..._kernel.extension import LedgerExtension
@@ -30,11 +32,9 @@ from ..._kernel.jobs import Stores, left_of
 from ..._kernel.leases import RequestLeases
 from ..._kernel.ledger import CoreLedger
 from ..._kernel.plans import PrefixMatch
-from ..._kernel.prefix import TOKEN_BYTES, Prefix
-from ..._kernel.records import Job, Lease, Run
-from ..._kernel.requests import LedgerRequest, do_nothing
-from ..._kernel.states import BELOW, HIT_TIERS, Tier, require
+from ..._kernel.records import Job, Lease, LedgerRequest, Run, do_nothing
 from ..._kernel.states import RequestState as State
+from ..._kernel.states import require
 from ..._kernel.tokens import TokenSequence
 from ..._kernel.waiting import waiting_error
 from ...errors import InvalidArgument

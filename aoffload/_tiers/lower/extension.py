@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 
 from ..._common.arguments import check_int, number_of, shown
+from ..._common.tiers import Tier
 from ..._config.config import MAX_BLOCKS
 from ..._kernel.base import CacheBase
 from ..._kernel.extension import Build, LedgerExtension
 from ..._kernel.plans import TransferPlan
 from ..._kernel.pools import ExtentPool, TierBlocks
-from ..._kernel.states import Tier
 from ...errors import ConfigError, InvalidArgument
 from .rules import stores_to
 

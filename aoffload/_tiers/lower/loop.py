@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import anyio
 import attrs
 
+from ..._common.prefix import Prefix
+from ..._common.tiers import Tier
 from ..._extensions.assembly import AnyLedger
 from ..._kernel.layout import Layout
-from ..._kernel.prefix import Prefix
-from ..._kernel.states import Tier
 from ..._runtime.worker import CopyWorker
 from .extension import LowerTier
 

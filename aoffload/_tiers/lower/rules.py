@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..._common.tiers import Tier
 from ..._extensions.store_policies import RequestCounts
 from ..._extensions.watermark import EvictionWatermark
 from ..._kernel.base import CacheBase
@@ -17,7 +18,6 @@ from ..._kernel.index import covered
 from ..._kernel.jobs import Stores, left_of
 from ..._kernel.pools import TierBlocks
 from ..._kernel.records import NO_LIMIT, Job, Part, Run
-from ..._kernel.states import Tier
 from ..._kernel.tokens import TokenSequence
 
 HOST_WATERMARK = 8

@@ -14,8 +14,8 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import attrs
 
 from ..._common.env import Env
+from ..._common.tiers import Tier
 from ..._config.tiers import ObjectStore
-from ..._kernel.states import Tier
 from ..._transfer.breaker import MAX_MOVES, Breaker, BreakerMove, LeftAlone, StorageMove, Use
 from ..._transfer.turns import started_thread
 from ...errors import StoreError, TransferRefused

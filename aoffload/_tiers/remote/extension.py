@@ -7,6 +7,7 @@ from collections.abc import Callable
 import attrs
 
 from ..._common.arguments import check_callable, check_int
+from ..._common.tiers import Tier
 from ..._config.tiers import RemoteTier, cell_units
 from ..._extensions.store_policies import RequestCounts
 from ..._kernel.base import CacheBase
@@ -14,7 +15,6 @@ from ..._kernel.extension import LedgerExtension
 from ..._kernel.plans import TransferPlan
 from ..._kernel.pools import ExtentPool, LeastRecentlyUsed, TierBlocks
 from ..._kernel.records import Job
-from ..._kernel.states import Tier
 from ..._kernel.tokens import TokenSequence
 from ...errors import ConfigError
 from .plans import CellLabel

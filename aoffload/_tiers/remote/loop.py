@@ -19,10 +19,11 @@ import anyio
 import attrs
 
 from ..._common.env import Env
+from ..._common.prefix import Prefix
+from ..._common.tiers import Tier
 from ..._extensions.assembly import AnyLedger
 from ..._kernel.layout import Layout
-from ..._kernel.prefix import Prefix
-from ..._kernel.states import Direction, Tier
+from ..._kernel.states import Direction
 from ..._observe.log import Telemetry
 from ..._runtime.worker import CopyWorker
 from ..._transfer.breaker import in_lines

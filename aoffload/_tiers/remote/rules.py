@@ -15,15 +15,16 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..._common.arguments import check_int
+from ..._common.arguments import check_int, check_type
+from ..._common.prefix import Prefix
+from ..._common.tiers import Tier
 from ..._extensions.integrity import demand
 from ..._extensions.store_policies import RequestCounts
 from ..._kernel.cache import PrefixCache
 from ..._kernel.index import present_stop
 from ..._kernel.jobs import JobBook
-from ..._kernel.prefix import Prefix, check_prefix
 from ..._kernel.records import Job, Run
-from ..._kernel.states import JobState, Tier
+from ..._kernel.states import JobState
 from ..._kernel.tokens import TokenSequence
 from ...errors import InvalidArgument
 from .plans import CellLabel
@@ -35,7 +36,7 @@ def cells_of(prefix: Prefix, unit_tokens: int, cell_units: int) -> tuple[CellLab
     check_int("unit_tokens", unit_tokens, 1)
     if check_int("cell_units", cell_units, 1) & (cell_units - 1):
         raise InvalidArgument("cell_units", f"must be a power of two, got {cell_units}")
-    sequence = TokenSequence(check_prefix(prefix), unit_tokens)
+    sequence = TokenSequence(check_type("prefix", prefix, Prefix), unit_tokens)
     return cells_before(sequence, (sequence.num_tokens - 1) // unit_tokens, cell_units)
 
 

@@ -9,8 +9,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._common.tiers import Tier
 from ..._kernel.plans import TransferPlan
-from ..._kernel.states import Direction, Tier
+from ..._kernel.states import Direction
 from ...errors import AoffloadError, ConfigError
 from ..fences import Fence, RegionFences
 from ..region import KVRegion

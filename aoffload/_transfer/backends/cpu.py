@@ -8,8 +8,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._common.tiers import Tier
 from ..._kernel.plans import TransferPlan
-from ..._kernel.states import Direction, Tier
+from ..._kernel.states import Direction
 from ...errors import ConfigError
 from ..fences import PASSED, Fence, RegionFences
 from ..region import KVRegion, byte_rows

@@ -34,8 +34,9 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from ..._common.tiers import HIT_TIERS
 from ..._kernel.plans import Completion, TransferPlan
-from ..._kernel.states import HIT_TIERS, Outcome
+from ..._kernel.states import Outcome
 from ...errors import WireError
 from ..transport import TransferStatistics
 

@@ -6,7 +6,7 @@ import sys
 import time
 
 from aoffload import KVCacheGroup, Ledger, OffloadConfig
-from aoffload._kernel.prefix import Prefix, Root
+from aoffload._common.prefix import Prefix, Root
 from aoffload.kv_events import KVEventPublisher
 
 NUM_TOKENS = 400_000

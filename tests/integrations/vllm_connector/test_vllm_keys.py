@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from engine_doubles import Request, feature, lora
 
-from aoffload._kernel.prefix import Roots
+from aoffload._common.prefix import Roots
 from aoffload._vllm.requests import grown, prefix_of, under
 from aoffload.ledger import Prefix
 

@@ -294,7 +294,3 @@ def _check_spans(spans: tuple[KeySpan, ...], num_tokens: int) -> None:
 
 def _is_int(value: object) -> bool:
     return type(value) is int
-
-
-def check_prefix(prefix: object) -> Prefix:
-    return prefix if isinstance(prefix, Prefix) else check_type("prefix", prefix, Prefix)
