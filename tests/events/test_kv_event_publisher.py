@@ -100,16 +100,18 @@ class Subscriber:
 
 
 def wait_until_idle(publisher: KVEventPublisher) -> int:
-    """How many batches there are once all was published that was told: the thread has answered after it."""
+    """How many batches there are once all was published that was told."""
     context = zmq.Context()
     with closing(context.socket(zmq.DEALER)) as socket:
         socket.rcvtimeo, socket.linger = GUARD_MS, 0
         socket.connect(publisher.replay_endpoint)
-        while True:
+        is_idle = False
+        while not is_idle:
+            # Read before the request: the thread may have taken the changes and not published them yet. It answers
+            # after that.
+            is_idle = not publisher._changes._told and not publisher._changes._is_signalled
             socket.send_multipart([b"", (2**60).to_bytes(8, "big")])
             assert socket.recv_multipart()[2] == END
-            if not publisher._changes._told and not publisher._changes._is_signalled:
-                break
     context.term()
     return publisher.num_batches
 
