@@ -20,8 +20,9 @@ DISK_FAULTS = ("disk_error", "disk_hang", "disk_late", "disk_lost", "disk_rot")
 
 
 async def put_away(sim: Simulation, engine: SimulatedEngine, *prompts: tuple[int, ...]) -> None:
-    """Serve prompts until the disk has them, and have the tiers above forget them."""
-    await engine.runtime.disk.wait_restored()
+    """Serve prompts until the tier below the host has them, and have the tiers above forget them."""
+    if engine.transport.disk is not None:
+        await engine.runtime.disk.wait_restored()
     for number, prompt in enumerate(prompts):
         await store(sim, engine, f"before{number}", prompt)
         await forget(engine, Tier.DEVICE)

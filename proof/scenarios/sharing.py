@@ -109,6 +109,9 @@ class NewestFirst:
     def oldest(self) -> Part | None:
         return [None, *self._order][-1]
 
+    def are_adjacent(self, older: Part, newer: Part) -> bool:
+        return False
+
     def __iter__(self) -> Iterator[Part]:
         return iter(self._order)
 
