@@ -12,9 +12,25 @@ _OWNERSHIP = (
     Mutant(
         "landed in part taken for landed",
         "aoffload._kernel.jobs",
-        "        if outcome is Outcome.LANDED and completion.num_landed not in",
-        "        if False and completion.num_landed not in",
+        "    elif reported is Outcome.LANDED:\n        outcome = Outcome.FAILED\n",
+        "",
         "a block counts only if its copy was proven",
+        test="tests/core/test_transfers.py::test_a_transport_that_contradicts_itself_brings_what_it_names",
+    ),
+    Mutant(
+        "corrupt block taken for landed",
+        "aoffload._kernel.jobs",
+        "min((num_landed, *corrupt)) if num_landed <= num_blocks else 0",
+        "num_landed if num_landed <= num_blocks else 0",
+        "a block that is reported as corrupt is never published",
+        test="tests/core/test_transfers.py::test_a_transport_that_contradicts_itself_brings_what_it_names",
+    ),
+    Mutant(
+        "more blocks landed than were copied",
+        "aoffload._kernel.jobs",
+        "min((num_landed, *corrupt)) if num_landed <= num_blocks else 0",
+        "min((num_landed, *corrupt))",
+        "a count that cannot be right proves nothing",
         test="tests/core/test_transfers.py::test_a_transport_that_contradicts_itself_brings_what_it_names",
     ),
     Mutant(

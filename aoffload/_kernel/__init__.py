@@ -1,1 +1,2 @@
-"""The core: pure and synchronous. Nothing in here waits, logs, reads a clock or moves a byte."""
+"""The kernel: pure and synchronous. Nothing in here waits, logs, moves a byte, or has a clock of its own. `README.md`
+is its theory of operation."""

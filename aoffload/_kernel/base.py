@@ -9,7 +9,7 @@ Verb | what it does
 `lookup` | returns how much of a prompt is cached
 `lapse` | passes the time, and ends what expires, such as pins
 `reset` | forgets all cached blocks
-`statistics`, `check_integrity`, `watch` | report and check the state
+`watch`, `unwatch` | reports each change of the set of cached blocks
 
 Each verb checks its arguments and the state first, so a refused call changes nothing. No verb waits, and no verb leaves
 a change half done. A verb that may change the free blocks or the wait queue ends with `end_call`, which grants blocks
@@ -196,7 +196,7 @@ class CacheBase:
 
     end_call: EndsCall
     """End a call whose change is complete: grant blocks to waiters, report the events, and call `wakes`. Every verb
-    ends with it, including those of extensions."""
+    that may change the free blocks or the wait queue ends with it, including those of extensions."""
 
     def report_errors(self) -> None:
         """From now on, report the errors of the program's extensions to the observer (`WorkerFailed`), and raise none

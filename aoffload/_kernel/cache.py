@@ -1,25 +1,34 @@
 """The prefix cache: leases on runs, splits and merges of runs, and eviction.
 
-**Leases.** A lease keeps the path of a run in one tier from eviction. References are counted by run, tier and
-component. In full attention a lease counts on the run at which it ends, and a referenced run counts once on the run
-before it:
+**Leases.** A lease keeps blocks of one tier from eviction: those on the path from a start to the run at which the lease
+ends. Each component has a start of its own. The lease is counted in the part of every run on this path
+(`Part.num_references`), so taking or releasing it costs one step for each of these runs.
 
-    root <- [0,40) <- [40,48) <- [48,50)      leases: a ends at 48, b at 50
-              1          1+1         1        [40,48): lease a, and the referenced child [48,50)
+In full attention the start is unit 0. Here lease a ends at unit 48 and lease b at unit 50:
 
-So a lease pins its whole path, taking it costs one step for each run that was not pinned yet, and an unpinned run never
-has a pinned run after it. That is why evicting the oldest unpinned run never leaves a suffix without its prefix.
+    run                [0,40) <- [40,48) <- [48,50)
+    references            2         2          1        a and b, a and b, b
 
-A window needs only the last blocks before a position. So in a window component a lease counts on every run from the
-unit where the window begins to the end of its path, and pins nothing before. Blocks that have left the window stay
-cached until their space is needed, and a prompt that ends there may still hit.
+So an unpinned run never has a pinned run after it. That is why eviction, which takes the tail of an unpinned run, never
+leaves a suffix without its prefix.
+
+A window needs only the last blocks before a position. So in a window component the start is the unit where the window
+begins. Blocks that have left the window stay cached until their space is needed, and a prompt that ends there may still
+hit.
 
     full attention   part    [present .............)(nothing      )     a gap would hide all blocks after it
     window           part    (nothing )[present ........)(nothing )     one stretch for each run
 
-**Splits and merges.** A run is split where a prompt leaves it, or where a lease needs only its front. It is merged with
-the next run again when no lease needs the boundary, because one run for each block would make the index slow. A lease
-refers to a run object. A split puts a new head before that run, so a lease never releases the wrong blocks.
+**Splits and merges.** The runs of an index form a tree. A run is split where a prompt leaves it, or where a lease needs
+only its front:
+
+    before    [0,40) <- [40,50)                      a prompt agrees with this path up to unit 44
+    after     [0,40) <- [40,44) <- [44,50)
+                               <- [44,60)            the other units of the prompt
+
+A lease refers to a run object. A split puts a new head before that run, so a lease never releases the wrong blocks. One
+run for each block would make the index slow, so runs are merged again. But only a release merges, and only runs that it
+leaves without a reference: two neighbours whose last leases ended at different times stay two runs.
 
 **Eviction** (`take`) frees the tail of the oldest part in the eviction order of the tier, as many units as are needed.
 Only unpinned parts are in the order, so eviction never ends a lease. Each part is evicted for itself: the other

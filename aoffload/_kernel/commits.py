@@ -4,9 +4,10 @@ A commit names the number of tokens that are computed in all. Whole units are pu
 device, for all requests. `Stores` plans jobs for the units that the host lacks. Last, the windows slide: blocks that
 computing on does not need are given back.
 
-Extensions may lower the unit up to which blocks are stored (`ask_store_stop`), as store policies do. They may be the
-program's own, and may raise. So they are asked before anything has changed, with a request that looks as if the commit
-were done.
+Store policies and extensions may lower the unit up to which blocks are stored (`ask_store_stop`). They are asked before
+anything has changed, with a request that looks as if the commit were done. If a program's store policy raises, the
+commit fails with its exception and has changed nothing. If another extension of the program raises, the commit is
+completed, and then raises `ExtensionError`, as every verb does.
 
 What is stored, and when:
 
@@ -154,7 +155,8 @@ class Commits:
         self, request: LedgerRequest, first: int, stop: int, *, is_last: bool = False
     ) -> tuple[TransferPlan, ...]:
         """Plan the stores on the path of `request` up to unit `stop`, which the policy wants: the units from `first`
-        on, and those before it that the host lacks. The head of this module says what is stored when."""
+        on, and those before it that the host lacks. The docstring of this module says
+        what is stored when."""
         lease = request.leases.get(Tier.DEVICE)
         if lease is None or not request.store_limit:
             return ()

@@ -81,7 +81,8 @@ class StoreSkipped(Event):
     """None for a write-back."""
     num_blocks: int
     reason: str
-    """`host_full`, `disk_full`, `evicted` or `in_flight`."""
+    """`host_full`, `disk_full` or `custom_full`: the tier has too few free blocks. `evicted`: the host has evicted the
+    prefix. `in_flight`: too many stores are under way."""
 
 
 @attrs.frozen
@@ -150,7 +151,7 @@ class CacheTurnedOff(Event):
 
 @attrs.frozen
 class RequestCancelled(Event):
-    """The block of a request is being cancelled. `RequestMoved` follows once its task has left the block."""
+    """The `async with` block of a request is being cancelled. `RequestMoved` follows once its task has left it."""
 
     request: LedgerRequest
     reason: str

@@ -1,7 +1,9 @@
 """The seam: the hooks that the kernel calls on extensions, to report changes and to ask questions.
 
 A feature outside of the kernel is a `LedgerExtension`. It overrides the hooks that it needs. The kernel calls a hook
-only on the extensions that override it, in the order in which they were added, so unused hooks cost nothing.
+only on the extensions that override it, in the order in which they were added, so unused hooks cost nothing. Only
+`ask_admit` is called in reverse order: the program's own extensions may refuse a request before a store policy counts
+it.
 
     on_...     the kernel reports a change, or that a change begins
     ask_...    the kernel asks a question. The table below says how the answers of several extensions are combined
@@ -91,7 +93,8 @@ class LedgerExtension:
         """`request` is about to commit. Raise to refuse the commit."""
 
     def on_published(self, request: LedgerRequest, first: int) -> None:
-        """The units from `first` up to `request.published` are cached. Their stores are not planned yet."""
+        """Called at each commit of a current request. The units from `first` up to `request.published`, of which there
+        may be none, are cached now. Their stores are not planned yet."""
 
     def on_finishing(self, request: LedgerRequest) -> None:
         """`request` is done. Its last stores are not planned yet."""

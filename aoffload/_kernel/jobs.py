@@ -17,10 +17,12 @@ job as unproven: its requests go on, and its destination stays in quarantine unt
 What a completion may be, and what `JobBook.settle` makes of it:
 
     landed          all blocks are published
-    failed, refused over for certain: the proven front is published, the other blocks are freed. A copy that is
-                    reported as landed, with fewer blocks than its plan, counts as failed, too
+    failed, refused over for certain: the proven front is published, the other blocks are freed
     corrupt         over for certain, and some bytes differ from what was stored. As failed; in addition, the units of a
                     load whose source is wrong become misses. The source of a store stays: requests compute with it
+    contradictory   such as landed with fewer blocks than the plan, or with corrupt blocks among the proven ones. It
+                    counts as failed, or as corrupt if it names corrupt blocks. Proven are only the blocks before the
+                    first corrupt one, and none if more are reported than the plan has
     unproven        it may still write. Nothing is published. The destination goes into quarantine, and the job is
                     settled: its request computes instead. A later completion that is not unproven ends the quarantine
     early           the predecessor (below) is not settled yet. The completion is parked, and the job is settled with it
@@ -222,15 +224,12 @@ class JobBook:
             return []
         require(job, "settle", JobState.LAUNCHED)
         plan = job.plan
-        if outcome is Outcome.LANDED and completion.num_landed not in (0, len(plan.source_ids)):
-            # The transport contradicts itself: the copy counts as FAILED, with the blocks that it names as proven.
-            named, outcome = completion.num_landed, Outcome.FAILED
-            problem = f"reported as landed, with {named} of {plan.num_blocks} blocks"
-            proven = named if named < plan.num_blocks else 0
-            completion = attrs.evolve(completion, outcome=outcome, num_landed=proven, error=problem)
         if outcome is Outcome.UNPROVEN and not TIERS[plan.destination].leaves_doubt:
             outcome = Outcome.FAILED  # what may still arrive proves itself: no block is in doubt here
             completion = attrs.evolve(completion, outcome=outcome)
+        if completion.num_landed not in (0, plan.num_blocks) or completion.corrupt:
+            completion = _agreeing(completion, plan.num_blocks)
+            outcome = completion.outcome
         before = job.predecessor
         if before is not None and not before.is_settled and outcome is not Outcome.UNPROVEN:
             job.parked = completion
@@ -466,6 +465,21 @@ class Stores:
         if not is_pin_taken:
             self.cache.release(pin)
         return jobs
+
+
+def _agreeing(completion: Completion, num_blocks: int) -> Completion:
+    """`completion` of a copy of `num_blocks` blocks. If its fields contradict each other, only the blocks that all of
+    them name as proven remain so, because a transport may be third-party code."""
+    reported, num_landed, corrupt = completion.outcome, completion.num_landed, completion.corrupt
+    outcome, num_proven = reported, min((num_landed, *corrupt)) if num_landed <= num_blocks else 0
+    if reported is not Outcome.UNPROVEN and corrupt:
+        outcome = Outcome.CORRUPT
+    elif reported is Outcome.LANDED:
+        outcome = Outcome.FAILED
+    if reported is Outcome.UNPROVEN or (outcome is reported and num_proven == num_landed):
+        return completion
+    problem = f"reported as {reported.value}, with {num_landed} of {num_blocks} blocks and {len(corrupt)} corrupt ones"
+    return attrs.evolve(completion, outcome=outcome, num_landed=num_proven, error=completion.error or problem)
 
 
 def _ticket(load: Load) -> int:

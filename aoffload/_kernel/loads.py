@@ -138,8 +138,8 @@ class Loads:
         conclude: Callable[[], list[Callable[[], object]]],
         units_per_job: Sequence[int] = (),
     ) -> list[Job]:
-        """Begin a load of units `[published, stop)`: adopt, share and plan, as the head of this module says. Returns
-        the new jobs. `conclude`: see `Load`.
+        """Begin a load of units `[published, stop)`: adopt, share and plan, as the docstring of this module says.
+        Returns the new jobs. `conclude`: see `Load`.
 
         Begins nothing (`request.load` stays None) if a block of the hit was found corrupt since the match and no unit
         is left to load, or if there are too few free blocks for the windows that the load needs."""

@@ -77,8 +77,10 @@ class TransferPlan:
 
 @attrs.frozen
 class Completion:
-    """The result of one plan. `num_landed`: number of leading blocks that are proven. `corrupt`: indices of blocks in
-    the plan."""
+    """The result of one plan. `num_landed`: number of leading blocks that are proven; 0 means all of them if `outcome`
+    is LANDED. `corrupt`: the indices, in the plan, of blocks whose bytes are wrong; none is below `num_landed`.
+
+    If the fields contradict each other, a block counts as proven only if none of them speaks against it."""
 
     job_id: int
     outcome: Outcome

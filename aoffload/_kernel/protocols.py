@@ -77,8 +77,9 @@ class EvictionOrder(Protocol):
         ...
 
     def add_newer(self, part: Part, than: Part) -> None:
-        """Insert `part` right after `than`, to be evicted after it. `part` is the head of a split and `than` its tail:
-        the tail is evicted first, because it could not be found without its head."""
+        """Insert `part` right after `than`, to be evicted after it. At a split, `part` is the head and `than` the tail:
+        the tail is evicted first, because it could not be found without its head. At a merge, a part without blocks
+        takes the place of the part `than`, which is removed next."""
         ...
 
     def add_back(self, part: Part) -> None:

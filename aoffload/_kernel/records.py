@@ -1,8 +1,7 @@
 """Records: the nouns of the kernel, and who refers to whom.
 
-    Run <- Part -> Job       a run is a stretch of a prompt. A part holds its blocks in one component and one tier, and
-    names
-                             the job that adds to them
+    Run <- Part -> Job       a run is a stretch of a prompt; a part holds its blocks in one component and one tier, and
+                             refers to the job that adds to them
     Lease -> Run             protects the blocks of a path: they are neither evicted nor freed
     Job -> Lease, Run        one copy between two tiers, with leases of its own
     Load <-> Job             the jobs that one request waits for. A job may serve several loads
@@ -96,8 +95,8 @@ class Part:
         self.blocks: array[int] = array("i")
         """len(blocks) == (stop - first) * width."""
         self.num_references = num_references
-        """Leases that cover this run. At zero, the blocks of the part are evictable: the part is in the eviction order,
-        if it has any."""
+        """Number of leases that pin this run in the tier and component of the part. At zero the blocks are evictable,
+        and the part is in the eviction order if it has any."""
         self.incoming = incoming
         """The unsettled job that was planned last to add to this part. Earlier ones are found through `predecessor`."""
         self.tombstones: tuple[Tombstone, ...] = ()
@@ -440,8 +439,8 @@ _NULL: Final = array("i", [0])
 
 
 class BlockTable:
-    """The block ids of one request in one component, `width` for each unit; 0 is the null block. The head of this
-    module shows who owns the blocks."""
+    """The block ids of one request in one component, `width` for each unit; 0 is the null block. The docstring of
+    this module shows who owns the blocks."""
 
     __slots__ = ("duplicates", "ids", "start", "width")
 
@@ -497,8 +496,9 @@ class BlockTable:
         self.put(start, array("i", [block_id or next(fresh) for block_id in self.at(start, stop)]))
 
     def private(self, published: int, start: int = 0, stop: int = NO_LIMIT) -> array[int]:
-        """The ids in units `[start, stop)` that only the request reads and frees."""
-        stop = min(stop, len(self.ids))
+        """The ids in units `[start, stop)` that only the request reads and frees. It has published the units before
+        `published`."""
+        stop = min(stop, len(self.ids))  # at least the number of units
         found = not_null(self.ids[max(start, published) * self.width : stop * self.width])
         for units in within(self.duplicates, start, stop) if self.duplicates else ():
             found.extend(not_null(self.at(units.start, units.stop)))
@@ -528,6 +528,8 @@ _LOAD_NOT_OVER = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQU
 
 
 class LedgerRequest:
+    """One request, with all that it owns. Programs may read it; only the verbs of its ledger change it."""
+
     __slots__ = (
         "computing", "epoch", "evictions_before", "has_committed", "has_parent", "hit_alignment", "hit_limit",
         "hit_stop", "last_step", "leases", "ledger", "load", "match", "nulled", "num_computed_tokens",
@@ -648,7 +650,8 @@ class LedgerRequest:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the prompt is computed, and at most one token was generated."""
+        """Whether the request is at the end of its prompt: all of it is computed, and at most one token was
+        generated."""
         num_prompt = self.sequence.num_prompt_tokens
         return num_prompt <= self.num_computed_tokens <= self.sequence.num_tokens <= num_prompt + 1
 

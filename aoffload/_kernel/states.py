@@ -24,11 +24,13 @@ class Outcome(enum.Enum):
     """How a transfer ended. Only `UNPROVEN` leaves its destination in doubt."""
 
     LANDED = "landed"
-    """Every block is proven at its destination. With a `num_landed` that is not all of them, it counts as FAILED."""
+    """Every block is proven at its destination. `num_landed` is the number of all blocks, or 0. With any other number
+    it counts as FAILED, and with corrupt blocks as CORRUPT."""
     FAILED = "failed"
     """Over for certain, but only the leading `num_landed` blocks are proven. Says nothing about the source."""
     CORRUPT = "corrupt"
-    """Over for certain. The blocks at `corrupt` differ from what was stored; the first `num_landed` are proven."""
+    """Over for certain. The blocks at `corrupt` differ from the bytes that were stored; the first `num_landed` blocks,
+    all before them, are proven."""
     UNPROVEN = "unproven"
     """The copy may still be writing: its destination is quarantined."""
     REFUSED = "refused"
@@ -37,9 +39,9 @@ class Outcome(enum.Enum):
 
 
 class Plain(enum.Enum):
-    """Base of states."""
+    """Base of enums that are hashed often: the hash of `Enum` is a Python function, that of `object` is not."""
 
-    __hash__ = object.__hash__  # that of enums is Python; no set of states is iterated, so order may differ
+    __hash__ = object.__hash__  # differs between processes, which is harmless: no set of states is iterated
 
 
 class RequestState(Plain):
@@ -166,7 +168,8 @@ def _instead(call: str, state: State, states: tuple[State, ...]) -> str:
             if new is not _R.PREEMPTED and new not in reached:
                 reached.add(new)
                 ways.append(new)
-    return "it has its blocks, and `extend` takes more" if call == "allocate" else ""
+    has_blocks = state in (_R.ALLOCATED, _R.RUNNING)
+    return "it has its blocks, and `extend` takes more" if call == "allocate" and has_blocks else ""
 
 
 is_compiled: bool = not __file__.endswith((".py", ".pyc"))

@@ -6,22 +6,23 @@ waiters; every ledger call that may change the free blocks or the queue ends wit
 **All or nothing.** A waiter gets all blocks that it lacks in one step, or none. An allocation holds no blocks while it
 waits, so two allocations never wait for each other.
 
-**Order.** There are two lists. Extensions go before allocations, because an extending request holds blocks, and it
-releases them sooner if it computes on. Extensions are served in order of arrival. Allocations are served by ticket,
-the order of admission: a request whose load fell short gets its old place back. Only the head of a list is granted, so
-small requests do not overtake a large one for ever.
+**Order.** There are two lists. A request without block tables waits in the list of allocations (`allocate`). A request
+that wants longer tables (`extend`) waits in the list of table extensions, which goes first, because such a request
+holds blocks and releases them sooner if it computes on. Table extensions are served in order of arrival, allocations by
+ticket, the order of admission: a request whose load fell short gets its old place back. Only the head of a list is
+granted, so small requests do not overtake a large one for ever.
 
-**Pins while waiting.** A match pins blocks. Only the head of the allocations keeps its match, which is brought up to
-date before each decision; the others give theirs up, and each is matched again once it is the head. Even the head gives
-its match up if an extension lacks blocks.
+**Matches while waiting.** A match leases blocks. Only the head of the allocations keeps its match, which is refreshed
+before each decision. The others release theirs, and each is matched again once it is the head. Even the head releases
+its match if a table extension lacks blocks.
 
 **Who fails, and who yields.** If the head lacks blocks and an owner outside the queue holds some (a job, a step, a
 running request), the head waits, because that owner ends some day and its end serves the queue. Otherwise only waiters
 and features such as pins hold blocks, and waiting would never end:
 
-    1. A feature gives up device blocks (`ask_blocks`; a pin ends), and the head is served again.
-    2. If none does and an extension of a table is the head, the one that came last fails (`retryable`): it has the
-       least to lose, and its request then releases its blocks or is preempted.
+    1. A feature gives up device blocks (`ask_blocks`), such as those of a pin, and the head is served again.
+    2. If none does and a table extension is the head, the one that came last fails (`retryable`): it has the least to
+       lose, and its request then releases its blocks or is preempted.
     3. If none does and an allocation is the head, the allocation fails: it would not fit even if it were alone.
 
 Quarantine makes the pool smaller. When that happens, every waiter that can no longer fit fails, whatever its place.

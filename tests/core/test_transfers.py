@@ -239,16 +239,47 @@ def test_a_copy_that_was_partly_overtaken_brings_the_rest(groups: list[KVCacheGr
 # -- late, twice, never -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_landed", "brought"), [(3, 3), (0, 4), (4, 4), (5, 0)])
-def test_a_transport_that_contradicts_itself_brings_what_it_names(num_landed: int, brought: int) -> None:
-    """LANDED with fewer blocks than its plan has is FAILED behind them, and with more it proves nothing."""
+@pytest.mark.parametrize(
+    ("outcome", "num_landed", "corrupt", "brought"),
+    [
+        (Outcome.LANDED, 0, (), 4),
+        (Outcome.LANDED, 3, (), 3),
+        (Outcome.LANDED, 4, (), 4),
+        (Outcome.LANDED, 5, (), 0),
+        (Outcome.LANDED, 4, (2,), 2),
+        (Outcome.LANDED, 0, (2,), 0),
+        (Outcome.FAILED, 2, (), 2),
+        (Outcome.FAILED, 5, (), 0),
+        (Outcome.FAILED, 3, (1,), 1),
+        (Outcome.CORRUPT, 2, (2,), 2),
+        (Outcome.CORRUPT, 3, (3, 1), 1),
+        (Outcome.CORRUPT, 9, (3,), 0),
+    ],
+)
+def test_a_transport_that_contradicts_itself_brings_what_it_names(
+    outcome: Outcome, num_landed: int, corrupt: tuple[int, ...], brought: int
+) -> None:
+    """Only blocks that no field of a completion speaks against are published; a count that cannot be right proves
+    none."""
     driven = Driven(8, 8)
     request = driven.running(prompt(1, 17))
     (store,) = driven.launch(driven.commit(request))
-    driven.end(store, Outcome.LANDED, num_landed)
+    driven.end(store, outcome, num_landed, corrupt)
     driven.release(request, "aborted")
     driven.evict_device()
     assert driven.hit(prompt(1, 17)) == (0, brought * BLOCK)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.LANDED, Outcome.FAILED, Outcome.CORRUPT])
+def test_a_corrupt_block_of_the_host_is_forgotten_whatever_the_outcome_says(outcome: Outcome) -> None:
+    """A completion of a load that names a corrupt block makes that block a miss."""
+    driven = on_host()
+    request, plans = start_load(driven)
+    driven.launch(plans)
+    driven.end(plans[0], outcome, 2, (1,))
+    driven.release(request, "aborted")
+    driven.evict_device()
+    assert driven.hit(A) == (0, BLOCK)
 
 
 def test_second_and_unknown_completions_are_counted_and_ignored() -> None:
