@@ -227,7 +227,7 @@ class JobBook:
         if outcome is Outcome.UNPROVEN and not TIERS[plan.destination].leaves_doubt:
             outcome = Outcome.FAILED  # what may still arrive proves itself: no block is in doubt here
             completion = attrs.evolve(completion, outcome=outcome)
-        if completion.num_landed not in (0, plan.num_blocks) or completion.corrupt:
+        if completion.num_landed not in (0, len(plan.source_ids)) or completion.corrupt:
             completion = _agreeing(completion, plan.num_blocks)
             outcome = completion.outcome
         before = job.predecessor
