@@ -383,7 +383,7 @@ class PrefixCache:
             raise LeaseError(f"{lease.tier.name} lease on {lease.run} released twice")
         lease.released = True
         blocks, unpinned = self.tiers[lease.tier], list[Run]()
-        for manager in self._windows_first:
+        for manager in self._windows_first:  # full attention is the last: it unpins the whole path, which is merged
             start = lease.starts[manager.component.number]
             if start < lease.run.stop:
                 unpinned = manager.unpin(blocks, lease.run, start)

@@ -25,8 +25,9 @@ What a completion may be, and what `JobBook.settle` makes of it:
                     first corrupt one, and none if more are reported than the plan has
     unproven        it may still write. Nothing is published. The destination goes into quarantine, and the job is
                     settled: its request computes instead. A later completion that is not unproven ends the quarantine
-    early           the predecessor (below) is not settled yet. The completion is parked, and the job is settled with it
-                    right after the predecessor. Only unproven is never parked: nothing is published, so no order counts
+    early           the predecessor (see Order) is not settled yet. The completion is parked, and the job is settled
+                    with it right after the predecessor. An unproven completion is never parked: it publishes nothing,
+                    so the order does not matter
     late, twice     the job is settled or parked already: counted (`num_late`) and otherwise ignored, unless it ends a
                     quarantine
 

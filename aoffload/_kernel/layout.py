@@ -53,7 +53,7 @@ class Component:
         return self.kind.required_blocks(num_tokens, 1).start // self.unit_tokens
 
     def first_unit(self, stop: int) -> int:
-        """The first unit whose blocks are needed to continue computing at unit `stop`."""
+        """As `first_needed`, for a position in units: at unit `stop`."""
         if not self.number:
             return 0
         first = self._firsts.get(stop)

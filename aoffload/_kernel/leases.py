@@ -4,10 +4,10 @@
 load. A request has at most one lease a tier, on a path of the index:
 
     state of the request | device lease                     | host lease
-    matched              | up to `published` (device hit)   | up to `hit_stop`, if it ends after the device hit
-    loading              | up to the end of the load        | the same, until the load is over
-    running              | up to `published`, which grows   | none
-    preempted            | none                             | up to `published` at the preemption
+    PINNED, ALLOCATED    | up to `published` (device hit)   | up to `hit_stop`, if it ends after the device hit
+    LOADING, DRAINING    | up to the end of the load        | the same, until the load is over
+    RUNNING              | up to `published`, which grows   | none
+    PREEMPTED            | none                             | up to `published` at the preemption
 
 With windows, a matched request may have a second device lease, `reserve`: after the device hit, the device may hold
 window blocks that the host lacks, and the load adopts them. In a window a lease pins a suffix of the path, and the
@@ -196,13 +196,13 @@ class RequestLeases:
         tables: list[BlockTable] = []
         for component in self.cache.layout.components:
             start = component.first_unit(stop) if stop else 0
-            fresh = min(num_units, max(stop, component.first_unit(request.hit_stop)))
-            count = (num_units - fresh) * component.width
+            fresh_start = min(num_units, max(stop, component.first_unit(request.hit_stop)))
+            count = (num_units - fresh_start) * component.width
             ids = blocks[taken : taken + count]
             taken += count
-            if fresh:
+            if fresh_start:
                 held = held_ids(request.device_run, Tier.DEVICE, component.number, start, stop)
-                ids = nulls(start * component.width) + held + nulls((fresh - stop) * component.width) + ids
+                ids = nulls(start * component.width) + held + nulls((fresh_start - stop) * component.width) + ids
             tables.append(BlockTable(component.width, ids, start))
         request.tables, request.num_units = tuple(tables), num_units
         request.num_computed_tokens = stop * self.cache.layout.unit_tokens

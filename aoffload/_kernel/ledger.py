@@ -214,8 +214,10 @@ class CoreLedger(CacheBase):
         load: it has given up all its blocks, because the load fell short and there were no free blocks for the missing
         units, or because a reset has made the device hit useless. Then `wake` is called when the wait for blocks ends;
         accept `request.waiter` and call `plan_load` again. For a RUNNING request nothing is planned, but the request is
-        REQUEUED if its load is lost to a reset (`lost_to_reset`). `max_job_bytes` replaces the configured limit; a
-        large value splits an overlapped load into few jobs.
+        REQUEUED if its load is lost to a reset (`lost_to_reset`).
+
+        `max_tokens`: load the hit up to this number of prompt tokens, those of the device hit included; 0 loads
+        nothing. `max_job_bytes` replaces the configured limit; a large value splits an overlapped load into few jobs.
         """
         if wake is not do_nothing:
             check_callable("wake", wake)

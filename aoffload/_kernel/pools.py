@@ -12,6 +12,10 @@ records a fence at the end of each step. Waiting for step `n` means waiting for 
     a request gives up a block    the block remembers the number of the request's last step
     a load takes blocks           it waits for the steps up to the largest number of its blocks
 
+    step 7 ends, its fence is recorded ----+
+    request in step 7 releases block 3     |   block 3: last use 7
+    a load is given block 3                |   its copy waits for the fences up to 7, not for step 8, which is running
+
 A request that was in no step, or was forked, may have computed outside of its steps. Its blocks get the number of the
 next step to end, because that step's fence is later than all compute so far. Until that fence is recorded, the load
 waits for all compute so far. After one commit that no step covers, every later load waits for all compute so far.

@@ -1,4 +1,4 @@
-"""The tokens of one request, as the index reads them: its prompt, then what it generated."""
+"""The tokens of one request, in units: its prompt, followed by the tokens that it has generated."""
 
 from __future__ import annotations
 

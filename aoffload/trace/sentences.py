@@ -24,6 +24,7 @@ REASONS = {
 SKIPPED = {
     "host_full": "host memory was full",
     "in_flight": "too much was under way",
+    "custom_full": "the custom tier was full",
     "disk_full": "the disk was full",
     "evicted": "the host evicts what live requests store",
 }
