@@ -56,7 +56,7 @@ def lines(rows: Rows) -> list[Line]:
         return [fate for fate in all_of_them if fate.judge == judge]
 
     tested = of("test")
-    survivors = [fate.name for fate in all_of_them if not fate.judge]
+    survivors = [_survivor(fate) for fate in all_of_them if not fate.judge]
     return [
         Line("mutants caught in simulated runs of scenarios", "listed", _spread(of("scenarios")), True),
         Line("mutants caught by programs", "listed", _spread(of("programs")), True),
@@ -85,6 +85,12 @@ def mutant_table(rows: Rows) -> str:
     """The mutants in a markdown table."""
     head = ("mutant", "module", "promise it breaks", "caught by", "after", "calls", "shortened to", "of")
     return table(head, map(_cells, fates(rows)))
+
+
+def _survivor(fate: Fate) -> str:
+    """The name of a mutant that nothing catches, with the end of its judge where that has ended without a result."""
+    detail = str(fate.rows[-1]["detail"] or "")
+    return f"{fate.name} ({detail})" if detail else fate.name
 
 
 def _cells(fate: Fate) -> tuple[str, ...]:
