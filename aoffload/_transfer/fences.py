@@ -225,7 +225,7 @@ class RegionFences:
         return forked
 
     def give(self, index: int, fence: Fence) -> None:
-        """The copy of region `index` was submitted to the device; `fence` is after it."""
+        """The copy of region `index` was submitted to the device. `fence` comes after it."""
         self._end(index, fence, "")
 
     def end(self, error: str = "") -> None:

@@ -118,15 +118,15 @@ _IDLE_S = 1.0
 """How long idle ranks may take to end."""
 MAX_RANKS = 1024
 MAX_FENCES = 4096
-"""Maximum live fences. Further ones are refused: what is committed while a device is so far behind is not stored."""
+"""Maximum live fences. Further fences are refused, so commits are not stored while a device is this far behind."""
 
 
 @attrs.frozen(eq=False)
 class RankFence:
     """A fence that every rank records on its own device, under this number.
 
-    Only the ranks can tell whether it has passed. Here it can be the `after` of a plan, but not be waited for. The
-    ranks drop it when this object is garbage-collected.
+    Only the ranks can tell whether it has passed. In this process it can be the `after` of a plan, but cannot be waited
+    for. The ranks drop it when this object is garbage-collected.
     """
 
     number: int
