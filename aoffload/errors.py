@@ -35,7 +35,7 @@ class AoffloadError(Exception):
     """Base class of all errors that this package raises on purpose."""
 
 
-class InvalidArgument(AoffloadError, ValueError):  # noqa: N818 - reads as what it is at the call
+class InvalidArgument(AoffloadError, ValueError):  # noqa: N818 - the name says what the error means
     """An argument that is invalid in every state of the runtime."""
 
     def __init__(self, argument: str, problem: str) -> None:

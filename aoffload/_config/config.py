@@ -133,7 +133,7 @@ class OffloadConfig:
     """The part of a host hit that is loaded: "always" all of it, "cost" the part that costs less than computing it; or
     a `LoadChoice`, which decides."""
     verify: bool = attrs.field(default=False, validator=_bool)
-    """A checksum per block at store, compared at load; a mismatch is a miss."""
+    """Compute a checksum per block at store and compare it at load. A mismatch is a miss."""
     max_jobs_in_flight: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(1, 1024)))
     """Maximum jobs in flight, counted for each link, so that a load never waits for stores. None: 4, or on one GPU as
     many of the largest jobs as fit in the byte bound, if that is more."""
@@ -174,8 +174,8 @@ class OffloadConfig:
     max_fetch_share: float = attrs.field(default=0.25, validator=_share)
     """Maximum share of the host's blocks that fetches from the disk or the remote store under way may take."""
     remote: RemoteTier | None = attrs.field(default=None, validator=_kind_or_none(RemoteTier))
-    """A store that other processes use too, for blocks that were requested twice. None: no remote store. Needs a
-    `namespace`, and groups with full attention."""
+    """A store that other processes use, too. Blocks that were requested twice are stored there. None: no remote store.
+    Needs a `namespace`, and groups with full attention."""
     max_quarantined_share: float = attrs.field(default=0.25, validator=_share)
     """With a `HostCache`: share of the engine's blocks in quarantine above which nothing is loaded any more."""
 

@@ -1,4 +1,4 @@
-"""The tiers below the host and the eviction, as a configuration names them, and sizes in the form that people write.
+"""The configuration of the tiers below the host and of the eviction, and sizes written as text.
 
 DiskTier     the directory, the size on the disk, and the daily writes
 RemoteTier   a store of objects that others share, with time-outs and a rate
@@ -108,7 +108,8 @@ class DiskTier:
         return self.size_bytes if self.daily_writes is None else parse_bytes("daily_writes", self.daily_writes)
 
     def num_slots(self, block_bytes: int, unit_tokens: int) -> int:
-        """Blocks of `block_bytes`, in units of `unit_tokens` tokens, that it holds. `ConfigError("size")` for none."""
+        """Number of blocks of `block_bytes`, in units of `unit_tokens` tokens, that the disk holds. Raises
+        `ConfigError("size")` if it holds none."""
         return num_slots_in(self.size_bytes, block_bytes, unit_tokens)
 
 

@@ -157,7 +157,7 @@ class Hints:
         self._moves.note(HintEnded(hint.hint_id, hint.category, end))
 
     def _last_cached(self, sequence: TokenSequence, stop: int) -> Run | None:
-        """The last cached run of `sequence` before unit `stop`. Splits a cached run that goes on with other tokens."""
+        """The last cached run of `sequence` before unit `stop`. Splits a cached run whose later tokens differ."""
         last = None
         for found, agreed in list(self._cache.index.walk(sequence, stop)):
             last = self._cache.cut(found, agreed)

@@ -116,7 +116,7 @@ class FewRows:
 
 @dataclass(slots=True, eq=False)
 class ManyRows:
-    """The rows that a call names: thousands of ids are compared without a loop over them."""
+    """The rows that a call names, for many rows: thousands of ids are compared without a Python loop."""
 
     num_rows: int
     blocks: Sequence[array[int]]
@@ -159,7 +159,7 @@ def has_null(ids: array[int]) -> bool:
 
 
 def _are_rows(ids: array[int], num_rows: int) -> bool:
-    """Whether all ids lie in `[0, num_rows)`."""
+    """Whether all ids are in `[0, num_rows)`."""
     if len(ids) <= MAX_WITHOUT_NUMPY:
         return not ids or (min(ids) >= 0 and max(ids) < num_rows)
     return bool(np.frombuffer(ids, np.uint32).max() < num_rows)  # a negative id is a very large one there

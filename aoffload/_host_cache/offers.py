@@ -68,7 +68,7 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """What an offer stores."""
+    """The blocks that an offer stores, and the numbers of blocks that it leaves out."""
 
     offers: list[Offer]
     end: End | None = None
@@ -145,7 +145,7 @@ class EngineOffers:
         """Forget the end of the request's path, because the request is over or its tokens were dropped."""
         self._ends.pop(request, None)
 
-    # -- what an offer stores -------------------------------------------------------------------------------------
+    # -- the blocks of an offer -----------------------------------------------------------------------------------
 
     def wanted(
         self, request: HostCacheRequest, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool
@@ -431,7 +431,7 @@ def _first(lacking: list[range], most: int) -> tuple[list[range], int]:
 
 
 def _lacking_of(path: Path, component: Component, start: int, stop: int) -> list[range]:
-    """Units `[start, stop)` of `component` that the host neither holds nor will get from jobs under way."""
+    """Units `[start, stop)` of `component` that the host does not hold and will not get from jobs under way."""
     position, held = 0, list[range]()
     for run, agreed in path:
         first, last = covered(run.part(BELOW, component.number))

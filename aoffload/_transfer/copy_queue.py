@@ -534,7 +534,7 @@ class CopyQueue:
         self.settle_delivered()  # jobs without a completion are quarantined
         self.give_up([job_id for link in self._links.values() for job_id in link.in_flight], error)
 
-    # -- what is left ---------------------------------------------------------------------------------------------
+    # -- state of the queue ---------------------------------------------------------------------------------------
 
     @property
     def num_in_flight(self) -> int:

@@ -440,7 +440,7 @@ class CopyLane:
         return landed
 
     def _verify(self, plan: TransferPlan, num_copied: int, checksums: BlockChecksums) -> tuple[int, ...]:
-        """For a load: indices of blocks that differ from what was stored. For a store: records the checksums.
+        """For a load: indices of blocks that differ from the stored ones. For a store: records the checksums.
 
         Checksums are taken from the source blocks, which the job still leases, so a load also notices a store that was
         not over yet when its fence passed.

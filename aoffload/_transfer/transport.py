@@ -252,8 +252,8 @@ class TransportDisk(Protocol):
 
     def forget(self, slots: Sequence[int]) -> None:
         """Make sure that neither a load nor a restart finds the blocks in these slots, even after a power failure.
-        Stores that are launched later wait for it. If the records cannot be erased, `hear_trouble` receives what was
-        done instead."""
+        Stores that are launched later wait for it. If the records cannot be erased, `hear_trouble` receives a
+        `DiskTrouble` with the outcome of the further attempts."""
         ...
 
     def refuses(self, direction: Direction) -> bool:

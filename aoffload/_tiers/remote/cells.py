@@ -34,7 +34,7 @@ WRITER_BYTES, NUMBER_BYTES = 7, 5
 NONCE_BYTES = WRITER_BYTES + NUMBER_BYTES
 SEAL_BYTES = 16
 OVERHEAD_BYTES = HEADER.size + SEAL_BYTES
-"""Bytes of an object besides its blocks."""
+"""Size of an object minus the size of its blocks."""
 
 
 @attrs.frozen

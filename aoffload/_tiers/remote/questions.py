@@ -22,7 +22,7 @@ from .memory import CellMemory, Known, Removals
 from .plans import CellLabel
 
 MAX_WAITING = 64
-"""Maximum waiting questions; any more are answered with 0 at once."""
+"""Maximum waiting questions; further ones are answered with 0 immediately."""
 ROUND_CELLS = 64
 """Maximum cells of one round."""
 NAMES = [bytes([number]) * 32 for number in range(64)]
@@ -75,7 +75,7 @@ class Questions:
 
     def ask(self, labels: Sequence[CellLabel], hear: Hear) -> None:
         """Ask how many of the cells `labels`, from the first one on, the store has. `hear` is called once with the
-        answer, in any thread; at once with 0 if the answer could only be late."""
+        answer, in any thread. If the answer would come too late, `hear` is called with 0 immediately."""
         now = self._env.now()
         worth = self._worth_asking(labels, now)
         if not worth:

@@ -118,7 +118,7 @@ _IDLE_S = 1.0
 """How long idle ranks may take to end."""
 MAX_RANKS = 1024
 MAX_FENCES = 4096
-"""Maximum live fences. Further fences are refused, so commits are not stored while a device is this far behind."""
+"""Maximum live fences. Further fences are refused, so commits are not stored while a device lags this much."""
 
 
 @attrs.frozen(eq=False)
@@ -281,7 +281,7 @@ class RankTransport:
                 refusal = self._gone(index, error) if isinstance(error, DeviceGone) else error
                 self._not_started(index, plan, refusal)
                 return
-            except Exception as error:  # noqa: BLE001 - a driver error: what this rank has started is unknown
+            except Exception as error:  # noqa: BLE001 - a driver error: this rank may have started the copy
                 self._report(index, Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))
                 self._skip(index + 1, plan, "an earlier rank could not start")
                 return

@@ -172,7 +172,7 @@ class CudaBackend(RegionBackend):
             self.break_even = self._chosen_break_even()
 
     def _chosen_break_even(self) -> BreakEven:
-        """Make the kernels and decide what they copy. Nothing is compiled or allocated for them after this."""
+        """Make the kernels and decide which pieces they copy. Nothing is compiled or allocated for them after this."""
         if not (self.host.is_page_locked and self.driver.maps_host_memory):  # no kernel can read the host memory
             return BreakEven(0, 0)
         lanes = self._lanes.values()

@@ -41,8 +41,8 @@ class BlockingWait:
 class AdaptivePolling:
     """Polls with sleeps that are a share of the time waited so far: late by that share at most, and never busy.
 
-    A wait of `t` seconds ends at most `max(shortest_s, share * t)` late, apart from what the system adds to each sleep,
-    and polls about `log(t / shortest_s) / share` times. A sleep is never longer than `longest_s`.
+    A wait of `t` seconds ends at most `max(shortest_s, share * t)` late, plus the delay that the system adds to each
+    sleep, and polls about `log(t / shortest_s) / share` times. A sleep is never longer than `longest_s`.
     """
 
     shortest_s: float = 20e-6

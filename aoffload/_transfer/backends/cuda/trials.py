@@ -118,7 +118,7 @@ def measured_rate(backend: Tried) -> float:
     try:
         device = _temporary(backend, host.numel(), *Direction)
         return host.numel() / max(_large_copy_s(backend, direction, device, host) for direction in Direction)
-    except Exception:  # noqa: BLE001 - such as no memory: the figure bounds what is queued, and there is a default
+    except Exception:  # noqa: BLE001 - such as no memory: the rate only bounds the queued bytes, and has a default
         for direction in Direction:
             backend.settle(direction)  # a lost device raises here
         return 0.0
