@@ -104,7 +104,7 @@ PREFIX = "AOFFLOAD_"
 FILE_VARIABLE = "AOFFLOAD_CONFIG_FILE"
 """Names a file. The other variables replace its settings."""
 KEY_VARIABLE = "AOFFLOAD_API_KEY"
-"""Belongs to the HTTP server; it is no setting."""
+"""Belongs to the HTTP server; it is not a setting."""
 HOST_POOL = {"num_host_blocks", "host_bytes"}
 """Two names for the size of the host pool: a later source that has one of them replaces the other, too."""
 GROUP_KEYS = ("name", "block_size", "window", "chunk")

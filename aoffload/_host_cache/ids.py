@@ -166,7 +166,7 @@ def _are_rows(ids: array[int], num_rows: int) -> bool:
 
 
 def _as_ids(part: Sequence[int]) -> array[int]:
-    """A part of an engine's table that is no list."""
+    """A part of an engine's table that is not a list, as an array of ids."""
     if isinstance(part, range) and part.step == 1:
         return id_range(part.start, part.stop)
     if isinstance(part, np.ndarray) and part.dtype.kind in "iu" and part.ndim == 1:

@@ -223,8 +223,8 @@ class EngineOffers:
 
     def _evicts(self, request: HostCacheRequest) -> bool:
         """Whether the host has evicted blocks since `request` was admitted. If it has, only the last offer of the
-        request stores evicted blocks again, because in a host that is too small for all live requests, each offer would
-        evict the blocks of other requests."""
+        request stores evicted blocks again. If every offer did so in a host that is too small for all live requests,
+        each offer would evict the blocks of other requests."""
         return self.cache.tiers[BELOW].num_evicted != request.evictions_before
 
     def _is_there(self, end: End) -> bool:

@@ -240,9 +240,9 @@ class CopyQueue:
 
     A job has `transfer_timeout_s` (a store: `store_timeout_s`) from its launch, or from the end of the job before it if
     that is later. Without a completion by then it is given up: its destination is quarantined, and its link launches
-    nothing more until the job is proven to be over, which an UNPROVEN report does not do. A stalled transport thus
-    makes misses, not queues. If the ledger itself fails, or the device is lost, the cache turns itself off: nothing is
-    launched any more, and requests see only misses.
+    nothing more until the job is proven to be over, which an UNPROVEN report does not do. So a stalled transport
+    causes misses, and no queue grows. If the ledger itself fails, or the device is lost, the cache turns itself off:
+    nothing is launched any more, and requests see only misses.
 
     `clock` counts seconds, such as `time.monotonic`. All calls belong to the ledger's thread, except for `deliver`.
     `observer` receives the events of a copy queue (see `Event`); its exceptions are dropped. `block_bytes` is the size

@@ -1,10 +1,11 @@
 """The transport of one process: regions of KV tensors, host memory, a lane for each direction, and the lower tiers.
 
-`launch` decides in this order: is there a lane or a lower tier for the link, are the ids valid, which fences must pass
-first, is the copy small enough to be made at once, and if not, which thread makes it. A load overwrites blocks that
-compute may still read, and a store without `after` reads blocks that compute may still write. So both wait for all
-compute so far, unless the caller names the only fences that matter (`OnlyAfter`). No compute touches host memory, so a
-copy between the host and a lower tier waits for nothing.
+`launch` finds the lane or the lower tier for the link, checks the ids, and chooses the fences that must pass first. It
+makes a small copy itself, and hands any other copy to a thread.
+
+A load overwrites blocks that compute may still read, and a store without `after` reads blocks that compute may still
+write. So both wait for all compute so far, unless the caller names the only fences that matter (`OnlyAfter`). No
+compute touches host memory, so a copy between the host and a lower tier waits for nothing.
 """
 
 from __future__ import annotations

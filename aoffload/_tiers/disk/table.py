@@ -23,7 +23,7 @@ from .plans import BlockLabel
 
 # -- sums ------------------------------------------------------------------------------------------------------------
 #
-# Sums of records and of data. They find accidents, but they do not stop a program that writes to the files.
+# Sums of records and of data. They detect accidental damage, but any program that writes to the files can forge them.
 
 with needed("disk", "a disk tier"):
     import xxhash

@@ -2,7 +2,7 @@
 
 cells of the prefix    0 1 2 3 4 5 6 7 8 9 ...       nearly always, a store has a leading part of them
 first round            up to 64, evenly spread       finds the last cell that is there and the first that is missing
-second round           up to 64 between those two    loads find out about the rest
+second round           up to 64 between those two    loads answer for the rest
 
 Connecting takes longer than the time-out of a question. So, once the tier is open, each thread asks every node about a
 cell that does not exist. If no node answers, the tier does not use the store until a trial call succeeds.
