@@ -496,7 +496,7 @@ class CopyQueue:
         if self._gives_up is not None:
             try:
                 self._gives_up(job_id)
-            except Exception as error:  # noqa: BLE001 - a bug in the transport: the cache turns off, the engine continues
+            except Exception as error:  # noqa: BLE001 - a bug in the transport: only the cache turns off
                 self._report(WorkerFailed(error))
                 self.turn_off("the transport failed")
 

@@ -65,7 +65,7 @@ class DiskStatistics:
     num_failures: int = 0
     """Jobs that ended in an error of the disk."""
     left_alone: tuple[LeftAlone, ...] = ()
-    """Breakers that have opened: the disk refuses these calls for a while."""
+    """The breakers that have opened: calls of their kind are refused for a while."""
 
 
 @attrs.frozen
@@ -85,7 +85,7 @@ class RemoteStatistics:
     cells_missing: int = 0
     """Cells that were requested and are not in the store."""
     cells_corrupt: int = 0
-    """Cells read from the store whose bytes differ from the stored ones. They count as misses."""
+    """Objects read from the store that are not the requested cell. They count as misses."""
     cells_removed: int = 0
     num_failures: int = 0
     """Calls of the store that ended in an error."""
@@ -94,7 +94,7 @@ class RemoteStatistics:
     num_unknown: int = 0
     """Questions that the store did not answer, or not in time."""
     left_alone: tuple[LeftAlone, ...] = ()
-    """Breakers that have opened: these calls to a node are refused for a while."""
+    """The breakers that have opened: calls of their kind to their node are refused for a while."""
 
 
 @attrs.frozen
@@ -257,7 +257,7 @@ class TransportDisk(Protocol):
         ...
 
     def refuses(self, direction: Direction) -> bool:
-        """Whether the breaker for this direction is open, because the disk has failed lately."""
+        """Whether jobs in this direction should not be launched now, because the disk has failed lately."""
         ...
 
     def take_moves(self) -> Sequence[StorageMove]:
@@ -312,7 +312,7 @@ class TransportRemote(Protocol):
         ...
 
     def refuses(self, direction: Direction) -> bool:
-        """Whether the breaker for this direction is open, because the store has failed lately."""
+        """Whether jobs in this direction should not be launched now, because the store has failed lately."""
         ...
 
     def take_moves(self) -> Sequence[StorageMove]:

@@ -80,9 +80,9 @@ def wait_precisely() -> None:
 
 
 def give_way() -> None:
-    """Lower the priority of the calling thread when it is woken, so that it takes no core from a running thread. The
-    thread that wakes it is about to submit work to a disk, which matters more. The calling thread keeps its share of
-    the cores."""
+    """Make the calling thread a SCHED_BATCH thread: when it is woken, it takes no core from a running thread. The thread
+    that wakes it is about to submit work to a disk, which matters more. The calling thread keeps its share of the
+    cores."""
     if sys.platform != "linux":
         return
     with suppress(OSError):  # a sandbox that does not allow it

@@ -148,7 +148,7 @@ class _Server:
         except TransferRefused as error:
             self._look_at(error)
             self._deliver(end(Outcome.FAILED, error=str(error)))
-        except Exception as error:  # noqa: BLE001 - a driver error: unknown whether the copy was started, the rank continues
+        except Exception as error:  # noqa: BLE001 - a driver error: the copy may have been started
             self._deliver(end(Outcome.UNPROVEN, error=repr(error)))
 
     def _look_at(self, error: TransferRefused) -> None:

@@ -16,7 +16,7 @@ class MooncakeStore:
     `from_addresses` makes one. Needs one of its distributions, such as `mooncake-transfer-engine`.
 
     Its calls have no time-out. A call to a machine that hangs returns after half a minute, and blocks its thread until
-    then. A second put of a key changes nothing; cells need no more than that.
+    then. A second put of a key does not replace the object, which suffices for cells.
     """
 
     def __init__(self, client: Any) -> None:

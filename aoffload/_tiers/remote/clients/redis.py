@@ -239,8 +239,8 @@ class RedisClusterStore:
 
     @classmethod
     def from_url(cls, url: str, *more_urls: str) -> Self:
-        """Connect to the cluster through these nodes; the others are found through them. User, password and encryption
-        are those of the first URL."""
+        """A store for the cluster that has these nodes; the other nodes are found through them. User, password and
+        encryption are those of the first URL."""
         library = RedisLibrary()
         found = [library.settings(each) for each in (url, *more_urls)]
         make, settings = found[0]
