@@ -61,7 +61,8 @@ class DuplicateRequest(InvalidArgument):
 
 
 class MissingExtra(AoffloadError, ModuleNotFoundError):  # noqa: N818
-    """An optional package is not installed. `name` is the missing module; `extra` is the extra that installs it."""
+    """An optional package is not installed. `name` is the missing module; `extra` is the extra that installs it. The
+    message says how."""
 
     def __init__(self, extra: str, module: str, user: str) -> None:
         # vLLM brings this package along, not the other way round.

@@ -30,8 +30,8 @@ def complain(command: str, problem: str) -> int:
 
 
 def ended_by(command: str, error: OSError) -> int:
-    """Report `error` with the file that it names. Returns the exit status: 0 if the reader of a pipe has closed it (`|
-    head`)."""
+    """Report `error` with the file that it names. Returns the exit status, which is 0 if the reader of a pipe has
+    closed it (`| head`)."""
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -80,7 +80,7 @@ def wait_precisely() -> None:
 
 
 def give_way() -> None:
-    """Make the calling thread a SCHED_BATCH thread: when it is woken, it takes no core from a running thread. The thread
+    """Schedule the calling thread as SCHED_BATCH: when it is woken, it takes no core from a running thread. The thread
     that wakes it is about to submit work to a disk, which matters more. The calling thread keeps its share of the
     cores."""
     if sys.platform != "linux":
