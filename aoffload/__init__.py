@@ -2,9 +2,9 @@
 
 Each request is a task. It holds blocks until its `async with` block ends. See docs/architecture.md.
 
-Here is what a program around `OffloadRuntime` names. What programs around the `Ledger`, and plug-ins, need beside it is
-in modules of its own: `aoffload.ledger`, `aoffload.host_cache`, `aoffload.transport`, `aoffload.ranks`,
-`aoffload.cuda` and `aoffload.stores`. docs/api.md has every name.
+This module has the names for programs that use `OffloadRuntime`. Further names for programs that use the `Ledger`, and
+for plug-ins, are in `aoffload.ledger`, `aoffload.host_cache`, `aoffload.transport`, `aoffload.ranks`, `aoffload.cuda`
+and `aoffload.stores`. docs/api.md lists every name.
 """
 
 from importlib import import_module as _import_module
@@ -53,7 +53,8 @@ try:
 except _PackageNotFoundError:  # a source tree that is on the path, but not installed
     __version__ = "0+unknown"
 
-# Imported on first access (PEP 562): torch takes seconds to import, and a program around the `Ledger` needs none.
+# Imported on first access (PEP 562): importing torch takes seconds, and a program that uses only the `Ledger` does not
+# need it.
 _NEEDS_TORCH = {
     "Computed": "._runtime.steps",
     "HostCacheRuntime": "._runtime.runtime",
@@ -62,7 +63,7 @@ _NEEDS_TORCH = {
     "RuntimeStatistics": "._runtime.runtime",
 }
 
-# A type checker that saw this function would take any misspelled name.
+# With this function visible, a type checker would accept any misspelled name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

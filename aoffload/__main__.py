@@ -1,7 +1,7 @@
-"""The command `aoffload`: finds the program of a subcommand, and hands it the other arguments.
+"""The command `aoffload`: runs the program of a subcommand with the other arguments.
 
-`python -m aoffload` is the same command. A subcommand is a row of `COMMANDS`. Its module is imported when it is asked
-for, and parses its own arguments.
+`python -m aoffload` is the same command. A subcommand is a row of `COMMANDS`. Its module is imported only when the
+subcommand is used, and parses its own arguments.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["COMMANDS", "main"]
 BAD_USAGE = 2
 INTERRUPTED = 130
 REPORTED = ("torch", "transformers", "vllm", "cuda-bindings")
-"""Distributions that `--version` names where they are installed."""
+"""Distributions whose versions `--version` reports if they are installed."""
 
 
 @attrs.frozen
 class Command:
     name: str
     module: str
-    """Has `main(arguments)`, which returns the exit status, or raises `SystemExit` as argparse does."""
+    """Its `main(arguments)` returns the exit status, or raises `SystemExit` as argparse does."""
     about: str
     extra: str | None = None
-    """What the module itself cannot be imported without."""
+    """The extra without which the module cannot be imported."""
 
 
 COMMANDS = (
@@ -49,7 +49,8 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: the subcommand's own, 2 for one that does not exist or lacks its extra, 130 for Ctrl-C."""
+    """Returns the exit status: that of the subcommand, 2 if the subcommand does not exist or lacks its extra, 130 after
+    Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     first, others = (given[0], given[1:]) if given else ("", [])
     if first in ("-h", "--help"):
@@ -83,7 +84,7 @@ def usage() -> str:
 
 
 def versions() -> str:
-    """The version, and on a second line what a report of a fault has to say about its surroundings."""
+    """The version, and on a second line the environment, for bug reports."""
     surroundings = [
         f"Python {platform.python_version()}",
         f"{platform.system()} {platform.machine()}",
@@ -112,7 +113,8 @@ def _dispatch(name: str, arguments: list[str]) -> int:
 
 
 def _load(command: Command) -> Callable[[Sequence[str]], int]:
-    """Import its `main`. Torch alone takes seconds: Ctrl-C leaves at once meanwhile, without a traceback."""
+    """Import the module and return its `main`. Importing torch takes seconds, so Ctrl-C exits at once without a
+    traceback."""
     with _leaving_at_once():
         if command.extra is None:
             module = import_module(command.module)

@@ -1,4 +1,4 @@
-"""Public names of copies on a GPU. A machine without one can import them. See docs/cuda.md."""
+"""Public names for copies on a GPU. They can be imported on a machine without a GPU. See docs/cuda.md."""
 
 from ._transfer.backends.cuda.backend import CudaBackend, CudaOptions
 from ._transfer.backends.cuda.driver import StreamCaptured

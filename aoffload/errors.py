@@ -35,7 +35,7 @@ class AoffloadError(Exception):
     """Base class of all errors that this package raises on purpose."""
 
 
-class InvalidArgument(AoffloadError, ValueError):  # noqa: N818 - reads as what it is at the call
+class InvalidArgument(AoffloadError, ValueError):  # noqa: N818 - the name says what the error means
     """An argument that is invalid in every state of the runtime."""
 
     def __init__(self, argument: str, problem: str) -> None:
@@ -61,7 +61,8 @@ class DuplicateRequest(InvalidArgument):
 
 
 class MissingExtra(AoffloadError, ModuleNotFoundError):  # noqa: N818
-    """An optional package is not installed: the module `name`, which `extra` brings, as the message says."""
+    """An optional package is not installed. `name` is the missing module; `extra` is the extra that installs it. The
+    message says how."""
 
     def __init__(self, extra: str, module: str, user: str) -> None:
         # vLLM brings this package along, not the other way round.
@@ -110,10 +111,11 @@ class LeaseError(WrongState):
 
 
 class ExtensionError(AoffloadError):
-    """A hook of an extension has raised an error, called a verb of the ledger, or answered wrongly.
+    """A hook of an extension has raised an error, called a method of the ledger, or returned an invalid answer.
 
-    The call that raises this is complete, but all queued copies are discarded, and a request or a pin that it was to
-    return is over. `__cause__` is the error. `readers`: the requests that `invalidate` was to return; abort them."""
+    The call that raises this error is complete, but all queued copies are discarded, and a request or a pin that the
+    call would have returned has ended. `__cause__` is the original error. `readers` are the requests that `invalidate`
+    would have returned: abort them."""
 
     def __init__(self, extension: str, hook: str, problem: str) -> None:
         super().__init__(f"{extension}.{hook} {problem}")
@@ -137,32 +139,35 @@ class RuntimeClosed(AoffloadError):  # noqa: N818
 
 
 class WrongThread(AoffloadError):  # noqa: N818
-    """A call from outside of the event loop's thread."""
+    """A call from a thread other than that of the event loop."""
 
 
 class WrongProcess(AoffloadError):  # noqa: N818
-    """A call in a forked child, which has neither the copy threads nor the device memory."""
+    """A call in a forked child process, which has neither the copy threads nor the device memory."""
 
 
 class TransferRefused(AoffloadError):  # noqa: N818
-    """A transport could not start a transfer or a thread, or record a fence. Nothing was started, so no completion
-    follows."""
+    """A transport could not start a transfer or a thread, or could not record a fence. Nothing was started, so no
+    completion follows."""
 
 
 class DeviceGone(TransferRefused):
-    """A final refusal: the device, or one of several ranks, is lost, and the transport starts nothing any more."""
+    """A final refusal: the device or one of several ranks is lost, so the transport starts nothing any more."""
 
 
 class StoreError(AoffloadError):
-    """An `ObjectStore` did not do what it was asked: unreachable, too slow, full. What it did of it is unknown."""
+    """A call to an `ObjectStore` failed, because the store is unreachable, too slow or full. The call may have had an
+    effect."""
 
 
 class RegionNotLoaded(AoffloadError):  # noqa: N818
-    """A load ended, or the wait was given up, before this region was copied: its destination is undefined."""
+    """A load ended before this region was copied, or the wait was given up. The content of the destination is
+    undefined."""
 
 
 class WireError(AoffloadError):
-    """Bytes between the deciding process and a rank that are no frame, or a value that fits into none."""
+    """Bytes between the deciding process and a rank that are not a valid frame, or a value that does not fit into a
+    frame."""
 
 
 class IntegrityError(AoffloadError, AssertionError):

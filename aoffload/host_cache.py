@@ -1,7 +1,7 @@
-"""Public names around `HostCache`, which `aoffload` itself has.
+"""Public names around `HostCache`, which is in `aoffload` itself.
 
 For engines that have their own block pool and prefix cache: the protocols that such an engine implements, and the
-values and events that it receives. docs/engines.md is the guide. Nothing here needs torch.
+values and events that it receives. docs/engines.md is the guide. Importing this module does not import torch.
 """
 
 from ._host_cache.events import LoadsPaused, LoadsResumed

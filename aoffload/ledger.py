@@ -1,7 +1,7 @@
-"""Public names around the synchronous `Ledger`, which `aoffload` itself has, and of what is plugged into it.
+"""Public names around the synchronous `Ledger`, which is in `aoffload` itself.
 
-What it takes and hands out, the states of that, the protocols of observers, policies and pools, and the errors of its
-bookkeeping; and what a runtime returns for pins, prefetches, fetches and demotions. Nothing here needs torch.
+The values that a `Ledger` takes and returns, with their states; the protocols of observers, policies and pools; its
+errors; and the results of pins, prefetches, fetches and demotions. Importing this module does not import torch.
 """
 
 from ._common.prefix import Prefix, Root

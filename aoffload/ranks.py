@@ -1,4 +1,4 @@
-"""Public names of several ranks behind one transport. See docs/ranks.md."""
+"""Public names for one transport over several ranks. See docs/ranks.md."""
 
 from ._transfer.ranks.process import ProcessRank
 from ._transfer.ranks.rank import LocalRank, Rank

@@ -1,4 +1,4 @@
-"""Public names of the stores that a remote tier may use, and what a store of your own has to be."""
+"""Public names of the object stores for a remote tier, and the protocol for a store of your own."""
 
 from ._config.tiers import ObjectStore
 from ._tiers.remote.clients.mooncake_store import MooncakeStore

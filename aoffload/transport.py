@@ -1,7 +1,8 @@
-"""Public names of what moves bytes for a runtime: the protocol, the transport of one process, fences and their errors;
-and `Env`, its clock, randomness and threads.
+"""Public names of transports, which move the bytes for a runtime: the protocol, the transport of one process, fences
+and their errors, and `Env`, which provides the clock, the randomness and the threads.
 
-`aoffload.ranks` has the transport of several devices, `aoffload.cuda` what a GPU takes, `aoffload.ledger` the plans.
+`aoffload.ranks` has the transport of several devices, `aoffload.cuda` the options for a GPU, and `aoffload.ledger` the
+plans that a transport executes.
 """
 
 from ._common.env import Env

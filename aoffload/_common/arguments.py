@@ -1,6 +1,6 @@
 """Argument checks: each raises a typed error that names the argument, before any state changes.
 
-Arguments may be arbitrary objects, including ones that raise when they are compared, iterated or printed.
+Arguments may be arbitrary objects, including objects that raise when they are compared, iterated or printed.
 """
 
 from __future__ import annotations

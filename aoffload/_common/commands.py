@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 
 def print_any_name() -> None:
-    """Let standard output accept the name of any file, also one with half a surrogate pair."""
+    """Let standard output accept the name of any file, including names with lone surrogates."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -30,8 +30,8 @@ def complain(command: str, problem: str) -> int:
 
 
 def ended_by(command: str, error: OSError) -> int:
-    """Report `error` with the file that it names. Returns the exit status: 0 if the reader of a pipe has closed it
-    (`| head`)."""
+    """Report `error` with the file that it names. Returns the exit status, which is 0 if the reader of a pipe has
+    closed it (`| head`)."""
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -100,7 +100,7 @@ class ProgressLine:
     _on_screen: bool = False
 
     def show(self, text: Callable[[], str]) -> None:
-        """Rewrite the line, if enough time has passed since the last call that did so."""
+        """Rewrite the progress line, unless the last rewrite was less than `INTERVAL_S` ago."""
         now = time.monotonic()
         if self.stream.isatty() and now - self._last_s >= INTERVAL_S:
             self._last_s, self._on_screen = now, True

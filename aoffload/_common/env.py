@@ -1,4 +1,4 @@
-"""The environment of the runtime: clock, randomness and threads, which a simulator replaces, and the event loop.
+"""The environment of the runtime: the event loop, and clock, randomness and threads, which a simulator replaces.
 
 All differences between asyncio and trio that anyio does not hide are here: a clock and a current task that can be read
 outside of a task, a timer without a task, and a wake-up from any thread.
@@ -98,7 +98,7 @@ class Env:
     def loop_waker(self, callback: Callable[[], None]) -> Callable[[], None]:
         """A function that any thread may call to have the running event loop call `callback` soon.
 
-        It does nothing once the loop has closed: closing the runtime drains what was reported until then.
+        It does nothing once the loop has closed: closing the runtime drains the reports until then.
         """
         if _in_trio():
             return self._trio_waker(callback)

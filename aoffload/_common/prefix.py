@@ -2,8 +2,8 @@
 
 Two prompts share a block only if everything that the KV of the block depends on is equal: the model and its settings
 (the namespace), the tenant (`cache_salt`), the adapter (`adapter_key`), all token ids up to the end of the block, and
-the content that placeholder tokens stand for (`key_spans`). The encoding is canonical, so that equal identities are
-equal bytes, and unequal ones are unequal:
+the content that placeholder tokens stand for (`key_spans`). The encoding is canonical: equal identities have equal
+bytes, and different identities have different bytes:
 
     root      each key with its type and its length, so that no two pairs of keys run together to the same bytes
     tokens    little-endian int32, 4 bytes an id
@@ -56,10 +56,10 @@ _KEY_OR_NONE = (*_KEY_TYPES, type(None))
 
 @attrs.frozen(order=True)
 class KeySpan:
-    """Tokens `[start, stop)` stand for something else: an image, audio, an embedding.
+    """Tokens `[start, stop)` are placeholders for other content: an image, audio, an embedding.
 
-    `digest` identifies that content. Two prompts whose placeholder tokens are equal but whose spans differ never
-    share a block that a span touches.
+    `digest` identifies that content. Two prompts whose placeholder tokens are equal but whose spans differ never share
+    a block that a span touches.
     """
 
     start: int
@@ -75,7 +75,7 @@ class KeySpan:
 
 
 class Identity(TypedDict, total=False):
-    """The arguments that identify KV besides the token ids. KV is shared only where all of them are equal."""
+    """The arguments that identify KV in addition to the token ids. KV is shared only if all of them are equal."""
 
     cache_salt: str | bytes | None
     """For example the tenant. Default: None."""
@@ -93,7 +93,7 @@ class Root:
     cache_salt: str | bytes | None = attrs.field(default=None, eq=False)
     adapter_key: str | bytes | None = attrs.field(default=None, eq=False)
     digest: bytes = attrs.field(init=False, repr=False)
-    """SHA-256 of the encoded keys: stands for them where they must not be written, such as in a file."""
+    """SHA-256 of the encoded keys. It replaces the keys in places where they must not be written, such as a file."""
     hasher: Hasher = attrs.field(init=False, eq=False, repr=False)
     """The hash state from which every prefix under this root starts: that of `digest`. Copy it, never update it."""
 

@@ -39,10 +39,10 @@ class TierRow(NamedTuple):
     lowest_id: int
     """The first usable block id: 1 in a tier whose block 0 is the null block."""
     is_indexed: bool = True
-    """Whether the index knows the blocks of the tier. False: only the tier itself knows what it holds."""
+    """Whether the index knows the blocks of the tier. False: only the tier itself knows its contents."""
     leaves_doubt: bool = True
     """Whether a copy from or to the tier leaves its destination in doubt when it is given up, so that the destination
-    goes into quarantine. False: what arrives later proves itself, and the copy touches no host memory any more."""
+    goes into quarantine. False: late data is verified, and the copy does not touch host memory any more."""
 
 
 TIERS = (

@@ -130,10 +130,10 @@ class OffloadConfig:
     store_policy: Any = attrs.field(default="eager", validator=_store_policy)
     eviction: Any = attrs.field(default="lru", validator=_eviction)
     load_choice: Any = attrs.field(default="always", validator=_load_choice)
-    """The part of a host hit that is loaded: "always" all of it, "cost" the part that costs less than computing it; or
-    a `LoadChoice`, which decides."""
+    """The part of a host hit to load: "always" (all of it), "cost" (the part whose load costs less than computing it),
+    or a `LoadChoice` object, which decides."""
     verify: bool = attrs.field(default=False, validator=_bool)
-    """A checksum per block at store, compared at load; a mismatch is a miss."""
+    """Compute a checksum per block at store and compare it at load. A mismatch is a miss."""
     max_jobs_in_flight: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(1, 1024)))
     """Maximum jobs in flight, counted for each link, so that a load never waits for stores. None: 4, or on one GPU as
     many of the largest jobs as fit in the byte bound, if that is more."""
@@ -148,14 +148,14 @@ class OffloadConfig:
     """A request stops waiting for a fetch from a tier below the host after this long and computes the rest; None:
     `load_timeout_s`."""
     prefill_tokens_per_s: float | None = attrs.field(default=None, validator=_SPEED_OR_NONE)
-    """Tokens of a prompt that the engine computes per second. Blocks that would arrive later than that are not fetched.
-    None: measured from the steps."""
+    """Tokens of a prompt that the engine computes per second. Blocks that would arrive after the engine could have
+    computed them are not fetched. None: measured from the steps."""
     transfer_timeout_s: float = attrs.field(default=120.0, validator=_seconds)
     """After this time, the destination of a launched job without a completion is quarantined, and its link launches
     nothing more until it reports."""
     store_timeout_s: float | None = attrs.field(default=None, validator=_SECONDS_OR_NONE)
     """The same for stores; None: `transfer_timeout_s`, but at most 10. A store that hangs keeps its source blocks for
-    this long, and others may wait for them."""
+    this long, and requests may wait for these blocks."""
     close_timeout_s: float = attrs.field(default=10.0, validator=_seconds)
     """How long closing waits for copies in flight before it quarantines them."""
     slow_wait_s: float | None = attrs.field(default=30.0, validator=_SECONDS_OR_NONE)
@@ -174,8 +174,8 @@ class OffloadConfig:
     max_fetch_share: float = attrs.field(default=0.25, validator=_share)
     """Maximum share of the host's blocks that fetches from the disk or the remote store under way may take."""
     remote: RemoteTier | None = attrs.field(default=None, validator=_kind_or_none(RemoteTier))
-    """A store that other processes use too, for blocks that were requested twice. None: no remote store. Needs a
-    `namespace`, and groups with full attention."""
+    """A store that other processes use, too. Blocks that were requested twice are stored there. None: no remote store.
+    Needs a `namespace`, and groups with full attention."""
     max_quarantined_share: float = attrs.field(default=0.25, validator=_share)
     """With a `HostCache`: share of the engine's blocks in quarantine above which nothing is loaded any more."""
 
@@ -239,7 +239,8 @@ class OffloadConfig:
 
     @property
     def root_namespace(self) -> str:
-        """The namespace of root keys: `namespace` and the layout of groups: different layouts never share KV."""
+        """The namespace of root keys. It includes the layout of the groups, so that different layouts never share
+        KV."""
         groups = ",".join(f"{group.name}:{group.block_size}" for group in self.groups)
         return f"{self.namespace}\n{groups}"
 

@@ -1,8 +1,8 @@
 """Groups of layers, and how far back each of them reads.
 
 A group is a set of layers that share a block table. Its attention kind answers which blocks before a position are still
-read; all else follows from that. Every token writes its own KV, into the block at its position, and later tokens read
-it. An attention kind must keep four rules, which are checked before a group of that kind is accepted:
+read; everything else follows from that. Every token writes its own KV, into the block at its position, and later tokens
+read it. An attention kind must keep four rules, which are checked before a group of that kind is accepted:
 
 1. The blocks needed at a token are contiguous and end with the last whole block before it, because `commit` publishes
    every block that was computed into, and a run holds one stretch of a component.
@@ -13,8 +13,8 @@ it. An attention kind must keep four rules, which are checked before a group of 
 4. `free_end` is the last token, up to the given one, at which nothing is read. A match that lacks a block may end
    there.
 
-A recurrent state breaks the second rule. Its block stands for all tokens before it and is needed although none of its
-own tokens is read. A forward writes only its last state, while `commit` publishes all blocks.
+A recurrent state breaks the second rule. Its block summarises all tokens before it, so it is needed although none of
+its own tokens is read. A forward writes only its last state, while `commit` publishes all blocks.
 """
 
 from __future__ import annotations

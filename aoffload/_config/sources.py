@@ -1,11 +1,11 @@
-"""Sources of settings besides arguments: a TOML file, and environment variables.
+"""Sources of settings other than arguments: a TOML file, and environment variables.
 
 A setting has the name of its field in all of them; a variable has it in capitals after `AOFFLOAD_`. A later source
 replaces the settings of an earlier one: first the file, then variables, then arguments. An error names the setting and
 the source that it was read from.
 
-`disk` and `remote` are tables. A secret is neither in a file that has other settings nor in a variable, because others
-may read these: `secret_file` names a file that has nothing else in it.
+`disk` and `remote` are tables. A secret must not be in a file with other settings or in a variable, because others may
+read these. `secret_file` names a file that contains only the secret.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def store_of(url: object) -> ObjectStore:
 
 
 def secret_in(path: object) -> bytes | None:
-    """The content of the file `path`, without a line's end after it. None: there is no secret."""
+    """The content of the file `path`, without a trailing newline. None: there is no secret."""
     if path is None:
         return None
     if not isinstance(path, (str, os.PathLike)):
@@ -104,7 +104,7 @@ PREFIX = "AOFFLOAD_"
 FILE_VARIABLE = "AOFFLOAD_CONFIG_FILE"
 """Names a file. The other variables replace its settings."""
 KEY_VARIABLE = "AOFFLOAD_API_KEY"
-"""Belongs to the HTTP server; it is no setting."""
+"""Belongs to the HTTP server; it is not a setting."""
 HOST_POOL = {"num_host_blocks", "host_bytes"}
 """Two names for the size of the host pool: a later source that has one of them replaces the other, too."""
 GROUP_KEYS = ("name", "block_size", "window", "chunk")
@@ -224,7 +224,7 @@ def _group(table: object, origin: str) -> KVCacheGroup:
 
 
 def _from_text(field: attrs.Attribute[Any], text: str, variable: str) -> object:
-    """The value of `field` that `text` stands for, by the annotation of the field."""
+    """The value of `text` for `field`, read according to the annotation of the field."""
     if field.name == "groups":
         return _groups(_value("groups", "be one list of tables", text, variable), variable)
     if text == NONE and _may_be_none(field):

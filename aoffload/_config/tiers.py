@@ -1,4 +1,4 @@
-"""The tiers below the host and the eviction, as a configuration names them, and sizes in the form that people write.
+"""The configuration of the tiers below the host and of the eviction, and sizes written as text.
 
 DiskTier     the directory, the size on the disk, and the daily writes
 RemoteTier   a store of objects that others share, with time-outs and a rate
@@ -108,7 +108,8 @@ class DiskTier:
         return self.size_bytes if self.daily_writes is None else parse_bytes("daily_writes", self.daily_writes)
 
     def num_slots(self, block_bytes: int, unit_tokens: int) -> int:
-        """Blocks of `block_bytes`, in units of `unit_tokens` tokens, that it holds. `ConfigError("size")` for none."""
+        """Number of blocks of `block_bytes`, in units of `unit_tokens` tokens, that the disk holds. Raises
+        `ConfigError("size")` if it holds none."""
         return num_slots_in(self.size_bytes, block_bytes, unit_tokens)
 
 
@@ -132,7 +133,7 @@ class ObjectStore(Protocol):
     """
 
     def exist(self, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
-        """For each of the keys, all of one node, whether there is an object."""
+        """Whether there is an object for each of the keys, which all belong to one node."""
         ...
 
     def get(self, key: bytes, timeout_s: float) -> bytes | memoryview | None:
@@ -141,8 +142,8 @@ class ObjectStore(Protocol):
         ...
 
     def put(self, key: bytes, value: memoryview, timeout_s: float) -> None:
-        """Store an object, in place of an older one if the store can do that. After the call, the caller uses the
-        memory of `value` again."""
+        """Store an object. If the store can do that, it replaces an older object. After the call, the caller reuses the
+        memory of `value`."""
         ...
 
     def remove(self, key: bytes, timeout_s: float) -> None:
@@ -183,11 +184,11 @@ class RemoteTier:
     """A remote tier below host memory: `store` (see `aoffload.stores`), which other machines may share.
 
     With a `secret` (at least 16 random bytes, the same for all processes that share the store) objects are encrypted
-    and cannot be forged; without one, a checksum finds accidents only, and any writer to the store can change the KV
-    that a model reads. A question to the store takes at most `ask_timeout_s`; a load or store of one cell that takes
-    longer than `load_timeout_s` or `store_timeout_s` has failed. At most `max_write_rate` bytes (a number, or text such
-    as "64MiB") are written per second. One object, a cell, has at most `cell_bytes`: only whole cells hit, and only
-    processes with the same size share cells. See docs/remote.md.
+    and cannot be forged. Without one, a checksum detects accidental damage only, and any writer to the store can change
+    the KV that a model reads. A question to the store takes at most `ask_timeout_s`; a load or store of one cell that
+    takes longer than `load_timeout_s` or `store_timeout_s` has failed. At most `max_write_rate` bytes (a number, or
+    text such as "64MiB") are written per second. One object, a cell, has at most `cell_bytes`: only whole cells hit,
+    and only processes with the same size share cells. See docs/remote.md.
     """
 
     store: ObjectStore = attrs.field(validator=_store)

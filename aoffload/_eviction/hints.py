@@ -157,19 +157,19 @@ class Hints:
         self._moves.note(HintEnded(hint.hint_id, hint.category, end))
 
     def _last_cached(self, sequence: TokenSequence, stop: int) -> Run | None:
-        """The last cached run of `sequence` before unit `stop`. Splits a cached run that goes on with other tokens."""
+        """The last cached run of `sequence` before unit `stop`. Splits a cached run whose later tokens differ."""
         last = None
         for found, agreed in list(self._cache.index.walk(sequence, stop)):
             last = self._cache.cut(found, agreed)
         return last
 
     def _change(self, last: Run | None, change: int) -> None:
-        """Let one hint more, or one less, spare `last` and all runs before it.
+        """Add a hint to `last` and all runs before it (`change` is 1), or remove one (-1).
 
-        When the hint ends, `before` leads from `last` to the same runs as when it was given, with three exceptions:
-        both parts of a run that was split, one run in place of two that were merged (only runs with the same hints are
-        merged), and no run in place of one that was evicted. So no run keeps a hint that has ended or loses a hint in
-        force, and a suffix never has more hints than its prefix.
+        When the hint ends, `before` leads from `last` to the same runs as when it was given, with three exceptions: a
+        run that was split is now two runs; two runs that were merged are one (only runs with the same hints are
+        merged); a run that was evicted is missing. So no run keeps a hint that has ended or loses a hint in force, and
+        a suffix never has more hints than its prefix.
         """
         while last is not None:
             for tier, order in self._learning.orders.items():

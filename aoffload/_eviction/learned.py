@@ -109,7 +109,7 @@ class ReturnTimes:
         own = worth[number]
         return own + (worth[number + 1] - own) * (age - self._starts[number]) / self._lengths[number]
 
-    # -- what is counted ------------------------------------------------------------------------------------------
+    # -- counting -------------------------------------------------------------------------------------------------
 
     def returned(self, of_class: int, since: int, num_units: int) -> None:
         """Count units that are requested again. They were last requested at time `since`, and were in `of_class`
@@ -131,7 +131,7 @@ class ReturnTimes:
             for counts in (self._asked, *self._returned):
                 counts[:] = [count * KEPT for count in counts]
 
-    # -- what follows ---------------------------------------------------------------------------------------------
+    # -- the worth ------------------------------------------------------------------------------------------------
 
     def _compute(self) -> None:
         self._note()
@@ -517,7 +517,7 @@ class Learning:
         """The tiers that use the learned order now."""
         return tuple([tier for tier, guard in self.guards.items() if guard.is_learned])
 
-    # -- what requests ask for ------------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------------------
 
     def seen(self, request: LedgerRequest, first: int, stop: int) -> Sequence[CountedRun]:
         """Count that `request` requests units `[first, stop)`. Returns their runs in the history."""
@@ -556,7 +556,7 @@ class Learning:
             guard.was_forgotten(counted)
         self.when_forgotten(counted)
 
-    # -- what the cache holds of it -------------------------------------------------------------------------------
+    # -- cached parts ---------------------------------------------------------------------------------------------
 
     def mark(self, cache: PrefixCache, request: LedgerRequest, run: Run, start: int) -> None:
         """Tell the orders how often the units from `start` on, on the path of `run`, were requested.

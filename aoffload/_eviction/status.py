@@ -1,4 +1,4 @@
-"""What learned eviction reports: which order each tier uses, and what becomes of hints."""
+"""Reports of learned eviction: the order that each tier uses, and the outcome of hints."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class AnyLedger(CacheBase):
 
     @property
     def reports(self) -> Reports:
-        """Who holds device blocks, and what each request waits for."""
+        """The holders of device blocks, and the cause of each request's wait."""
         return self.add_once(Reports, Reports)
 
     @property
@@ -174,7 +174,7 @@ class AnyLedger(CacheBase):
         """The load that `plan_load` would plan now. None: there is nothing to load, or the load was planned before."""
         raise NotImplementedError
 
-    # -- looking at it --------------------------------------------------------------------------------------------
+    # -- reports and checks ---------------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
@@ -200,7 +200,7 @@ class AnyLedger(CacheBase):
         )  # fmt: skip
 
     def explain(self) -> str:
-        """`reports` as a table to print: the requests, what each waits for, and the holders of device blocks."""
+        """`reports` as a table to print: the requests, the cause of each wait, and the holders of device blocks."""
         found = self.statistics()
         live = f"{found.num_requests:,} request{'' if found.num_requests == 1 else 's'}"
         if found.remote is not None and (moving := found.remote.num_loads + found.remote.num_stores):

@@ -73,7 +73,7 @@ class Reports(LedgerExtension):
         found = [holder for holder in self._all() if holder.num_blocks]
         return tuple(sorted(found, key=lambda holder: (-holder.num_blocks, -(holder.age_s or 0.0))))
 
-    # -- who holds ------------------------------------------------------------------------------------------------
+    # -- holders --------------------------------------------------------------------------------------------------
 
     def _all(self) -> Iterator[Holder]:
         yield from map(self._request, self._ledger.live_requests.values())
@@ -208,7 +208,7 @@ class Reports(LedgerExtension):
         return WaitsFor.ANSWER if request in self.asking else WaitsFor.PROGRAM, ()
 
     def wait_for_room(self, waiter: Waiter, biggest: Sequence[Holder]) -> RequestStatus:
-        """The status of one waiter. The caller passes `biggest`, because it may report many waiters at once."""
+        """The status of one waiter. The caller computes `biggest` once, because it may report many waiters."""
         places = {other: place for place, other in enumerate(self._waiters(), 1) if other is waiter}
         return self._status(waiter.request, places, biggest, [])
 

@@ -34,7 +34,7 @@ from .invalidation import Invalidation
 
 @attrs.frozen
 class Fork:
-    """A forked request, and the blocks that the engine must copy before the fork or its parent goes on."""
+    """A forked request, and the blocks that the engine must copy before the fork or its parent continues."""
 
     request: LedgerRequest
     copies: tuple[tuple[int, int], ...]
@@ -68,9 +68,9 @@ class Forks(LedgerExtension):
         return self._shared_stop(request) * self._cache.layout.unit_tokens
 
     def fork(self, request: LedgerRequest, request_id: str | None = None, *, num_tokens: int = 0) -> Fork:
-        """Start another request with the present tokens of `request`, RUNNING at once. The fork shares the full blocks;
-        the engine copies the other blocks (`Fork.copies`). It gets blocks for `num_tokens`, or for all known tokens if
-        there are more of them. `OutOfBlocks` changes nothing.
+        """Start another request with the present tokens of `request`. It is RUNNING from the start. The fork shares the
+        full blocks; the engine copies the other blocks (`Fork.copies`). It gets blocks for `num_tokens`, or for all
+        known tokens if there are more of them. `OutOfBlocks` changes nothing.
         """
         ledger = self._ledger
         require(ledger.own(request), "fork", State.RUNNING)

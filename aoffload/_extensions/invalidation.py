@@ -196,7 +196,7 @@ class Invalidation(LedgerExtension):
                 self.cache.split(run, start)
         return [run for run in runs if run.stop > start]
 
-    # -- what is remembered ---------------------------------------------------------------------------------------
+    # -- remembered requests --------------------------------------------------------------------------------------
 
     def on_leaving(self, request: LedgerRequest, is_last: bool) -> None:
         if not is_last:

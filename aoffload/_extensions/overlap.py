@@ -8,7 +8,7 @@ the load is over.
 
     SPECULATIVE --> CONFIRMED       the load brought all blocks that the step reads: its results are valid
          `-------> INVALID          the load fell short: commits beyond the loaded tokens are refused
-                      `---> ACKNOWLEDGED    the engine has asked for the first invalid token, and begins another step
+                      `---> ACKNOWLEDGED    the engine has read the first invalid token, and begins another step
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ requests:
 
 - All pins together pin at most `max_share` of each tier. A block that several pins share counts once.
 - If the head of the wait queue lacks blocks and only pins could free some, one pin ends (YIELDED). It is the pin with
-the earliest deadline among the pins on blocks that only pins protect.
+  the earliest deadline among the pins on blocks that only pins protect.
 
 A pin takes a lease in each tier that holds a part of the prompt: on the device up to the device hit, in the host up to
 the end of the hit. In a window, a lease pins the units that the next request for the same prompt needs. That request
@@ -145,7 +145,7 @@ class Pins(LedgerExtension):
         self._end_all(PinState.DROPPED)
         self._ledger.end_call()
 
-    # -- when they end by themselves ------------------------------------------------------------------------------
+    # -- pins that end by themselves ------------------------------------------------------------------------------
 
     def ask_next_lapse(self) -> float:
         return self.held[0].expires_at if self.held else math.inf

@@ -20,7 +20,7 @@ MAX_LENGTH = 64
 
 
 class WaitsFor(enum.Enum):
-    """What a request waits for."""
+    """The cause of a request's wait."""
 
     PROGRAM = "its program"
     """The next call of the program: the request waits for nothing here."""
@@ -122,7 +122,7 @@ class Declined:
 
 @attrs.frozen
 class RequestStatus:
-    """A live request, and what it waits for."""
+    """A live request, and the cause of its wait."""
 
     request_id: str
     state: RequestState

@@ -36,8 +36,8 @@ class StorePolicy(Protocol):
 
     @property
     def num_watermark_blocks(self) -> int:
-        """0: store wanted blocks at once. Otherwise the watermark: store a wanted block once it is among the first
-        `num_watermark_blocks` device blocks that the next allocations would take."""
+        """0: wanted blocks are stored immediately. Otherwise the watermark: a wanted block is stored once it is among
+        the first `num_watermark_blocks` device blocks that the next allocations would take."""
         ...
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
@@ -57,7 +57,7 @@ class StorePolicy(Protocol):
 
 
 class EagerStore:
-    """Stores every published block, at once. A base for your own policies."""
+    """Stores every published block immediately. A base for your own policies."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -1,6 +1,6 @@
 """Cache transfers: copies for the cache, for which no request waits.
 
-    prefetch    host -> device    load what a request for a prompt would load, before the request comes
+    prefetch    host -> device    load the hit of a prompt, before a request for the prompt comes
     demotion    device -> host    store the units of a prompt that the host lacks, and free its device blocks
     fetch       below  -> host    copy the units of a prompt that only lower tiers hold, so that a request hits them
 
@@ -110,8 +110,8 @@ class CacheTransfers(LedgerExtension):
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def cancel(self, transfer: CacheTransfer) -> None:
-        """Cancel a prefetch, a fetch or a demotion. Does nothing if it is over. Launched copies and all stores go
-        on."""
+        """Cancel a prefetch, a fetch or a demotion. Does nothing if it is over. Launched copies and all stores
+        continue."""
         if not isinstance(transfer, CacheTransfer) or transfer.request.ledger is not self._ledger:
             raise InvalidArgument("transfer", f"was not begun by this ledger: {shown(transfer)}")
         self._ledger.hooks.refuse_verb()
@@ -148,7 +148,7 @@ class CacheTransfers(LedgerExtension):
             request.load = Load(request.hit_limit, transfer.wake, over, request.ticket, jobs)
 
     def begin(self, transfer: CacheTransfer) -> None:
-        """Begin `transfer`. End it at once if it has nothing to wait for."""
+        """Begin `transfer`. If it has nothing to wait for, it ends immediately."""
         request = transfer.request
         if request.load is None or not request.load.jobs:
             self._end(transfer, CacheTransferState.DONE)

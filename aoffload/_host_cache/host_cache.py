@@ -105,10 +105,10 @@ class HostCache(AnyLedger):
         self.arrivals = Arrivals(clock, config.pending_timeout_s)
         self.matches = EngineMatches(self.cache, self.request_leases, self.moves, self.arrivals, tiers[0])
         self._unwritten: dict[LedgerRequest, dict[int, range]] = {}
-        """By component number: units that the request's load skipped, because they lie before the window at the end of
+        """By component number: units that the request's load skipped, because they are before the window at the end of
         the load. The engine's blocks for these units were never written."""
 
-    # -- how a call begins ----------------------------------------------------------------------------------------
+    # -- the begin and end of a call ------------------------------------------------------------------------------
 
     def own(self, request: object) -> HostCacheRequest:
         if not isinstance(request, HostCacheRequest) or request.ledger is not self:
@@ -172,7 +172,7 @@ class HostCache(AnyLedger):
         request = self._checked(prefix, request_id, options)
         assert isinstance(request, HostCacheRequest)
         self._check_device_tokens(num_device_tokens, request.sequence.num_tokens)
-        for ask in reversed(self.hooks.ask_admit):  # the program's own first: a store policy counts what it is asked
+        for ask in reversed(self.hooks.ask_admit):  # the program's own first, because a store policy counts these calls
             ask(request)
         self.enrol(request)
         self.offers.deferred.pop(request.request_id, None)  # left by an earlier request with this id
@@ -300,8 +300,8 @@ class HostCache(AnyLedger):
     def abandon_load(self, request: HostCacheRequest) -> None:
         """Stop waiting for a load. The request uses the blocks that have landed, and computes the rest.
 
-        Launched copies go on writing to the blocks that `into` named, and jobs hold these blocks until the copies are
-        over. So compute the tokens after `request.num_computed_tokens` into other blocks.
+        Launched copies continue to write to the blocks that `into` named, and jobs hold these blocks until the copies
+        are over. So compute the tokens after `request.num_computed_tokens` into other blocks.
         """
         require(self.own(request), "abandon_load", *_WITH_A_LOAD)
         load = request.load
@@ -456,9 +456,9 @@ class HostCache(AnyLedger):
         return jobs
 
     def offer_deferred(self) -> tuple[TransferPlan, ...]:
-        """At the beginning of each step: store blocks that offers have deferred, up to the bound of stores in flight,
-        those of the oldest request first. This includes blocks of requests that are over. The call is cheap if no
-        blocks are deferred.
+        """Call this at the beginning of each step. Stores blocks that offers have deferred, up to the bound of stores
+        in flight, those of the oldest request first. This includes blocks of requests that are over. The call is cheap
+        if no blocks are deferred.
 
         `FindsBlocks.find` returns the engine's blocks that hold the KV now. If the engine no longer has a block, the
         ledger gives it up and reports it to the observer (`store_skipped`, `in_flight`). Without `find`, no block is
@@ -507,7 +507,7 @@ class HostCache(AnyLedger):
     # -- invalidation ---------------------------------------------------------------------------------------------
 
     def invalidate(self, request: HostCacheRequest, from_token: int) -> tuple[HostCacheRequest, ...]:
-        """Invalidate what a failed forward has offered: all KV from `from_token` on is wrong.
+        """Invalidate the blocks that a failed forward has offered: all KV from `from_token` on is wrong.
 
         No later match finds the units that were offered from `from_token` on, or units that are cached after them.
         Drops the generated tokens after `from_token`. Abort the returned requests, because they may have read the wrong
@@ -581,8 +581,8 @@ class HostCache(AnyLedger):
 
     def _queued_after(self, wrong: Iterable[Run]) -> list[Job]:
         """Queued stores of `wrong` runs and of runs after them, the last one first. Leaves out stores to a tier that
-        the index does not know, because such a store may end before the first wrong unit: `RemoteStores.invalidate`
-        finds the wrong ones."""
+        the index does not know, because such a store may end before the first wrong unit. `RemoteStores.invalidate`
+        finds these stores."""
         heads = set(wrong)
         queued = [job for job in self.jobs.unsettled.values() if job.state is JobState.QUEUED]
         stores = [job for job in reversed(queued) if job.plan.direction is Direction.STORE]

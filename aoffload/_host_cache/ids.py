@@ -116,7 +116,7 @@ class FewRows:
 
 @dataclass(slots=True, eq=False)
 class ManyRows:
-    """The rows that a call names: thousands of ids are compared without a loop over them."""
+    """The rows that a call names, for many rows: thousands of ids are compared without a Python loop."""
 
     num_rows: int
     blocks: Sequence[array[int]]
@@ -159,14 +159,14 @@ def has_null(ids: array[int]) -> bool:
 
 
 def _are_rows(ids: array[int], num_rows: int) -> bool:
-    """Whether all ids lie in `[0, num_rows)`."""
+    """Whether all ids are in `[0, num_rows)`."""
     if len(ids) <= MAX_WITHOUT_NUMPY:
         return not ids or (min(ids) >= 0 and max(ids) < num_rows)
     return bool(np.frombuffer(ids, np.uint32).max() < num_rows)  # a negative id is a very large one there
 
 
 def _as_ids(part: Sequence[int]) -> array[int]:
-    """A part of an engine's table that is no list."""
+    """A part of an engine's table that is not a list, as an array of ids."""
     if isinstance(part, range) and part.step == 1:
         return id_range(part.start, part.stop)
     if isinstance(part, np.ndarray) and part.dtype.kind in "iu" and part.ndim == 1:

@@ -90,7 +90,7 @@ class EngineTier(TierBlocks):
 
     @property
     def may_load(self) -> bool:
-        """False while too many blocks are in quarantine: nothing is loaded, and hits are misses."""
+        """False while too many blocks are in quarantine. Then nothing is loaded, and hits count as misses."""
         return self.num_quarantined <= self.max_quarantined
 
     def quarantine(self, block_ids: array[int]) -> None:

@@ -68,7 +68,7 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """What an offer stores."""
+    """The blocks that an offer stores, and the numbers of blocks that it leaves out."""
 
     offers: list[Offer]
     end: End | None = None
@@ -145,7 +145,7 @@ class EngineOffers:
         """Forget the end of the request's path, because the request is over or its tokens were dropped."""
         self._ends.pop(request, None)
 
-    # -- what an offer stores -------------------------------------------------------------------------------------
+    # -- the blocks of an offer -----------------------------------------------------------------------------------
 
     def wanted(
         self, request: HostCacheRequest, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool
@@ -223,8 +223,8 @@ class EngineOffers:
 
     def _evicts(self, request: HostCacheRequest) -> bool:
         """Whether the host has evicted blocks since `request` was admitted. If it has, only the last offer of the
-        request stores evicted blocks again, because in a host that is too small for all live requests, each offer would
-        evict the blocks of other requests."""
+        request stores evicted blocks again. If every offer did so in a host that is too small for all live requests,
+        each offer would evict the blocks of other requests."""
         return self.cache.tiers[BELOW].num_evicted != request.evictions_before
 
     def _is_there(self, end: End) -> bool:
@@ -431,7 +431,7 @@ def _first(lacking: list[range], most: int) -> tuple[list[range], int]:
 
 
 def _lacking_of(path: Path, component: Component, start: int, stop: int) -> list[range]:
-    """Units `[start, stop)` of `component` that the host neither holds nor will get from jobs under way."""
+    """Units `[start, stop)` of `component` that the host does not hold and will not get from jobs under way."""
     position, held = 0, list[range]()
     for run, agreed in path:
         first, last = covered(run.part(BELOW, component.number))

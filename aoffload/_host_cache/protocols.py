@@ -1,4 +1,4 @@
-"""Protocols for an engine that owns its device blocks. Objects of any class will do."""
+"""Protocols for an engine that owns its device blocks. An object of any class may implement them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class HostCacheRequest(LedgerRequest):
         """Number of leading units that were in the host, or on their way there, after the last offer."""
         self.retry_max_hit_tokens: int | None = None
         """The `max_hit_tokens` for the next attempt at the same prompt, which is the end of a load that fell short.
-        Without that limit, the same copy could fail for ever. None: no load fell short."""
+        Without that limit, the same copy could fail at every attempt. None: no load fell short."""
 
     @property
     def given_tokens(self) -> int:

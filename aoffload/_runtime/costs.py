@@ -1,10 +1,10 @@
 """Loading or computing: estimates of the present cost of both, and the decisions that the runtime derives from them.
 
-Loading a hit is worth it only if the copy takes less time than computing its tokens, and that changes from second to
-second: links are shared, and a request that computes delays the requests after it. Two questions are decided here:
+Loading a hit is worth it only if the copy takes less time than computing its tokens. That changes from second to
+second: links are shared, and a request that computes delays the requests after it. Two decisions are made here:
 
     fetch_bound_s     whether a fetch from a tier below the host begins, and how long its request waits: at most as long
-                      as computing its tokens would take. After that, the request computes what has not arrived
+                      as computing its tokens would take. After that, the request computes the missing tokens
     LoadCosts.limit   how much of its host hit a request loads: `plan_load(max_tokens=)`. `LoadCosts.bound` is the same
                       for an engine that owns the device blocks: the engine has to know the answer at the match
 
@@ -38,13 +38,13 @@ WORTH = 0.8
 KEEP = 0.8
 """Weight of the earlier measurements, at each new one."""
 LEAST_TOKENS = 16
-"""A request that computes fewer tokens in a step, as when it decodes, is no measurement of prompts."""
+"""Minimum tokens that a request computes in a step that measures prompts. A request that decodes computes fewer."""
 
 
 def fetch_bound_s(num_tokens: int, tokens_per_s: float | None, fetch_s: float, most_s: float) -> float:
     """How long a request may wait for a fetch of `num_tokens` that takes `fetch_s` seconds; 0: it does not fetch.
 
-    `tokens_per_s` is the speed of computing them, if it is known. No request waits longer than `most_s`.
+    `tokens_per_s` is the speed of computing these tokens; None if unknown. No request waits longer than `most_s`.
     """
     compute_s = most_s if tokens_per_s is None else min(most_s, num_tokens / tokens_per_s)
     return compute_s if fetch_s < WORTH * compute_s else 0.0
@@ -81,8 +81,8 @@ class PrefillSpeed:
             self._steps[request_id] = step
 
     def computed(self, request_id: str, num_tokens: int, now: float) -> None:
-        """The step of this request has computed `num_tokens` of its tokens. A step is one measurement, so the tokens of
-        all its requests count together."""
+        """The step of this request has computed `num_tokens` of its tokens. A step is one measurement: the tokens of
+        all its requests are added up."""
         step = self._steps.pop(request_id, None)
         if step is None or num_tokens < LEAST_TOKENS:
             return

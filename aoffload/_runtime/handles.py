@@ -13,8 +13,8 @@ Reading the handle of a feature that is off raises the `ConfigError` of the ledg
 read. It refers to its runtime, which stays open as long as the handle exists.
 
 A pin lasts until its `with` block ends or its time to live is over. Prefetches, demotions and fetches are transfers:
-the verb begins the transfer and returns at once. The transfer can be awaited, cancelled, or left to finish on its own,
-because the ledger owns its jobs. All of them yield to requests: a transfer takes only free blocks that no request waits
+the verb begins the transfer and returns immediately. The transfer can be awaited, cancelled, or left to finish on its
+own, because the ledger owns its jobs. Requests have priority: a transfer takes only free blocks that no request waits
 for, and a pin ends early if a request could not be served otherwise.
 """
 
@@ -57,8 +57,8 @@ class PinScope:
     """Returned by `runtime.pins.hold`; enter it once, with `with`.
 
     Blocks that were cached on entering stay cached inside, unless the pin ends early: its time to live was over
-    (`has_lapsed`); it yielded to a request that could not be served otherwise (`state` YIELDED); or a reset, closing or
-    the end of the copy worker dropped it (DROPPED).
+    (`has_lapsed`); a request needed its blocks (`state` YIELDED); or a reset, closing or the end of the copy worker
+    dropped it (DROPPED).
     """
 
     def __init__(self, session: Session[Any], runtime: object, prefix: Prefix, ttl_s: float) -> None:
@@ -151,7 +151,7 @@ class _Pending(ABC, Generic[AnyTransfer]):
 
     def cancel(self) -> None:
         """Give the transfer up, and end every `wait` for it. Loads that are not launched yet are discarded, unless a
-        request needs them; other copies go on. Does nothing if the transfer is over."""
+        request needs them; other copies continue. Does nothing if the transfer is over."""
         self._session.check_usable()
         self._cancel()
 
@@ -341,11 +341,11 @@ class RuntimeDisk(Handle):
 
 
 class RuntimeReports(Handle):
-    """`runtime.reports`: who holds device blocks, and what each request waits for."""
+    """`runtime.reports`: the holders of device blocks, and the cause of each request's wait."""
 
     def requests(self) -> tuple[RequestStatus, ...]:
-        """The live requests, the one that is in its state for the longest first: what each holds and waits for, and the
-        holders of that."""
+        """The live requests, those that have been in their state for the longest first. Each status has the blocks that
+        the request holds, the blocks that it waits for, and their holders."""
         self._session.check_may_read()
         found: tuple[RequestStatus, ...] = self._session.ledger.reports.requests()
         return found

@@ -1,13 +1,13 @@
 """Loads: a request waits until its load is over, or a forward starts before (layer-wise overlap).
 
-A load is planned by the ledger, which takes blocks and returns the copies; the copy worker launches them. Three events
-can make the load's task plan again instead of going on: the blocks that a requeued request waited for were granted; a
-reset came between the end of the load and the task's turn, so the loaded tokens must not count; `load_timeout_s` is
-over, so the request gives up the copies and computes. A failed copy raises no error: fewer tokens are ready.
+The ledger plans a load: it takes blocks and returns the copies; the copy worker launches them. In three cases the
+load's task plans again instead of continuing: the blocks that a requeued request waited for were granted; a reset came
+between the end of the load and the task's turn, so the loaded tokens must not count; `load_timeout_s` is over, so the
+request gives up the copies and computes. A failed copy raises no error: fewer tokens are ready.
 
 A forward that starts early reads layer i as soon as region i has arrived. Each job of the load has a fence per region
 (`RegionFences`), which any thread may wait for. `load_timeout_s` ends these waits, too, because the forward holds a
-step, and the step may hold blocks that the request needs to go on.
+step, and the step may hold blocks that the request needs to continue.
 """
 
 from __future__ import annotations
@@ -74,9 +74,11 @@ class LoadUnderWay:
         return record is None or not record.is_loading
 
     async def wait(self) -> int:
-        """Wait until the load is over, however it ends. Returns how many tokens are ready; 0 if it was preempted.
+        """Wait until the load is over, however it ends. Returns how many tokens are ready; 0 if the request was
+        preempted.
 
-        Not in the task that holds a step of the request: a failed load may have to release blocks that the step holds.
+        Do not call it in the task that holds a step of the request: a failed load may have to release blocks that the
+        step holds.
         """
         record = self._request._live()
         num_ready = await self._until_over(record)
@@ -85,7 +87,7 @@ class LoadUnderWay:
         return num_ready
 
     def _is_told(self, record: LedgerRequest) -> None:
-        """The caller of `wait` learns the result of the load. Does nothing here."""
+        """Called before `wait` returns the result of the load. Does nothing here."""
 
     async def _until_over(self, record: LedgerRequest) -> int:
         request, session = self._request, self._request._session

@@ -4,19 +4,19 @@ The block is the only owner. Inside it the request holds a match, then blocks, t
 block releases all of them, however the block is left. A call either waits or changes something: the calls named
 `..._nowait` and the commits never wait, and a call that waits changes nothing until its wait is over.
 
-Leaving never awaits. `__aexit__` first releases the record in one synchronous call, because an await there could be
-cancelled once more, and the blocks would stay held. Stores that the release plans, and copies under way, hold their own
-references, so they go on without the request.
+Leaving never awaits. `__aexit__` first releases the record in one synchronous call, because a second cancellation could
+interrupt an await there, and the blocks would stay held. Stores that the release plans, and copies under way, hold
+their own references, so they continue without the request.
 
 A cancellation ends the block through a cancel scope around it, so the request is over only once the block has unwound:
 until then its task may still use the blocks. There are three exceptions, in which a scope would cancel other code:
 
     async generator        suspended at a `yield`, its task runs other code. The block has no scope: `cancel` and the
-                           deadline release the blocks at once, and the next call raises `RequestAborted`
+                           deadline release the blocks immediately, and the next call raises `RequestAborted`
     left in another task   the scope stays entered in its own task, and its deadline is removed
     left in another thread the same, and the event loop releases the record at its next turn
 
-A deadline also has a timer besides the scope, because a scope reports nothing while its task waits for a thread.
+In addition to the scope, a deadline has a timer, because a scope reports nothing while its task waits for a thread.
 
 Several tasks may wait in one request. Each has an event in `_waiting`, and `_wake` sets all of them; then each task
 checks its own condition. The ledger gets only a weak reference to a request in which no task waits (`when_idle`), so
@@ -60,7 +60,7 @@ ENTERS = ("__aenter__", "enter_async_context")
 def may_be_suspended(frame: FrameType | None) -> bool:
     """Whether the block entered in `frame` may be suspended at a `yield` while its task runs other code: true in the
     body of an async generator. A generator that is a context manager (`contextlib.asynccontextmanager`) is entered by
-    another block in turn, and that block decides."""
+    another block, so the frame of that block is checked."""
     while frame is not None:
         driver = frame.f_back
         if frame.f_code.co_name not in ENTERS:
@@ -109,8 +109,8 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
     Any other cancellation or exception passes through. The blocks are released in either case.
 
     In an async generator the block has no cancel scope: while the generator is suspended at a `yield`, its task runs
-    other code, which the scope would cancel instead. There, `cancel` and `deadline_s` release the blocks at once, and
-    the next use of the request (or the method that is waiting) raises `RequestAborted`, which the block swallows.
+    other code, which the scope would cancel instead. There, `cancel` and `deadline_s` release the blocks immediately,
+    and the next use of the request (or the method that is waiting) raises `RequestAborted`, which the block swallows.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
         return self.match.num_tokens
 
     async def _fetch(self, record: AnyRecord) -> None:
-        """Fetch into host memory what only lower tiers have of the prompt, and match again."""
+        """Fetch the blocks of the prompt that only lower tiers have into host memory, and match again."""
         await fetch(self, record, self._prefix)
 
     # -- cancelling and leaving -----------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
         """Cancel the request's block. The request is over, and the cancellation swallowed, once the block has unwound:
         until then its id is taken.
 
-        A request that is not entered yet is cancelled at the first wait in its block. Callable in any thread: outside
+        A request that is not entered yet is cancelled at the first wait in its block. Any thread may call this: outside
         of the event loop's thread, it takes effect at the loop's next turn.
         """
         reason = check_text("reason", reason)
@@ -457,10 +457,10 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         return self._session.ledger.block_ids(self._with_blocks())
 
     def extend_nowait(self, num_tokens: int) -> Extension:
-        """Allocate blocks for `num_tokens` tokens in total. Returns what was added to the block tables.
+        """Allocate blocks for `num_tokens` tokens in total. Returns the additions to the block tables.
 
-        A refused request is not in the wait queue: blocks that another request frees for it by `preempt` go to the
-        requests that wait, so wait for them with `extend`.
+        A refused request is not in the wait queue. Blocks that another request frees for it by `preempt` go to the
+        requests in the queue, so wait for them with `extend`.
         """
         return self._session.ledger.extend_nowait(self._live(), num_tokens)
 
@@ -531,7 +531,8 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         session.was_committed(record, before, plans, fence)
 
     def invalidate(self, from_token: int) -> None:
-        """Invalidate what a failed forward committed from `from_token` on. Aborts requests that may have read it."""
+        """Invalidate the tokens that a failed forward committed from `from_token` on. Aborts requests that may have
+        read them."""
         record = self._live()
         self._abort_readers(partial(self._session.ledger.invalidation.invalidate, record, from_token))
 
@@ -550,7 +551,7 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         task may call it. It frees nothing if the request has ended meanwhile, was preempted by another task, or waits
         for blocks.
 
-        A request that needs these blocks must be waiting in `extend` by then; otherwise, a `resume` takes them back."""
+        A request that needs these blocks must already wait in `extend`; otherwise, a `resume` takes them back."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         self._session.check_usable()
         record = self._record
@@ -567,11 +568,11 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         return found
 
     async def resume(self, num_tokens: int | None = None) -> int:
-        """Wait for blocks for `num_tokens` tokens (None: all known tokens) and load what is in host memory. Returns how
-        many tokens are ready; later ones have to be computed again.
+        """Wait for blocks for `num_tokens` tokens (None: all known tokens) and load the tokens that are in host memory.
+        Returns how many tokens are ready; later ones have to be computed again.
 
-        A cancellation leaves the request in the state of the wait: go on with `allocate` (PINNED) or `load` (ALLOCATED,
-        LOADING), or leave the block.
+        A cancellation leaves the request in the state of the wait: continue with `allocate` (PINNED) or `load`
+        (ALLOCATED, LOADING), or leave the block.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         self._session.ledger.preemption.resume(self._live(), num_tokens)
@@ -610,8 +611,8 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
 
     @property
     def retry_max_hit_tokens(self) -> int | None:
-        """The `max_hit_tokens` for a next request of the same prompt: where a load that fell short ended, so that the
-        same copy is not tried for ever. None: no load fell short."""
+        """The `max_hit_tokens` for a next request of the same prompt: the end of a load that fell short. It keeps the
+        same copy from being tried forever. None: no load fell short."""
         return None if self._record is None else self._record.retry_max_hit_tokens
 
     # -- the hit --------------------------------------------------------------------------------------------------
@@ -640,7 +641,7 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
             bound_s = session.ledger.pending_until(self._live()) - session.now()
             if session.worker.has_alarms:
                 await self._wait(bound_s)
-            else:  # the worker's task has ended, and an alarm would be set at once: then this loop would not end
+            else:  # the worker's task has ended, so an alarm would be set immediately, and this loop would never end
                 with anyio.move_on_after(bound_s):
                     await self._wait()
             self._live()
@@ -659,9 +660,9 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
         for a failed copy.
 
         `into` holds the request's block tables, one per group, from the first token at least to the end of the hit.
-        Copies write only to the blocks named there for what is loaded. If fewer tokens are ready than were matched,
-        compute the others into other blocks: copies may still write to those of `into`. `max_tokens` limits the load:
-        rounded down to a block. Cancelled, it may be called again, without `into`.
+        Copies write only to the blocks that it names for the loaded tokens. If fewer tokens are ready than were
+        matched, compute the others into other blocks: copies may still write to those of `into`. `max_tokens` limits
+        the load and is rounded down to a block. After a cancellation, you may call this again, without `into`.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         record = self._live()
@@ -690,11 +691,11 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
         *,
         is_last: bool = False,
     ) -> None:
-        """Append `new_token_ids`, then store those of the first `num_computed_tokens` tokens that
-        the host lacks. `block_ids` names the blocks: one table per group, from the first token on. Only the ids of
-        stored blocks are read and checked; with `is_last`, all are checked.
+        """Append `new_token_ids`, then store the blocks of the first `num_computed_tokens` tokens that the host lacks.
+        `block_ids` names the blocks: one table per group, from the first token on. Only the ids of stored blocks are
+        read and checked; with `is_last`, all are checked.
 
-        `after` is the fence after the compute that wrote them; None: after all work on the current stream so far.
+        `after` is the fence after the compute that wrote the blocks; None: after all work on the current stream so far.
         Copies hold the blocks until they are over, even if the request ends. `is_last`: the last offer of the request,
         which also stores the window blocks that a later prompt needs.
         """
@@ -706,6 +707,7 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
         session.store(plans, fence)
 
     def invalidate(self, from_token: int) -> None:
-        """Invalidate what a failed forward has offered from `from_token` on. Aborts requests that may have read it."""
+        """Invalidate the tokens that a failed forward has offered from `from_token` on. Aborts requests that may have
+        read them."""
         record = self._live()
         self._abort_readers(partial(self._session.ledger.invalidate, record, from_token))

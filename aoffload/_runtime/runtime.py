@@ -6,15 +6,15 @@
                  queued copies; wait for copies in flight up to `close_timeout_s`; close the transport; end the worker
 
 A launched copy cannot be recalled, and the memory that it touches must outlive it. Therefore one wait is shielded from
-cancellation: that for copies in flight when the runtime closes. It has a bound, and what is still in flight then stays
-quarantined.
+cancellation: the wait for copies in flight when the runtime closes. This wait has a bound. The destinations of copies
+that are still in flight after it stay quarantined.
 
 A transport may open slowly, because page-locking gigabytes takes seconds. It then opens in a worker thread. A native
 cancellation does not wait for that thread, so a lock decides whether the task or the thread closes the transport.
 
-A runtime whose block is never left is closed by its finaliser. Therefore no thread, and nothing that a thread calls,
-may refer to the runtime itself: `Opening` and the session have all that closing needs. A request and a pin do refer to
-the runtime, which keeps it open as long as they live.
+A runtime whose block is never left is closed by its finaliser. Therefore no thread, and no function that a thread
+calls, may refer to the runtime itself: `Opening` and the session have everything that closing needs. A request and a
+pin do refer to the runtime, which keeps it open as long as they live.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class Opening:
         self.is_open = True
 
     async def _open_in_thread(self) -> None:
-        """Open in a thread, so that the event loop goes on. A native cancellation leaves the thread running; the task
-        or the thread, whichever ends last, then closes the transport."""
+        """Open in a thread, so that the event loop is not blocked. A native cancellation leaves the thread running. The
+        task or the thread, whichever ends last, then closes the transport."""
         is_over = threading.Lock()  # taken by the thread when it has opened, or by the task when it has given up
         has_begun = threading.Event()
         timeout_s = self.session.config.close_timeout_s
@@ -169,7 +169,7 @@ class Opening:
             self.session.telemetry.transport_failed(error)
 
     async def close_in_thread(self, timeout_s: float) -> None:
-        """Close in a thread, so that the event loop goes on. If no thread can be started, close in this one."""
+        """Close in a thread, so that the event loop is not blocked. If no thread can be started, close in this one."""
         close = partial(self.close, timeout_s)
         try:
             await self.session.env.run_in_thread(close)
@@ -216,7 +216,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
     """Base of `OffloadRuntime` and `HostCacheRuntime`: an async context manager around one engine's KV cache."""
 
     ledger: AnyFace
-    """The ledger, to look at."""
+    """The ledger, for reading."""
     _request_class: type[AnyRequest]
 
     def __init__(
@@ -233,8 +233,8 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         extensions: tuple[LedgerExtension, ...],
     ) -> None:
         """`make_ledger` gets the number of device blocks, the bytes of a block, the observer, and a clock that counts
-        once the runtime is open. `has_own_ids`: the program hands out the block ids of the device. `extensions`: those
-        that the ledger has of the program's own."""
+        once the runtime is open. `has_own_ids`: the program hands out the block ids of the device. `extensions`: the
+        program's own extensions of the ledger."""
         check_type("config", config, OffloadConfig)
         if (kv_caches is None) == (transport is None):
             raise InvalidArgument("kv_caches", "give either kv_caches or a transport")
@@ -301,7 +301,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         try:
             self._group = await self._start_worker()
         except BaseException:
-            self._opening.close(self.config.close_timeout_s)  # nothing was launched: its threads end at once
+            self._opening.close(self.config.close_timeout_s)  # nothing was launched: its threads end immediately
             raise
         session.life = SessionLife.OPEN
         try:
@@ -486,7 +486,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
 
     @property
     def reports(self) -> RuntimeReports:
-        """Who holds device blocks, and what each request waits for."""
+        """The holders of device blocks, and the cause of each request's wait."""
         return RuntimeReports(self._session, self)
 
     # -- whole cache ----------------------------------------------------------------------------------------------
@@ -498,20 +498,20 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         await self.worker.wait_idle()
 
     async def reset(self, tier: Tier | None = None, timeout_s: float | None = None) -> tuple[int, ...]:
-        """Drop the whole cache, or that of `tier`, end all pins, and wait for the transfers in flight: the blocks that
-        they bring there are not published. Returns the ids of the jobs that are not over within `timeout_s` seconds
-        (None: no limit); empty if all are.
+        """Drop the whole cache, or that of `tier`, and end all pins. Wait for the transfers in flight, whose blocks are
+        not published any more. Returns the ids of the jobs that are not over within `timeout_s` seconds (None: no
+        limit); empty if all are.
 
         No request begins to compute with KV from before the reset: a request whose load is not over, because `load`,
         `resume` or `PendingLoad.wait` has not returned, computes from its first token. Requests whose load is over, or
-        that compute without a load, keep their blocks and go on. If one of them has begun no step and committed
-        nothing since its load, a further `load` gives its old blocks up and returns 0. Requests from before the reset
+        that compute without a load, keep their blocks and continue. If one of them has begun no step and committed
+        nothing since its load, a further `load` gives up its old blocks and returns 0. Requests from before the reset
         publish and store nothing any more, unless `tier` is below the device.
 
-        No restart finds what was on the disk before the reset. If the disk cannot assure that, `TransferRefused` is
-        raised. The runtime then stops using a disk that has failed. If the disk is only late, the runtime uses it again
-        once the reset is complete. The cells of a remote store stay there for other users of its namespace, and this
-        runtime stops using the store.
+        No restart finds blocks that were on the disk before the reset. If the disk cannot guarantee that,
+        `TransferRefused` is raised. The runtime then stops using a disk that has failed. If the disk is only late, the
+        runtime uses it again once the reset is complete. The cells of a remote store stay there for other users of its
+        namespace, and this runtime stops using the store.
         """
         self._session.check_usable()
         self._session.check_loop()
@@ -602,10 +602,10 @@ class OffloadRuntime(RuntimeBase[Ledger, Request]):
     def request(self, token_ids: TokenIds, request_id: str | None = None, **options: Unpack[PromptOptions]) -> Request:
         """A request for the prompt `token_ids` (one dimension of ids in `[0, 2**31)`, copied here).
 
-        `cache_salt`, `adapter_key` and `key_spans` are part of the identity of KV: it is shared only where they are
-        equal. `deadline_s` counts from entering. `max_hit_tokens` and `hit_alignment` limit the cache hit;
-        `reads_cache=False` disables it. `store` (all, the prompt, or nothing) and `max_store_tokens` (first tokens)
-        limit what is stored to the host.
+        `cache_salt`, `adapter_key` and `key_spans` are part of the identity of KV: KV is shared only between requests
+        for which they are equal. `deadline_s` counts from entering. `max_hit_tokens` and `hit_alignment` limit the
+        cache hit; `reads_cache=False` disables it. `store` (all, the prompt, or nothing) and `max_store_tokens` (first
+        tokens) limit the blocks that are stored to the host.
 
         An array of any length is read here. A list or tuple of more than 8,192 ids is read on entering, with turns for
         other tasks in between. It must not change until then, and `cancel(request_id)` finds the request only later.
@@ -632,11 +632,11 @@ class OffloadRuntime(RuntimeBase[Ledger, Request]):
     def step(self, requests: Iterable[Request | PendingLoad]) -> AbstractContextManager[None]:
         """Hold the blocks of `requests` while a forward uses them, in any thread, even if a request ends meanwhile.
 
-        A load waits only for the steps that used the blocks it writes to, and not for all compute so far. So once you
+        A load waits only for the steps that used its destination blocks, and not for all compute so far. So once you
         use steps, run every forward in one, also a forward whose result you may discard, and commit once for each step.
         If you never use steps, loads wait for all compute so far.
 
-        A pending load in place of its request: the forward starts before the load is over (see `PendingLoad`).
+        Pass a pending load in place of its request to start the forward before the load is over (see `PendingLoad`).
         """
         self._session.check_usable()
         return StepScope(self._session, requests)
@@ -644,9 +644,10 @@ class OffloadRuntime(RuntimeBase[Ledger, Request]):
     async def run_step(self, requests: Iterable[Request | PendingLoad], function: Callable[[], Result]) -> Result:
         """Run `function()` in a worker thread and hold the blocks of `requests` until the *thread* has finished.
 
-        A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread it awaits still runs; here
-        the step belongs to the thread. A task that waits to the end goes on with nothing in between: if it commits at
-        once, nobody has preempted a request meanwhile. `cancel` and a deadline of a request wait for the thread, too.
+        A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread that it awaits still runs;
+        here the step belongs to the thread. A task that waits to the end continues immediately: if its first call is a
+        commit, no other task can preempt a request before it. `cancel` and a deadline of a request wait for the thread,
+        too.
         """
         return await run_step(self._session, requests, function)
 
@@ -710,10 +711,11 @@ class HostCacheRuntime(RuntimeBase[HostCache, EngineRequest]):
     ) -> EngineRequest:
         """A request for the prompt `token_ids` (one dimension of ids in `[0, 2**31)`, copied here).
 
-        `cache_salt`, `adapter_key` and `key_spans` are part of the identity of KV: it is shared only where they are
-        equal. `deadline_s` counts from entering. `max_hit_tokens` and `hit_alignment` limit the cache hit;
-        `reads_cache=False` disables it. `store` (all, the prompt, or nothing) and `max_store_tokens` (first tokens)
-        limit what is stored to the host. `num_device_tokens`: leading tokens in the engine's own cache.
+        `cache_salt`, `adapter_key` and `key_spans` are part of the identity of KV: KV is shared only between requests
+        for which they are equal. `deadline_s` counts from entering. `max_hit_tokens` and `hit_alignment` limit the
+        cache hit; `reads_cache=False` disables it. `store` (all, the prompt, or nothing) and `max_store_tokens` (first
+        tokens) limit the blocks that are stored to the host. `num_device_tokens`: leading tokens in the engine's own
+        cache.
 
         An array of any length is read here. A list or tuple of more than 8,192 ids is read on entering, with turns for
         other tasks in between. It must not change until then, and `cancel(request_id)` finds the request only later.
@@ -738,9 +740,9 @@ class HostCacheRuntime(RuntimeBase[HostCache, EngineRequest]):
         return await self._run(function, self.request(token_ids, request_id, **options))
 
     def offer_deferred(self, after: Fence | None = None) -> None:
-        """At the beginning of each step: store blocks that offers have deferred because too many
-        were in flight, up to the bound of stores in flight. This includes blocks of requests that are over, because
-        `find` says which block of the engine holds their KV.
+        """Call this at the beginning of each step. Stores blocks that offers have deferred because too many blocks were
+        in flight, up to the bound of stores in flight. This includes blocks of requests that are over, because `find`
+        returns the engine's block that holds their KV.
 
         `after` is a fence after all compute so far; None: after all work on the current stream so far.
         """

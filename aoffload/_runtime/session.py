@@ -1,12 +1,13 @@
-"""The session: what the requests, loads, pins and steps of one open runtime share.
+"""The session: the state that the requests, loads, pins and steps of one open runtime share.
 
 A runtime belongs to one event loop, in one thread of one process. The ledger has no locks: each of its calls is
 synchronous, so the ledger does not change between two awaits. Therefore every call of the runtime is checked first:
 
     check_usable     a call that changes something: the runtime is open, and this is its process and its thread
-    check_may_read   a report: the same, but before opening and after closing any thread may read, as nothing changes
+    check_may_read   a report: the same, but any thread may read before opening and after closing, because nothing
+                     changes then
     check_loop       a call that waits: this is also its event loop, because completions wake no other loop
-    call_in_loop     `cancel`: calls at once in the loop's thread, and soon from any other thread
+    call_in_loop     `cancel`: calls immediately in the loop's thread, and soon from any other thread
     leave_in_loop    the end of a `with` block: the same; does nothing in a forked child, which only has a copy
     call_later       a finaliser: always calls soon, because a finaliser may interrupt a change of the ledger
 
@@ -14,8 +15,8 @@ The session registers each entered request by a weak reference, so that the garb
 was abandoned. The session also has the fence of each request's last commit, because the stores at the end of a request
 wait for that fence.
 
-`Entered` is the part of a request that the session, its loads and the lower tiers need. It keeps the session from
-importing the request's own module.
+`Entered` is the part of a request that the session, its loads and the lower tiers need. With it, the session does not
+import the request's own module.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ AnyFace = TypeVar("AnyFace", bound=AnyLedger)
 
 class SessionLife(enum.Enum):
     NEW = "new"
-    """Also while it opens."""
+    """Includes the time while it opens."""
     OPEN = "open"
     CLOSED = "closed"
-    """Also while it closes."""
+    """Includes the time while it closes."""
 
 
 class PromptOptions(Identity, RequestOptions, total=False):
@@ -72,7 +73,7 @@ class PromptOptions(Identity, RequestOptions, total=False):
 
 
 class Entered(Protocol):
-    """A request, as the session, its loads and the lower tiers see it."""
+    """A request, with the methods that the session, its loads and the lower tiers call."""
 
     _session: Any
 
@@ -106,11 +107,11 @@ class Entered(Protocol):
         ...
 
     def _wake(self) -> None:
-        """Make the tasks that wait in it check again."""
+        """Make the tasks that wait in this request check their conditions again."""
         ...
 
     async def _wait(self, bound_s: float | None = None) -> bool:
-        """Wait until `_wake`, at most `bound_s` seconds. Returns whether the time is over."""
+        """Wait until `_wake`, at most `bound_s` seconds. Returns whether it timed out."""
         ...
 
     async def _wait_for_blocks(self, waiter: Waiter | None) -> None:
@@ -133,7 +134,7 @@ class Session(Generic[AnyFace]):
     ) -> None:
         self.life = SessionLife.NEW
         self.is_over = False
-        """Closing has ended: nothing changes any more, so any thread may read."""
+        """Whether closing has ended: nothing changes any more, so any thread may read."""
         self.step_threads: set[int] = set()
         """Ids of the threads in which `run_step` calls its functions."""
         self.loop: object = None
@@ -173,7 +174,8 @@ class Session(Generic[AnyFace]):
         self.slow: SlowWatch
         """Set by `begin`."""
         self.hashing: anyio.CapacityLimiter | None = None
-        """For hashing threads. The program's threads may fill the default limiter while they wait for the runtime."""
+        """Limits hashing threads. The program's threads may fill the default limiter while they wait for the
+        runtime."""
         self._entered: dict[str, ref[Entered]] = {}
         waits_only_after = isinstance(transport, WaitsOnlyAfter) and transport.waits_only_after
         self.step_fences = StepFences() if waits_only_after else None
@@ -181,7 +183,7 @@ class Session(Generic[AnyFace]):
         self._fences: dict[str, Fence | None] = {}
         """The fence of each live request's last commit."""
 
-    # -- where a call comes from ----------------------------------------------------------------------------------
+    # -- checks of the caller -------------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
@@ -214,13 +216,13 @@ class Session(Generic[AnyFace]):
 
     def check_may_read(self) -> None:
         """Raise if the runtime belongs to another process, or if another thread may be changing it. The runtime does
-        not change before it is opened, nor after it is closed."""
+        not change before it is opened or after it is closed."""
         if self._process_id and not self.is_over and not self.is_here:
             raise self._why_not_here()
 
     def check_loop(self) -> None:
-        """Raise in any event loop other than that of the runtime, even in the same thread. No wait would end there,
-        because completions wake the loop in which the runtime was opened."""
+        """Raise in any event loop other than that of the runtime, even in the same thread. A wait in another loop would
+        never end, because completions wake only the loop in which the runtime was opened."""
         if self.env.running_loop() is not self.loop and self.life is SessionLife.OPEN and self.is_here:
             raise WrongThread("the runtime belongs to the event loop that it was opened in: make one for each loop")
 
@@ -289,7 +291,7 @@ class Session(Generic[AnyFace]):
 
     @property
     def requests(self) -> dict[str, Entered]:
-        """Requests that were entered and are neither left nor abandoned, by id."""
+        """Requests that were entered and were not left or abandoned, by id."""
         found = {name: reference() for name, reference in self._entered.items()}
         return {name: request for name, request in found.items() if request is not None}
 

@@ -136,8 +136,8 @@ async def run_step(
 
 @attrs.define(eq=False)
 class ThreadStep:
-    """A step that its task ends, so that no other task can take the blocks before this task goes on and commits. If the
-    task has left before the thread has finished, the event loop ends the step after the thread."""
+    """A step that its task ends, so that no other task can take the blocks before this task continues and commits. If
+    the task has left before the thread has finished, the event loop ends the step after the thread."""
 
     session: Session[Ledger]
     step: LedgerStep
@@ -163,7 +163,8 @@ class ThreadStep:
             self.end()
 
     def end(self) -> None:
-        """End the step, once: the task and the thread may each find that the other has finished."""
+        """End the step. A second call does nothing, because the task and the thread may each find that the other has
+        finished."""
         if not self._is_over:
             self._is_over = True
             _end(self.session, self.step)
@@ -182,7 +183,7 @@ def commit_step(session: Session[Ledger], computed: Iterable[Computed], after: F
         seen.add(record)
         try:
             session.ledger.check_commit(record, one.num_computed_tokens, one.new_token_ids)
-        except InvalidArgument as error:  # the error has to say which of the requests is meant
+        except InvalidArgument as error:  # name the request in the error
             raise type(error)(error.argument, f"{error.problem} ({record})") from error
     fence = session.fence_after(after)
     commit_all(session, [(record, one.num_computed_tokens, one.new_token_ids) for record, one in there], fence)

@@ -41,7 +41,7 @@ from .._transfer.fences import Fence
 from .._transfer.transport import Transport
 
 MAX_AGE_S = 1.0
-"""Maximum age of the list of holders in an event, because many waits may be long at once."""
+"""Maximum age of the list of holders in an event, because many long waits may be reported together."""
 ROUNDING_S = 1e-3
 
 
@@ -185,7 +185,7 @@ class CopyWorker:
     def set_alarm(self, event: anyio.Event, after_s: float) -> None:
         """Set `event` after `after_s` seconds, unless it is cleared before.
 
-        Once the worker's task has ended, the event is set at once: there is nothing left to wait for.
+        Once the worker's task has ended, the event is set immediately: there is nothing left to wait for.
         """
         if self._has_ended:
             event.set()
@@ -214,7 +214,8 @@ class CopyWorker:
             self._wake_loop()
 
     def drain(self) -> None:
-        """Run queued calls and settle delivered completions. The flag is cleared first, so later ones signal again."""
+        """Run queued calls and settle delivered completions. The flag is cleared first, so that later completions
+        signal again."""
         self._is_signalled = False
         while self._calls:
             self.copies.call_ledger(self._calls.popleft())
@@ -257,7 +258,7 @@ class CopyWorker:
                 # A native `asyncio.Task.cancel`, as when a loop is torn down: the worker has not failed. If this were
                 # raised again, it would cancel the other tasks of the group, too.
                 self._give_up("the worker was cancelled")
-            except Exception as error:  # noqa: BLE001 - a supervisor: the cache turns itself off, the requests go on
+            except Exception as error:  # noqa: BLE001 - a supervisor: the cache turns itself off, the requests continue
                 self._fail(error)
             finally:
                 self._has_ended = True
@@ -299,7 +300,7 @@ class CopyWorker:
         await self.wait_over(self.ledger.jobs.last_id)
 
     async def wait_over(self, job_id: int) -> None:
-        """Wait until every job up to `job_id` is over or given up; jobs planned later don't delay it."""
+        """Wait until every job up to `job_id` is over or given up; jobs planned later do not delay it."""
         while self.copies.oldest_job <= job_id:
             await self.wait_settled()
 

@@ -75,7 +75,7 @@ class WriteRate:
         return max(0, int(self._left))
 
     def spend_up_to(self, num_bytes: int, now: float) -> None:
-        """`num_bytes` bytes in total were written or are under way. Less than before, if a write did not happen."""
+        """Count `num_bytes` bytes in total as written or under way. The number may fall if a write did not happen."""
         self.left(now)
         self._left -= num_bytes - self._spent
         self._spent = num_bytes

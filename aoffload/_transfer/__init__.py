@@ -1,1 +1,1 @@
-"""Transfers of KV bytes. Besides `_tiers`, `_vllm`, `_reference` and the tools, the only package that imports torch."""
+"""Transfers of KV bytes. Apart from `_tiers`, `_vllm`, `_reference` and the tools, only this package imports torch."""

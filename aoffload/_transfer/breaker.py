@@ -1,4 +1,5 @@
-"""What fails is left alone for a while: a disk, or one node of a store. What is not asked of it costs nobody time."""
+"""Circuit breakers for a disk and for the nodes of a store: after failures, calls are refused for a while instead of
+waiting for a time-out."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from .._common.tiers import Tier
 
 FIRST_S, LONGEST_S = 0.5, 30.0
 PATIENCE = 2
-"""Failures in a row that open it."""
+"""Consecutive failures that open a breaker."""
 MAX_LINES = 8
-"""Nodes that are left alone, each in a line of its own; more are summed up."""
+"""Maximum open breakers that are listed in a line each; with more, their nodes are summed up."""
 NUM_WORST = 3
 MAX_MOVES = 1024
-"""Kept until somebody takes them."""
+"""Maximum moves that are kept until they are taken."""
 _USES = {"ask": "questions", "load": "loads", "store": "stores"}
 
 
 class Use(enum.Enum):
-    """What is asked of a disk or a store. Each has breakers of its own: a store that is full still answers."""
+    """The kinds of calls to a disk or a store. Each kind has its own breakers: a full store still serves loads."""
 
     ASK = "ask"
     LOAD = "load"
@@ -33,25 +34,25 @@ class Use(enum.Enum):
 
 @attrs.frozen
 class Opened:
-    """It has opened, perhaps once more: what was tried has failed again."""
+    """The breaker has opened, or has opened again after a failed trial."""
 
     for_s: float
     num_failures: int
-    """In a row."""
+    """Consecutive failures."""
     num_refused: int
-    """Jobs refused since it has opened first."""
+    """Jobs refused since the breaker first opened."""
     error: str
 
     @property
     def is_first(self) -> bool:
-        """Whether it was closed before."""
+        """Whether the breaker was closed before."""
         return self.num_failures == PATIENCE
 
 
 @attrs.frozen
 class Closed:
     after_s: float
-    """Since it has opened first."""
+    """Seconds since the breaker first opened."""
     num_refused: int
 
 
@@ -60,15 +61,15 @@ BreakerMove: TypeAlias = Opened | Closed
 
 @attrs.frozen
 class LeftAlone:
-    """What has failed, and has not succeeded since: it is asked for nothing, or for one thing at a time."""
+    """A breaker that is open or on trial: it lets no call through, or one at a time."""
 
     use: Use
     node: str
-    """Of a store; empty where it has one, and for a disk."""
+    """A node of the store; empty for a disk and for a store with a single node."""
     error: str
-    """The last one."""
+    """The last error."""
     num_failures: int = PATIENCE
-    """In a row."""
+    """Consecutive failures."""
 
     def __str__(self) -> str:
         return f"no {_USES[self.use.value]}{at_node(self.node, self.error)} for now: {self.error}"
@@ -76,7 +77,7 @@ class LeftAlone:
 
 @attrs.frozen
 class StorageMove:
-    """Something is left alone from now on, or still, or not any more."""
+    """A breaker has opened, opened again, or closed."""
 
     tier: Tier
     use: Use
@@ -85,13 +86,13 @@ class StorageMove:
 
 
 def at_node(node: str, error: str) -> str:
-    """Where it has failed, unless `error` says so."""
+    """The node as " at NODE"; empty if `error` already names it."""
     is_said = not node or re.search(rf"(?<!\w){re.escape(node)}(?!\w)", error)
     return "" if is_said else f" at {node}"
 
 
 def in_lines(name: str, alone: Sequence[LeftAlone]) -> Iterator[str]:
-    """What is left alone of the storage `name`: a line for each, or with many nodes one for each use."""
+    """The open breakers of the storage `name` as text: a line for each, or with many nodes a line for each use."""
     of_use = {use: [one for one in alone if one.use is use] for use in Use}
     for use, found in of_use.items():
         if len(alone) > MAX_LINES and len(found) > NUM_WORST:
@@ -107,7 +108,7 @@ def _worst(alone: Sequence[LeftAlone]) -> str:
 
 
 def in_words(move: StorageMove) -> str:
-    """`move`, for a log of lines."""
+    """`move` as text for a log."""
     what = f"{_USES[move.use.value]} of the {move.tier.name.lower()} tier"
     if isinstance(move.move, Closed):
         where = at_node(move.node, "")
@@ -118,45 +119,48 @@ def in_words(move: StorageMove) -> str:
 
 
 def taken(moves: deque[StorageMove]) -> Sequence[StorageMove]:
-    """Return and remove what threads have appended."""
+    """Return and remove the moves that threads have appended."""
     return [moves.popleft() for _ in range(len(moves))] if moves else ()
 
 
 @attrs.define(eq=False)
 class Breaker:
-    """Opens after two failures in a row, for half a second and then twice as long each time; a success closes it."""
+    """Opens after two consecutive failures for half a second, and after each further failure for twice as long. A
+    success closes it."""
 
     _num_failures: int = 0
     error: str = ""
-    """The last one."""
+    """The last error."""
     _num_refused: int = 0
     _opened_s: float = 0.0
     _until_s: float = 0.0
 
     def is_open(self, now: float) -> bool:
-        """Whether to ask for nothing now."""
+        """Whether calls are refused now."""
         return self.is_on_trial and now < self._until_s
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether it has opened and nothing has succeeded since: one attempt at a time is enough to find out."""
+        """Whether the breaker has opened and no call has succeeded since. One attempt at a time is enough for the
+        trial."""
         return self._num_failures >= PATIENCE
 
     def left_alone(self, use: Use, node: str = "") -> LeftAlone:
-        """What there is to say while it is on trial."""
+        """A description of the breaker while it is on trial."""
         return LeftAlone(use, node, self.error, self._num_failures)
 
     def refused(self) -> None:
-        """Something that was asked for nevertheless is refused."""
+        """Count a refused call."""
         self._num_refused += 1
 
     def succeeded(self, now: float) -> BreakerMove | None:
-        """What changes with it, if anything."""
+        """Record a success. Returns the change of the breaker, if any."""
         was_on_trial, self._num_failures = self.is_on_trial, 0
         return Closed(max(0.0, now - self._opened_s), self._num_refused) if was_on_trial else None
 
     def failed(self, now: float, error: str) -> BreakerMove | None:
-        """One more failure. Those that end while it is open began before: they do not count."""
+        """Record a failure. Returns the change of the breaker, if any. Failures while the breaker is open do not count,
+        because these calls began before it opened."""
         if self.is_open(now):
             return None
         self._num_failures += 1

@@ -1,8 +1,8 @@
-"""The copy queue: launches planned jobs, bounds what is in flight, and gives up what takes too long.
+"""The copy queue: launches planned jobs, limits the copies in flight, and gives up copies that take too long.
 
-    submit(plans)     queue; launch what the bounds allow, loads before stores
+    submit(plans)     queue; launch as many jobs as the bounds allow, loads before stores
     deliver(done)     from any thread: a copy has ended
-    advance()         settle what was delivered, give up what is late, launch what waits
+    advance()         settle delivered completions, give up late jobs, launch waiting jobs
 
 It has no thread, no event loop and no timer. The worker of `OffloadRuntime` drives it from an event loop; an engine
 that steps calls `advance` once a step.
@@ -42,7 +42,7 @@ JOBS_IN_FLIGHT = 4
 UNBOUNDED_JOBS = 2**30
 """A number of jobs that means no bound."""
 LINK_S = 0.02
-"""The bytes in flight keep a GPU's link busy for this time, so that it is not idle while the event loop stalls."""
+"""The bytes in flight keep a GPU's link busy for this time, so that it does not idle while the event loop stalls."""
 LOWER_BYTES = 64 * 2**20
 """Maximum bytes in flight of a link from or to a tier below the host, because a tier that hangs keeps these host
 blocks."""
@@ -77,12 +77,13 @@ class Link:
     in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     """Launched jobs in launch order, which is the order of their deadlines."""
     reported: set[int] = attrs.field(factory=set)
-    """Jobs in flight whose completion came before `launch` returned. They are settled in the next turn, and do not
+    """Jobs in flight whose completion arrived before `launch` returned. They are settled in the next turn, and do not
     count as running."""
     num_bytes: int = 0
     """Bytes of the jobs in flight."""
     bytes_over: int = 0
-    """Bytes that ended jobs have moved, by their completions. A job that was given up counts with all its bytes."""
+    """Bytes that ended jobs have moved, according to their completions. A job that was given up counts with all its
+    bytes."""
     overdue: set[int] = attrs.field(factory=set)
     """Launched jobs that were given up and have not reported since."""
 
@@ -111,7 +112,7 @@ class Link:
         self.num_bytes += num_bytes
 
     def end(self, completion: Completion, now: float) -> None:
-        """A job in flight has ended."""
+        """Remove a job that has ended from the jobs in flight."""
         self.bytes_over += completion.num_bytes
         if self.rate is not None:
             is_whole = completion.outcome in (Outcome.LANDED, Outcome.CORRUPT)  # corrupt blocks were copied, too
@@ -129,8 +130,9 @@ class Link:
 
     def arrives_s(self, num_bytes: int, now: float) -> float:
         """Seconds until a copy of `num_bytes` that is queued now has arrived, after the copies that are queued and in
-        flight. If the speed is not known: the time that the copies in flight have taken so far, scaled to all bytes.
-        0 if none is in flight and the link was not measured, or long ago, because then this copy measures it."""
+        flight. If the speed is unknown, this is the time that the copies in flight have taken so far, scaled to all
+        bytes. 0 if nothing is in flight and the link was never measured, or not recently, because then this copy
+        measures it."""
         in_flight, rate = self.num_bytes, self.rate
         if rate is None or (not in_flight and rate.is_old(now)):
             return 0.0
@@ -153,8 +155,7 @@ class Link:
         return queued
 
     def give_up(self, job_ids: Iterable[int]) -> None:
-        """Stop counting these launched jobs as in flight. They are overdue unless a late copy leaves nothing in
-        doubt."""
+        """Stop counting these launched jobs as in flight. They are overdue, unless a late copy could do no harm."""
         for job_id in job_ids:
             if job_id in self.in_flight:
                 self.bytes_over += self.in_flight[job_id].num_bytes
@@ -163,12 +164,13 @@ class Link:
                 self.overdue.add(job_id)
 
     def may_settle(self, job_id: int) -> bool:
-        """Whether the queue may settle a job that it has given up: it has not reported since, as far as is known."""
+        """Whether the queue may settle a job that it has given up: True unless the job is known to have reported
+        since."""
         return self.late_outcome is not Outcome.UNPROVEN or job_id in self.overdue
 
     @property
     def late_outcome(self) -> Outcome:
-        """The outcome of a job that is given up: FAILED if it leaves neither side in doubt."""
+        """The outcome of a job that is given up: FAILED if a late copy could do no harm."""
         is_doubtful = TIERS[self.source].leaves_doubt and TIERS[self.destination].leaves_doubt
         return Outcome.UNPROVEN if is_doubtful else Outcome.FAILED
 
@@ -189,9 +191,10 @@ def link_of(
     *,
     in_steps: bool = False,
 ) -> Link:
-    """A link with the bounds that `config` sets for it. It is measured if its loads compete with computing: from and to
-    tiers below the host always, and from the host unless `load_choice` is "always". `link_bytes_per_s`: the speed of
-    the device's link; 0: not known. `in_steps`: jobs are launched once a step of an engine, not whenever a job ends."""
+    """A link with the bounds that `config` sets for it. It is measured if its loads compete with computing: always
+    between the host and lower tiers, and from the host to the device unless `load_choice` is "always".
+    `link_bytes_per_s` is the speed of the device's link; 0 means unknown. `in_steps`: jobs are launched once a step of
+    an engine, not whenever a job ends."""
     link, is_load = (source.tier, destination.tier), destination.tier < source.tier
     lower, max_bytes = source if is_load else destination, config.bytes_in_flight
     max_jobs, own_s = config.max_jobs_in_flight or JOBS_IN_FLIGHT, lower.timeouts_s
@@ -237,9 +240,9 @@ class CopyQueue:
 
     A job has `transfer_timeout_s` (a store: `store_timeout_s`) from its launch, or from the end of the job before it if
     that is later. Without a completion by then it is given up: its destination is quarantined, and its link launches
-    nothing more until the job is proven to be over, which an UNPROVEN report does not do. A stalled transport thus
-    makes misses, not queues. If the ledger itself fails, or the device is lost, the cache turns itself off: nothing is
-    launched any more, and requests see only misses.
+    nothing more until the job is proven to be over, which an UNPROVEN report does not do. So a stalled transport
+    causes misses, and no queue grows. If the ledger itself fails, or the device is lost, the cache turns itself off:
+    nothing is launched any more, and requests see only misses.
 
     `clock` counts seconds, such as `time.monotonic`. All calls belong to the ledger's thread, except for `deliver`.
     `observer` receives the events of a copy queue (see `Event`); its exceptions are dropped. `block_bytes` is the size
@@ -294,7 +297,7 @@ class CopyQueue:
     # -- launching ------------------------------------------------------------------------------------------------
 
     def submit(self, plans: Sequence[TransferPlan], after: Fence | None = None) -> None:
-        """Queue `plans` (stores wait for `after`) and launch what may be launched now."""
+        """Queue `plans` (stores wait for `after`) and launch the jobs that the bounds allow now."""
         if not plans:
             return  # the common case; queued jobs are launched when a completion lets the bounds allow it
         computed_bytes = 0
@@ -312,7 +315,7 @@ class CopyQueue:
         self._dispatch()
 
     def link(self, source: Tier, destination: Tier) -> Link:
-        """The link between these two tiers: one object for the life of the queue."""
+        """The link between these two tiers. Returns the same object for the life of the queue."""
         found = self._links.get((source, destination))
         if found is None:
             link = self.transport.link_bytes_per_s if isinstance(self.transport, KnowsItsLink) else 0.0
@@ -333,7 +336,7 @@ class CopyQueue:
         self.regions.end(plan.job_id, "never started")
 
     def _dispatch(self) -> None:
-        """Launch what the bounds of each link allow, loads first."""
+        """Launch the jobs that the bounds of each link allow, loads first."""
         for link in self._links.values():
             while link.queue:
                 plan, after = link.queue[0]
@@ -367,15 +370,15 @@ class CopyQueue:
     # -- completions ----------------------------------------------------------------------------------------------
 
     def deliver(self, completion: Completion) -> None:
-        """Accept a completion from any thread; never blocks. `advance` settles it. `InvalidArgument` if it is invalid:
-        its job counts as in flight until its time is over."""
+        """Accept a completion from any thread; never blocks. `advance` settles it. Raises `InvalidArgument` if the
+        completion is invalid; its job then counts as in flight until its time-out."""
         check_completion(completion)
         self._inbox.append(completion)
         self.wake()
 
     def advance(self) -> None:
-        """Settle what was delivered, give up what is late, let pins lapse, and launch what waits."""
-        self.settle_delivered()  # first: what was delivered in time is not late
+        """Settle delivered completions, give up late jobs, let pins lapse, and launch waiting jobs."""
+        self.settle_delivered()  # first: a job whose completion arrived in time is not late
         self.give_up_late()
 
     def settle_delivered(self) -> None:
@@ -408,9 +411,9 @@ class CopyQueue:
         self.ended()
 
     def call_ledger(self, function: Callable[..., Any], *args: object) -> Any:
-        """Call `function`, which calls the ledger. An exception is a bug there: it turns the cache off, and returns
-        None, because it must not end the caller, which is an event loop or a request. The error of an extension is only
-        reported, because the ledger is whole."""
+        """Call `function`, which calls the ledger. An exception is a bug in the ledger. It turns the cache off and
+        returns None, because it must not end the caller, which is an event loop or a request. The error of an extension
+        is only reported, because the ledger is intact."""
         try:
             return function(*args)
         except ExtensionError as error:
@@ -430,7 +433,8 @@ class CopyQueue:
 
     @property
     def next_deadline(self) -> float:
-        """When a copy in flight is late or a pin lapses, on `clock`; infinity if neither. `advance` is due then."""
+        """The time on `clock` at which a copy in flight becomes late or a pin lapses; infinity if neither will. Call
+        `advance` then."""
         try:
             due = self.ledger.next_lapse
         except ExtensionError as error:
@@ -442,7 +446,7 @@ class CopyQueue:
         return due
 
     def give_up_late(self) -> None:
-        """Give up the copies whose time is over, and let pins lapse."""
+        """Give up the copies whose time-out has passed, and let pins lapse."""
         now = self.clock()
         for link in tuple(self._links.values()):
             if link.next_deadline <= now:
@@ -457,22 +461,21 @@ class CopyQueue:
             self.ledger.lapse(now)
 
     def give_up(self, job_ids: Iterable[int], error: str) -> None:
-        """Stop waiting for these launched jobs, as if their time were over."""
+        """Stop waiting for these launched jobs, as if their time-out had passed."""
         wanted = set(job_ids)
         for link in tuple(self._links.values()):
             if mine := [job_id for job_id in link.in_flight if job_id in wanted]:
                 self._give_up(link, mine, error)
 
     def invalidate_sources(self, job_ids: Iterable[int]) -> None:
-        """The sources of these launched jobs were invalidated: the transport must not make their copies findable. The
-        jobs still report when they are over."""
+        """The sources of these launched jobs were invalidated, so the transport must not make their copies findable.
+        The jobs still report when they are over."""
         for job_id in job_ids:
             self._tell_given_up(job_id)
 
     def _give_up(self, link: Link, job_ids: Iterable[int], error: str) -> None:
-        """Stop waiting for launched jobs. Their destinations are quarantined until a late completion, and the link
-        launches nothing before. If a late copy leaves nothing in doubt, the jobs count as failed, and the link goes
-        on."""
+        """Stop waiting for launched jobs. Until a late completion arrives, their destinations stay quarantined and the
+        link launches nothing. If a late copy could do no harm, the jobs count as failed, and the link continues."""
         late = tuple(job_ids)
         link.give_up(late)
         for job_id in late:
@@ -493,12 +496,12 @@ class CopyQueue:
         if self._gives_up is not None:
             try:
                 self._gives_up(job_id)
-            except Exception as error:  # noqa: BLE001 - a transport's own mistake: the cache ends, the engine goes on
+            except Exception as error:  # noqa: BLE001 - a bug in the transport: only the cache turns off
                 self._report(WorkerFailed(error))
                 self.turn_off("the transport failed")
 
     def turn_off(self, reason: str) -> None:
-        """Turn the cache off for good: discard queued jobs, and launch no more. Jobs in flight still report, or are
+        """Turn the cache off permanently: discard queued jobs, and launch no more. Jobs in flight still report, or are
         given up at their deadline."""
         if self.is_accepting:
             self.is_accepting, self.off_reason = False, reason
@@ -506,7 +509,7 @@ class CopyQueue:
             self.discard_queued()
 
     def _check_device(self) -> None:
-        """Turn off if the device is lost. A completion does not tell why a copy failed; recording a fence does."""
+        """Turn off if the device is lost. A completion does not say why a copy failed, but recording a fence does."""
         if self.is_accepting and isinstance(self.transport, RecordsFences):
             try:
                 self.transport.record_fence()
@@ -525,13 +528,13 @@ class CopyQueue:
         self.refuse(link.take_queued())
 
     def stop(self, error: str) -> None:
-        """Launch nothing any more; what is still in flight is quarantined."""
+        """Launch nothing any more, and quarantine the destinations of jobs that are still in flight."""
         self.is_accepting = False
         self.discard_queued()
         self.settle_delivered()  # jobs without a completion are quarantined
         self.give_up([job_id for link in self._links.values() for job_id in link.in_flight], error)
 
-    # -- what is left ---------------------------------------------------------------------------------------------
+    # -- state of the queue ---------------------------------------------------------------------------------------
 
     @property
     def num_in_flight(self) -> int:
@@ -543,12 +546,12 @@ class CopyQueue:
         return sum(link.num_bytes for link in self._links.values())
 
     def num_under_way(self, source: Tier, destination: Tier) -> int:
-        """Jobs of this link that are queued or in flight."""
+        """Number of jobs of this link that are queued or in flight."""
         link = self._links.get((source, destination))
         return 0 if link is None else len(link.queue) + len(link.in_flight)
 
     def room_bytes(self, source: Tier, destination: Tier) -> int:
-        """Bytes that could be submitted to this link now and launched at once: its bound without the bytes that are
+        """Number of bytes that could be submitted to this link and launched at once: its bound minus the bytes that are
         queued or in flight. 0 if the link is stalled."""
         link = self.link(source, destination)
         is_stalled = link.overdue or not self.is_accepting
@@ -571,7 +574,7 @@ class CopyQueue:
 
     @property
     def oldest_job(self) -> float:
-        """The first job that is queued or in flight; infinity if there is none."""
+        """The id of the first job that is queued or in flight; infinity if there is none."""
         oldest = math.inf
         for link in self._links.values():
             if link.queue:

@@ -64,9 +64,9 @@ def _as_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:
 
 @attrs.frozen
 class OnlyAfter:
-    """Given as `after=`: the copy waits for `fences` and for nothing else. Use it if all work that touches the copy's
-    blocks is over once these fences have passed. `LocalTransport` then records no fence of its own. Other transports
-    may wait for more."""
+    """A value for `after=`: the copy waits for `fences` and for nothing else. Use it if all work that touches the
+    copy's blocks is over once these fences have passed. `LocalTransport` then records no fence of its own. Other
+    transports may wait for more."""
 
     fences: tuple[Fence, ...] = attrs.field(default=(), converter=_as_fences)
 
@@ -201,8 +201,8 @@ class RegionFence:
 class RegionFences:
     """The fences of one job; `fences[i]` belongs to region `i`.
 
-    The copy thread sets them with `give`, in order. When the job has ended, `end` sets the others, so that no wait
-    lasts for ever.
+    The copy thread sets them with `give`, in order. When the job has ended, `end` sets the remaining ones, so that
+    every wait ends.
     """
 
     def __init__(self, num_regions: int) -> None:
@@ -225,7 +225,7 @@ class RegionFences:
         return forked
 
     def give(self, index: int, fence: Fence) -> None:
-        """The copy of region `index` was submitted to the device; `fence` is after it."""
+        """The copy of region `index` was submitted to the device. `fence` comes after it."""
         self._end(index, fence, "")
 
     def end(self, error: str = "") -> None:

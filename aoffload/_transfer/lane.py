@@ -11,11 +11,11 @@ for each submitted copy in turn, verifies it and delivers its completion.
 On a CPU a copy is over when its submission returns. The submitting thread then delivers the completion itself, so the
 second thread is started only when a copy first has to be waited for.
 
-**At once.** Handing a job to a copy thread and back costs a few microseconds when the process is idle, and many times
-that while the event loop holds the interpreter lock. A small copy costs less than that. So `copy_now` copies in the
-thread that launches, if no earlier job of the lane is open. Its completion goes the usual way and is settled in the
-next turn of the loop. Three bounds keep the loop responsive: the size of one copy, which is measured when the transport
-opens, and the bytes and the number of copies in one turn.
+**Small copies.** Handing a job to a copy thread and back costs a few microseconds when the process is idle, and many
+times that while the event loop holds the interpreter lock. A small copy costs less than that. So `copy_now` copies in
+the thread that launches, if no earlier job of the lane is open. Its completion is delivered as usual and is settled in
+the next turn of the loop. Three bounds keep the loop responsive: the size of one copy, which is measured when the
+transport opens, and the bytes and the number of copies in one turn.
 
 The lanes of a transport share a `DeviceLoss`: once the device is lost, no lane starts a copy. If `verify` is set,
 stores record `BlockChecksums`, and loads compare them.
@@ -440,7 +440,7 @@ class CopyLane:
         return landed
 
     def _verify(self, plan: TransferPlan, num_copied: int, checksums: BlockChecksums) -> tuple[int, ...]:
-        """For a load: indices of blocks that differ from what was stored. For a store: records the checksums.
+        """For a load: indices of blocks that differ from the stored ones. For a store: records the checksums.
 
         Checksums are taken from the source blocks, which the job still leases, so a load also notices a store that was
         not over yet when its fence passed.

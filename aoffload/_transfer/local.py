@@ -1,10 +1,11 @@
 """The transport of one process: regions of KV tensors, host memory, a lane for each direction, and the lower tiers.
 
-`launch` decides in this order: is there a lane or a lower tier for the link, are the ids valid, which fences must pass
-first, is the copy small enough to be made at once, and if not, which thread makes it. A load overwrites blocks that
-compute may still read, and a store without `after` reads blocks that compute may still write. So both wait for all
-compute so far, unless the caller names the only fences that matter (`OnlyAfter`). No compute touches host memory, so a
-copy between the host and a lower tier waits for nothing.
+`launch` finds the lane or the lower tier for the link, checks the ids, and chooses the fences that must pass first. It
+makes a small copy itself, and hands any other copy to a thread.
+
+A load overwrites blocks that compute may still read, and a store without `after` reads blocks that compute may still
+write. So both wait for all compute so far, unless the caller names the only fences that matter (`OnlyAfter`). No
+compute touches host memory, so a copy between the host and a lower tier waits for nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class LocalTransport:
         self._watcher = self.backend if isinstance(self.backend, WatchesRegions) else None
         self.regions = regions
         self._lanes: dict[tuple[Tier, Tier], CopyLane] = {}
-        """By link."""
+        """The lanes by link."""
         self._num_blocks: dict[Tier, int] = {}
         self._turns = Turns()
         self._most_bytes_at_once = 0
@@ -94,12 +95,12 @@ class LocalTransport:
         self._disk = None if disk is None else _disk_of(disk, regions)
         self._remote = None if remote is None else _remote_of(remote, regions)
         self.tiers = check_tiers(tiers)
-        """The copies of tiers of the program's own."""
+        """The copies of the program's own tiers."""
         own: dict[Tier, TransportTier | None] = {Tier.DISK: self._disk, Tier.REMOTE: self._remote}
         self._lower = {tier: found for tier, found in {**own, **self.tiers}.items() if found is not None}
-        """By tier below the host: its copies."""
+        """The copies of each tier below the host."""
         self._lower_links: dict[tuple[Tier, Tier], TransportTier] = {}
-        """The same by link, once they are open."""
+        """The open tiers by link."""
         if self._lower:
             check_has("backend", self.backend, "backend with host memory of its own", "host_rows", ConfigError)
 
@@ -125,8 +126,8 @@ class LocalTransport:
 
     @property
     def opens_slowly(self) -> bool:
-        """Whether `open` takes seconds. Page-locking takes seconds for each 10 GiB, and measuring the break-even of the
-        copy kernel and allocating the files of a disk take more time. A tier of the program's own may do so, too."""
+        """Whether `open` takes seconds. Page-locking takes seconds for each 10 GiB; measuring the break-even of the
+        copy kernel and allocating the files of a disk also take long. A tier of the program's own may do so, too."""
         return isinstance(self.backend, ReportsPinning) or self._disk is not None or bool(self.tiers)
 
     @property
@@ -230,7 +231,7 @@ class LocalTransport:
             raise
 
     def begin_turn(self) -> None:
-        """Call it each time that you have settled completions: `launch` may again make small copies of CPU tensors
+        """Call this each time you have settled completions: `launch` may then again make small copies of CPU tensors
         itself, up to a bound. Do not call it if you settle completions inside `deliver`."""
         self._left_bytes, self._left_copies = TURN_BYTES, TURN_COPIES
 
@@ -299,7 +300,7 @@ class LocalTransport:
 
 
 def check_tiers(tiers: object) -> dict[Tier, TransportTier]:
-    """`tiers`, which `LocalTransport` is given, if they are tiers of a program's own."""
+    """Check the argument `tiers` of `LocalTransport`, and return it: tiers of the program's own."""
     if not isinstance(tiers, Mapping):
         raise InvalidArgument("tiers", f"must be a mapping of tiers, got {shown(tiers)}")
     for tier, found in tiers.items():

@@ -1,4 +1,4 @@
-"""How fast a link has been of late, over the time in which anything of it was in flight."""
+"""The recent speed of a link, measured over the time in which a copy was in flight."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ import math
 import attrs
 
 KEEP = 0.8
-"""Of what was measured before, at each end of a job."""
+"""Weight of the earlier measurements at each end of a job."""
 QUICKEST_FADES = 1.02
-"""How much longer the quickest job seems to have taken, at each end of a job."""
+"""Factor by which the time of the quickest job grows at each end of a job."""
 FRESH_S = 10.0
-"""What nothing has confirmed for so long is old: the next job says how fast the link has become."""
+"""A measurement is old if no job has ended for this time. The next job then measures the speed anew."""
 
 
 @attrs.define(eq=False)
 class TransferRate:
-    """Latency and bytes a second of one link, all its jobs together. Times are seconds on one clock.
+    """Latency and bytes per second of one link, over all its jobs. Times are seconds on one clock.
 
-    Both are those of the line through the quickest job of late and the average one: a small job takes little but its
-    latency, and where all jobs are equal, latency is part of their rate.
+    Both come from the straight line through the quickest recent job and the average job, because a small job takes
+    little more than its latency. If all jobs have the same size, the latency is part of the rate.
     """
 
     latency_s: float = 0.0
-    """Of a job, besides what its bytes take."""
+    """Seconds that a job takes in addition to the time for its bytes."""
     since_s: float = 0.0
-    """When a job has ended last, or the first one in flight has begun."""
+    """The time at which the last job ended, or the first one in flight began."""
     ended_s: float = -math.inf
-    """When a job has ended last."""
+    """The time at which the last job ended."""
     _bytes_per_s: float | None = None
     _num_jobs: float = 0.0
     _num_bytes: float = 0.0
     _seconds: float = 0.0
-    """These three fade alike."""
+    """These three sums decay at the same rate."""
     _quickest_bytes: int = 0
     _quickest_s: float = math.inf
     _is_tried_again: bool = False
-    """What was measured has become old, and the job that measures anew is in flight."""
+    """Whether the measurement is old and the job in flight replaces it."""
 
     def begins(self, now: float) -> None:
-        """A job begins, and nothing else is in flight."""
+        """A job begins while nothing else is in flight."""
         self.since_s = now
         self._is_tried_again = self.is_old(now)
 
     def ended(self, num_bytes: int, now: float) -> None:
-        """A job has ended that has moved so much."""
+        """A job that moved `num_bytes` has ended."""
         took_s = now - self.since_s
         if self._is_tried_again:
             self._is_tried_again = False
@@ -69,14 +69,14 @@ class TransferRate:
         self.latency_s, self._bytes_per_s = latency_s, mean_bytes / (mean_s - latency_s)
 
     def _has_become(self, num_bytes: int, took_s: float) -> None:
-        """All that was measured is old, and took as much longer or shorter as this job does: a small one shows that of
-        large ones, too."""
+        """Rescale the old measurement by the ratio of this job's time to its expected time. Even a small job thus
+        corrects the estimate for large jobs."""
         if num_bytes and self._bytes_per_s:
             share = took_s / (self.latency_s + num_bytes / self._bytes_per_s)
             self._seconds, self._quickest_s = self._seconds * share, self._quickest_s * share
 
     def bytes_per_s(self, in_flight: int, now: float) -> float | None:
-        """None: not known. So many bytes are in flight, and show that it is not faster than that."""
+        """The measured rate; None if unknown. `in_flight` bytes that have not arrived yet set an upper bound."""
         known = self._bytes_per_s
         if known is None or not in_flight or known * (now - self.since_s) <= in_flight:
             return known

@@ -43,8 +43,8 @@ def _plain(tensor: Any) -> torch.Tensor:
 class KVRegion:
     """One tensor addressed by block id: block `b` is the `block_bytes` at byte `b * block_stride_bytes` of it.
 
-    Only a block has to be contiguous, so keys and values that alternate inside one tensor are two regions of it. The
-    tensor may have any dtype: bytes are never interpreted. A region keeps the tensor's memory alive.
+    Only a block has to be contiguous. For example, keys and values that alternate inside one tensor are two regions of
+    it. The tensor may have any dtype: bytes are never interpreted. A region keeps the tensor's memory alive.
 
     Raises `RegionError` if blocks cannot be addressed that way.
     """
@@ -53,7 +53,7 @@ class KVRegion:
     block_stride_bytes: int
     block_bytes: int
     block_shape: tuple[int, ...] = attrs.field(default=(), kw_only=True)
-    """Shape of one block, as far as it is known; `of` and `all_of` know it."""
+    """Shape of one block; empty if unknown. `of` and `all_of` set it."""
     num_blocks: int = attrs.field(init=False)
     """Blocks within the tensor's own extent, including the null block 0."""
 
@@ -74,7 +74,8 @@ class KVRegion:
     def of(cls, tensor: torch.Tensor, block_axis: int = 0) -> KVRegion:
         """The region of a tensor whose axis `block_axis` counts blocks: block `b` is `tensor.select(block_axis, b)`.
 
-        Its bytes have to lie together, in any order of its axes. `RegionError` if they do not: see `all_of`.
+        The bytes of a block have to be contiguous, in any order of its axes. Raises `RegionError` if they are not: see
+        `all_of`.
         """
         blocks = _blocks_first(tensor, block_axis)
         block = blocks[0]
@@ -88,7 +89,7 @@ class KVRegion:
 
     @classmethod
     def all_of(cls, tensor: torch.Tensor, block_axis: int = 0) -> tuple[KVRegion, ...]:
-        """As few regions as hold all bytes of a tensor whose axis `block_axis` counts blocks.
+        """The fewest regions that cover all bytes of a tensor whose axis `block_axis` counts blocks.
 
         Two for `[2, num_blocks, ...]` (keys, then values) with `block_axis=1`: one for the keys, one for the values.
         """
@@ -121,7 +122,7 @@ class KVRegion:
 
 
 def _blocks_first(tensor: torch.Tensor, block_axis: int) -> torch.Tensor:
-    """`tensor` with the axis that counts blocks in front."""
+    """`tensor` with the axis that counts blocks moved to position 0."""
     tensor = _plain(tensor)
     if tensor.dim() == 0 or tensor.numel() == 0:
         raise RegionError("tensor", f"has no blocks: its shape is {list(tensor.shape)}")
@@ -131,7 +132,7 @@ def _blocks_first(tensor: torch.Tensor, block_axis: int) -> torch.Tensor:
 
 
 def _is_dense(block: torch.Tensor) -> bool:
-    """Whether the bytes of `block` lie together without a gap, whatever the order of its axes."""
+    """Whether the bytes of `block` are contiguous, whatever the order of its axes."""
     expected = 1
     for stride, size in sorted(zip(block.stride(), block.shape, strict=True)):
         if size > 1:
@@ -190,7 +191,8 @@ def _region(name: str, member: object) -> KVRegion:
 
 
 def _warn_of_two(name: str, tensor: torch.Tensor) -> None:
-    """Keys and values first, as some attention kernels have them, would be taken for a pool of two blocks."""
+    """Warn if the tensor may have keys and values on its first axis, as some attention kernels do: it would be taken
+    for a pool of two blocks."""
     if tensor.dim() > 2 and tensor.shape[0] == 2 < tensor.shape[1]:
         problem = f"{name}: the first axis of {list(tensor.shape)} is taken for 2 blocks, one of them the null block"
         advice = "if axis 1 counts blocks, give KVRegion.all_of(tensor, block_axis=1)"
@@ -198,7 +200,7 @@ def _warn_of_two(name: str, tensor: torch.Tensor) -> None:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the tensor's first to its last, cut off at the end of its storage."""
+    """Bytes from the tensor's first to its last byte, limited to the end of its storage."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -240,7 +242,8 @@ def share_memory(one: KVRegion, other: KVRegion) -> bool:
 
 
 def _interlock(one: KVRegion, other: KVRegion) -> bool:
-    """Whether regions of equal stride overlap. No arrays: 64 regions in one tensor, as is usual, are 2,016 pairs."""
+    """Whether regions of equal stride overlap. Uses no arrays, because 64 regions in one tensor, a usual number, make
+    2,016 pairs."""
     shift, rest = divmod(other.address - one.address, one.block_stride_bytes)
     meets_same = rest < one.block_bytes and abs(shift) < one.num_blocks
     meets_next = rest + other.block_bytes > one.block_stride_bytes and abs(shift + 1) < one.num_blocks
@@ -260,7 +263,7 @@ class _Claim:
     process_id: int
     """The process that made the claim. A forked child has copies of the claims and of the memory."""
     has_own_ids: bool
-    """The program hands out the block ids."""
+    """Whether the program hands out the block ids itself."""
 
 
 _LOCK = threading.Lock()
@@ -283,14 +286,15 @@ def claim(regions: Sequence[KVRegion], *, has_own_ids: bool) -> None:
 
 
 def unclaim(regions: Sequence[KVRegion]) -> None:
-    """No copy uses the memory of `regions` any more."""
+    """Release the claim: no copy uses the memory of `regions` any more."""
     with _LOCK:
         for region in regions:
             _CLAIMS.pop(region, None)
 
 
 def identity_of(layout: Layout, namespace: str, regions: Sequence[KVRegion]) -> str:
-    """As text that is the same in every process. Sizes of units and blocks come on top."""
+    """The layout, namespace and regions as text that is the same in every process. It does not include the sizes of
+    units and blocks."""
     kinds = [_described(component.kind) for component in layout.components]
     shapes = [(str(region.tensor.dtype), tuple(region.block_shape), region.block_bytes) for region in regions]
     places = [tuple(place) for place in layout.places]

@@ -56,16 +56,16 @@ class DiskStatistics:
     blocks_loaded: int = 0
     blocks_stored: int = 0
     blocks_corrupt: int = 0
-    """Read from the disk, and not what was stored there: misses."""
+    """Blocks read from the disk whose bytes differ from the stored ones. They count as misses."""
     bytes_loaded: int = 0
     bytes_stored: int = 0
     load_seconds: float = 0.0
-    """Time of jobs; those at the same time count each."""
+    """Summed duration of jobs; concurrent jobs count separately."""
     store_seconds: float = 0.0
     num_failures: int = 0
     """Jobs that ended in an error of the disk."""
     left_alone: tuple[LeftAlone, ...] = ()
-    """What has failed lately, and is not asked of the disk for a while."""
+    """The breakers that have opened: calls of their kind are refused for a while."""
 
 
 @attrs.frozen
@@ -73,28 +73,28 @@ class RemoteStatistics:
     """Counts of the remote tier since it was opened. Loads bring cells from the store into host memory."""
 
     num_loads: int = 0
-    """Jobs, each of one cell, however they ended."""
+    """Jobs of one cell each, whatever their outcome."""
     num_stores: int = 0
     blocks_loaded: int = 0
     blocks_stored: int = 0
     bytes_loaded: int = 0
     bytes_stored: int = 0
     load_seconds: float = 0.0
-    """Time of jobs; those at the same time count each."""
+    """Summed duration of jobs; concurrent jobs count separately."""
     store_seconds: float = 0.0
     cells_missing: int = 0
-    """Asked for, and not in the store."""
+    """Cells that were requested and are not in the store."""
     cells_corrupt: int = 0
-    """Read from the store, and not what belongs there: misses."""
+    """Objects read from the store that are not the requested cell. They count as misses."""
     cells_removed: int = 0
     num_failures: int = 0
     """Calls of the store that ended in an error."""
     num_questions: int = 0
     question_seconds: float = 0.0
     num_unknown: int = 0
-    """Questions that the store did not answer in time, or not at all."""
+    """Questions that the store did not answer, or not in time."""
     left_alone: tuple[LeftAlone, ...] = ()
-    """What has failed lately, and is not asked of a node for a while."""
+    """The breakers that have opened: calls of their kind to their node are refused for a while."""
 
 
 @attrs.frozen
@@ -102,7 +102,7 @@ class PinProgress:
     """Progress of page-locking host memory, reported after each piece. Several pieces are locked at a time."""
 
     num_bytes: int
-    """Page-locked so far."""
+    """Bytes that are page-locked so far."""
     total_bytes: int
     piece_bytes: int
     """Size of the piece that was just page-locked."""
@@ -133,7 +133,7 @@ class CopiesAtOnce(Protocol):
     """A transport that makes small copies inside `launch`, and bounds them for each turn of the event loop."""
 
     def begin_turn(self) -> None:
-        """Completions were settled: the bounds on copies inside `launch` start anew."""
+        """Completions were settled: the bounds on copies inside `launch` are reset."""
         ...
 
 
@@ -161,8 +161,8 @@ class GivesUp(Protocol):
     """A transport that has to know when a launched job is given up."""
 
     def give_up(self, job_id: int) -> None:
-        """Others may write to the source of this job as soon as this has returned. It still reports when it is over.
-        Called in the event loop's thread, and does not block."""
+        """Other code may write to the source of this job as soon as this method has returned. The job still reports
+        when it is over. Called in the event loop's thread, and does not block."""
         ...
 
 
@@ -170,8 +170,8 @@ class TransportTier(Protocol):
     """The copies between host memory and one tier below it: a disk, a remote store, or a tier of the program's own.
 
     `launch` and `give_up` are called in the event loop's thread and must not block. Every launched plan gets exactly
-    one completion, from any thread. `num_landed` of it counts the leading blocks that are proven: a store's blocks are
-    readable from then on, and a load's blocks are, byte for byte, those that were stored."""
+    one completion, from any thread. Its `num_landed` counts the leading blocks that are proven: the blocks of a store
+    are readable from then on, and the blocks of a load equal the stored ones byte for byte."""
 
     @property
     def num_blocks(self) -> int:
@@ -181,9 +181,9 @@ class TransportTier(Protocol):
     def open(
         self, host: NDArray[np.uint8], checksums: BlockChecksums | None, deliver: Callable[[Completion], None], env: Env
     ) -> None:
-        """Be ready to launch. `host` is `[num_host_blocks, block_bytes]`. With `checksums`, a store must store only
-        blocks that match theirs, and a load must record those of the blocks that it has brought. Called once. If it
-        raises, `stop_launching` and `join` still follow."""
+        """Prepare to launch. `host` is `[num_host_blocks, block_bytes]`. With `checksums`, a store must store only
+        blocks that match their checksums, and a load must record the checksums of the blocks that it has loaded. Called
+        once. If it raises, `stop_launching` and `join` still follow."""
         ...
 
     def launch(self, plan: TransferPlan) -> None:
@@ -191,12 +191,13 @@ class TransportTier(Protocol):
         ...
 
     def give_up(self, job_id: int) -> None:
-        """The source of this job may be overwritten once this has returned, so a store must not land any more. The job
-        still reports when it is over. `job_id` may be that of another tier's job, or of a job that is over."""
+        """The source of this job may be overwritten once this method has returned, so a store must not complete any
+        more. The job still reports when it is over. `job_id` may be that of another tier's job, or of a job that is
+        over."""
         ...
 
     def stop_launching(self) -> None:
-        """Refuse new plans; launched ones go on. May be called twice."""
+        """Refuse new plans; launched ones continue. May be called twice."""
         ...
 
     def join(self, timeout_s: float) -> bool:
@@ -214,50 +215,54 @@ class HasTiers(Protocol):
 
 
 class TransportDisk(Protocol):
-    """The disk of a transport. Calls come in the event loop's thread and do not block, but for `Transport.open`."""
+    """The disk of a transport. All calls come in the event loop's thread and do not block, except during
+    `Transport.open`."""
 
     @property
     def tier(self) -> DiskTier: ...
 
     @property
     def num_slots(self) -> int:
-        """Once it is open."""
+        """Number of slots, once the disk is open."""
         ...
 
     def identify(self, layout: Layout, namespace: str) -> None:
-        """Called before `Transport.open`: how the groups share blocks, and what else identifies their KV. What was
-        stored for another identity is never found."""
+        """Set the identity of the KV: how the groups share blocks, and the namespace. Called before `Transport.open`.
+        Blocks that were stored for another identity are never found."""
         ...
 
     def read_back(
         self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None],
         hear_trouble: Callable[[DiskTrouble], None],
     ) -> None:  # fmt: skip
-        """Read what an earlier process has left. `hear` is called with slices, and `over` once, with the reason of a
-        failure or with an empty text; both in a thread. Nothing is stored before `over`. From then on, `hear_trouble`
-        is called in a thread whenever records that `forget` was given could not be erased."""
+        """Read the records that an earlier process has left. `hear` is called with slices of them, and `over` once,
+        with the reason of a failure or with an empty text; both in a thread. Nothing is stored before `over`. From then
+        on, `hear_trouble` is called in a thread whenever records that were passed to `forget` could not be erased."""
         ...
 
     def reset(self, num_resets: int, over: Callable[[str], None]) -> None:
-        """Have no restart find what was planned before this reset; `over` as in `read_back`."""
+        """Make sure that no restart finds the blocks that were planned before this reset. `over` is called as in
+        `read_back`."""
         ...
 
     def disown(self) -> None:
-        """Have no restart find what is planned after the next reset, because its KV may be of another model than the
-        one that `identify` was given."""
+        """Make sure that no restart finds the blocks that are planned after the next reset, because their KV may belong
+        to another model than the one that `identify` has set."""
         ...
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Have neither a load nor a restart find the blocks in these slots, even after a loss of power. Stores that are
-        launched later wait for it. If the records cannot be erased, `hear_trouble` gets what was done instead."""
+        """Make sure that neither a load nor a restart finds the blocks in these slots, even after a power failure.
+        Stores that are launched later wait for it. If the records cannot be erased, `hear_trouble` receives a
+        `DiskTrouble` with the outcome of the further attempts."""
         ...
 
     def refuses(self, direction: Direction) -> bool:
-        """Whether the disk has failed lately, and is better left alone in this direction for now."""
+        """Whether jobs in this direction should not be launched now, because the disk has failed lately."""
         ...
 
     def take_moves(self) -> Sequence[StorageMove]:
-        """What was left alone since the last call, and what not any more. Known before the job reports that tells."""
+        """The breakers that have opened or closed since the last call. A move is available before the job that caused
+        it reports."""
         ...
 
     def statistics(self) -> DiskStatistics: ...
@@ -278,39 +283,40 @@ class TransportRemote(Protocol):
     def tier(self) -> RemoteTier: ...
 
     def identify(self, layout: Layout, namespace: str) -> None:
-        """Called before `Transport.open`: how the groups share blocks, and what else identifies their KV. What was
-        stored for another identity is never found."""
+        """Set the identity of the KV: how the groups share blocks, and the namespace. Called before `Transport.open`.
+        Cells that were stored for another identity are never found."""
         ...
 
     def connect(self, hear: Callable[[], None]) -> None:
-        """Connect to the store, so that no question has to. Called once, after `Transport.open`. `hear` is called once,
-        in any thread, when the store has connected or failed, after about `load_timeout_s` at the latest if the store
-        keeps its time-outs."""
+        """Connect to the store, so that the first question does not have to. Called once, after `Transport.open`.
+        `hear` is called once, in any thread, when the store has connected or failed. That is after about
+        `load_timeout_s` at the latest, if the store keeps its time-outs."""
         ...
 
     def ask(self, labels: Sequence[CellLabel], hear: Callable[[int], None]) -> None:
-        """How many of these cells, which follow each other in one prefix, the store has from the first one on.
+        """Find out how many of these cells, which follow each other in one prefix, the store has, counted from the
+        first one.
 
-        `hear` is called once, in any thread, perhaps before this returns. What the store does not say within
-        `ask_timeout_s` it does not have. The answer is a guess: loads are the truth. A store that does not keep to its
-        time-outs may answer late, so the caller bounds its wait."""
+        `hear` is called once with the number, in any thread, perhaps before this returns. A cell for which the store
+        gives no answer within `ask_timeout_s` counts as missing. The answer is a guess; only a load is reliable. A
+        store that ignores its time-outs may answer late, so the caller limits its wait."""
         ...
 
     def is_wanted(self, label: CellLabel) -> bool:
-        """Whether this cell is worth storing: False for what was there lately. Cheap, and never asks the store."""
+        """Whether this cell is worth storing: False if the store had it lately. Cheap, and never asks the store."""
         ...
 
     def forget(self, labels: Sequence[CellLabel]) -> None:
-        """Remove these cells, whose KV is wrong, from the store. From now on no load of this process finds them; a
-        store that is launched later waits for the removal."""
+        """Remove these cells, whose KV is wrong, from the store. From now on no load of this process finds them. Stores
+        of these cells that are launched later wait for the removal."""
         ...
 
     def refuses(self, direction: Direction) -> bool:
-        """Whether the store has failed lately, and is better left alone in this direction for now."""
+        """Whether jobs in this direction should not be launched now, because the store has failed lately."""
         ...
 
     def take_moves(self) -> Sequence[StorageMove]:
-        """As `TransportDisk.take_moves`; also of questions."""
+        """As `TransportDisk.take_moves`; includes the breakers of questions."""
         ...
 
     def statistics(self) -> RemoteStatistics: ...
@@ -325,11 +331,11 @@ class HasRemote(Protocol):
 
 
 class Transport(Protocol):
-    """Copies blocks between device tensors and host memory, as plans say.
+    """Copies blocks between device tensors and host memory according to plans.
 
     `launch` and `record_fence` are called in the event loop's thread and must not block. Every launched plan gets
-    exactly one completion, from any thread, perhaps before `launch` returns, and after an UNPROVEN one possibly a late
-    proof. The ledger survives a transport that dies or hangs instead. Once `launch` or `record_fence` has raised
+    exactly one completion, from any thread, perhaps before `launch` returns. After an UNPROVEN completion, a late proof
+    may follow. The ledger survives a transport that dies or hangs instead. Once `launch` or `record_fence` has raised
     `DeviceGone`, the runtime calls neither again; it still closes the transport.
     """
 
@@ -344,7 +350,7 @@ class Transport(Protocol):
         ...
 
     def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
-        """Allocate `num_host_blocks` of host memory and be ready to launch; host block ids start at 0.
+        """Allocate `num_host_blocks` of host memory and prepare to launch. Host block ids start at 0.
 
         Called in the event loop's thread, or in a worker thread if the transport is `SlowToOpen` and says so. If it
         raises, it leaves nothing open.
@@ -352,7 +358,7 @@ class Transport(Protocol):
         ...
 
     def record_fence(self) -> Fence:
-        """A fence behind all compute on the caller's stream so far. `TransferRefused` if none can be recorded."""
+        """A fence after all compute on the caller's stream so far. Raises `TransferRefused` if none can be recorded."""
         ...
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
@@ -361,8 +367,8 @@ class Transport(Protocol):
         (`CellLabel`).
 
         A load, and a store without `after`, also wait for all compute on the caller's stream so far: it may still read
-        the load's destination, or write the store's source. With `OnlyAfter` as `after`, it waits for
-        those fences alone.
+        the load's destination, or write the store's source. With `OnlyAfter` as `after`, the copy waits for those
+        fences alone.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Shortens the GIL switch interval, so that copy threads get the GIL beside an event loop that is never idle."""
+"""Shortens the GIL switch interval, so that copy threads get the GIL while an event loop is never idle."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Turns:
     """Sets the GIL switch interval to `SWITCH_S` while copies of one transport are under way.
 
     An event loop with turns shorter than `sys.getswitchinterval()` (5 ms by default) starves other threads: each turn
-    releases the GIL for a moment and has it again before a waiting thread is awake, which then starts to wait anew.
-    Copies beside such a loop stand still. So the loop's own thread shortens the interval when it launches a copy. The
-    interval is global to the process: one that is already short is left alone, and if another transport restores it too
-    early, the next launch or end shortens it again.
+    releases the GIL for a moment and takes it again before a waiting thread is awake, which then starts to wait anew.
+    So copies make no progress. To prevent this, the loop's own thread shortens the interval when it launches a copy.
+    The interval is global to the process. An interval that is already short is not changed. If another transport
+    restores the interval too early, the next launch or end shortens it again.
     """
 
     def __init__(self) -> None:
@@ -80,17 +80,19 @@ def wait_precisely() -> None:
 
 
 def give_way() -> None:
-    """Make the calling thread, when it is woken, take no core from a thread that runs: who wakes it is about to give a
-    disk its work, which is worth more. It has its share of the cores all the same."""
+    """Schedule the calling thread as SCHED_BATCH: when it is woken, it takes no core from a running thread. The thread
+    that wakes it is about to submit work to a disk, which matters more. The calling thread keeps its share of the
+    cores."""
     if sys.platform != "linux":
         return
-    with suppress(OSError):  # a sandbox that lets nobody choose
+    with suppress(OSError):  # a sandbox that does not allow it
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def started_thread(env: Env, work: Callable[[], None], name: str) -> threading.Thread:
-    """Start a thread of `env`. `TransferRefused` where the system has none left: then `work` never runs."""
+    """Start a thread of `env`. Raises `TransferRefused` if the system cannot start another thread; `work` then never
+    runs."""
     try:
         return env.start_thread(work, name)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The file system as the disk tier needs it, and the slab: blocks copied between slots and host memory.
+"""The file system calls that the disk tier needs, and the slab: blocks copied between slots and host memory.
 
 `PosixDirectory` implements the protocols for the operating system, `aoffload.testing` for a simulated disk.
 """
@@ -44,26 +44,26 @@ class DiskFile(Protocol):
         ...
 
     def sync(self) -> None:
-        """On return, everything written and the length of the file outlive a loss of power."""
+        """On return, everything written and the length of the file survive a power failure."""
         ...
 
     def close(self) -> None: ...
 
 
 class DiskDirectory(Protocol):
-    """A directory that one process has to itself until it closes it."""
+    """A directory that one process owns until it closes it."""
 
     def open(self, name: str) -> DiskFile:
-        """The file `name`; made, and empty, if it was missing."""
+        """Open the file `name`. A missing file is created empty."""
         ...
 
     def make_direct(self, file: DiskFile, block_bytes: int, address: int) -> DiskFile:
-        """The same file, for blocks of `block_bytes` in memory at `address`. It goes past the page cache if that works
+        """The same file, for blocks of `block_bytes` in memory at `address`. It bypasses the page cache if that works
         for them."""
         ...
 
     def close(self) -> None:
-        """Let another process have the directory. Close its files before."""
+        """Release the directory for other processes. Close its files first."""
         ...
 
 
@@ -111,11 +111,11 @@ def neighbours(slots: Sequence[int]) -> Iterator[slice]:
 
 
 READ_BYTES = 4 * 2**20
-"""Maximum bytes of one read. The blocks of a read are verified beside the next read, while the processor has them in
-its cache."""
+"""Maximum bytes of one read. The blocks of a read are verified during the next read, while they are in the CPU
+cache."""
 WRITE_BYTES = 32 * 2**20
-"""Maximum bytes of one write. Sums of small blocks, taken beside it, hold the interpreter's lock. The thread that
-writes waits for that lock once in each call."""
+"""Maximum bytes of one write. The sums of small blocks, computed meanwhile, hold the interpreter's lock. The thread
+that writes waits for that lock once in each call."""
 
 
 class Slab:
@@ -152,7 +152,7 @@ class Slab:
 
 # -- posix -----------------------------------------------------------------------------------------------------------
 #
-# Files of the operating system: locked, allocated, and read and written past the page cache where that works.
+# Files of the operating system: locked, allocated, and accessed without the page cache if that works.
 
 LOCK = "lock"
 ALIGNMENTS = (512, 4096)
@@ -294,7 +294,7 @@ class PosixFile:
                 os.posix_fallocate(self._descriptor, 0, num_bytes)
         except OSError:
             with suppress(OSError):
-                os.ftruncate(self._descriptor, min(before, num_bytes))  # give back what was allocated in vain
+                os.ftruncate(self._descriptor, min(before, num_bytes))  # release the space that was allocated
             raise
 
     def write(self, offset: int, buffers: Sequence[Any]) -> int:

@@ -1,7 +1,7 @@
 """The threads of the disk: they run the jobs between host memory and slots, loads before stores.
 
-A disk that hangs keeps one thread for each of a few jobs, but never all threads of one direction. It never keeps the
-process: the threads are daemons, and the memory and files that they use live as long as they do.
+A disk that hangs blocks one thread for each of a few jobs, but never all threads of one direction. It never keeps the
+process alive: the threads are daemons, and the memory and files that they use live as long as they do.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .table import SlotLayout
 
 NUM_THREADS = 4
 MOST_RUNNING = {Direction.LOAD: 3, Direction.STORE: 2}
-"""Maximum jobs at a time. Loads are begun before stores. Neither direction gets all threads, because a direction that
-hangs would keep the other one from the disk."""
+"""Maximum concurrent jobs. Loads are started before stores. Neither direction gets all threads, because a direction
+that hangs would block the other one."""
 USES = {Direction.LOAD: Use.LOAD, Direction.STORE: Use.STORE}
 GENERATIONS = 2**64
 
@@ -53,7 +53,7 @@ class DiskCounts:
     num_failed: int = 0
     """Jobs that ended in an error of the disk."""
     seconds: float = 0.0
-    """Sum of the times of all jobs, also of jobs at the same time."""
+    """Summed duration of jobs; concurrent jobs count separately."""
 
 
 class LocalDisk:
@@ -92,7 +92,7 @@ class LocalDisk:
         self._num_running = dict.fromkeys(MOST_RUNNING, 0)
         self._breakers = {direction: Breaker() for direction in MOST_RUNNING}
         self._to_forget: list[int] = []
-        """Slots whose records a thread has to erase before stores go on."""
+        """Slots whose records a thread has to erase before the next store."""
         self._is_forgetting_due = self._is_forgetting = False
         self._num_forgets = 0
         self._given_up: set[int] = set()
@@ -161,8 +161,8 @@ class LocalDisk:
                 self._given_up.add(job_id)
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Let neither a load nor a restart find the blocks in these slots, nor the old blocks in slots to which stores
-        are under way. Stores wait until this is done, because they may write to the same slots."""
+        """Make sure that neither a load nor a restart finds the blocks in these slots, or the old blocks in slots to
+        which stores are under way. Stores wait until this is done, because they may write to the same slots."""
         with self._turn:
             if self._is_closing:
                 raise TransferRefused(self._refusal)
@@ -348,8 +348,8 @@ class LocalDisk:
         self._start(read, "aoffload-disk-reader")
 
     def reset(self, num_resets: int, over: Callable[[str], None]) -> None:
-        """Let no restart find blocks that were planned before the reset of this number. A thread of its own writes
-        that, and calls `over` at the end, with the reason of a failure or with an empty text."""
+        """Make sure that no restart finds blocks that were planned before the reset of this number. A thread of its own
+        writes that, and calls `over` at the end, with the reason of a failure or with an empty text."""
 
         def reset() -> None:
             problem = ""
@@ -361,7 +361,7 @@ class LocalDisk:
         self._start(reset, "aoffload-disk-reset")
 
     def disown(self) -> None:
-        """Let no restart find blocks that are stored after the next reset."""
+        """Make sure that no restart finds blocks that are stored after the next reset."""
         if not self.num_blocks:
             raise TransferRefused(self._refusal)
         self.slots.disown()

@@ -1,19 +1,20 @@
 """The disk tier in the event loop of a runtime: restores, stores, invalidations and resets.
 
 The ledger's rules (`rules.py`) decide which blocks the disk should have, and the lanes copy the bytes in threads. This
-module connects both in the event loop's thread. Its state decides what is done:
+module connects both in the event loop's thread. It has four states:
 
     READING    blocks that an earlier process left are restored; nothing is stored. A thread reads them in slices and
                requests a turn of the event loop for each; a turn takes at most a millisecond
     READY      blocks that host memory is about to evict are stored, within the daily budget. Stores are planned after
-               each change that may have made one due. While the disk is idle, also blocks that were requested twice
+               each change that may have made one due. While the disk is idle, blocks that were requested twice are
+               stored, too
     FLUSHING   the runtime closes: the other blocks are stored, for at most `close_flush_s`
     OFF        closed, or the disk has failed: nothing is stored or fetched
 
 A restart must not find wrong bytes, so two changes of the ledger have to reach the disk. After a failed forward, the
 records of the slots with its blocks are erased, including slots that a store under way still writes. After a reset,
-nothing is stored until the disk has confirmed the reset, because the disk could not tell new blocks from blocks before
-the reset.
+nothing is stored until the disk has confirmed the reset, because the disk could not distinguish new blocks from blocks
+before the reset.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from .plans import DiskTrouble, RestoredRun
 TURN_S = 0.001
 """Maximum time for restored runs in one turn of the event loop."""
 MAX_BLOCKS = 256
-"""Maximum blocks stored at once, because the event loop makes a label for each of them."""
+"""Maximum blocks per call that plans stores, because the event loop makes a label for each of them."""
 
 
 class DiskState(enum.Enum):
@@ -217,7 +218,7 @@ class DiskWork(TierWork):
 
     @property
     def may_fetch(self) -> bool:
-        """Whether a fetch is worth its time. False if the disk has failed recently or hangs."""
+        """Whether a fetch may begin. False if the disk has failed recently or hangs."""
         is_off = self.state is DiskState.OFF or self.disk.refuses(Direction.LOAD)
         return not is_off and not self.worker.copies.is_stalled(Tier.DISK, Tier.HOST)
 

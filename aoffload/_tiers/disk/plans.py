@@ -93,7 +93,7 @@ class TakesIds(DevicePool, Protocol):
 #     drop the table                the same; this process stops using the disk, because it cannot raise the generation
 #     all of these have failed      a restart may find the blocks, so the log has to say it
 #
-# The data and the sum of such a block agree, so no check after a restart would notice it.
+# The data and the sum of such a block match, so no check after a restart would notice it.
 
 ERASES = 3
 """Attempts to erase records, because a write may fail once and then succeed."""

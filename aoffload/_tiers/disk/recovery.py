@@ -1,12 +1,12 @@
-"""Records that a restart may trust: the digest of their unit is that of their tokens, and all units before it are
-there.
+"""Selects the records that a restart may use: the digest of their unit matches its tokens, and all units before it
+exist.
 
     records   [unit 0 | A] [unit 2 | A] [unit 1 | A] [unit 1 | B] [unit 0 | A, older] [unit 5 | C]
-    proven    A: 0, 1, 2        not B, whose unit 0 is lost, nor C; of two slots for A's unit 0 the newer
+    proven    A: 0, 1, 2    (not B and C, whose first units are missing; of the two slots for A's unit 0 the newer)
 
-Pure: it reads no file. numpy links all records at once, and cuts them into runs: units that follow each other and have
-no other children. Only the last digest of a run is computed: it covers all tokens of the run, and each record names the
-digest of the record before it. Loops in Python are over runs, and work in slices.
+Pure: it reads no file. numpy links all records at once, and cuts them into runs: consecutive units that have no other
+children. Only the last digest of a run is computed: it covers all tokens of the run, and each record names the digest
+of the record before it. Python loops only over runs, in slices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .plans import RestoredRun
 from .table import DIGEST_BYTES, SlotLayout
 
 ORPHAN = -2
-"""In place of the parent of a unit whose parent is lost."""
+"""The parent of a unit whose parent record is missing."""
 NO_PARENT = -1
 RUN_UNITS = 512
 """No run crosses a multiple of this number of units, which bounds a slice."""

@@ -178,10 +178,9 @@ class Restores:
     pool: TakesIds
     """The pool of `disk`."""
     _ends: dict[bytes, Run] = field(default_factory=dict)
-    """By the digest of a prefix: the run that ended there when it was restored."""
+    """By digest of a prefix: the run that ended there when it was restored."""
     _bare: dict[bytes, RestoredRun] = field(default_factory=dict)
-    """By the digest of a prefix: a run without slots that ends there. It enters the index with the first run after
-    it."""
+    """By digest of a prefix: a run without slots that ends there. It enters the index with the first run after it."""
 
     def restore(self, found: RestoredRun) -> int:
         """Restore `found`. Returns the number of its slots that are in use now: 0 if the disk does not hold the prefix

@@ -52,10 +52,10 @@ class DiskOutcome:
 
 @attrs.define(eq=False, repr=False)
 class DiskSlots:
-    """Blocks in the slots of one slab, and the records from which a restart knows what they hold.
+    """Blocks in the slots of one slab, and records of their contents, which a restart reads.
 
-    The caller decides which slots are free. Jobs at the same time must name different slots, and no other job may get a
-    slot before the job that names it is over. `store` and `load` may be called by several threads.
+    The caller decides which slots are free. Concurrent jobs must name different slots, and no other job may get a slot
+    before the job that names it is over. `store` and `load` may be called by several threads.
     """
 
     layout: SlotLayout
@@ -84,9 +84,9 @@ class DiskSlots:
 
         `host` is `uint8 [num_host_blocks, block_bytes]`, contiguous: jobs name its rows. `fingerprint` identifies the
         KV that may be used again: with another fingerprint, layout or size, the slots are empty. `num_sum_threads`
-        threads in each direction take sums beside the calls of the disk; with 0, sums are taken between these calls.
-        `draw_generation` gives a random number in `[0, 2**63)`. `ConfigError("size")`: the disk has too little free
-        space, and nothing on it was changed. `ConfigError("path")`: the files fail in another way. After an error
+        threads in each direction compute sums during the calls of the disk; with 0, sums are computed between these
+        calls. `draw_generation` gives a random number in `[0, 2**63)`. `ConfigError("size")`: the disk has too little
+        free space, and nothing on it was changed. `ConfigError("path")`: the files fail in another way. After an error
         nothing is open, `directory` included.
         """
         with ExitStack() as held:
@@ -133,11 +133,11 @@ class DiskSlots:
         return f"<DiskSlots {self.num_slots} slots of {self.layout.block_bytes} bytes>"
 
     def close(self) -> None:
-        """Close the files, and let another process have the directory. Call it when no job is under way."""
+        """Close the files, so that another process may open the directory. Call it when no job is under way."""
         self._held.close()
 
     def _checked(self, slots: Ids, host_ids: Ids) -> tuple[list[int], list[int]]:
-        """Both as lists. An id out of range would be a place after the end of the file."""
+        """Both as lists. Raises for an id out of range, which would be a place after the end of the file."""
         found = _plain(slots), _plain(host_ids)
         for name, ids, stop in zip(("slots", "host_ids"), found, (self.num_slots, self._slab.num_host), strict=True):
             if len(ids) != len(found[0]):
@@ -215,7 +215,8 @@ class DiskSlots:
     def _records(
         self, to: list[int], source: list[int], labels: Sequence[BlockLabel | None], generation: int
     ) -> tuple[NDArray[np.uint8], list[bytes]]:
-        """The sum of each block, as a row, and its record. Runs beside the calls that write the blocks."""
+        """Compute the sum of each block, as a row, and its record. Runs concurrently with the calls that write the
+        blocks."""
         sums, records, form = [], [], self._table.form
         for slot, host_id, label in zip(to, source, labels, strict=True):
             found = data_sum(self._slab.block(host_id))
@@ -249,7 +250,7 @@ class DiskSlots:
             error = error or ("" if num_read else "the read was cut short")
             check = partial(self._mismatches, range(done, done + num_read), to, expected)
             done += num_read
-            is_last = bool(error) or done == len(source)  # no read goes on beside it, so a thread gains nothing
+            is_last = bool(error) or done == len(source)  # no further read follows, so a thread gains nothing
             checks.append(check if is_last else self._load_threads.start(check))
         corrupt = [index for mismatches in checks for index in mismatches()]
         if corrupt:
@@ -274,9 +275,9 @@ class DiskSlots:
 
     def forget(self, slots: Sequence[int]) -> DiskTrouble | None:
         """The blocks in these slots are wrong. No load accepts them any more. Once this has returned, no restart finds
-        them, even after a kill or a loss of power. Waits for the disk. Must not be called while `reset` runs.
+        them, even after a kill or a power failure. Waits for the disk. Must not be called while `reset` runs.
 
-        Returns None if the records were erased, else what was done instead, or that nothing helped.
+        Returns None if the records were erased, otherwise a `DiskTrouble` with the outcome of the further attempts.
         """
         self._sums.forget(slots)
         stale = self._stale.copy()
@@ -285,8 +286,8 @@ class DiskSlots:
         return forgotten(partial(self._table.erase_for_good, wrong), self.reset, self._table.drop_for_good)
 
     def _erase(self, slots: Sequence[int]) -> None:
-        """Erase records whose data is gone. If a record stays, a load after a restart fails, unless a loss of power
-        brings the data back."""
+        """Erase records whose data is gone. If a record stays, a load after a restart fails, unless a power failure has
+        restored the old data."""
         for at in neighbours(slots):
             self._put(slots[at], partial(self._table.erase, slots[at.start], at.stop - at.start))
 
@@ -302,8 +303,8 @@ class DiskSlots:
         self.raise_generation(_next(self.generation))
 
     def disown(self) -> None:
-        """Let no restart find blocks that are stored after the next reset, because the model that computes them is not
-        known."""
+        """Make sure that no restart finds blocks that are stored after the next reset, because the model that computes
+        them is not known."""
         self._fingerprint = os.urandom(len(self._fingerprint))
 
     def raise_generation(self, generation: int) -> None:
@@ -347,7 +348,7 @@ def _start_empty(slab: DiskFile, slab_bytes: int, table: SlotTable, superblock: 
     any other failure both files are empty."""
     more = slab_bytes - slab.num_bytes + table.num_more(superblock.num_slots)
     if more > 0:
-        slab.allocate(slab.num_bytes + more)  # for both files: nothing is dropped before the disk has the space
+        slab.allocate(slab.num_bytes + more)  # for both files: nothing is dropped before the space is reserved
     try:
         table.drop()
         slab.allocate(slab_bytes)

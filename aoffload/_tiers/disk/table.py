@@ -23,7 +23,7 @@ from .plans import BlockLabel
 
 # -- sums ------------------------------------------------------------------------------------------------------------
 #
-# Sums of records and of data. They find accidents, but they do not stop a program that writes to the files.
+# Sums of records and of data. They detect accidental damage, but any program that writes to the files can forge them.
 
 with needed("disk", "a disk tier"):
     import xxhash
@@ -34,7 +34,8 @@ DATA_SUM_BYTES = 16
 
 
 def record_sum(record: Any, slot: int) -> int:
-    """xxh3-64 of the bytes of a record in `slot`. A record that was written to another slot has another sum."""
+    """xxh3-64 of the bytes of a record in `slot`. The sum includes the slot number, so a record copied to another slot
+    is invalid."""
     found: int = xxhash.xxh3_64_intdigest(record, slot)
     return found
 
@@ -81,10 +82,10 @@ def _prepare() -> None:
 
 
 class SumThreads:
-    """Threads that take sums while other threads wait for the disk. At 10 GB/s, sums would add a fifth to the time of a
-    fast disk.
+    """Threads that compute sums while other threads wait for the disk. At 10 GB/s, sums would add a fifth to the time
+    of a fast disk.
 
-    With 0 threads, `start` does the work at once. The work only reads memory, so it always ends.
+    With 0 threads, `start` does the work immediately. The work only reads memory, so it always ends.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -240,10 +241,10 @@ class Superblock:
 
 class SlotTable:
     """Reads and writes records. Writes of records are not synced, because a lost or torn record counts as missing.
-    Writes of the superblock are synced, and so are erasures that have to outlive a loss of power.
+    Writes of the superblock are synced, and so are erasures that have to survive a power failure.
 
-    A write that is cut short raises `OSError`, as a write that fails does. Only one thread at a time may call a method
-    that syncs, because the system reports an error of an earlier write only to the first thread that syncs.
+    A short write raises `OSError`, as a failed write does. Only one thread at a time may call a method that syncs,
+    because the system reports an error of an earlier write only to the first thread that syncs.
     """
 
     def __init__(self, file: DiskFile, form: RecordFormat) -> None:
@@ -276,12 +277,12 @@ class SlotTable:
 
     def start_empty(self, superblock: Superblock) -> None:
         """Allocate, after `drop`. The superblock is written last, with a new generation. So no earlier record counts,
-        whichever of these writes a loss of power undoes."""
+        whichever of these writes a power failure undoes."""
         self._file.allocate(self.num_bytes(superblock.num_slots))
         self.replace(superblock)
 
     def replace(self, superblock: Superblock) -> None:
-        """Write the superblock. On return, it outlives a loss of power."""
+        """Write the superblock. On return, it survives a power failure."""
         self._write(0, superblock.encoded())
         self._file.sync()
 
@@ -295,13 +296,13 @@ class SlotTable:
         self._write(self.num_bytes(first_slot), self.form.zeros(num_slots))
 
     def erase_for_good(self, slots: Sequence[int]) -> None:
-        """Erase the records of any slots, and sync: on return, the erasure outlives a loss of power."""
+        """Erase the records of any slots, and sync: on return, the erasure survives a power failure."""
         for at in neighbours(slots):
             self.erase(slots[at.start], at.stop - at.start)
         self._file.sync()
 
     def drop_for_good(self) -> None:
-        """Drop everything, and sync: on return, that outlives a loss of power."""
+        """Drop everything, and sync: on return, that survives a power failure."""
         self.drop()
         self._file.sync()
 

@@ -134,7 +134,7 @@ class Fetches(LedgerExtension):
         start = max(self._in_index(sequence, limit, self._num_allowed())[1], self._in_host(sequence, limit))
         return (limit - start) * self.cache.layout.full.width
 
-    # -- what is kept for requests that wait for blocks -----------------------------------------------------------
+    # -- blocks kept for requests that wait for device blocks -----------------------------------------------------
 
     def _keep(self, request: LedgerRequest) -> None:
         """Pin the host hit, which was just fetched for the request, until the request has block tables. All these pins
@@ -225,7 +225,7 @@ class Fetches(LedgerExtension):
         return (sequence.num_tokens - 1) // self.cache.layout.unit_tokens
 
     def _num_allowed(self) -> int:
-        """Host blocks that one more fetch may take."""
+        """Number of host blocks that one more fetch may take."""
         under_way = self.transfers.under_way.values()
         taken = sum(transfer.num_blocks for transfer in under_way if isinstance(transfer, Fetch))
         host = self.cache.tiers[Tier.HOST]

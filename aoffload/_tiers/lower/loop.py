@@ -1,8 +1,8 @@
-"""Tiers below the host in the event loop of a runtime: what each of them does when, and the program's own tier.
+"""Tiers below the host in the event loop of a runtime, and the program's own tier.
 
-A runtime calls the methods of `TierWork` for each of its tiers below the host, in the order of their distance. So it
-need not know which tiers it has. The disk (`DiskWork`), the remote store (`RemoteWork`) and the program's own tier
-(`LowerWork`) override what they need.
+A runtime calls the methods of `TierWork` for each of its tiers below the host, the nearest tier first. So the runtime
+does not depend on which tiers it has. The disk (`DiskWork`), the remote store (`RemoteWork`) and the program's own tier
+(`LowerWork`) override the methods that they need.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class TierWork:
         """Stop, because the runtime closes. Called before `flush`."""
 
     async def flush(self) -> None:
-        """Store what should outlive the runtime, because the runtime closes."""
+        """Store blocks that should outlive the runtime, because the runtime closes."""
 
     def remarks(self) -> Iterator[str]:
-        """The lines about the tier in `explain`."""
+        """The lines of `explain` about the tier."""
         return iter(())
 
 
@@ -81,7 +81,7 @@ class LowerWork(TierWork):
 
     @property
     def may_fetch(self) -> bool:
-        """Whether a fetch is worth its time. False if the tier hangs."""
+        """Whether a fetch may begin. False if the tier hangs."""
         return not self.worker.copies.is_stalled(self.tier, Tier.HOST)
 
     def skip_fetch(self, request_id: str) -> None:

@@ -14,7 +14,7 @@ Byte side: synchronous, called by the threads of `lanes`.
     lanes       `LocalRemote`: threads for loads, stores and removals, and the copies from and to host memory
     questions   `Questions`: threads that ask how much of a prefix the store has
     cells       the name and the bytes of an object, and the proof that it is the cell
-    memory      what is known of cells: answers of the store, and cells whose KV is invalid
+    memory      recent answers of the store about cells, and cells whose KV is invalid
     calls       threads for calls of the store, the breaker of each node, and failures
     clients     stores: Redis, object storage, Mooncake
 """

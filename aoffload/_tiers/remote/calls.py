@@ -1,5 +1,5 @@
-"""Calls of a store. An exception, or an answer that makes no sense, counts as a failure of the node. Each node has a
-breaker for each use: after several failures it is not called for a while.
+"""Calls of a store. An exception, or an answer of the wrong form, counts as a failure of the node. Each node has a
+breaker for each use: after several failures, it is not called for a while.
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ def _object(found: object, num_bytes: int) -> bytes | None:
     proven, because the store may use its buffer again. `bytes` are not copied, because nothing changes them."""
     if found is None or type(found) is bytes:
         return found
-    view = memoryview(found)  # type: ignore[arg-type]  # a TypeError for what has no bytes
+    view = memoryview(found)  # type: ignore[arg-type]  # TypeError if it has no bytes
     return view.tobytes() if view.nbytes == num_bytes else b""
 
 

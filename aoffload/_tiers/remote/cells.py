@@ -5,7 +5,8 @@ object   header, blocks in prefix order, seal
 
 nonce    the writer (7 random bytes for each runtime) and the number of its put (5 bytes)
 seal     with a secret    AES-256-GCM over header and blocks, with a key for each cell
-         without          xxh3-128 over both: finds accidents, but does not stop a program that writes to the store
+         without          xxh3-128 over both: detects accidental damage, but any program that writes to the store can
+                          forge it
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WRITER_BYTES, NUMBER_BYTES = 7, 5
 NONCE_BYTES = WRITER_BYTES + NUMBER_BYTES
 SEAL_BYTES = 16
 OVERHEAD_BYTES = HEADER.size + SEAL_BYTES
-"""Bytes of an object besides its blocks."""
+"""Size of an object minus the size of its blocks."""
 
 
 @attrs.frozen

@@ -159,7 +159,7 @@ class Ended:
     num_landed: int = 0
     error: str = ""
     num_written: int = 0
-    """Blocks that crossed the network, or may have: 0 if the cell was in the store already."""
+    """Blocks that crossed the network, or may have crossed it: 0 if the store already had the cell."""
 
 
 def failed(error: str) -> Ended:
@@ -234,7 +234,7 @@ class RemoteLanes:
 
     def is_wanted(self, label: CellLabel) -> bool:
         if self.removals.holds(label):
-            return False  # store it again once it has been removed
+            return False  # store it again once the cell was removed
         if self.memory.of(label, self._env.now()) is Known.PRESENT:
             return False
         return not self._refuses_store(label)  # it would fail at once
@@ -439,8 +439,8 @@ def _take(waiting: deque[Any], may_take: Callable[[CellJob], bool]) -> CellJob |
 
 @attrs.define(eq=False)
 class LaneRemote:
-    """Implements `TransportRemote` with lanes that a derived class opens. Before that, each answer is that the store
-    has nothing."""
+    """Implements `TransportRemote` with lanes that a derived class opens. Until then, it answers that the store has
+    nothing."""
 
     tier: RemoteTier
     _shape: CellShape | None = attrs.field(default=None, init=False)

@@ -34,11 +34,11 @@ from .plans import CellLabel
 from .rules import cells_of
 
 LATE_S = 0.01
-"""Seconds added to a timeout, so that an answer that is given just in time can still arrive."""
+"""Seconds added to a timeout, so that an answer that is sent just in time can still arrive."""
 MUCH_TO_HASH = 65_536
 """A prompt with at least this many tokens has its digests computed in a thread."""
 MAX_BYTES = 32 * 2**20
-"""Maximum bytes stored at once, because the event loop computes their digests."""
+"""Maximum bytes per call that plans stores, because the event loop computes their digests."""
 
 
 @attrs.define(eq=False)
@@ -107,7 +107,7 @@ class RemoteWork(TierWork):
 
     @property
     def may_fetch(self) -> bool:
-        """Whether a fetch is worth its time. False if the store has failed recently or hangs."""
+        """Whether a fetch may begin. False if the store has failed recently or hangs."""
         copies = self.worker.copies
         is_off = not self.is_on or not copies.is_accepting or self.remote.refuses(Direction.LOAD)
         return not is_off and not copies.is_stalled(Tier.REMOTE, Tier.HOST)

@@ -1,4 +1,4 @@
-"""What is known of cells: answers of the store, remembered for a while, and cells that have to be removed from it.
+"""A cache of the store's answers about cells, and the cells that have to be removed from the store.
 
 Answers expire, because other processes change the store."""
 
@@ -17,14 +17,14 @@ MAX_CELLS = 2**16
 
 
 class Known(enum.Enum):
-    """What is known of a cell; the value is the number of seconds for which it is remembered."""
+    """The last known state of a cell; the value is the number of seconds for which it is remembered."""
 
     PRESENT = 600.0
-    """It was stored or seen, so it need not be stored again."""
+    """The cell was stored or seen, so it need not be stored again."""
     ABSENT = 1.0
     """The store does not have it, so the store need not be asked again."""
     CORRUPT = 60.0
-    """The object in the store is not this cell: it is neither asked for nor loaded, and the next store removes it
+    """The object in the store is not this cell: it is neither requested nor loaded, and the next store removes it
     first."""
 
 
@@ -40,7 +40,7 @@ class CellMemory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._memories: dict[tuple[int, bytes], Memory] = {}
-        """In the order in which they were noted."""
+        """In the order in which they were recorded."""
 
     def note(self, label: CellLabel, known: Known, now: float) -> None:
         key = label.component, label.digest
@@ -115,7 +115,7 @@ class Removals:
         """More cells had to be removed than can be remembered, so no cell of the store can be trusted any more."""
 
     def add(self, labels: Iterable[CellLabel]) -> None:
-        """Note that the KV which was stored for these cells so far is wrong."""
+        """Record that all KV which was stored for these cells so far is wrong."""
         with self._lock:
             for label in labels:
                 key = key_of(label)

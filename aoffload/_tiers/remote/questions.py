@@ -2,7 +2,7 @@
 
 cells of the prefix    0 1 2 3 4 5 6 7 8 9 ...       nearly always, a store has a leading part of them
 first round            up to 64, evenly spread       finds the last cell that is there and the first that is missing
-second round           up to 64 between those two    loads find out about the rest
+second round           up to 64 between those two    loads answer for the rest
 
 Connecting takes longer than the time-out of a question. So, once the tier is open, each thread asks every node about a
 cell that does not exist. If no node answers, the tier does not use the store until a trial call succeeds.
@@ -22,7 +22,7 @@ from .memory import CellMemory, Known, Removals
 from .plans import CellLabel
 
 MAX_WAITING = 64
-"""Maximum waiting questions; any more are answered with 0 at once."""
+"""Maximum waiting questions; further ones are answered with 0 immediately."""
 ROUND_CELLS = 64
 """Maximum cells of one round."""
 NAMES = [bytes([number]) * 32 for number in range(64)]
@@ -75,7 +75,7 @@ class Questions:
 
     def ask(self, labels: Sequence[CellLabel], hear: Hear) -> None:
         """Ask how many of the cells `labels`, from the first one on, the store has. `hear` is called once with the
-        answer, in any thread; at once with 0 if the answer could only be late."""
+        answer, in any thread. If the answer would come too late, `hear` is called with 0 immediately."""
         now = self._env.now()
         worth = self._worth_asking(labels, now)
         if not worth:

@@ -51,7 +51,7 @@ class CopyBackend(Protocol):
         ...
 
     def record_fence(self) -> Fence:
-        """A fence behind all compute on the device so far."""
+        """A fence after all compute on the device so far."""
         ...
 
     def thread_scope(self, direction: Direction) -> AbstractContextManager[object]:
@@ -147,11 +147,11 @@ def host_ids(plan: TransferPlan) -> NDArray[np.int64]:
 
 
 def anonymous_memory(num_blocks: int, block_bytes: int, *advice: str) -> NDArray[np.uint8]:
-    """Page-aligned anonymous memory `uint8 [num_blocks, block_bytes]`: nothing of it outlives a killed process.
+    """Page-aligned anonymous memory `uint8 [num_blocks, block_bytes]`. The system frees it when the process is killed.
 
-    Private, not shared: a shared mapping counts against `/dev/shm` limits, and forked children write to it. In huge
-    pages where the system has them: a killed process ends only when its memory is unmapped, which took 1.1 s for 3 GiB
-    of small pages and 0.02 s for huge ones. `advice` names more `madvise` flags of `mmap`.
+    The mapping is private, because a shared one counts against `/dev/shm` limits, and forked children would write to
+    it. It uses huge pages where the system has them: a killed process ends only when its memory is unmapped, which took
+    1.1 s for 3 GiB of small pages and 0.02 s for huge ones. `advice` names more `madvise` flags of `mmap`.
     """
     size = host_size(num_blocks, block_bytes)
     try:
@@ -159,7 +159,7 @@ def anonymous_memory(num_blocks: int, block_bytes: int, *advice: str) -> NDArray
     except (OSError, OverflowError, MemoryError) as error:
         raise ConfigError("num_host_blocks", f"{size / 2**30:.1f} GiB of host memory cannot be had ({error})") from None
     for name in ("MADV_HUGEPAGE", *advice):
-        with suppress(AttributeError, OSError):  # other system, or a kernel without it: slower, no worse
+        with suppress(AttributeError, OSError):  # another system, or a kernel without it: only slower
             memory.madvise(getattr(mmap, name))
     return np.frombuffer(memory, dtype=np.uint8, count=size).reshape(num_blocks, block_bytes)
 

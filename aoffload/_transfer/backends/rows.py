@@ -127,7 +127,7 @@ class Stripes:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], divide: int = 0) -> Stripes:
-        """The stripes of `pieces`. None reaches from one side of the address `divide` to the other."""
+        """The stripes of `pieces`. No stripe crosses the address `divide`."""
         unit = common_unit(pieces)
         sides = itertools.groupby(pieces, key=lambda piece: piece.address < divide)
         return cls(tuple(_stripe(alike, unit) for _, side in sides for alike in _evenly_spaced(side)))
@@ -200,7 +200,8 @@ def _stripe(alike: list[Piece], unit: int) -> Stripe:
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 LARGE_SHARE = 0.2
-"""Share of waiting that counts as contention: few of many small calls wait, but as long as all of them take."""
+"""Share of waiting that counts as contention. Among many small calls only a few wait, but these waits take as long as
+all the calls."""
 
 
 @attrs.define(eq=False)

@@ -54,7 +54,7 @@ class Rank(Protocol):
         ...
 
     def record_fence(self, number: int) -> None:
-        """Record a fence behind all compute on this rank's device so far. `TransferRefused` if it cannot."""
+        """Record a fence after all compute on this rank's device so far. Raises `TransferRefused` if it cannot."""
         ...
 
     def release_fence(self, number: int) -> None:
@@ -62,7 +62,7 @@ class Rank(Protocol):
         ...
 
     def launch(self, plan: TransferPlan, after: int | None) -> None:
-        """As `Transport.launch`, behind fence number `after`."""
+        """As `Transport.launch`; `after` is the number of a fence."""
         ...
 
     def stop(self, timeout_s: float) -> None:
@@ -115,7 +115,7 @@ class LocalRank:
         """`ConfigError` with the size if there is no memory. Never calls `lost`: this rank lives in this process."""
         try:
             self.transport.open(num_host_blocks, verify=verify, deliver=deliver, env=env)
-        except (MemoryError, RuntimeError, OSError) as error:  # what allocators raise beside our own
+        except (MemoryError, RuntimeError, OSError) as error:  # errors that allocators raise, in addition to our own
             size = num_host_blocks * self.block_bytes / 2**30
             raise ConfigError("num_host_blocks", f"{size:.1f} GiB of host memory: {error!r}") from error
 

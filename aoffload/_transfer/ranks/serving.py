@@ -37,25 +37,25 @@ from .wire import (
 
 # -- orphans ---------------------------------------------------------------------------------------------------------
 #
-# A rank ends with the process that started it, also where it can't notice that: stopped, or stuck in a driver.
+# A rank ends with the process that started it, even if the rank is stopped, or stuck in a driver.
 
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent_pid: int, *, main_thread_started_it: bool) -> None:
-    """Called first in a rank's process.
+    """Make this process end with its parent. Called first in a rank's process.
 
-    A process group of its own: where its parent ends while it is stopped, POSIX has the system send SIGHUP and SIGCONT.
-    That needs a parent outside of the group and in the same session, which `multiprocessing` sees to. On Linux there is
-    a signal for the parent's end as well; but it comes at the end of the *thread* that started the process, so it is
-    asked for only where that was the main thread, and not for the child of a fork server.
+    The rank gets a process group of its own: if its parent ends while the rank is stopped, POSIX has the system send
+    SIGHUP and SIGCONT. That needs a parent outside of the group and in the same session, which `multiprocessing`
+    provides. On Linux, a signal is also sent at the end of the parent. It comes at the end of the *thread* that started
+    the process, so it is requested only if that was the main thread, and not for the child of a fork server.
     """
-    with suppress(OSError, AttributeError):  # the leader of a session already; a system without groups
+    with suppress(OSError, AttributeError):  # already the leader of a session; or a system without groups
         os.setpgid(0, 0)
     if main_thread_started_it and sys.platform == "linux" and os.getppid() == parent_pid:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:
-            os._exit(1)  # it ended meanwhile
+            os._exit(1)  # the parent has already ended
 
 
 # -- serving ---------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class _Server:
         except TransferRefused as error:
             self._look_at(error)
             self._deliver(end(Outcome.FAILED, error=str(error)))
-        except Exception as error:  # noqa: BLE001 - a driver error: what was started is unknown, the rank goes on
+        except Exception as error:  # noqa: BLE001 - a driver error: the copy may have been started
             self._deliver(end(Outcome.UNPROVEN, error=repr(error)))
 
     def _look_at(self, error: TransferRefused) -> None:

@@ -118,15 +118,15 @@ _IDLE_S = 1.0
 """How long idle ranks may take to end."""
 MAX_RANKS = 1024
 MAX_FENCES = 4096
-"""Maximum live fences. Further ones are refused: what is committed while a device is so far behind is not stored."""
+"""Maximum live fences. Further fences are refused, so commits are not stored while a device lags this much."""
 
 
 @attrs.frozen(eq=False)
 class RankFence:
     """A fence that every rank records on its own device, under this number.
 
-    Only the ranks can tell whether it has passed. Here it can be the `after` of a plan, but not be waited for. The
-    ranks drop it when this object is garbage-collected.
+    Only the ranks can tell whether it has passed. In this process it can be the `after` of a plan, but cannot be waited
+    for. The ranks drop it when this object is garbage-collected.
     """
 
     number: int
@@ -281,7 +281,7 @@ class RankTransport:
                 refusal = self._gone(index, error) if isinstance(error, DeviceGone) else error
                 self._not_started(index, plan, refusal)
                 return
-            except Exception as error:  # noqa: BLE001 - a driver error: what this rank has started is unknown
+            except Exception as error:  # noqa: BLE001 - a driver error: this rank may have started the copy
                 self._report(index, Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))
                 self._skip(index + 1, plan, "an earlier rank could not start")
                 return

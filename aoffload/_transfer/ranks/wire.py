@@ -57,7 +57,7 @@ class Open:
 
 @attrs.frozen
 class RecordFence:
-    """Record a fence behind all compute on the device so far, and keep it under this number."""
+    """Record a fence after all compute on the device so far, and keep it under this number."""
 
     number: int
 
@@ -141,7 +141,7 @@ VERSION = 1
 MAX_FRAME_BYTES = 64 * 2**20
 """Eight million block pairs: more than any plan has. Longer frames are not read."""
 MAX_TEXT = 2000
-"""Characters of an error. The rest is neither sent nor taken."""
+"""Maximum characters of an error. The rest is neither sent nor accepted."""
 
 _HEADER = struct.Struct("<BB")
 _NUMBER, _COUNT, _BYTE, _SECONDS = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct("<B"), struct.Struct("<d")
@@ -171,7 +171,7 @@ class _Reader:
         return _little_endian(found)
 
     def text(self) -> str:
-        """No more of it than anybody sends; it ends up in events."""
+        """The next text, limited to the length that `encode` sends, because it ends up in events."""
         try:
             return self._bytes(self.one(_COUNT)).decode()[:MAX_TEXT]
         except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Objects in Mooncake Store, in the memory of the machines that take part."""
+"""Objects in Mooncake Store, which keeps them in the memory of the participating machines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class MooncakeStore:
     """An `ObjectStore` in Mooncake Store. `client` is a `mooncake.store.MooncakeDistributedStore` after its `setup`;
     `from_addresses` makes one. Needs one of its distributions, such as `mooncake-transfer-engine`.
 
-    Its calls know no time-out: one to a machine that hangs returns after half a minute, and its thread is kept for so
-    long. A second put of a key changes nothing there, which is what cells need.
+    Its calls have no time-out. A call to a machine that hangs returns after half a minute, and blocks its thread until
+    then. A second put of a key does not replace the object, which suffices for cells.
     """
 
     def __init__(self, client: Any) -> None:
@@ -28,7 +28,8 @@ class MooncakeStore:
         cls, master: str, local_hostname: str, *, metadata_server: str = "P2PHANDSHAKE", protocol: str = "tcp",
         rdma_devices: str = "", memory: int | str = "1GiB", buffer: int | str = "64MiB",
     ) -> Self:  # fmt: skip
-        """Take part with `memory`, through the master at `master` (host and port). `StoreError` if that is refused."""
+        """Join the store with `memory` bytes, through the master at `master` (host and port). Raises `StoreError` if
+        the setup fails."""
         texts = {
             name: check_text(name, value)
             for name, value in (
@@ -59,7 +60,7 @@ class MooncakeStore:
         return [code == 1 for code in found]
 
     def get(self, key: bytes, timeout_s: float) -> bytes | None:
-        """An error and a missing object are the same there."""
+        """Returns None for an error, too: the client does not distinguish it from a missing object."""
         found: bytes = self._client.get(_name(key))
         return found or None
 
@@ -69,14 +70,15 @@ class MooncakeStore:
             raise StoreError(f"Mooncake Store has not stored an object of {len(value)} bytes: code {code}")
 
     def remove(self, key: bytes, timeout_s: float) -> None:
-        """Also if it is being read: what reads it compares what it has read."""
+        """Removes the object even while other clients read it. That is safe, because a reader verifies each object."""
         name = _name(key)
         code = self._client.remove(name, True)
         if code and self._client.batch_is_exist([name]) != [0]:
             raise StoreError(f"Mooncake Store has not removed an object: code {code}")
 
     def close(self) -> None:
-        """Does nothing: who made the client closes it, since that ends what others read from this machine."""
+        """Does nothing. The owner of the client closes it, because closing ends the reads of other machines from this
+        one."""
 
 
 def _name(key: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Objects in object storage, a directory or memory, by obstore."""
+"""Objects in object storage, in a directory or in memory, through obstore."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ObstoreStore:
     """An `ObjectStore` in `store`, one of `obstore.store`: S3, Google, Azure, a directory, memory. Needs the extra
     `object-storage`.
 
-    obstore has a time-out for each store and none for a call: `from_url` sets it. Objects are named `prefix`, a slash
-    and 64 hexadecimal digits. Nothing evicts them: have the bucket do it, by age.
+    obstore has a time-out for each store and none for a call: `from_url` sets it. The name of an object is `prefix`, a
+    slash and 64 hexadecimal digits. aoffload does not evict objects: let the bucket expire them by age.
     """
 
     def __init__(self, store: Any, *, prefix: str = "aoffload") -> None:
@@ -35,7 +35,7 @@ class ObstoreStore:
     @classmethod
     def from_url(cls, url: str, *, timeout_s: float = DEFAULT_S, prefix: str = "aoffload", **options: Any) -> Self:
         """`s3://bucket`, `gs://bucket`, `az://container`, `file:///path`, `memory:///`. `options` are those of
-        `obstore.store.from_url`. No call takes longer than `timeout_s`, and none is tried twice."""
+        `obstore.store.from_url`. No call takes longer than `timeout_s`, and no call is retried."""
         with needed("object-storage", "a store in object storage"):
             import obstore
         seconds = number_of(timeout_s)
@@ -59,7 +59,7 @@ class ObstoreStore:
         return type(self._store).__name__
 
     def exist(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """There is no call for several keys: up to 16 are asked for at a time."""
+        """obstore has no call for several keys, so up to 16 calls run at a time."""
         if len(keys) == 1:
             return [self._has(keys[0])]
         asked = [self._pool().submit(self._has, key) for key in keys]
@@ -79,7 +79,7 @@ class ObstoreStore:
             raise StoreError(str(error)) from error
 
     def put(self, key: bytes, value: memoryview, timeout_s: float) -> None:
-        try:  # a copy: a store in memory keeps what it is given
+        try:  # a copy, because a store in memory keeps the object that it receives
             self._store.put(self._path(key), bytes(value), use_multipart=False)
         except self._failures as error:
             raise StoreError(str(error)) from error

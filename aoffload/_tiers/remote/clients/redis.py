@@ -1,7 +1,7 @@
-"""Objects in servers that speak the protocol of Redis: one server, or a cluster. Commands have a time-out of their own.
+"""Objects in servers that speak the Redis protocol: one server, or a cluster. Each command has its own time-out.
 
-redis-py connects, authenticates and reads (with hiredis). Commands are packed here: large values go to the socket from
-where they are. Nothing is tried twice.
+redis-py connects, authenticates and reads (with hiredis). This module packs the commands, so that large values are sent
+without a copy. No command is retried.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from ....errors import ConfigError, StoreError
 
 Command: TypeAlias = tuple[bytes | memoryview, ...]
 MAX_IDLE = 16
-"""Connections."""
+"""Maximum idle connections of a server."""
 CONNECT_S = 0.25
-"""The least time that a command has for connecting, even if its own time-out is shorter. After a failure, only commands
-connect again. Without this least time, a command could never connect to a server that is farther away than its
-time-out."""
+"""Minimum time for connecting, even if the time-out of the command is shorter. After a failure, only commands connect
+again. Without this minimum, a command could never connect to a server whose round trip is longer than its time-out."""
 
 
 def key_of(key: bytes) -> bytes:
-    """What a key is called in the server, so that people recognise it."""
+    """The name of a key in the server, readable for administrators."""
     return b"aoffload:" + key.hex().encode()
 
 
 class RedisLibrary:
-    """What is used of redis-py. `MissingExtra` where redis-py or hiredis is not installed."""
+    """The parts of redis-py that this module uses. Raises `MissingExtra` if redis-py or hiredis is not installed."""
 
     def __init__(self) -> None:
         with needed("remote", "a store in Redis"):
@@ -42,11 +41,12 @@ class RedisLibrary:
         self._from_url: Callable[..., Any] = redis.ConnectionPool.from_url
 
     def settings(self, url: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """How to connect to `url`: a class, and its keywords. `ConfigError("url")` for what is none."""
+        """The connection class for `url`, and its keyword arguments. Raises `ConfigError("url")` if `url` is
+        invalid."""
         try:
             pool = self._from_url(check_text("url", url), protocol=2)
         except Exception as error:
-            scheme = str(url).partition(":")[0]  # never the whole: it may have a password
+            scheme = str(url).partition(":")[0]  # never show the whole URL: it may have a password
             raise ConfigError(
                 "url", f"is no URL of a Redis server (redis, rediss or unix), got {scheme}:..."
             ) from error
@@ -54,7 +54,7 @@ class RedisLibrary:
 
 
 class RedisNode:
-    """A server. `make` connects with `settings`. Called by several threads."""
+    """A server. `make` connects with `settings`. Several threads may call it."""
 
     def __init__(self, library: RedisLibrary, make: Callable[..., Any], settings: dict[str, Any], name: str) -> None:
         self.name = name
@@ -63,14 +63,15 @@ class RedisNode:
         self._idle: list[Any] = []
 
     def run(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
-        """The answers, errors among them. `StoreError` if the server is not reached, or takes longer."""
+        """Run `commands`, and return their answers, which may be errors. Raises `StoreError` if the server is not
+        reached, or takes longer than `timeout_s`."""
         connection = self._connection(timeout_s)
         try:
             connection.send_packed_command(packed(commands), check_health=False)
             answers = [self._answer(connection) for _ in commands]
         except (self._library.error, OSError) as error:
             connection.disconnect()
-            self.close()  # the others are as old
+            self.close()  # the idle connections are as old
             raise self._failed(error) from error
         except BaseException:
             connection.disconnect()
@@ -79,7 +80,7 @@ class RedisNode:
         return answers
 
     def one(self, command: Command, timeout_s: float) -> Any:
-        """The answer. `StoreError` also if it is an error."""
+        """Run one command, and return its answer. Raises `StoreError` also if the answer is an error."""
         (answer,) = self.run([command], timeout_s)
         return self.checked(answer)
 
@@ -89,7 +90,7 @@ class RedisNode:
         return answer
 
     def close(self) -> None:
-        """Close the idle connections. Others are closed by who has them, or kept for the next command."""
+        """Close the idle connections. A connection in use is closed by its thread, or kept for the next command."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -112,11 +113,12 @@ class RedisNode:
         return connection
 
     def _failed(self, error: Exception) -> StoreError:
-        """Many errors name the server themselves."""
+        """Add the name of the server, unless the error has it already."""
         return StoreError(f"{error}" if self.name in f"{error}" else f"{self.name}: {error}")
 
     def _answer(self, connection: Any) -> Any:
-        """An error in the answer of the server says nothing about the answers after it."""
+        """Read one answer. An error answer is returned, not raised, because the answers after it still have to be
+        read."""
         try:
             return connection.read_response(disable_decoding=True, disconnect_on_error=False)
         except self._library.response_error as error:
@@ -131,7 +133,7 @@ class RedisNode:
 
 
 def packed(commands: Sequence[Command]) -> list[bytes | memoryview]:
-    """As they go over the wire: text and keys together, values as they are."""
+    """The bytes to send: commands and keys joined, large values as they are."""
     found: list[bytes | memoryview] = []
     text: list[bytes] = []
     for command in commands:
@@ -153,7 +155,7 @@ def packed(commands: Sequence[Command]) -> list[bytes | memoryview]:
 
 
 class RedisStore:
-    """An `ObjectStore` in one server. Needs the extra `remote`. Connects when it is asked for something.
+    """An `ObjectStore` in one server. Needs the extra `remote`. Connects at the first call.
 
     Objects have no time to live: let the server evict (`maxmemory-policy allkeys-lru`).
     """
@@ -163,7 +165,8 @@ class RedisStore:
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """`redis://`, `rediss://` or `unix://`, as redis-py takes them, with user, password and database."""
+        """A store from a URL with `redis://`, `rediss://` or `unix://`, as redis-py accepts it, with user, password and
+        database."""
         library = RedisLibrary()
         make, settings = library.settings(url)
         where = settings.get("path") or f"{settings.get('host', 'localhost')}:{settings.get('port', 6379)}"
@@ -195,26 +198,26 @@ class RedisStore:
 
 # -- redis cluster ---------------------------------------------------------------------------------------------------
 #
-# Objects in a cluster of servers that speak the protocol of Redis. What a lost node had is a miss.
+# Objects in a cluster of servers that speak the Redis protocol. The objects of a lost node count as missing.
 #
-# key → slot (CRC16 of it, modulo 16,384) → node, as `CLUSTER SLOTS` of any node says. A `MOVED` answer corrects one
-# slot and is followed once; like a failure, it makes the next caller ask for all slots again.
+# key → slot (CRC16 of the key, modulo 16,384) → node, from the `CLUSTER SLOTS` answer of any node. A `MOVED` answer
+# corrects one slot and is followed once. After such an answer or a failure, the next call queries all slots again.
 
 NUM_SLOTS = 16_384
 REFRESH_S = 1.0
-"""The map of slots is not asked for more often."""
+"""Minimum seconds between two queries of the slot map."""
 UNKNOWN = "cluster"
-"""The node of every key until the map is known."""
+"""The node of every key until the slot map is known."""
 
 
 def slot_of(key: bytes) -> int:
-    return binascii.crc_hqx(key, 0) % NUM_SLOTS  # no braces in our keys: the whole key counts
+    return binascii.crc_hqx(key, 0) % NUM_SLOTS  # our keys have no braces, so the slot depends on the whole key
 
 
 class RedisClusterStore:
-    """An `ObjectStore` in a cluster. Needs the extra `remote`. Connects when it is asked for something.
+    """An `ObjectStore` in a cluster. Needs the extra `remote`. Connects at the first call.
 
-    Set `cluster-require-full-coverage no`, or a lost node ends the use of all others.
+    Set `cluster-require-full-coverage no`. Otherwise the loss of one node disables all other nodes.
     """
 
     def __init__(
@@ -226,18 +229,18 @@ class RedisClusterStore:
         self._refreshing = threading.Lock()
         self._nodes: dict[str, RedisNode] = {}
         self._slots: list[str] = []
-        """The node of each slot, empty where there is none. Empty: not known yet."""
+        """The node of each slot, empty for a slot without a node. The list is empty until the map is known."""
         self._is_stale = True
         self._refreshed_s = -REFRESH_S
         self._failed_s: dict[str, float] = {}
-        """When a node has failed last."""
+        """The time of the last failure of each node."""
         for host, port in seeds:
             self._node(host, port)
 
     @classmethod
     def from_url(cls, url: str, *more_urls: str) -> Self:
-        """Nodes of the cluster to begin with; the others are asked for. User, password and encryption are those of the
-        first URL."""
+        """A store for the cluster that has these nodes; the other nodes are found through them. User, password and
+        encryption are those of the first URL."""
         library = RedisLibrary()
         found = [library.settings(each) for each in (url, *more_urls)]
         make, settings = found[0]
@@ -305,7 +308,7 @@ class RedisClusterStore:
             raise
 
     def _moved_to(self, answer: Any) -> str | None:
-        """The node that a `MOVED` answer names, which is noted; None for any other answer."""
+        """The node that a `MOVED` answer names, after recording it in the map; None for any other answer."""
         if not isinstance(answer, self._library.response_error):
             return None
         words = str(answer).removeprefix("MOVED ").split()
@@ -321,7 +324,7 @@ class RedisClusterStore:
                 self._slots[int(words[0])] = found
         return found
 
-    # -- which node has what ------------------------------------------------------------------------------------------
+    # -- the slot map -------------------------------------------------------------------------------------------------
 
     def _node(self, host: str, port: int) -> RedisNode:
         name = f"{host}:{port}"
@@ -332,8 +335,8 @@ class RedisClusterStore:
         return found
 
     def _learn(self, timeout_s: float) -> None:
-        """Ask for the slots if what is known may be wrong. One thread does that. The others go on with what they know,
-        or wait if that is nothing."""
+        """Query the slot map if it may be wrong. One thread does that. The other threads use the old map, or wait if
+        there is none."""
         if not self._is_stale or time.monotonic() < self._refreshed_s + REFRESH_S:
             return
         has_waited = self._refreshing.acquire(timeout=timeout_s) if not self._slots else False
@@ -346,7 +349,7 @@ class RedisClusterStore:
             self._refreshing.release()
 
     def _refresh(self, timeout_s: float) -> None:
-        """From the first node that answers. Those that have failed lately come last."""
+        """Query the slot map from the first node that answers. Nodes that have failed lately are tried last."""
         for name in sorted(self._nodes, key=lambda name: self._failed_s.get(name, -1.0)):
             try:
                 answer = self._nodes[name].one((b"CLUSTER", b"SLOTS"), timeout_s)
@@ -359,7 +362,8 @@ class RedisClusterStore:
         self._refreshed_s = time.monotonic()
 
     def _take_up(self, answer: Any, asked_host: str) -> None:
-        """`[[first, last, [host, port, ...], ...], ...]`; an empty host is the one that was asked."""
+        """Read the answer `[[first, last, [host, port, ...], ...], ...]`. An empty host stands for the node that
+        answered."""
         slots = [""] * NUM_SLOTS
         try:
             for first, last, (host, port, *_), *_ in answer:

@@ -172,7 +172,7 @@ class CudaBackend(RegionBackend):
             self.break_even = self._chosen_break_even()
 
     def _chosen_break_even(self) -> BreakEven:
-        """Make the kernels and decide what they copy. Nothing is compiled or allocated for them after this."""
+        """Make the kernels and decide which pieces they copy. Nothing is compiled or allocated for them after this."""
         if not (self.host.is_page_locked and self.driver.maps_host_memory):  # no kernel can read the host memory
             return BreakEven(0, 0)
         lanes = self._lanes.values()
@@ -185,7 +185,7 @@ class CudaBackend(RegionBackend):
             if self.options.break_even is None:
                 return measured_on(self)
             build_kernels(self, self.options.break_even)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the copy engine does without the kernel
+        except Exception as error:  # noqa: BLE001 - any error: the copy engine suffices
             for lane in lanes:
                 lane.kernel = None
             for direction in Direction:

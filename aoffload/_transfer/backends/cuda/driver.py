@@ -1,4 +1,4 @@
-"""The protocol of a CUDA device, small enough for a test to put its own device in its place."""
+"""The protocol of a CUDA device, small enough to be replaced by a simulated device in tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...fences import Fence
 from ..base import LostDevice
 
 Handle: TypeAlias = Any
-"""A stream or an event of a driver. Only the driver that made it looks inside."""
+"""A stream or an event of a driver. Only the driver that made it interprets it."""
 
 
 LOST_CODES = frozenset(
@@ -50,7 +50,7 @@ LOST_CODES = frozenset(
 
 
 IMPLICIT_CAPTURE = 906
-"""The default stream was used while a blocking stream, which waits for it and for which it waits, is being captured."""
+"""The default stream was used while a blocking stream, with which it synchronizes both ways, is being captured."""
 
 MAX_BATCH = 4096
 """Maximum pieces of a batch. Drivers take more, but 580.159.04 is reported to crash the process on fifty thousand. The
@@ -183,7 +183,7 @@ class CudaDriver(Protocol):
     def query_event(self, event: Handle) -> bool: ...
 
     def synchronize_event(self, event: Handle) -> None:
-        """Block this thread until the event has passed, without record the GIL."""
+        """Block this thread until the event has passed, without holding the GIL."""
         ...
 
     def wait_event(self, stream: Handle, event: Handle) -> None:

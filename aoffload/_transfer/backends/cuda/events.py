@@ -41,8 +41,8 @@ class BlockingWait:
 class AdaptivePolling:
     """Polls with sleeps that are a share of the time waited so far: late by that share at most, and never busy.
 
-    A wait of `t` seconds ends at most `max(shortest_s, share * t)` late, apart from what the system adds to each sleep,
-    and polls about `log(t / shortest_s) / share` times. A sleep is never longer than `longest_s`.
+    A wait of `t` seconds ends at most `max(shortest_s, share * t)` late, plus the delay that the system adds to each
+    sleep, and polls about `log(t / shortest_s) / share` times. A sleep is never longer than `longest_s`.
     """
 
     shortest_s: float = 20e-6
@@ -101,7 +101,7 @@ class CudaFence:
             self.driver.wait_event(waiting, self.event)
 
     def __del__(self) -> None:
-        # No reference is left to wait for. Streams that were told to wait keep the point that was recorded then.
+        # No reference is left. Streams that already wait for the event keep the point that was recorded then.
         self._pool.take_back(self.event)
 
 
@@ -122,7 +122,7 @@ class EventPool:
         return len(self._idle)
 
     def record(self, stream: Handle) -> CudaFence:
-        """A fence behind all work on `stream` so far. Call it in a bound thread."""
+        """A fence after all work on `stream` so far. Call it in a bound thread."""
         try:
             event = self._idle.popleft()
         except IndexError:
@@ -138,8 +138,8 @@ class EventPool:
                 self.clear()
 
     def clear(self) -> None:
-        """Destroy the events that no fence uses; those of other fences when these are dropped. Call it in a bound
-        thread, after the last `record`."""
+        """Destroy the events that no fence uses. The events of other fences are destroyed when the fences are dropped.
+        Call it in a bound thread, after the last `record`."""
         self._is_over = True
         with suppress(IndexError):  # two threads may drop their fences at once
             while True:

@@ -16,8 +16,8 @@ from ...fences import PASSED, Fence
 from .driver import MAX_BATCH, Pieces
 
 NUM_PROGRAMS = 16
-"""Maximum multiprocessors that copy; the others are left to compute. Each has a tile under way, and 128 KiB are what a
-link of 60 GB/s moves in the 2 us that it takes to answer."""
+"""Maximum multiprocessors that copy; the others are left for compute. Each has a tile under way: a link of 60 GB/s
+moves 128 KiB in its latency of 2 us."""
 TILE_BYTES = 8 * 1024
 NUM_TABLES = 4
 
@@ -41,7 +41,7 @@ class Table:
     rows: torch.Tensor
     on_device: torch.Tensor
     fence: Fence = PASSED
-    """After it, no kernel reads the table."""
+    """No kernel reads the table after this fence."""
 
     @classmethod
     def on(cls, device: torch.device) -> Table:

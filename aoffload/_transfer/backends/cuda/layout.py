@@ -76,7 +76,7 @@ class Layout:
 
     @property
     def alignment(self) -> int:
-        """The largest power of two up to 16 that divides every address and size of whatever `pieces` returns."""
+        """The largest power of two up to 16 that divides every address and size that `pieces` returns."""
         grid = (self._addresses, self._strides, self._sizes, self._host_offsets, _row(self._borders))
         numbers = np.concatenate([*grid, [self._host_address, self._block_bytes]])
         bits = int(np.bitwise_or.reduce(numbers))

@@ -85,7 +85,7 @@ class NvidiaDriver:
     def pci_bus_id(self) -> str:
         try:
             found: bytes = self._ask("cuDeviceGetPCIBusId", PCI_BUS_ID_BYTES, self._device)
-        except CudaError:  # only where the host memory lies depends on it
+        except CudaError:  # used only to choose where the host memory is allocated
             return ""
         return found.partition(b"\0")[0].decode()
 

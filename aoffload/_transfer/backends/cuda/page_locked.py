@@ -33,7 +33,7 @@ UNLIMITED_BYTES = 2**60
 class MemoryLimit:
     limit_bytes: int
     used_bytes: int
-    """Without the cache of files, which Linux drops where memory is needed."""
+    """Without the page cache, which Linux drops when memory is needed."""
 
     @property
     def left_bytes(self) -> int:
@@ -52,7 +52,7 @@ V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
-    """The limit that leaves least, of the process's cgroup and those around it; None if no limit is known."""
+    """The tightest limit of the process's cgroup and its ancestors; None if no limit is known."""
     found = [limit for folder, names in _cgroups(root) if (limit := _read(folder, names)) is not None]
     return min(found, key=lambda limit: limit.left_bytes, default=None)
 
@@ -92,7 +92,7 @@ NODES = Path("/sys/devices/system/node")
 MBIND = {"x86_64": 237, "aarch64": 235}
 """The number of the system call `mbind`, which the C library does not wrap."""
 PREFERRED = 1
-"""`MPOL_PREFERRED`: memory of another node where this one has none left, rather than an error."""
+"""`MPOL_PREFERRED`: use memory of another node if this one has none left, instead of failing."""
 MAX_NODES = 1024
 
 
@@ -106,8 +106,8 @@ def node_of(pci_bus_id: str, devices: Path = PCI_DEVICES) -> int | None:
 
 
 def run_near(node: int | None, nodes: Path = NODES) -> None:
-    """Run the calling thread on the processors of `node`, so that the pages that it is the first to touch come from
-    there. Containers often forbid `mbind`, and allow this."""
+    """Run the calling thread on the processors of `node`, so that the pages that it touches first are allocated there.
+    Containers often forbid `mbind`, but allow this."""
     with suppress(OSError, ValueError, AttributeError):  # AttributeError: another system than Linux
         ranges = (nodes / f"node{node}" / "cpulist").read_text().split(",")
         ends = [[int(number) for number in part.split("-")] for part in ranges]
@@ -115,8 +115,8 @@ def run_near(node: int | None, nodes: Path = NODES) -> None:
 
 
 def prefer_node(rows: NDArray[np.uint8], node: int) -> None:
-    """Take the pages of `rows`, which nobody has touched yet, from `node`. Does nothing where that cannot be asked for:
-    copies work from any memory."""
+    """Allocate the pages of `rows`, which must not have been touched yet, on `node`. Does nothing if the system does
+    not support it: copies work from any memory."""
     if sys.platform != "linux" or not rows.nbytes:
         return
     nodes = (ctypes.c_uint8 * (MAX_NODES // 8))()
@@ -176,7 +176,7 @@ class _PieceError(Exception):
 class HostMemory:
     """The host pool: `rows` is `uint8 [num_blocks, block_bytes]`, private to this process and anonymous.
 
-    Nothing of it outlives a killed process: the kernel frees the pages, and the driver their registration.
+    When the process is killed, the kernel frees the pages, and the driver their registration.
     """
 
     rows: NDArray[np.uint8]

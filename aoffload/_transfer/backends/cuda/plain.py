@@ -91,8 +91,8 @@ class TorchDriver:
     # -- streams and events ---------------------------------------------------------------------------------------
 
     def create_stream(self) -> Handle:
-        """A stream of the driver's. Torch has 32 of its own and hands them out in turn, so the engine may get the same
-        one, and capture a graph on it. They are used only where there is no such library, as on ROCm."""
+        """A stream of the driver's own. Torch has 32 streams and hands them out in turn, so the engine may get the same
+        one, and capture a graph on it. Torch's streams are used only if the driver's library is missing, as on ROCm."""
         with _driver_library(self._device) as library:
             made = ctypes.c_void_p()
             if library is not None and not library.cuStreamCreateWithPriority(
@@ -213,7 +213,7 @@ def _driver_library(device: torch.device) -> Iterator[ctypes.CDLL | None]:
 
 
 def _forget_last_error() -> None:
-    """A refused call of the runtime leaves its error behind, and torch would report it for the next kernel that this
-    thread launches. Torch itself has no call that takes it away."""
+    """Clear the last error of the CUDA runtime. A refused call leaves its error set, and torch would report it for the
+    next kernel that this thread launches. Torch itself has no call that clears it."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaGetLastError()

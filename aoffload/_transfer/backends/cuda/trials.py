@@ -1,7 +1,7 @@
-"""Measures the link and the break-even between copy engine and kernel with a backend that is being opened.
+"""Measures the link, and the break-even between copy engine and kernel, with a backend that is being opened.
 
-The host pool is still empty, and is written to. The device memory is temporary, and a full device has none: nothing is
-measured then.
+The host pool is still empty, and is written to. The device memory is temporary. If the device is full, nothing is
+measured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ show when it is measured; the copy engine takes none."""
 class BreakEven:
     """The kernel copies pieces below these sizes, the copy engine all others. 0: the kernel copies none.
 
-    What is measured has `store_bytes=0`, because no request waits for a store: the forward keeps its multiprocessors.
+    A measured value has `store_bytes=0`, because no request waits for a store: the forward keeps its multiprocessors.
     """
 
     load_bytes: int
@@ -66,8 +66,8 @@ def measure_break_even(
     pieces_of: Callable[[int], Pieces],
     clock: Callable[[], float] = time.perf_counter,
 ) -> BreakEven:
-    """The size up to which the kernel loads pieces `MARGIN` times faster, measured with what `pieces_of(size)` returns.
-    Engine and kernel take turns, so that other load on the machine slows both."""
+    """The size up to which the kernel loads pieces `MARGIN` times faster, measured with the pieces of
+    `pieces_of(size)`. Engine and kernel take turns, so that other load on the machine slows both."""
     load_bytes = 0
     for size in SIZES:
         pieces = pieces_of(size)
@@ -118,7 +118,7 @@ def measured_rate(backend: Tried) -> float:
     try:
         device = _temporary(backend, host.numel(), *Direction)
         return host.numel() / max(_large_copy_s(backend, direction, device, host) for direction in Direction)
-    except Exception:  # noqa: BLE001 - such as no memory: the figure bounds what is queued, and there is a default
+    except Exception:  # noqa: BLE001 - such as no memory: the rate only bounds the queued bytes, and has a default
         for direction in Direction:
             backend.settle(direction)  # a lost device raises here
         return 0.0
