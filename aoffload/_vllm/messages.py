@@ -149,7 +149,7 @@ class Reports:
 
 # -- outbox ----------------------------------------------------------------------------------------------------------
 #
-# The scheduler's end of the copies. Plans leave with the next step. A copy has ended when every rank has ended its part.
+# The scheduler's end of the copies. Plans leave with the next step. A copy has ended when it has ended on every rank.
 
 
 class Outbox:
