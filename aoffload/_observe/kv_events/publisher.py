@@ -230,7 +230,7 @@ class KVEventPublisher:
     def _open_sockets(self) -> None:
         self._socket = self._context.socket(zmq.XPUB)  # a PUB that reports subscriptions
         self._socket.sndhwm = self._max_unsent
-        self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report duplicates of other peers' subscriptions too: each is counted
+        self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report repeated subscriptions too: each is counted
         self._socket.rcvhwm = 1  # ZeroMQ stores all queued subscriptions before it reports the first one
         self._peers = Peers(self._socket, self._max_peers)
         self._peers.bound_frames(self._socket, 2 * len(self._topic))

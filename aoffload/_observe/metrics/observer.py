@@ -152,7 +152,7 @@ class Metrics:
         """Count the tokens that it does not compute: hits that are ready after the load. Other ready tokens are a
         fork's copy."""
         record, ready, match = event.request, event.num_computed_tokens, event.match
-        on_device = min(ready, max(match.num_device_tokens, record.given_tokens))  # an engine's hit may end within a unit
+        on_device = min(ready, max(match.num_device_tokens, record.given_tokens))  # an engine's hit may end in a unit
         self.tokens["device_hit"] += on_device
         self.tokens["host_hit"] += min(ready - on_device, match.num_host_tokens)
         self._ready[record] = ready
