@@ -198,7 +198,7 @@ class LineUp:
 
     @contextmanager
     def entered(self, head: HeadStart) -> Iterator[None]:
-        """Inside this block a step may begin `head`. Leaving the block, in any way, abandons it."""
+        """Inside this block a step may begin `head`. Leaving the block, for any reason, abandons it."""
         self.head_starts.append(head)
         try:
             yield
