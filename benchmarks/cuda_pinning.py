@@ -74,7 +74,7 @@ class Opened:
     open_s: float
     close_s: float
     gap_s: float
-    """The longest time between two turns of the event loop meanwhile, and for the same duration when idle."""
+    """The longest time between two turns of the event loop during the opening. `idle_gap_s`: the same when idle."""
     idle_gap_s: float
     is_page_locked: bool
 

@@ -56,7 +56,7 @@ class Peer:
             self._process.wait()
 
     def ask(self, call: str, **arguments: Any) -> Any:
-        """Make a call in the peer. Returns its answer. If the peer ends, the error has the reason from its log."""
+        """Make a call in the peer. Returns its answer. If the peer ends, the error names its log."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
         self._process.stdin.flush()

@@ -413,8 +413,8 @@ class Telemetry(LedgerLog):
         engine_blocks: bool = False,
         own: Mapping[Tier, int] | None = None,
     ) -> None:
-        """`layout`: the KV regions, empty for a transport of your own that has them. `engine_blocks`: whether an engine
-        owns the device blocks. `own`: number of blocks of your own tiers."""
+        """`layout`: a description of the KV regions. Empty if your own transport has them. `engine_blocks`: whether an
+        engine owns the device blocks. `own`: number of blocks of your own tiers."""
         sizes = {"num_device_blocks": num_device_blocks, "num_host_blocks": num_host_blocks}
         sizes |= {f"num_{tier.name.lower()}_blocks": number for tier, number in (own or {}).items()}
         self._opened("runtime_opened", {**sizes, "engine_blocks": engine_blocks, "layout": layout})

@@ -1,4 +1,4 @@
-"""An error in the scheduler's half turns the cache off; it never ends vLLM's scheduler, in whose loop it happens."""
+"""An error in the scheduler's half turns the cache off. It never ends vLLM's scheduler, in whose loop it happens."""
 
 from __future__ import annotations
 

@@ -89,8 +89,7 @@ class Fetches:
         return match.num_tokens + match.num_lower_tokens if is_usable else match.num_tokens
 
     def _asks(self, found: EngineRequest, match: PrefixMatch) -> bool:
-        """Whether `found` waits for an answer of the store. The store is asked once, and only if a fetch could be worth
-        its time."""
+        """Whether `found` waits for an answer of the store. It asks once, if a fetch could be worth its time."""
         asked = found.asked
         if asked is not None:
             return asked.num_cells is None and self.clock() < asked.until

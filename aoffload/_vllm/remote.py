@@ -1,7 +1,7 @@
 """The remote store in the scheduler: questions to it, and stores into it.
 
-A worker has its connections. A question leaves with a step, and its answer comes with a later one. In one try of a
-request, each question is asked once.
+A worker has its connections. A question leaves with a step, and its answer comes with a later one. One try of a
+request asks each question once.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Wait(enum.Enum):
     NONE = "none"
     LOAD = "load"
     TOLD = "told"
-    """A report that the load fell short is under way. vLLM still counts the tokens as computed."""
+    """A report that the load fell short was sent. vLLM still counts the tokens as computed."""
 
 
 class Fetching(enum.Enum):
@@ -99,7 +99,7 @@ class Fetching(enum.Enum):
 
     OPEN = "open"
     OVER = "over"
-    """No more fetches. The rest is lost, finds no free blocks, or took too long."""
+    """No more fetches: fetched tokens count, and the rest is lost, finds no free blocks, or took too long."""
 
 
 @attrs.define(eq=False)

@@ -98,7 +98,7 @@ class SchedulerSide:
         )
         self._unit = self.ledger.layout.unit_tokens
         self._is_plain = not self.ledger.layout.windows and self._config.store_policy == "eager"
-        """The last offer adds nothing to earlier offers, because there are no windows and the policy counts nothing."""
+        """Whether the last offer of a request adds nothing: there are no windows, and the policy counts nothing."""
         self._queue = CopyQueue(
             self.ledger,
             self._outbox,

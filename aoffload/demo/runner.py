@@ -207,7 +207,7 @@ class Runner:
                 done = len(result.generations) + result.num_aborted
                 self.progress.update(done, f"{engine.statistics().num_prefilled_tokens:,} prompt tokens computed")
 
-            answers = self.outcome.runs[0].generations  # of the reference run, in any run
+            answers = self.outcome.runs[0].generations  # of the reference run, also while it is running
             engine_options = attrs.evolve(ENGINE, prefill_start=result.kind.prefill_start)
             async with PagedEngine(self.model, runtime, kv_cache, engine_options, on_step=on_step) as engine:
                 try:

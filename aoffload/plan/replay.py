@@ -32,7 +32,7 @@ class Replay:
     device: Counts
     """Blocks that each request hits on the device."""
     host: Counts
-    """The blocks after those that it hits in host memory."""
+    """Blocks that it hits in host memory, after those on the device."""
     num_stored: int = 0
 
 

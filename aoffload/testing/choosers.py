@@ -45,8 +45,8 @@ class PriorityChooser:
     """Probabilistic concurrency testing (Burckhardt et al., ASPLOS 2010): the actor with the highest priority runs. At
     `depth - 1` steps, drawn from the first `num_steps`, the actor that would run gets the lowest priority.
 
-    A bug that needs `depth` ordering constraints among n actors is found with a probability of at least 1 / (n *
-    num_steps ** (depth - 1)) per run, whatever the program does.
+    For every program, a run finds a bug that needs `depth` ordering constraints among n actors with a probability of
+    at least 1 / (n * num_steps ** (depth - 1)).
     """
 
     def __init__(self, seed: int | str, depth: int, num_steps: int = 150) -> None:

@@ -21,7 +21,7 @@ class FaultKind:
     needs_verify: bool = False
     """Only checksums can notice it, so it is injected only into runtimes with `verify=True`."""
     may_time_out: bool = False
-    """Requests that meet it may have to time out."""
+    """Whether an affected request may have no way to end except a timeout."""
     may_take_room: bool = False
     """Blocks may end in quarantine, so a request may no longer fit."""
 

@@ -17,7 +17,7 @@ __all__ = ["SimulatedLoop"]
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 MOST_QUIET_BATCHES = 4
-"""Number of batches of plain callbacks that may make no task ready before time passes anyway. At every turn, anyio asks
+"""Number of batches of plain callbacks without a ready task after which time passes anyway. At every turn, anyio asks
 the tasks of a cancelled scope again to end, as long as one of them does not."""
 
 

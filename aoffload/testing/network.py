@@ -62,7 +62,7 @@ class Network:
     def carry(
         self, name: str, steps: Steps[None], call: Callable[[], Any], go_on: Callable[[Callable[[], Any]], None]
     ) -> None:
-        """Make the `call` of the work `steps` some time later. `go_on` is called with the next call of the work."""
+        """Make the `call` of the work `steps` some time later. `go_on` gets a function that resumes the work."""
         delays: tuple[float, ...] = (0.0, 0.0, 0.001, 0.004)
         if self.faults.fire("remote_hang"):
             self._hung.append(steps)

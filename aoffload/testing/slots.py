@@ -90,8 +90,8 @@ class Slots:
     def after_a_kill(
         self, under_way: Sequence[SlotCopy], host: Memory, is_right: Callable[[int], bool], rng: random.Random
     ) -> Slots:
-        """The contents that the process would leave if it were killed now. Of the stores in progress, some more blocks
-        have reached the disk, and the last of these may be torn."""
+        """The contents that the process would leave if it were killed now. More blocks of the stores in
+        progress have reached the disk, and the last of these may be torn."""
         found = Slots(len(self.content))
         found.content, found.records = list(self.content), dict(self.records)
         found.identity, found.generation, found._num_written = self.identity, self.generation, self._num_written

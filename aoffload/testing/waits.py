@@ -43,7 +43,7 @@ class Waits:
     """Tickets of records that have begun a load."""
 
     def watched(self, record: LedgerRequest, wake: Callable[[], object]) -> Callable[[], object]:
-        """`wake`, with a check that the wait of `record` is over."""
+        """`wake`, with a check that the wait of `record` has ended."""
 
         def checked() -> object:
             waiter = record.waiter

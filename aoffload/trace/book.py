@@ -223,7 +223,7 @@ class TimelineBook:
             self._end(key)
 
     def _wait_for_fetch(self, key: TimelineKey, state: str, at_s: float) -> None:
-        """The request `key` waits while a fetch for it is under way. After the fetch it returns to its previous
+        """The request `key` waits while a fetch for it is in progress. After the fetch it returns to its previous
         state."""
         timeline = self._timelines.get(key)
         if timeline is None or timeline.states[-1] not in (_PINNED, FETCHING):

@@ -117,7 +117,7 @@ class ParseErrors:
     _counts: dict[ParseError, _Count] = attrs.field(factory=dict)
 
     def add(self, parse_error: ParseError, line_number: int, example: str) -> None:
-        """Count a line; the first of each kind is kept as the example."""
+        """Count a line. The first of each kind is stored as the example."""
         count = self._counts.get(parse_error)
         if count is None:
             self._counts[parse_error] = _Count(1, line_number, plain(example[:MAX_EXAMPLE]))
@@ -226,7 +226,7 @@ def _meanings() -> dict[str, Meaning]:
 
 
 MEANINGS: Mapping[str, Meaning] = _meanings()
-"""The meaning of every event of aoffload/telemetry.py, by name; a test compares the two."""
+"""The meaning of every event of aoffload/_observe/log.py, by name. A test compares the two."""
 
 
 @attrs.frozen(eq=False)

@@ -28,7 +28,7 @@ MAX_SIMILAR = 50
 MAX_COMPARED = 10_000
 """Bound on ids that are stored in order to count the others."""
 MAX_AT_ONCE = 5
-"""Requests of one id, in several runtimes, that may be under way at once."""
+"""Bound on open requests of one id, in several runtimes."""
 _OVER = {"done", "aborted", "cancelled"}
 _TIMELINES = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH)
 

@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 STALL_MS = 30_000
-"""The system closes a connection whose peer has read nothing for this time, where the system can do so (Linux)."""
+"""Milliseconds after which the system (only Linux) closes a connection whose peer has read nothing."""
 LEAST_FRAME_BYTES = 1024
 MAX_SUBSCRIPTIONS = 16
 """Different subscriptions per peer. A peer needs one."""

@@ -32,7 +32,7 @@ class EngineClosed(AoffloadError):  # noqa: N818 - reads as what it is at the ca
 
 
 class StepFailed(AoffloadError):  # noqa: N818
-    """The forward of a step failed. Raised for every request of that step and no other; `__cause__` says why."""
+    """The forward of a step failed. Raised for every request of that step and no other. `__cause__` has the reason."""
 
     def __init__(self, request_ids: Sequence[str], cause: Exception) -> None:
         super().__init__(f"the step of {', '.join(request_ids)} failed: {type(cause).__name__}: {cause}")

@@ -46,7 +46,7 @@ def make_app(service: Service) -> Starlette:
         middleware=[Middleware(Gate, rules=service.rules)],
         exception_handlers={ApiError: _say, HTTPException: _say_http, Exception: _say_internal},
     )
-    app.router.redirect_slashes = False  # it would redirect to the host that the client has named, whatever that is
+    app.router.redirect_slashes = False  # it would redirect to any host that the client names
     return app
 
 

@@ -65,7 +65,7 @@ class Connections:
         return connection in self._open
 
     def protocol(self, **options: Any) -> Connection:
-        """The factory that uvicorn calls for each connection that it accepts."""
+        """Called by uvicorn for each connection that it accepts."""
         return Connection(self, **options)
 
     def enter(self, connection: Connection) -> None:
