@@ -152,7 +152,7 @@ class EngineRequest:
     num_tried: int = -1
     """Number of loads from below host memory that had ended at its last try to fetch. -1: no try yet."""
     num_fetched: int = -1
-    """Tokens of its hit at the start of its last fetch that loaded anything."""
+    """Tokens of its hit at the start of its last fetch that had anything to load."""
 
     @property
     def is_asking(self) -> bool:
@@ -160,7 +160,7 @@ class EngineRequest:
 
     @property
     def has_asked_again(self) -> bool:
-        """Whether it is scheduled again in the step that reports its preemption. vLLM also preempts between steps."""
+        """Whether it has asked again in the step that reports its preemption. vLLM also preempts between steps."""
         return self.is_asking or self.wait is Wait.LOAD
 
     @property

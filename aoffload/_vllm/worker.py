@@ -52,7 +52,7 @@ class RankCopies:
         self._under_way: set[int] = set()
         """Launched jobs that touch vLLM's tensors and are not proven to have ended."""
         self._loads: set[int] = set()
-        """Loads into vLLM's tensors whose end was not reported."""
+        """Loads into vLLM's tensors whose proven end was not reported."""
         self._lost: set[int] = set()
         """Loads whose destination has lost its memory: when they end, nothing has landed."""
         self._over: deque[Completion] = deque()
