@@ -1,1 +1,1 @@
-"""What the bookkeeping and the copying cost, each next to the limit it is measured against. `python -m benchmarks`."""
+"""The cost of bookkeeping and copying, each beside the limit that it is compared with. `python -m benchmarks`."""

@@ -1,8 +1,8 @@
-"""Run the benchmarks: `python -m benchmarks [NAME ...]`. Each row is printed and kept as soon as it is measured.
+"""Run the benchmarks: `python -m benchmarks [NAME ...]`. Each row is printed and saved as soon as it is measured.
 
-The rows are kept in build/bench, and printed as one table at the end. A benchmark that is interrupted keeps the rows
-that it had. Peers run in environments of their own (`make bench-peers`). Without a peer, rows are compared with a limit
-that needs none.
+The rows are saved in build/bench, and printed as one table at the end. An interrupted benchmark keeps the rows that it
+had. Peers run in environments of their own (`make bench-peers`). Without a peer, rows are compared with a limit that
+needs none.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class KeptRows:
-    """The rows of a run, in a JSON file that is replaced after each of them: a run that is cut off keeps its rows."""
+    """The rows of a run, in a JSON file that is replaced after each of them, so that an interrupted run keeps its
+    rows."""
 
     def __init__(self, file: Path, before: dict[str, float]) -> None:
         self.rows: list[Row] = []
@@ -65,7 +66,7 @@ class KeptRows:
         self._write(after)
 
     def _write(self, after: dict[str, float] | None) -> None:
-        """Replace the file as a whole, because the run may be cut off at any point. `after` is None until the end."""
+        """Replace the whole file, because the run may be interrupted at any point. `after` is None until the end."""
         found = {"rows": [row.as_dict() for row in self.rows], "before": self.before, "after": after}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         written = self._file.with_name(f"{self._file.name}.new")
@@ -82,7 +83,7 @@ def _vllm(stack: ExitStack) -> Peer | None:
 
 
 def collect(names: Iterable[str], vllm: Peer | None) -> Iterator[Row]:
-    """The rows of every benchmark in `names`, in order, each as soon as it is measured; exits with a message if a
+    """The rows of every benchmark in `names`, in order, each as soon as it is measured. Exits with a message if a
     benchmark is missing."""
     for name in names:
         module = f"{__package__}.{name}"
@@ -104,7 +105,7 @@ def as_line(row: Row) -> str:
 
 
 def as_table(rows: Iterable[Row]) -> str:
-    """One line per row: names to the left, figures to the right."""
+    """One line per row, with names to the left and figures to the right."""
     cells = [HEADING, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADING))]
     return "\n".join(_line(line, widths) for line in cells)

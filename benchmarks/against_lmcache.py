@@ -1,8 +1,8 @@
 """Copying scattered blocks of 2 MiB in pieces of 64 KiB: `LocalTransport` beside LMCache, in process on CPU.
 
-Both store and load 64 blocks at random places, in the same rounds. LMCache does so in four ways: by slots, as its
-connectors for vLLM do, and by blocks, the fastest way it has; each with one thread, as `LocalTransport` copies, and
-with torch's default number of threads.
+Both store and load 64 blocks at random places, in the same rounds. LMCache does so in four ways: by slots, like its
+connectors for vLLM, and by blocks, which is its fastest way. Each runs with one thread, like `LocalTransport`, and with
+torch's default number of threads.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Asked:
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """A row for each direction and each way of LMCache; none where it is not installed."""
+    """A row for each direction and each way of LMCache. No rows if LMCache is not installed."""
     try:
         peer = Peer("lmcache")
     except MissingPeerError as missing:
@@ -65,7 +65,7 @@ def run(vllm: Peer | None = None) -> list[Row]:
 
 
 def measure(lmcache: Peer) -> list[Row]:
-    """Measure all in turns; before and after, check the bytes that arrive at the peer."""
+    """Measure all in turns. Before and after, check the bytes that arrive at the peer."""
     ids = random.Random(0).sample(range(1, NUM_DEVICE_BLOCKS), NUM_BLOCKS_MOVED)
     found = lmcache.ask("prepare", num_blocks=NUM_DEVICE_BLOCKS, ids=ids)
     assert found["num_bytes"] == NUM_BYTES, found
@@ -82,7 +82,7 @@ def measure(lmcache: Peer) -> list[Row]:
 
 
 def _ways(num_threads: int) -> list[Asked]:
-    """Many threads first: their idle threads still spin for a while in the turn of the next one."""
+    """Many threads first, because their idle threads still spin for a while in the next turn."""
     numbers = sorted({1, num_threads}, reverse=True)
     return [Asked(name, by, number) for number, by, name in itertools.product(numbers, WAYS, DIRECTIONS)]
 
@@ -97,7 +97,7 @@ def _asking(lmcache: Peer, one: Asked) -> Subject:
 
 
 def _ours(transport: LocalTransport, ids: Sequence[int]) -> dict[str, Subject]:
-    """A memmove of as many bytes, and the store and load of `LocalTransport`."""
+    """A memmove of the same number of bytes, and the store and load of `LocalTransport`."""
     completions: SimpleQueue[Completion] = SimpleQueue()
     transport.open(NUM_BLOCKS_MOVED, verify=False, deliver=completions.put, env=Env())
     source, destination = np.ones((2, NUM_BYTES), dtype=np.uint8)

@@ -1,8 +1,8 @@
 """The cycle of `cycle.py` through the public async API: 64 requests at a time, token ids as arrays, real copies.
 
 Blocks have 64 bytes, so that bookkeeping and hand-over are measured. Two sets of prompts take turns on a device pool
-that holds one of them; a batch is one task for each prompt of a set. The peer serves one request after the other, with
-the digests that it needs: its cost per request does not depend on how many wait.
+that holds one of them. A batch is one task for each prompt of a set. The peer serves one request after the other, with
+the digests that it needs, because its cost per request does not depend on the number of waiting requests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run(vllm: Peer | None) -> Iterator[Row]:
 
 
 async def measure(num_blocks: int, wanted: float, backend: str, vllm: Peer | None) -> Row:
-    """Time of one request of a batch, and how many times longer the peer takes for one."""
+    """Time of one request of a batch, and its ratio to the peer's time for one."""
     prompts = prompts_of(num_blocks, 2 * NUM_AT_A_TIME)
     sets = itertools.cycle((prompts[:NUM_AT_A_TIME], prompts[NUM_AT_A_TIME:]))
     groups = [KVCacheGroup("full", block_size=BLOCK_SIZE)]

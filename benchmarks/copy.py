@@ -1,9 +1,9 @@
-"""Copying scattered blocks through `LocalTransport`, as a share of one plain memmove in the same run.
+"""Copying scattered blocks through `LocalTransport`, compared with one plain memmove in the same run.
 
-The ids come from pools after thousands of takes and gives: blocks of a job are hardly ever neighbours on the device,
-and lie in several extents in host memory. "Loop idle": this thread waits. "Loop busy": it runs an event loop that is
-never idle, as with a thousand clients. Loop and copy threads have a core each, so that the kernel's choice of cores is
-not measured. A sample in which one of them waited for its core is taken again.
+The ids come from pools after thousands of takes and gives. So the blocks of a job are hardly ever neighbours on the
+device, and are in several extents in host memory. "Loop idle": this thread waits. "Loop busy": it runs an event loop
+that is never idle, as with a thousand clients. Loop and copy threads each have their own core, so that the kernel's
+choice of cores is not measured. A sample in which one of them waited for its core is repeated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TURN_S = 300e-6
 SHORT_TURN_S = 50e-6
 NUM_CHURNS = 5_000
 MEDIAN_BLOCKS = 16
-"""Median number of blocks taken at once while a pool ages; the numbers are log-normal, as in a trace's prompts."""
+"""Median number of blocks taken at once while a pool ages. The numbers are log-normal, as in a trace's prompts."""
 MOST_WAITED = 0.03
 NUM_TRIES = 4
 
@@ -83,14 +83,15 @@ LAYERS = SHAPES[1]
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """One row per shape, direction and loop: GB/s of payload beside one plain memmove; two of loads by region."""
+    """One row per shape, direction and loop, with GB/s of payload beside one plain memmove. Two rows for loads by
+    region."""
     for shape in SHAPES:
         yield from measure(shape)
     yield from measure_regions(LAYERS)
 
 
 def measure(shape: Shape) -> list[Row]:
-    """Store and load the same scattered blocks, each round next to a memmove of as many bytes."""
+    """Store and load the same scattered blocks, each round beside a memmove of the same number of bytes."""
     with _opened(shape) as copies:
         source, destination = np.ones((2, MOVED_BYTES), dtype=np.uint8)
         subjects: dict[str, Subject] = {"memmove": lambda: timed(lambda: np.copyto(destination, source))}
@@ -112,7 +113,7 @@ def measure(shape: Shape) -> list[Row]:
 
 
 def measure_regions(shape: Shape) -> list[Row]:
-    """Load the same blocks region after region and block after block, and see when the first region is there."""
+    """Load the same blocks region after region and block after block, and measure when the first region is loaded."""
     with _opened(shape) as copies:
         subjects: dict[str, Subject] = {
             "by block": partial(timed, partial(copies.move, "load")),
@@ -159,7 +160,7 @@ class Copies:
         self.move("load")
 
     def load_first_region(self) -> Sample:
-        """From the launch of one load until the first region of its blocks is there."""
+        """From the launch of one load until the first region of its blocks is loaded."""
         fences, cpu, wall = RegionFences(self.transport.num_regions), time.thread_time(), time.perf_counter()
         self.transport.watch(0, fences)
         self._launch("load", 1)
@@ -173,7 +174,7 @@ class Copies:
             assert self.completions.get(timeout=60).outcome is Outcome.LANDED
 
     def move_beside(self, name: str, turn_s: float) -> Sample:
-        """`move` beside an event loop whose turns last `turn_s` and follow each other at once."""
+        """`move` beside an event loop whose turns last `turn_s` and follow each other immediately."""
         return asyncio.run(self._move_beside(name, turn_s))
 
     async def _move_beside(self, name: str, turn_s: float) -> Sample:
@@ -214,7 +215,8 @@ def _opened(shape: Shape) -> Iterator[Copies]:
 
 @contextmanager
 def _apart(start_threads: Callable[[], None]) -> Iterator[None]:
-    """Run this thread on one core and those of `start_threads` on others, if cores can be chosen and there are two."""
+    """Run this thread on one core and those of `start_threads` on others, if cores can be chosen and there are at least
+    two."""
     if not hasattr(os, "sched_setaffinity") or len(cores := os.sched_getaffinity(0)) == 1:
         start_threads()
         yield
@@ -248,11 +250,11 @@ def _aged(pool: DevicePool, num_jobs: int, per_job: int) -> list[array[int]]:
 
 
 class Undisturbed:
-    """Takes a sample again, a few times at most, if a thread of this process waited for a core."""
+    """Repeats a sample, a few times at most, if a thread of this process waited for a core."""
 
     def __init__(self) -> None:
         self.num_disturbed = 0
-        """Samples that were disturbed in every try; they count all the same."""
+        """Samples that were disturbed in every try. They count nevertheless."""
 
     def __call__(self, subject: Subject) -> Sample:
         for _ in range(NUM_TRIES):
@@ -265,6 +267,6 @@ class Undisturbed:
 
 
 def _waited_s() -> float:
-    """Seconds for which threads of this process were ready to run but did not; 0 if the system does not tell."""
+    """Seconds for which threads of this process were ready to run but did not. 0 if the system does not report it."""
     tasks = Path("/proc/self/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[1]) for task in tasks) / 1e9

@@ -1,4 +1,4 @@
-"""The rate of copies that an event loop launches and hears of, while it is idle and while it is busy with Python."""
+"""The rate of copies that an event loop launches and whose ends it receives, while idle and while busy with Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["busy_rows", "run"]
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """All rows; without a CUDA device none, and a message."""
+    """All rows. Without a CUDA device, no rows and a message."""
     if (device := cuda_device("cuda_busy")) is not None:
         yield from busy_rows(device)
 
@@ -32,7 +32,7 @@ def busy_rows(
     num_moved: int = NUM_BLOCKS_MOVED,
     seconds: float = SECONDS / 2,
 ) -> Iterator[Row]:
-    """Each way: gigabytes a second beside turns of 300 us, against those of an idle loop."""
+    """For each direction, gigabytes per second beside turns of 300 us, compared with those of an idle loop."""
     turns_s = {"idle": 0.0, "busy": TURN_S}
     with Copying(device, options, 64 * KIB, num_moved) as copying:
         for direction in Direction:
@@ -47,7 +47,8 @@ def _sample(copying: Copying, direction: Direction, turn_s: float) -> Sample:
 
 
 async def _move(copying: Copying, direction: Direction, turn_s: float) -> Sample:
-    """Launch the jobs for all blocks in the loop, and wait until the loop has heard of all of them."""
+    """Launch the jobs for all blocks in the loop, and wait until the loop has received the completions of all of
+    them."""
     loop = asyncio.get_running_loop()
     heard: asyncio.Queue[Completion] = asyncio.Queue()
 

@@ -1,4 +1,5 @@
-"""What the link can do: one large copy of page-locked memory each way, and both ways at once, by torch alone."""
+"""The maximum rate of the link: one large copy of page-locked memory in each direction, and both directions at once, by
+torch alone."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ __all__ = ["PUBLISHED_GBPS", "ceiling_rows", "run"]
 
 NUM_BYTES = sized(KIB * MIB, 4 * MIB)
 PUBLISHED_GBPS = {"load": 50.0, "store": 50.0, "both ways": 83.0}
-"""What vLLM has published for an H100, one way and both ways."""
+"""Rates that vLLM has published for an H100, one direction and both directions."""
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """A row for each way; without a CUDA device none, and a message."""
+    """A row for each direction. Without a CUDA device, no rows and a message."""
     if (device := cuda_device("cuda_ceilings")) is not None:
         yield from ceiling_rows(device)
 
 
 def ceiling_rows(device: torch.device, num_bytes: int = NUM_BYTES, seconds: float = SECONDS / 2) -> Iterator[Row]:
-    """Gigabytes a second, beside what vLLM has published."""
+    """Gigabytes per second, beside the rates that vLLM has published."""
     source, destination = (torch.empty(num_bytes, dtype=torch.uint8).pin_memory() for _ in range(2))
     there, back = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     copies = {"load": (there, source), "store": (destination, back)}

@@ -1,4 +1,5 @@
-"""Copy engine or kernel: up to which size the kernel is chosen for loads, and how well on both sides of it.
+"""Copy engine or kernel: the size up to which the kernel is chosen for loads, and the speed of the choice on both sides
+of it.
 
 The kernel has to be `MARGIN` times faster to be chosen, because it takes multiprocessors from the forward. It is never
 chosen for stores.
@@ -24,11 +25,12 @@ from .peer import Peer
 __all__ = ["choice_rows", "run"]
 
 SHARE = 0.95
-"""Of the speed of the better way. The engine may be slower than the kernel by the margin."""
+"""The least speed of the chosen way, relative to the faster one. The engine may be slower than the kernel by the
+margin."""
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """All rows; without a CUDA device none, and a message."""
+    """All rows. Without a CUDA device, no rows and a message."""
     if (device := cuda_device("cuda_choice")) is not None:
         yield from choice_rows(device, CudaOptions())
 

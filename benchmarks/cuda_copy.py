@@ -1,6 +1,7 @@
-"""Scattered blocks beside one large page-locked copy, each way and both ways at once; and the cost of small pieces.
+"""Scattered blocks beside one large page-locked copy, in each direction and in both at once. Also the cost of small
+pieces.
 
-All that is compared is measured in the same run, in turns. Without a GPU there are no rows.
+Everything that is compared is measured in the same run, in turns. Without a GPU there are no rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SMALL_PIECE_BYTES = 4 * 1024
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """All rows; without a CUDA device none, and a message."""
+    """All rows. Without a CUDA device, no rows and a message."""
     if (device := cuda_device("cuda_copy")) is None:
         return
     yield from copy_rows(device, CudaOptions(), piece_bytes=64 * 1024, wanted=0.9)
@@ -54,7 +55,7 @@ def copy_rows(
 
 
 def piece_rows(device: torch.device, options: CudaOptions, num_moved: int = 8, seconds: float = 1.0) -> Iterator[Row]:
-    """Time of the copy engine for each of many small pieces, beside that of its bytes in one large copy."""
+    """Time of the copy engine for each of many small pieces, beside the time of the same bytes in one large copy."""
     with Copying(device, options, piece_bytes=64 * 1024, num_moved=num_moved) as copying:
         for direction in Direction:
             yield _piece_row(copying, direction, seconds)

@@ -1,4 +1,4 @@
-"""What the benchmarks on a CUDA device share: blocks in pieces on it, and one large copy beside them."""
+"""Shared code of the benchmarks on a CUDA device: blocks in pieces on the device, and one large copy beside them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ NUM_BLOCKS_MOVED = sized(128, 2)
 BLOCKS_PER_JOB = 16
 SECONDS = sized(3.0, 0.0)
 ENGINE = CudaOptions(break_even=BreakEven(0, 0))
-"""The copy engine copies everything, and the break-even is not measured at opening."""
+"""The copy engine copies everything, so the break-even is not measured at opening."""
 KERNEL = CudaOptions(break_even=BreakEven(2**40, 2**40))
-"""The kernel copies everything, where there is one."""
+"""The kernel copies everything, if there is one."""
 WAYS = {Direction.STORE: (Tier.DEVICE, Tier.HOST), Direction.LOAD: (Tier.HOST, Tier.DEVICE)}
 
 
 def cuda_device(benchmark: str) -> torch.device | None:
-    """The CUDA device; None, and a message, if torch sees none."""
+    """The CUDA device. None, and a message, if torch finds none."""
     if not torch.cuda.is_available():
         print(f"{benchmark}: not run, since torch sees no CUDA device", file=sys.stderr)
         return None
@@ -50,7 +50,7 @@ def cuda_device(benchmark: str) -> torch.device | None:
 
 
 class Copying:
-    """A transport whose blocks lie in pieces of `piece_bytes`, no two neighbours on the device, and one large copy.
+    """A transport whose blocks are in pieces of `piece_bytes`, no two neighbours on the device, and one large copy.
 
     It is closed by `close`, or at the end of a `with` block.
     """
@@ -65,7 +65,7 @@ class Copying:
     ) -> None:
         self.num_moved, self.block_bytes = num_moved, block_bytes
         num_blocks = 2 * num_moved + 1
-        # One allocation, because a driver that uses torch alone reaches only the memory of the regions.
+        # One allocation, because a driver that uses torch alone can only access the memory of the regions.
         sizes = [num_blocks * block_bytes, num_moved * block_bytes, num_moved * block_bytes]
         layers, *large = torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=device), sizes)
         layers = layers.view(block_bytes // piece_bytes, num_blocks, piece_bytes)
@@ -102,14 +102,14 @@ class Copying:
             assert completion.outcome is Outcome.LANDED, completion
 
     def launch(self, direction: Direction) -> int:
-        """Launch the jobs for all blocks; returns their number."""
+        """Launch the jobs for all blocks. Returns their number."""
         starts = range(0, self.num_moved, BLOCKS_PER_JOB)
         for start in starts:
             self.launch_job(direction, start, BLOCKS_PER_JOB)
         return len(starts)
 
     def launch_job(self, direction: Direction, start: int, num_blocks: int, after: Fence | None = None) -> int:
-        """Launch one job for `num_blocks` blocks from `start` on, or as many as there are; returns its id."""
+        """Launch one job for `num_blocks` blocks from `start` on, or for all that remain. Returns its id."""
         ids = self._on_device[direction][start : start + num_blocks]
         on_device = array("i", ids.tolist())
         first = self._first_host[direction] + start
@@ -126,7 +126,7 @@ class Copying:
         return scattered(direction, self.large[direction].data_ptr(), host, num_bytes, size)
 
     def move_large(self, *directions: Direction) -> None:
-        """Copy as many bytes in one piece each way: the rate that the link can reach."""
+        """Copy the same number of bytes in one piece in each direction. This is the rate that the link can reach."""
         with self.backend.driver.bound():
             for direction in directions:
                 self.backend.copy_by_engine(self._one_piece(direction), direction)
@@ -134,13 +134,14 @@ class Copying:
                 self.backend.settle(direction)
 
     def copy_by_engine(self, pieces: Pieces, direction: Direction) -> None:
-        """Copy `pieces`, and wait until they are there."""
+        """Copy `pieces`, and wait until they have arrived."""
         with self.backend.driver.bound():
             self.backend.copy_by_engine(pieces, direction)
             self.backend.settle(direction)
 
     def why_no_kernel(self) -> str:
-        """Why the kernel copies nothing here, after a try; empty if it does. Triton may be there and not compile."""
+        """Why the kernel copies nothing here, after a try. Empty if it does. Triton may be installed and not
+        compile."""
         if not self.backend.has_kernel:
             return f"no kernel copies here: {self.backend!r}"
         try:
@@ -196,7 +197,8 @@ def share_row(
 
 
 def expected_row(name: str, value: float, unit: str, expected: float, spread: str = "") -> Row:
-    """A figure with nothing to compare in the same run stands beside what is expected of an H100 on PCIe 5.0 x16."""
+    """A figure without a comparison in the same run. It is compared with the expected value of an H100 on PCIe 5.0
+    x16."""
     return Row(
         name=name, value=value, unit=unit, spread=spread, against="expected of an H100", limit=expected,
         ratio=value / expected,

@@ -25,20 +25,21 @@ VALUES_PER_BLOCK = 64 * 1024
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """The row; without a CUDA device none, and a message."""
+    """The row. Without a CUDA device, no row and a message."""
     if (device := cuda_device("cuda_fitting")) is not None:
         yield fitting_row(Serving(device))
 
 
 def fitting_row(serving: Serving, seconds: float = 2 * SECONDS) -> Row:
-    """Rounds of requests per second, as a share of the rate without offload."""
+    """Rounds of requests per second, relative to the rate without offload."""
     subjects = {policy: partial(serving.once, policy) for policy in ("eager", "off")}
     found = interleave(subjects, seconds=seconds, least=sized(5, 1))
     return share_row("requests that fit on the device", 1.0, "rounds/s", found, "off", "eager", 0.99)
 
 
 class Serving:
-    """Requests one after the other, each a forward of some matrix products in a worker thread, as an engine's are."""
+    """Requests one after the other, each a forward of some matrix products in a worker thread, like those of an
+    engine."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""A decode step beside copies: launched kernel by kernel from Python, and replayed as one CUDA graph; beside copies in
-pieces of several sizes by the copy engine, and beside copies by the kernel."""
+"""A decode step beside copies. The step is launched kernel by kernel from Python, and replayed as one CUDA graph. The
+copies are in pieces of several sizes by the copy engine, and by the kernel."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ BESIDE: tuple[tuple[str, CudaOptions, int], ...] = (
     ("copies in 1 MiB", ENGINE, 1024 * KIB),
 )
 MOST = {"graph": 1.03, "eager": 1.25}
-"""How many times longer a step may take beside copies of the copy engine."""
+"""The largest permitted ratio of a step beside copies of the copy engine to a step alone."""
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """All rows; without a CUDA device none, and a message."""
+    """All rows. Without a CUDA device, no rows and a message."""
     if (device := cuda_device("cuda_interference")) is not None:
         yield from interference_rows(device)
 
 
 def interference_rows(device: torch.device, seconds: float = SECONDS_PER_ROW) -> Iterator[Row]:
-    """The median step beside copies, against the median of steps alone before and after; and what those copies did."""
+    """The median step beside copies, compared with the median of steps alone before and after, and the rate of those
+    copies."""
     ways = Decode(device).ways()
     for name, options, piece_bytes in BESIDE:
         with Copying(device, options, piece_bytes, num_moved=NUM_MOVED) as copying:
@@ -87,7 +88,7 @@ class Steps:
 
 
 def _steps(step: Callable[[], None], seconds: float) -> list[float]:
-    """What each step took until its result was there, as for a token that the next step needs."""
+    """The time of each step until its result has arrived, as for a token that the next step needs."""
     took_s, stream = list[float](), torch.cuda.current_stream()
     end_s = time.perf_counter() + seconds
     while not took_s or time.perf_counter() < end_s:
@@ -99,7 +100,7 @@ def _steps(step: Callable[[], None], seconds: float) -> list[float]:
 
 
 class Decode:
-    """Layers of one product each, of a few sequences: bound by memory and by launches, as decoding is."""
+    """Layers of one product each, of a few sequences: bound by memory and by launches, like decoding."""
 
     def __init__(self, device: torch.device) -> None:
         kind = torch.bfloat16
@@ -115,7 +116,7 @@ class Decode:
         """The step as a graph, and kernel by kernel."""
         warm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         warm.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm):  # libraries allocate what they need outside of the capture
+        with torch.cuda.stream(warm):  # libraries allocate their memory outside of the capture
             self.step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,5 @@
-"""Time from the end of a copy on the device to the task that waits for it: blocked in the driver, or polling."""
+"""Time from the end of a copy on the device to the task that waits for it, by both ways to wait: blocked in the driver,
+or polling."""
 
 from __future__ import annotations
 
@@ -27,13 +28,14 @@ NUM_WAITS = sized(200, 5)
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """All rows; without a CUDA device none, and a message."""
+    """All rows. Without a CUDA device, no rows and a message."""
     if (device := cuda_device("cuda_latency")) is not None:
         yield from latency_rows(device)
 
 
 def latency_rows(device: torch.device) -> Iterator[Row]:
-    """From the end on the device to the waiting task, p50 and p99, for both ways to wait, the loop idle and busy."""
+    """From the end on the device to the waiting task, p50 and p99, for both ways to wait, with the loop idle and
+    busy."""
     policies: dict[str, WaitPolicy] = {"blocking": BlockingWait(), "polling": AdaptivePolling()}
     for state, turn_s in (("idle", 0.0), ("busy", TURN_S)):
         found = asyncio.run(_latencies(device, policies, turn_s))
@@ -46,7 +48,7 @@ def latency_rows(device: torch.device) -> Iterator[Row]:
 
 
 async def _latencies(device: torch.device, policies: dict[str, WaitPolicy], turn_s: float) -> dict[str, list[float]]:
-    """Latencies in seconds, by policy; the policies take turns."""
+    """Latencies in seconds, by policy. The policies take turns."""
     regions = regions_of(torch.zeros(4, 1024, device=device))
     backends = {name: CudaBackend(regions, options=CudaOptions(waiting=policy)) for name, policy in policies.items()}
     found: dict[str, list[float]] = {name: [] for name in policies}
@@ -61,7 +63,7 @@ async def _latencies(device: torch.device, policies: dict[str, WaitPolicy], turn
 
 
 async def turns_of(turn_s: float) -> None:
-    """Keep the event loop busy with turns of Python of that length; not at all if it is 0."""
+    """Keep the event loop busy with turns of Python of that length. If it is 0, leave the loop idle."""
     while turn_s:
         end = time.perf_counter() + turn_s
         while time.perf_counter() < end:

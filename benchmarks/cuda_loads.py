@@ -1,5 +1,5 @@
-"""Time of a load for the task that waits for it: from `launch` in the event loop to the task, by size; and of that, the
-call itself, in which the loop stands still. The device is idle, or stores are under way."""
+"""Time of a load for the task that waits for it, from `launch` in the event loop to the task, by size. The call of
+`launch`, which blocks the loop, is also shown alone. The device is idle, or stores are in progress."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["load_rows", "run"]
 
 BLOCK_BYTES = 512 * KIB
 SMALLER = sized(1, 64)
-"""How many times smaller the blocks of a dry run are."""
+"""Divisor of the block size in a dry run."""
 NUM_BLOCKS = (1, 256, 8, 32)
-"""What is asked for first, first."""
+"""Blocks per load, most important first."""
 NUM_ROUNDS = sized(200, 5)
 BESIDE = sized(64, 1)
-"""Blocks of 2 MiB that are stored meanwhile, again and again."""
+"""Blocks of 2 MiB that are stored repeatedly during the loads."""
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """All rows; without a CUDA device none, and a message."""
+    """All rows. Without a CUDA device, no rows and a message."""
     if (device := cuda_device("cuda_loads")) is not None:
         yield from load_rows(device)
 
@@ -44,7 +44,7 @@ def load_rows(
     sizes: tuple[int, ...] = NUM_BLOCKS,
     num_rounds: int = NUM_ROUNDS,
 ) -> Iterator[Row]:
-    """Percentiles for each number of blocks, beside the time of as many bytes at the rate of one large copy."""
+    """Percentiles for each number of blocks, beside the time of the same bytes at the rate of one large copy."""
     size = BLOCK_BYTES // SMALLER
     with Copying(device, options, size, num_moved=max(sizes), block_bytes=size) as copying:
         large = interleave({"large": lambda: timed(lambda: copying.move_large(Direction.LOAD))}, seconds=0.0)["large"]
@@ -80,9 +80,9 @@ NAMES = ("launched_s", "loaded_s")
 @attrs.frozen
 class Load:
     launched_s: float
-    """The call of `launch`, in the event loop."""
+    """Seconds of the call of `launch`, in the event loop."""
     loaded_s: float
-    """From the same point to the task."""
+    """Seconds from the beginning of that call to the task."""
 
 
 async def _loads(copying: Copying, num_blocks: int, num_rounds: int) -> list[Load]:

@@ -1,4 +1,4 @@
-"""Large matrix products beside copies at full rate both ways, each compared with the same alone."""
+"""Large matrix products beside copies at full rate in both directions, each compared with the same alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_PRODUCTS = 40
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """All rows; without a CUDA device none, and a message."""
+    """All rows. Without a CUDA device, no rows and a message."""
     if (device := cuda_device("cuda_overlap")) is not None:
         yield from overlap_rows(device, CudaOptions())
 
@@ -31,7 +31,8 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
 def overlap_rows(
     device: torch.device, options: CudaOptions, num_moved: int = NUM_BLOCKS_MOVED, seconds: float = SECONDS
 ) -> Iterator[Row]:
-    """Large matrix products with copies at full rate both ways, beside the same alone; and the rate of those copies."""
+    """Large matrix products with copies at full rate in both directions, beside the same alone, and the rate of those
+    copies."""
     left, right = (torch.randn(PRODUCT_SIDE, PRODUCT_SIDE, dtype=torch.bfloat16, device=device) for _ in range(2))
 
     def multiply() -> None:
@@ -67,10 +68,9 @@ def _timed_by_device(work: Callable[[], None]) -> Sample:
 def traffic(
     copying: Copying, moved: list[Sample], directions: tuple[Direction, ...] = tuple(Direction)
 ) -> Iterator[None]:
-    """Copy all blocks in `directions`, again and again, from before the block is entered to its end; the times go to
-    `moved`.
+    """Copy all blocks in `directions` repeatedly, from before the block is entered to its end. The times go to `moved`.
 
-    Raises the error that ended the copies early, since the block ran without copies then.
+    Raises the error that ended the copies early, because the block then ran without copies.
     """
     has_begun, is_over = threading.Event(), threading.Event()
     errors: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""Opening a pool of page-locked host memory: how fast, how fast it is let go of, and what the event loop notices."""
+"""Opening a pool of page-locked host memory: its time, the time to free it, and the delay of the event loop."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ __all__ = ["free_bytes", "pinning_rows", "run"]
 
 SIZES_MIB = (4096, 1024, 16384)
 SMALLER = sized(1, 256)
-"""How many times smaller the pools of a dry run are."""
+"""Divisor of the pool sizes in a dry run."""
 BEAT_S = 0.001
 EXPECTED_GIB_PER_S = 3.0
 MOST_OF_MEMORY = 0.5
-"""A larger pool than this share of the free memory is not tried: the limit of a container kills, it does not refuse."""
+"""A pool larger than this share of the free memory is not tried, because the limit of a container kills the process
+instead of raising an error."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """Three rows for each size; without a CUDA device none, and a message."""
+    """Three rows for each size. Without a CUDA device, no rows and a message."""
     if (device := cuda_device("cuda_pinning")) is not None:
         yield from pinning_rows(device)
 
@@ -59,7 +60,7 @@ def pinning_rows(
 
 
 def free_bytes(cgroup: Path = CGROUP) -> int:
-    """Free memory of the machine, or of the container that this process is in, if that is less."""
+    """Free memory of the machine, or of the container of this process, if that is less."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit, used = ((cgroup / f"memory.{name}").read_text().strip() for name in ("max", "current"))
@@ -73,7 +74,7 @@ class Opened:
     open_s: float
     close_s: float
     gap_s: float
-    """The longest time between two turns of the event loop meanwhile, and as long with nothing to do."""
+    """The longest time between two turns of the event loop during the opening. `idle_gap_s`: the same when idle."""
     idle_gap_s: float
     is_page_locked: bool
 

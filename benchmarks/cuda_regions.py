@@ -1,4 +1,5 @@
-"""A load layer by layer beside a load block by block: when the first layer of a forward may run, and the whole load."""
+"""A load layer by layer beside a load block by block: the time until the first layer of a forward may run, and the time
+of the whole load."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ NUM_BLOCKS = (8, 64, 256)
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """All rows; without a CUDA device none, and a message."""
+    """All rows. Without a CUDA device, no rows and a message."""
     if (device := cuda_device("cuda_regions")) is not None:
         yield from region_rows(device)
 
@@ -82,7 +83,7 @@ class LayeredLoads:
         self._landed()
 
     def first_layer(self, num_blocks: int) -> Sample:
-        """Until a thread that waits for the first layer goes on."""
+        """Time until a thread that waits for the first layer continues."""
         took = timed(lambda: self._watched(num_blocks).fences[0].synchronize())
         self._landed()
         return took

@@ -1,6 +1,6 @@
-"""Batches of thousands of pieces, again and again. Run it last, and in a process of its own, because some drivers crash
-or hang (580.159: vllm-project/vllm#49276). It raises if bytes are wrong. The last line of its output says how far it
-came."""
+"""Batches of thousands of pieces, repeated. Run it last, and in a process of its own, because some drivers crash or
+hang (580.159: vllm-project/vllm#49276). It raises if bytes are wrong. The last line of its output shows its
+progress."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ PIECES_PER_BATCH = 4096
 PIECE_BYTES = 4 * KIB
 NUM_BATCHES = (10, 100, 1000)
 FEWER = sized(1, 100)
-"""How many times fewer there are in a dry run."""
+"""Divisor of the numbers in a dry run."""
 OUTSTANDING = 4
 UNBOUNDED = attrs.evolve(ENGINE, max_batches=1024)
 """More batches than are ever submitted here."""
 EXPECTED_US = 2 * PIECES_PER_BATCH * 0.6
-"""For a batch each way, if it takes as long as it takes to submit it."""
+"""Time for a batch in each direction, if copying takes as long as submitting."""
 NUM_HELD = sized(512, 4)
-"""Blocks of 2 MiB in pieces of 16 KiB that wait for a fence."""
+"""Number of blocks of 2 MiB in pieces of 16 KiB that wait for a fence."""
 HELD_S = sized(0.15, 0.01)
 SLEEP_CYCLES = 400_000_000
-"""Some 0.2 s of a device."""
+"""About 0.2 s of a device."""
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """All rows; without a CUDA device none, and a message."""
+    """All rows. Without a CUDA device, no rows and a message."""
     if (device := cuda_device("cuda_stress")) is not None:
         yield held_row(device)
         yield from stress_rows(device)
 
 
 def held_row(device: torch.device) -> Row:
-    """Launches of compute while thousands of pieces wait for a fence: a driver may have them wait, too."""
+    """Launches of compute while thousands of pieces wait for a fence, because a driver may delay them, too."""
     counters, other, held = torch.zeros(1024, device=device), torch.cuda.Stream(), torch.cuda.Event()  # type: ignore[no-untyped-call]
     with Copying(device, UNBOUNDED, 16 * KIB, num_moved=NUM_HELD) as copying:
         alone = _launches(counters)
@@ -79,7 +79,7 @@ def _launches(counters: torch.Tensor) -> list[float]:
 def stress_rows(
     device: torch.device, options: CudaOptions = ENGINE, numbers: tuple[int, ...] = NUM_BATCHES
 ) -> Iterator[Row]:
-    """Microseconds for a batch each way; first with a few under way, then with all of them."""
+    """Microseconds for a batch in each direction: first with a few in progress, then with all of them."""
     num_moved = PIECES_PER_BATCH * PIECE_BYTES // BLOCK_BYTES
     for about, most in ((f"{OUTSTANDING} outstanding", OUTSTANDING), ("none awaited", UNBOUNDED.max_batches)):
         bounded = attrs.evolve(options, max_batches=most)
@@ -93,7 +93,7 @@ def stress_rows(
 
 
 class Batches:
-    """A batch each way, of pieces that are consecutive on the host and in random order on the device."""
+    """A batch in each direction, of pieces that are consecutive on the host and in random order on the device."""
 
     def __init__(self, copying: Copying) -> None:
         self._copying = copying
@@ -101,8 +101,8 @@ class Batches:
         assert all(len(pieces) == PIECES_PER_BATCH for pieces in self._pieces.values())
 
     def copy(self, number: int) -> float:
-        """Seconds for `number` batches each way, of which the backend's `max_batches` are under way at most. Raises if
-        the bytes of the last ones are wrong."""
+        """Seconds for `number` batches in each direction, at most the backend's `max_batches` of them in progress.
+        Raises if the bytes of the last ones are wrong."""
         backend = self._copying.backend
         self._fill(number % 251)
         began_s = time.perf_counter()
@@ -117,7 +117,8 @@ class Batches:
         return took_s
 
     def _fill(self, salt: int) -> None:
-        """Piece `i` of a source is full of bytes that tell it from its neighbours, and from those of the last time."""
+        """Fill piece `i` of a source with bytes that differ from those of its neighbours, and from those of the last
+        time."""
         for direction in Direction:
             host, device, _ = self._sides(direction)
             source, destination = (device, host) if direction is Direction.STORE else (host, device)

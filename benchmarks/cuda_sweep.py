@@ -1,5 +1,5 @@
-"""Pieces of every size, each way: in one batch for the copy engine, with a call for each piece, and by the kernel; and
-the time that it takes to submit a piece. The ways take turns, with one large copy of the same bytes among them."""
+"""Pieces of every size, in each direction: in one batch for the copy engine, with a call for each piece, and by the
+kernel. Also the time to submit a piece. The ways take turns, with one large copy of the same bytes among them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .sizes import sized
 __all__ = ["run", "sweep_rows"]
 
 SIZES_KIB = sized((64, 16, 4, 1024, 32, 256, 8, 128, 512, 2048), (64, 16, 4, 1024, 32))
-"""What is asked for first, first: the sweep may be cut off."""
+"""The most important sizes first, because the sweep may be interrupted."""
 NUM_MOVED = sized(32, 1)
 SECONDS_PER_SIZE = sized(0.25, 0.0)
 EXPECTED_SUBMIT_US = 0.6
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """All rows; without a CUDA device none, and a message."""
+    """All rows. Without a CUDA device, no rows and a message."""
     if (device := cuda_device("cuda_sweep")) is not None:
         yield from sweep_rows(device)
 
@@ -54,7 +54,7 @@ def _rows(
             backend.settle(direction)
 
     def submitted() -> Sample:
-        """One piece's share of the call, without the copy itself."""
+        """The time of the call per piece, without the copy itself."""
         with backend.driver.bound():
             whole = timed(lambda: backend.copy_by_engine(pieces, direction))
             backend.settle(direction)

@@ -1,4 +1,4 @@
-"""The time to the first token of a model with the shape of an 8B Llama, with random weights: computing a prompt, beside
+"""The time to first token of a model with the shape of an 8B Llama and random weights: computing a prompt, beside
 loading its KV from host memory and computing its last block."""
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["EIGHT_B", "Model", "Shape", "run", "ttft_rows"]
 
 BLOCK_SIZE = 16
 NUM_TOKENS = (8192, 2048, 16384, 512)
-"""What is asked for first, first: the others may be cut off."""
+"""The most important lengths first, because the others may be interrupted."""
 SHORTER = sized(1, 128)
-"""How many times shorter the prompts of a dry run are."""
+"""Divisor of the prompt lengths in a dry run."""
 MOST_SHARE = 1 / 3
 SECONDS_PER_LENGTH = sized(1.5, 0.0)
 
@@ -51,12 +51,12 @@ SHAPE = sized(EIGHT_B, Shape(2, 64, 128, 4, 2, 16))
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """Two rows for each length of the prompt; without a CUDA device none, and a message."""
+    """Two rows for each length of the prompt. Without a CUDA device, no rows and a message."""
     if (device := cuda_device("cuda_ttft")) is not None:
         yield from ttft_rows(device)
 
 
-@torch.no_grad()  # not in inference mode, whose tensors other threads may not write
+@torch.no_grad()  # not in inference mode, because other threads may not write its tensors
 def ttft_rows(
     device: torch.device,
     options: CudaOptions = ENGINE,
@@ -98,8 +98,8 @@ def _row(num_tokens: int, found: dict[str, Measured]) -> Row:
 
 
 class Model:
-    """The layers of a decoder with grouped-query attention, with random weights and without positions: only the work
-    counts."""
+    """The layers of a decoder with grouped-query attention, with random weights and without positions, because only the
+    amount of work counts."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -119,14 +119,14 @@ class Model:
         return 0.02 * torch.randn(rows, columns, device=self.device, dtype=torch.bfloat16)
 
     def cache(self, num_blocks: int) -> torch.Tensor:
-        """KV `[blocks, layers, 2, tokens, KV heads, head]`; no request has block 0."""
+        """KV `[blocks, layers, 2, tokens, KV heads, head]`. No request has block 0."""
         shape = self.shape
         size = (num_blocks + 1, shape.num_layers, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head)
         return torch.zeros(size, device=self.device, dtype=torch.bfloat16)
 
     def forward(self, cache: torch.Tensor, start: int, stop: int) -> float:
         """Compute the tokens from `start` to `stop`, which are multiples of a block, and wait for the result. `cache`
-        has the tokens before."""
+        has the KV of earlier tokens."""
         shape = self.shape
         kv_width = shape.num_kv_heads * shape.head
         width = [shape.num_heads * shape.head, kv_width, kv_width]
@@ -142,7 +142,7 @@ class Model:
                 for place in range(2)
             )
             asked = queries.view(-1, shape.num_heads, shape.head).transpose(0, 1)[None]
-            # The last block sees everything before; what it sees of itself too early costs as much.
+            # The last block attends to all tokens before it. Its missing causal mask does not change the cost.
             found = functional.scaled_dot_product_attention(
                 asked, keys, values, is_causal=start == 0, enable_gqa=True
             )  # fmt: skip
@@ -153,7 +153,7 @@ class Model:
 
 
 class StoredPrompt:
-    """A prompt of `num_tokens` whose KV, but for the last block, has a place in host memory."""
+    """A prompt of `num_tokens` whose KV, except for the last block, has a place in host memory."""
 
     def __init__(self, model: Model, options: CudaOptions, num_tokens: int) -> None:
         self._model, self._num_tokens = model, num_tokens
@@ -169,7 +169,7 @@ class StoredPrompt:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a load moves."""
+        """Number of bytes that a load moves."""
         return len(self._on_host) * self._transport.block_bytes
 
     def compute(self) -> None:

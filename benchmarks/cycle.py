@@ -1,9 +1,10 @@
-"""The bookkeeping of one request on a host hit, device pool full: the ledger as shipped against vLLM's scheduler side.
+"""The bookkeeping of one request on a host hit, with a full device pool: the ledger as shipped, compared with vLLM's
+scheduler side.
 
-Admit (token ids given), allocate (which evicts another prompt), plan the load, settle it, commit, release: two prompts
-take turns on a device pool that holds one of them. No bytes move, and every copy is reported landed at once. The peer
-does the same work without computing its digests; if it is not installed, a cache kept block by block stands in for it.
-After `make compiled`, a ledger with the compiled core takes its turns, too, in a process of its own.
+The cycle is: admit (token ids given), allocate (which evicts another prompt), plan the load, settle it, commit,
+release. Two prompts take turns on a device pool that holds one of them. No bytes move, and every copy is reported
+landed at once. The peer does the same work without computing its digests. If it is not installed, a per-block cache
+replaces it. After `make compiled`, a ledger with the compiled core takes its turns, too, in a process of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ROOT = Root("benchmark")
 
 
 def run(vllm: Peer | None) -> Iterator[Row]:
-    """A row for each length of the prompt, and one more with the compiled core where it was made."""
+    """A row for each length of the prompt, and one more with the compiled core if it was built."""
     with ExitStack() as held:
         compiled = None if (peer := Peer.compiled()) is None else held.enter_context(peer)
         for size in SIZES:
@@ -41,7 +42,7 @@ def run(vllm: Peer | None) -> Iterator[Row]:
 
 
 def measure(num_blocks: int, vllm: Peer | None, compiled: Peer | None = None) -> list[Row]:
-    """The median cycle of each, and how many times faster ours is."""
+    """The median cycle of each, and the speed of ours relative to the other."""
     prompts = prompts_of(num_blocks, 2)
     subjects: dict[str, Subject] = {"Ledger": _taking_turns(_ledger(num_blocks, prompts)[1], prompts)}
     wanted = {"Ledger": WANTED[SIZES.index(num_blocks)], "compiled Ledger": WANTED_COMPILED[SIZES.index(num_blocks)]}
@@ -79,12 +80,12 @@ def _taking_turns(cycle: Callable[[Tokens], None], prompts: list[Tokens]) -> Sub
 
 
 def ledger_with(num_blocks: int, prompts: list[Tokens]) -> Ledger:
-    """A ledger that has every one of `prompts` in host memory, and the last on the device."""
+    """A ledger that has each of `prompts` in host memory, and the last one on the device."""
     return _ledger(num_blocks, prompts)[0]
 
 
 def cycle_with(num_blocks: int, prompts: list[Tokens]) -> Callable[[Tokens], None]:
-    """What serves one of `prompts`, all of which are in host memory."""
+    """A function that serves one of `prompts`, all of which are in host memory."""
     return _ledger(num_blocks, prompts)[1]
 
 

@@ -1,10 +1,11 @@
-"""Stores to and loads from a disk through its threads, beside plain O_DIRECT writes and reads of the same sizes in the
-same rounds, and beside vLLM's `fs` tier, a file for each block.
+"""Stores to and loads from a disk through its threads. They are compared, in the same rounds, with plain O_DIRECT
+writes and reads of the same sizes, and with vLLM's `fs` tier, which uses a file for each block.
 
-32 MiB at a time, from host blocks in four extents to neighbouring slots: one job, or two at the same time, as a runtime
-gives them. The plain side moves the same memory to and from the same slots in calls of the same sizes, in as many
-threads as there are jobs, without sums and records: another file may lie where the disk is half as fast. All go round
-through 256 MiB. The files are in build/bench, or where the variable AOFFLOAD_BENCH_DISK says.
+A job copies 32 MiB between host blocks in four extents and neighbouring slots. One job runs, or two at the same time,
+as in a runtime. The plain side moves the same memory to and from the same slots in calls of the same sizes, in one
+thread per job, without sums and records. It uses the same slots because another file may be on a part of the disk that
+is half as fast. All sides cycle through 256 MiB. The files are in build/bench, or in the directory of the variable
+AOFFLOAD_BENCH_DISK.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
 def job_rows(
     block_bytes: int, num_jobs: int, seconds: float = SECONDS, moved_bytes: int = MOVED_BYTES, vllm: Peer | None = None
 ) -> list[Row]:
-    """GB/s of jobs of blocks of this size, as a share of the plain side's, and how many times vLLM's."""
+    """GB/s of jobs of blocks of this size, relative to the plain side and to vLLM."""
     with directory() as path:
         sides = Sides(path, block_bytes, num_jobs, moved_bytes)
         subjects: dict[str, Subject] = {
@@ -88,7 +89,7 @@ def job_rows(
 
 
 def _row(name: str, rounds: Rounds, ours: str, other: str, wanted: float | None, moved_bytes: int) -> Row:
-    """The ratio is the median over the rounds: other work on the machine slows both of a round."""
+    """The ratio is the median over the rounds, because other work on the machine slows both sides of a round."""
     found, gigabytes = rounds.measured(), moved_bytes / 1e9
     one, two = found[ours], found[other]
     pairs = zip(rounds.samples[ours], rounds.samples[other], strict=True)
@@ -117,7 +118,7 @@ def _files(vllm: Peer, path: Path, block_bytes: int, num_jobs: int, moved_bytes:
 
 
 class Sides:
-    """A transport with a disk, and its slab as a plain file, for jobs of the same memory: both write the same bytes."""
+    """A transport with a disk, and its slab as a plain file, for jobs of the same memory. Both write the same bytes."""
 
     def __init__(self, path: Path, block_bytes: int, num_jobs: int, moved_bytes: int) -> None:
         self._num, self._num_jobs, self._moved_bytes = moved_bytes // block_bytes, num_jobs, moved_bytes

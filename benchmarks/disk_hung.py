@@ -1,8 +1,10 @@
-"""Host hits beside a disk that hangs: their time beside the same hits while the disk works, and what waits for it.
+"""Host hits beside a disk that hangs: their time, compared with the same hits while the disk works, and the time of
+requests that wait for the disk.
 
-One client hits host memory; another asks in turn for prompts that only the disk has and for new ones, which are stored.
-The files hang in every read and write until they are let go: real threads, real files, a wait in front of the calls.
-Stretches alternate. While it hangs, nothing but what was in flight is quarantined; once it is let go, nothing is.
+One client hits host memory. Another alternates between prompts that only the disk has and new ones, which are stored.
+The files hang in every read and write until the gate opens. Threads and files are real, with a wait before the calls.
+Phases alternate. While the disk hangs, only the copies in flight are quarantined. After the gate has opened, no block
+is.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ __all__ = ["Gate", "HangingDirectory", "hung_rows", "run"]
 MIB = 2**20
 BLOCK_BYTES = 64 * 2**10
 NUM_BLOCKS = 8
-"""Of a prompt."""
+"""Blocks of a prompt."""
 NUM_HOT, NUM_COLD = 64, 256
 NUM_HOST, NUM_DEVICE = 1280, 40 * NUM_BLOCKS
 NUM_PAIRS = 7
@@ -49,7 +51,7 @@ WANTED, LATE_MS = 1.2, 50.0
 
 
 class Gate:
-    """What calls of the disk pass through while it is open."""
+    """Calls of the disk pass through while the gate is open."""
 
     def __init__(self) -> None:
         self._is_open = threading.Event()
@@ -103,7 +105,7 @@ class HangingDirectory:
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """Host hits, requests that wait for the disk, and what is quarantined."""
+    """Host hits, requests that wait for the disk, and quarantined blocks."""
     return hung_rows()
 
 
@@ -116,7 +118,7 @@ def hung_rows(num_pairs: int = NUM_PAIRS, seconds: float = SECONDS) -> list[Row]
 class Stretch:
     hits_s: list[float] = attrs.field(factory=list)
     waits_s: list[float] = attrs.field(factory=list)
-    """Of requests for what only the disk has, up to the end of `allocate`."""
+    """Times of requests for blocks that only the disk has, up to the end of `allocate`."""
     most_quarantined: int = 0
 
     @property
@@ -213,7 +215,7 @@ async def _stretch(
 
 
 async def _serve(runtime: OffloadRuntime, prompt: Tokens) -> int:
-    """The tokens that hit host memory."""
+    """Number of tokens that hit host memory."""
     async with runtime.request(prompt) as request:
         await request.allocate()
         num_hit = request.match.num_host_tokens

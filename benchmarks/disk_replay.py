@@ -1,9 +1,11 @@
-"""A disk behind host memory on a trace: hits beside a simulation block by block, what is written, and the day's cap.
+"""A disk below host memory on a trace: hits compared with a simulation block by block, bytes written, and the daily
+cap.
 
-`TRACE=FILE` names the trace, one JSON object a line with `hash_ids` (see `policies.py`). Through the ledger every copy
-lands at once, and the disk is idle behind each request. The simulation keeps an LRU of single blocks in each tier; what
-host memory evicts goes to the disk. Selective: only what was asked for twice. The cap is tried through a runtime with
-real files, which may write a quarter of what it would.
+`TRACE=FILE` names the trace, one JSON object per line with `hash_ids` (see `policies.py`). Through the ledger every
+copy lands at once, and the disk is idle after each request. The simulation keeps an LRU of single blocks in each tier.
+Blocks that host memory evicts go to the disk. The selective policy stores only blocks that were requested twice. The
+cap is tried through a runtime with real files, which may write a quarter of the bytes that it would write without a
+cap.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ NUM_REQUESTS = 4000
 WANTED_HITS, WANTED_SELECTIVE = 0.95, 0.3
 BLOCK_BYTES = 512
 RECORD_BYTES = 256
-"""Of a block in the slot table, at most."""
+"""Bytes of a block in the slot table, at most."""
 AT_A_TIME = 16
 
 
@@ -44,10 +46,10 @@ class Hits:
     """Blocks of all requests together."""
 
     above: int = 0
-    """On the device and in host memory."""
+    """Hits on the device and in host memory."""
     on_disk: int = 0
     written: int = 0
-    """To the disk."""
+    """Blocks written to the disk."""
 
     @property
     def all(self) -> int:
@@ -55,7 +57,7 @@ class Hits:
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """Three rows for each size of host memory, and the cap; none without a trace."""
+    """Three rows for each size of host memory, and the cap. No rows without a trace."""
     named = os.environ.get("TRACE")
     if named is None:
         print("disk_replay: TRACE=FILE names the trace", file=sys.stderr)
@@ -116,7 +118,7 @@ def _tier(path: Path | str, num_slots: int, daily_writes: int | None = None) -> 
 def through_ledger(
     prompts: list[Tokens], num_device: int, num_host: int, num_disk: int, *, only_requested_twice: bool = False
 ) -> Hits:
-    """One request after the other; every copy lands at once."""
+    """Serve one request after the other. Every copy lands at once."""
     config = _config(num_host, _tier("unused", num_disk) if num_disk else None)
     ledger, found = Ledger(config, num_device + 1, block_bytes=BLOCK_BYTES), Hits()
     for tokens in prompts:
@@ -137,7 +139,7 @@ def through_ledger(
 
 
 def by_blocks(prompts: Sequence[Sequence[int]], num_device: int, num_host: int, num_disk: int) -> Hits:
-    """The same with an LRU of single blocks in each tier; ids say what is cached."""
+    """The same with an LRU of single blocks in each tier. The ids identify the cached blocks."""
     device, host, disk = OrderedDict[int, None](), OrderedDict[int, None](), OrderedDict[int, None]()
     found = Hits()
     for ids in prompts:
@@ -158,7 +160,7 @@ def by_blocks(prompts: Sequence[Sequence[int]], num_device: int, num_host: int, 
 
 
 def _use(tier: OrderedDict[int, None], ids: Sequence[int], room: int) -> list[int]:
-    """The blocks have been used, the first of them last; returns what goes for them."""
+    """Mark the blocks as used, the first of them last. Returns the blocks evicted for them."""
     for each in reversed(ids):
         tier[each] = None
         tier.move_to_end(each)
@@ -166,7 +168,7 @@ def _use(tier: OrderedDict[int, None], ids: Sequence[int], room: int) -> list[in
 
 
 async def through_runtime(prompts: list[Tokens], num_host: int, path: Path, daily_writes: int | None) -> Hits:
-    """Some at a time, as fast as they come; the disk does what it gets done meanwhile."""
+    """Serve some requests at a time, without pauses. The disk copies as much as it can meanwhile."""
     tier, found, todo = _tier(path, NUM_DISK, daily_writes), Hits(), iter(prompts)
     kv_cache = torch.zeros(NUM_DEVICE + 1, BLOCK_BYTES, dtype=torch.uint8)
 

@@ -1,8 +1,8 @@
-"""Time to first token beside a disk that is ten times too slow to be worth it, and without one.
+"""Time to first token with a disk that is ten times too slow to be worth it, and without one.
 
-A request computes what neither memory has, in a thread that sleeps as long as a device would compute. Each prompt is on
-the disk only. Each call of the disk's files takes as long as at a tenth of the rate at which loading is as fast as
-computing. Runtimes with and without the disk take turns.
+A request computes the tokens that neither memory has, in a thread that sleeps as long as a device would compute. Each
+prompt is on the disk only. The calls of the disk's files take so long that loading is ten times slower than computing.
+Runtimes with and without the disk take turns.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ BLOCK_BYTES = 16 * 2**10
 NUM_BLOCKS, NUM_PROMPTS = 32, 24
 TOKENS_PER_S = 10_000.0
 RATE = TOKENS_PER_S / BLOCK_SIZE * BLOCK_BYTES / 10
-"""Bytes per second of the disk: computing is ten times as fast."""
+"""Bytes per second of the disk. Computing is ten times as fast."""
 NUM_ROUNDS = 3
 WANTED = 1.05
 
 
 @attrs.frozen(eq=False)
 class SlowFile:
-    """A file whose reads take their time."""
+    """A file whose reads are slow."""
 
     file: DiskFile
 
@@ -73,7 +73,7 @@ class SlowDirectory:
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """The median over requests, as a multiple of that without a disk."""
+    """The median over requests, relative to that without a disk."""
     return slow_rows()
 
 

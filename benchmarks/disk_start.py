@@ -1,6 +1,6 @@
-"""A runtime starts on a disk of 500,000 slots, all of them in use: how long until it has them, and how late a heartbeat
-in its event loop comes meanwhile, beside the same loop when idle. Starts and idle stretches alternate.
-"""
+"""A runtime starts on a disk of 500,000 slots, all of them in use. Measured are the time until it has read them, and
+the delay of a heartbeat in its event loop meanwhile, compared with the same loop when idle. Starts and idle phases
+alternate."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ BLOCK_BYTES = 512
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """Two rows: seconds until everything is there, and what the start adds to the heartbeat's 99th percentile."""
+    """Two rows: seconds until all slots are read, and the increase of the heartbeat's 99th percentile during the
+    start."""
     return start_rows()
 
 
@@ -66,7 +67,7 @@ def start_rows(num_slots: int = NUM_SLOTS, num_starts: int = NUM_STARTS, idle_s:
 async def _starts(
     tier: DiskTier, num_slots: int, num_starts: int, idle_s: float
 ) -> list[tuple[float, float, float, float]]:
-    """Of each start: seconds, the heartbeat's percentile idle and meanwhile, in ms, and the longest beat."""
+    """For each start: seconds, the heartbeat's percentile idle and meanwhile, in ms, and the longest beat."""
     found = []
     for _ in range(num_starts):
         idle, heart = Heart(), Heart()
@@ -91,7 +92,7 @@ def _runtime(tier: DiskTier) -> OffloadRuntime:
 
 
 def filled(path: Path, num_slots: int) -> DiskTier:
-    """A disk whose slots are all in use, as stores would have left it."""
+    """A disk whose slots are all in use, as after many stores."""
     size = num_slots * (BLOCK_BYTES + record_bytes(UNIT_TOKENS)) + SUPERBLOCK_BYTES + ROUNDING_BYTES
     tier = DiskTier(str(path), size, close_flush_s=0)
 
@@ -134,7 +135,7 @@ def labels(rng: random.Random) -> Iterator[BlockLabel]:
 
 @contextmanager
 def directory() -> Iterator[Path]:
-    """A directory on the disk that is measured, for as long as it takes."""
+    """A directory on the measured disk, for the duration of the block."""
     at = Path(os.environ.get("AOFFLOAD_BENCH_DISK", "build/bench"))
     at.mkdir(parents=True, exist_ok=True)
     path = Path(tempfile.mkdtemp(prefix="disk_", dir=at))

@@ -1,8 +1,8 @@
 """Eager stores of new blocks: a request for an uncached prompt, all of it stored, with a free and a full host pool.
 
 From the match to the release, with the device pool full: every block is computed, published, offered to the host and
-reported landed. Either the host has free blocks for all of them, or each prompt takes the place of an older one. The
-peer does the same work without computing its digests; if it is not installed, a cache kept block by block stands in.
+reported landed. Either the host has free blocks for all of them, or each prompt replaces an older one. The peer does
+the same work without computing its digests. If it is not installed, a per-block cache replaces it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from .pools import ledger_of, prompt_of, serve
 __all__ = ["PerBlockStores", "measure", "run"]
 
 HOSTS = {"free": True, "full": False}
-"""Whether the host has room for new blocks."""
+"""Whether the host has free blocks for new prompts."""
 SECONDS_PER_LENGTH = 6.0
 NUM_KEPT = 2
 """Prompts that a full host holds."""
 MOST_BLOCKS, MOST_REQUESTS = 2**19, 512
-"""The most in one sample of the ledger: enough to make it last more than 20 ms."""
+"""Bounds on one sample of the ledger, large enough to make it last more than 20 ms."""
 PEER_BLOCKS = 2**12
 
 
 def run(vllm: Peer | None) -> Iterator[Row]:
-    """For each length of the prompt a row with a free and one with a full host."""
+    """For each length of the prompt, a row with a free host and one with a full host."""
     for num_blocks in SIZES:
         yield from measure(num_blocks, vllm)
 
 
 def measure(num_blocks: int, vllm: Peer | None, seconds: float = SECONDS_PER_LENGTH) -> list[Row]:
-    """Time of one request, and how many times longer the peer, or what stands in for it, takes."""
+    """Time of one request, and its ratio to the time of the peer or its replacement."""
     ours = max(2, min(MOST_REQUESTS, MOST_BLOCKS // num_blocks))
     theirs = max(2, PEER_BLOCKS // num_blocks)
     against = "block by block" if vllm is None else "vLLM without its hashing"
@@ -58,7 +58,7 @@ def measure(num_blocks: int, vllm: Peer | None, seconds: float = SECONDS_PER_LEN
 
 
 def ledger_subject(num_blocks: int, number: int, has_room: bool) -> Subject:
-    """`number` new prompts per sample; with `has_room` the host is emptied before each sample."""
+    """`number` new prompts per sample. With `has_room` the host is emptied before each sample."""
     (template,) = prompts_of(num_blocks, 1)
     numbers = itertools.count()
     ledger = ledger_of(num_blocks + 1, num_blocks * (number if has_room else NUM_KEPT))
@@ -106,7 +106,7 @@ def _peer_subject(vllm: Peer, num_blocks: int, number: int, has_room: bool) -> S
 
 
 class PerBlockStores(PerBlock):
-    """Stores new prompts block by block in both tiers; a full tier evicts its least recently used blocks."""
+    """Stores new prompts block by block in both tiers. A full tier evicts its least recently used blocks."""
 
     def __init__(self, num_blocks: int, num_host: int) -> None:
         super().__init__(num_blocks + 1, [])

@@ -1,7 +1,7 @@
-"""Eviction that learns, beside the last use: hits on traces, and what they cost.
+"""Learned eviction, compared with LRU: hits on traces, and its cost.
 
-`TRACE=FILE`, `SYNTHETIC=FILE` and `AGENTS=FILE` name traces with `hash_ids`; without them, their rows are left out. The
-device holds one request, so what hits is the host.
+`TRACE=FILE`, `SYNTHETIC=FILE` and `AGENTS=FILE` name traces with `hash_ids`. Without them, their rows are left out. The
+device holds one request, so hits come from the host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["run"]
 
 HOST_SIZES = (1000, 2500, 5000, 10_000, 20_000, 40_000)
 WANTED = {2500: 1.65, 5000: 1.25, 10_000: 1.046}
-"""Hits beside those of the last use, on the conversation trace."""
+"""Wanted ratio of hits to those of LRU, on the conversation trace."""
 NEVER_BELOW = 0.995
 MADE_SIZES, MADE_REQUESTS, MADE_NEVER_BELOW = (1000, 4000), 6000, 0.99
 NUM_TIMED, TIMED_SIZE, MOST_TIME = 3, 10_000, 1.3
@@ -97,7 +97,7 @@ def _takes(trace: Trace, name: str) -> Row:
 
 
 def _remembers(trace: Trace) -> Row:
-    """Memory of what a whole trace has left in the learner, for each run that it remembers."""
+    """Memory of the learner after a whole trace, for each run that it remembers."""
     layout = Layout.of([KVCacheGroup("full", FullAttention(), 1)])
     sequences = [TokenSequence(Prefix.of(ROOT, each.blocks), 1) for each in trace.requests]
     tracemalloc.start()
@@ -116,7 +116,7 @@ def _remembers(trace: Trace) -> Row:
 
 
 def _touch() -> Row:
-    """A part that leaves its order and comes back as the newest."""
+    """Time for a part to leave its order and return as the newest."""
     times = ReturnTimes(10_000)
     order = LearnedOrder(times, Guard(times, 10_000))
     parts = [Part(Tier.HOST, 0, 1, None, 0, 0) for _ in range(1000)]  # type: ignore[arg-type]

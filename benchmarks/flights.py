@@ -1,7 +1,8 @@
-"""A request through the runtime with others in flight: parked between two steps of decoding, or in progress as well.
+"""A request through the runtime with others in flight, which are parked between two steps of decoding, or in progress
+as well.
 
-Blocks have 64 bytes and are really copied; each measured request is a host hit of 256 tokens, and evicts another prompt
-from the device. There is a runtime for each number of requests; they share one event loop and take turns.
+Blocks have 64 bytes and are really copied. Each measured request is a host hit of 256 tokens, and evicts another prompt
+from the device. There is a runtime for each number of requests. They share one event loop and take turns.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FLOATS_PER_BLOCK = 16
 NUM_CACHED = 200
 """Prompts in the host. They take turns, so the device must hold fewer."""
 NUM_ROOM = 64
-"""Requests of `AllAtOnce` that find room at once; the others wait in line."""
+"""Requests of `AllAtOnce` that get blocks at once. The others wait in the queue."""
 
 
 class Flight(Protocol):
@@ -39,7 +40,7 @@ class Flight(Protocol):
     async def prepare(self, tasks: TaskGroup) -> None: ...
 
     async def batch(self) -> int:
-        """Serve some requests to their end; returns their number."""
+        """Serve some requests to their end. Returns their number."""
         ...
 
 
@@ -117,7 +118,7 @@ class ParkedBeside(_Prompts):
 
 
 class AllAtOnce(_Prompts):
-    """`number` requests that begin at once, a task for each; the device has room for `NUM_ROOM` of them."""
+    """`number` requests that begin at once, a task for each. The device has blocks for `NUM_ROOM` of them."""
 
     def __init__(self, number: int) -> None:
         self._number = number

@@ -1,8 +1,9 @@
-"""Growth: the cost of one request as pools, prompts, requests in flight and groups grow; as rows and as a picture.
+"""Growth: the cost of one request as pools, prompts, requests in flight and groups grow, as rows and as a picture.
 
 Each point of a curve is the time of one request: through the ledger (`pools.py`), every copy landed at once, or through
-the runtime (`flights.py`). All pools are full. The points of a curve take turns; a ratio is the median over the rounds
-of a point's time over that of the first one. `build/bench/growth.png` shows the curves if matplotlib is there.
+the runtime (`flights.py`). All pools are full. The points of a curve take turns. A ratio is the median over the rounds
+of a point's time, divided by that of the first one. `build/bench/growth.png` shows the curves if matplotlib is
+installed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .pools import ONE_GROUP, RUN_BLOCKS, FullPools
 __all__ = ["run"]
 
 POOLS = (10**4, 10**3, 10**5, 10**6)
-"""Blocks of each tier. The first is what the others are compared with, here and below."""
+"""Blocks of each tier. The others are compared with the first, here and below."""
 LENGTHS = (16, 64, 256, 1024, 4096, 8192)
 """Blocks of a prompt."""
 IN_FLIGHT = (1, 10, 100, 1_000, 10_000)
@@ -63,7 +64,7 @@ def run(vllm: Peer | None) -> Iterator[Row]:
 
 
 def by_pool(sizes: Sequence[int], seconds: float = SECONDS) -> Curve:
-    """Prompts of one run each, by how many blocks each tier has: all of them in use."""
+    """Prompts of one run each, by the number of blocks of each tier. All blocks are in use."""
     pools = {size: FullPools(-(-size // RUN_BLOCKS)) for size in sizes}
     subjects = {(line, size): one for size, p in pools.items() for line, one in _tiers(p)}
     return Curve("Ledger, pool size", "blocks in each tier", _measure(subjects, seconds), {10**6: MOST_BY_POOL})
@@ -81,7 +82,7 @@ def _tiers(pools: FullPools) -> list[tuple[str, Subject]]:
 
 
 def by_flight(numbers: Sequence[int], seconds: float = SECONDS, num_beside: int = NUM_BESIDE) -> Curve:
-    """Pools of one size, by how many requests are in flight, the measured one included: the others have computed their
+    """Pools of one size, by the number of requests in flight, the measured one included. The others have computed their
     prompts."""
     subjects: dict[tuple[str, int], Subject] = {}
     for number in numbers:
@@ -104,7 +105,7 @@ def by_flight_in_runtime(
 
 
 def by_groups(numbers: Sequence[int], seconds: float = SECONDS) -> Curve:
-    """Prompts of 1,024 tokens by how many groups there are: all full, or one full and equal or different windows."""
+    """Prompts of 1,024 tokens by the number of groups: all full, or one full and equal or different windows."""
     mixes = {
         "all full": lambda _: ONE_GROUP[0].attention,
         "one full, windows alike": lambda _: SlidingWindow(512),
@@ -119,7 +120,7 @@ def by_groups(numbers: Sequence[int], seconds: float = SECONDS) -> Curve:
 
 
 def _measure(subjects: Mapping[tuple[str, int], Subject], seconds: float) -> dict[str, dict[int, Point]]:
-    """Every point of every line in turns; those of one line are compared with its first."""
+    """Measure every point of every curve in turns. Those of one curve are compared with its first."""
     named = {f"{line} {at}": subject for (line, at), subject in subjects.items()}
     rounds = Rounds(named, seconds=seconds)
     for name in rounds:
@@ -134,8 +135,8 @@ def _line_of(rounds: Rounds, line: str, xs: Sequence[int]) -> dict[int, Point]:
 
 
 def points_of(rounds: Rounds, names: Sequence[str] = ()) -> list[Point]:
-    """The points of `names` (of all, if empty), each compared with the first one round by round: what slows the machine
-    for a while slows both."""
+    """The points of `names` (of all, if empty), each compared with the first one round by round, because other work on
+    the machine slows both."""
     measured, samples = rounds.measured(), rounds.samples
     chosen = names or list(samples)
     return [
@@ -150,7 +151,7 @@ def points_of(rounds: Rounds, names: Sequence[str] = ()) -> list[Point]:
 
 
 def rows_of(curve: Curve) -> list[Row]:
-    """The time of each point of a line, beside that of its first one."""
+    """The time of each point of a curve, beside that of its first one."""
     return [
         Row(
             name=f"{curve.title}: {line}, {x:,}", value=point.took.median_s * 1e6, unit="us", spread=point.took.spread,

@@ -1,8 +1,8 @@
-"""The harness: the subjects that are compared take turns, so that what slows the machine slows them all.
+"""The harness: the compared subjects take turns, so that other work on the machine slows them all.
 
-A subject does one unit of work per call, and returns the time it took. Each round calls every subject once, beginning
-with another one; the first rounds do not count. `calibrate` measures the machine itself, before and after: figures of
-two runs can be compared only as far as their calibrations agree.
+A subject does one unit of work per call, and returns its time. Each round calls every subject once, beginning with
+another one. The first rounds do not count. `calibrate` measures the machine itself, before and after: figures of two
+runs can be compared only as far as their calibrations agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["SAMPLE_S", "Measured", "Rounds", "Row", "Sample", "Subject", "calibr
 
 @attrs.frozen
 class Sample:
-    """One unit of work: seconds on the wall, and of CPU time of the thread that did it."""
+    """One unit of work: seconds of wall time, and of CPU time of the thread that did it."""
 
     wall_s: float
     cpu_s: float
@@ -31,7 +31,7 @@ class Sample:
 
 Subject = Callable[[], Sample]
 SAMPLE_S = 0.02
-"""How long a sample of short work lasts at least."""
+"""Minimum duration of a sample of short work."""
 
 
 @attrs.frozen
@@ -53,7 +53,7 @@ class Measured:
 
     @property
     def spread(self) -> str:
-        """From the tenth to the ninetieth percentile, in microseconds."""
+        """The tenth to the ninetieth percentile, in microseconds."""
         return f"{self.low_s * 1e6:.3g}-{self.high_s * 1e6:.3g}"
 
 
@@ -65,7 +65,7 @@ class Row:
     value: float
     unit: str
     against: str
-    """What it is compared with: a peer or a limit, measured in the same rounds."""
+    """The peer or limit that it is compared with, measured in the same rounds."""
     limit: float
     ratio: float
     wanted: float | None = None
@@ -74,7 +74,7 @@ class Row:
 
     @classmethod
     def faster(cls, name: str, ours: Measured, against: str, other: Measured, wanted: float | None) -> Row:
-        """A row whose ratio says how many times longer `other` takes than `ours`."""
+        """A row whose ratio is the time of `other`, divided by that of `ours`."""
         return cls(
             name=name, value=ours.median_s * 1e6, unit="us", against=against, limit=other.median_s * 1e6,
             ratio=other.median_s / ours.median_s, wanted=wanted, spread=ours.spread,
@@ -92,9 +92,10 @@ class Row:
 
 
 def timed(work: Callable[[], object], least_s: float = 0.0) -> Sample:
-    """Repeat `work` for `least_s`, an even number of times, or do it once if that is 0; the time of one call.
+    """Repeat `work` for `least_s`, an even number of times, or do it once if that is 0. Returns the time of one call.
 
-    A single call of a few microseconds would mostly pay for CPU caches that other work has filled."""
+    A single call of a few microseconds would mostly pay for CPU caches that other work has filled.
+    """
     cpu, wall = time.thread_time(), time.perf_counter()
     work()
     number = 1

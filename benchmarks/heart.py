@@ -1,4 +1,4 @@
-"""A heartbeat in an event loop: how much later than asked it comes."""
+"""A heartbeat in an event loop: measures the delay of each beat."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Found = TypeVar("Found")
 
 
 class Heart:
-    """Beats every millisecond while `beating`; `late_s` has a number for each beat."""
+    """Beats every millisecond while `beating`. `late_s` has the delay of each beat."""
 
     def __init__(self) -> None:
         self.late_s: list[float] = []
@@ -25,7 +25,7 @@ class Heart:
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[Callable[[], None]]:
-        """Beat until the end, or until what is yielded is called."""
+        """Beat until the block ends, or until the yielded function is called."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._beat)
             yield self._stop

@@ -1,8 +1,8 @@
-"""How late the event loop is: 1,000 requests in flight and copies at full rate, beside an idle loop; and the same with
-a disk behind a host that holds half of the prompts, so that fetches and stores of the disk go on all the time.
+"""The delay of the event loop: 1,000 requests in flight and copies at full rate, compared with an idle loop. Also the
+same with a disk, below a host that holds half of the prompts, so that fetches and stores of the disk never stop.
 
-A heartbeat of 1 ms measures how much later than asked it comes. Idle and loaded stretches alternate in pairs; the
-result is the median over the pairs of the difference of their 99th percentiles.
+A heartbeat of 1 ms measures the delay of each beat. Idle and loaded phases alternate in pairs. The result is the median
+over the pairs of the difference of their 99th percentiles.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_MS, MOST_WITH_DISK_MS = 3.0, 8.0
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """Milliseconds that the load adds to the lag at its 99th percentile, without and with a disk."""
+    """Milliseconds that the load adds to the delay at its 99th percentile, without and with a disk."""
     for with_disk in (False, True):
         yield lag_row(with_disk=with_disk)
 

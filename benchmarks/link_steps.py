@@ -89,7 +89,7 @@ class Blocks:
         self.num_held -= len(block_ids)
 
     def find(self, request_id: str, group: int, start: int, stop: int) -> range:
-        """Nothing else uses the blocks, so each of them still holds its KV."""
+        """Only the request uses the blocks, so each of them still has its KV."""
         return range(1 + start, 1 + stop)
 
 
@@ -118,8 +118,7 @@ class Stepping:
         self.queue.submit(self.ledger.offer_deferred())
 
     def compute(self) -> tuple[int, int]:
-        """Compute and store the prompt. Returns the steps until no block is held any more, and the steps that the link
-        needs."""
+        """Compute and store the prompt. Returns the steps until no block is held, and the steps that the link needs."""
         self.step(0.0)
         prefix = Prefix.of(Root("llama"), self.tokens)
         request = self.ledger.admit(prefix, num_device_tokens=0, reads_cache=False)

@@ -1,10 +1,10 @@
-"""Load or compute: times to first token of a trace over links that are fast, slow, or stall, and what a choice costs.
+"""Load or compute: times to first token of a trace over links that are fast, slow, or stall, and the cost of a choice.
 
-A simulated clock drives the real ledger, copy queue, estimates and rule: a link copies one job after the other, each up
-to a fifth faster or slower than the link, and an engine computes one prompt after the other. The trace's arrivals, of
-which there are many at a time, are spread over its ticks, and slowed down until an engine without cache is busy most of
-the time. Stores have a link of their own. `TRACE=FILE` names the trace; without one, only what a choice costs is
-measured.
+A simulated clock drives the real ledger, copy queue, estimates and rule. A link copies one job after the other, each up
+to a fifth faster or slower than the link, and an engine computes one prompt after the other. Many requests of the trace
+arrive at the same time. So the arrivals are spread over its ticks, and slowed down until an engine without cache is
+busy most of the time. Stores have a link of their own. `TRACE=FILE` names the trace. Without one, only the cost of a
+choice is measured.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Link:
     name: str
     gbs: float
     stalls: bool = False
-    """For the last 20 of 120 seconds it has 1 % of that."""
+    """Whether it has only 1 % of its rate for the last 20 of every 120 seconds."""
 
     def took_s(self, num_bytes: float, begun_s: float) -> float:
-        """How long a copy takes."""
+        """Duration of a copy."""
         now, left = begun_s, num_bytes
         while True:
             at, rate = now % 120.0, self.gbs * 1e9
@@ -71,7 +71,7 @@ LINKS = (
     Link("0.3 GB/s", 0.3), Link("0.1 GB/s", 0.1),
 )  # fmt: skip
 USELESS_GBS = 0.5
-"""Computing is sooner than a load over a link that is slower."""
+"""Computing is faster than a load over a link that is slower than this."""
 
 
 class Never:
@@ -83,11 +83,11 @@ class Never:
 
 @attrs.define(eq=False)
 class Noting:
-    """The choice by cost, and what it went by."""
+    """The choice by cost, which also records its inputs."""
 
     choice: CostChoice = attrs.field(factory=CostChoice)
     offer: LoadOffer | None = None
-    """The last one."""
+    """The last offer."""
 
     def stop(self, offer: LoadOffer) -> int:
         self.offer = offer
@@ -96,13 +96,13 @@ class Noting:
 
 @attrs.define(eq=False)
 class Served:
-    """A request on its way."""
+    """A request in progress."""
 
     request: LedgerRequest
     num_tokens: int
     arrived_s: float
     expected_s: float | None = None
-    """When its load is to be over, by the estimate."""
+    """The estimated end of its load."""
     loading_s: float = 0.0
 
 
@@ -113,7 +113,7 @@ class Simulation:
     now: float = 0.0
     first_token_s: list[float] = attrs.field(factory=list)
     errors: list[float] = attrs.field(factory=list)
-    """Of the estimates of loads, as shares of what they took."""
+    """Relative errors of the estimates of loads."""
     _events: list[tuple[float, int, Callable[[], None]]] = attrs.field(factory=list)
     _numbers: count[int] = attrs.field(factory=count)
     _free_s: dict[bool, float] = attrs.field(factory=lambda: {True: 0.0, False: 0.0})
@@ -260,18 +260,19 @@ def _rows(link: Link, times: dict[str, tuple[Any, ...]]) -> Iterator[Row]:
         yield row(0, min(("never", "always"), key=lambda name: times[name][0]), 0.93)
 
 
-# -- what a choice costs -----------------------------------------------------------------------------------------------
+# -- cost of a choice --------------------------------------------------------------------------------------------------
 
 
 class _Landing:
-    """Nothing is launched."""
+    """A queue that launches nothing."""
 
     def launch(self, plan: TransferPlan, after: object) -> None:
         raise AssertionError(plan)
 
 
 def _choosing() -> Row:
-    """CPU time of one choice, with the look at what there is and how the link is doing, for 16 blocks in the host."""
+    """CPU time of one choice, including the inspection of the available blocks and of the link, for 16 blocks in the
+    host."""
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=16)], num_host_blocks=64, load_choice="cost")
     ledger = Ledger(config, 65, block_bytes=BLOCK_BYTES)
     queue = CopyQueue(ledger, _Landing(), config, clock=time.monotonic, block_bytes=BLOCK_BYTES)

@@ -1,4 +1,5 @@
-"""Traces made up to be hard for an eviction order: loops, scans, drifts, phases, and what they have in common."""
+"""Synthetic traces that are hard for an eviction order: loops, scans, drifts, phases. The module also has their common
+parts."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ LENGTH = 20
 """Blocks of most prompts."""
 Draw = random.Random
 Prompts = Iterator[tuple[int, ...]]
-"""Names of blocks; the whole tuple up to a name identifies the prefix."""
+"""Names of blocks. The whole tuple up to a name identifies the prefix."""
 
 
 def _prompt(name: int, length: int = LENGTH, shared: int = 0) -> tuple[int, ...]:
@@ -28,13 +29,13 @@ def _fits(capacity: int) -> int:
 
 
 def loop(draw: Draw, capacity: int) -> Prompts:
-    """A fifth more than fits, round and round: the last use is the worst order."""
+    """A loop over a fifth more than the capacity. LRU is the worst order."""
     while True:
         yield from (_prompt(name) for name in range(_fits(capacity) * 6 // 5))
 
 
 def fitting_loop(draw: Draw, capacity: int) -> Prompts:
-    """Nine tenths of what fits, round and round: nothing needs to be evicted."""
+    """A loop over nine tenths of the capacity. Nothing needs to be evicted."""
     while True:
         yield from (_prompt(name) for name in range(_fits(capacity) * 9 // 10))
 
@@ -47,7 +48,7 @@ def scan(draw: Draw, capacity: int) -> Prompts:
 
 
 def popular(draw: Draw, capacity: int) -> Prompts:
-    """Popularity by Zipf's law, that never changes."""
+    """Popularity by Zipf's law that never changes."""
     names = range(_fits(capacity) * 5)
     weights = np.cumsum([1 / (1 + name) for name in names]).tolist()
     while True:
@@ -55,7 +56,7 @@ def popular(draw: Draw, capacity: int) -> Prompts:
 
 
 def drift(draw: Draw, capacity: int) -> Prompts:
-    """What is popular moves on: what was asked for often is over."""
+    """Popularity that shifts: prompts that were requested often do not return."""
     for number in count():
         yield _prompt(number // 12 + int(_fits(capacity) * draw.random() ** 3))
 
@@ -69,7 +70,7 @@ def phases(draw: Draw, capacity: int) -> Prompts:
 
 
 def talks(draw: Draw, capacity: int) -> Prompts:
-    """Conversations that grow turn by turn behind a shared beginning."""
+    """Conversations that grow turn by turn after a shared beginning."""
     new, open_talks = count(), list[tuple[int, int]]()
     while True:
         if len(open_talks) < _fits(capacity) or draw.random() < 0.1:
@@ -82,8 +83,8 @@ def talks(draw: Draw, capacity: int) -> Prompts:
 
 
 def deaths(draw: Draw, capacity: int) -> Prompts:
-    """Each prompt is asked for six times in a row of turns and never again; others twice, most of the capacity apart: a
-    count says the opposite of what is right."""
+    """Each prompt is requested six times in consecutive turns and never again. Others are requested twice, most of the
+    capacity apart. So a count predicts the opposite of the truth."""
     waiting: list[tuple[int, int]] = []
     for number in count():
         if number % 2:
@@ -96,20 +97,20 @@ def deaths(draw: Draw, capacity: int) -> Prompts:
 
 
 def turn(draw: Draw, capacity: int) -> Prompts:
-    """Counts are right for 2,000 requests, and wrong from then on."""
+    """Counts are right for 2,000 requests, and wrong afterwards."""
     first, then = scan(draw, capacity), deaths(draw, capacity)
     yield from (next(first) for _ in range(2000))
     yield from then
 
 
 def uniform(draw: Draw, capacity: int) -> Prompts:
-    """Any of twice as many as fit: no order is better than another."""
+    """Random choice among twice the capacity. No order is better than another."""
     while True:
         yield _prompt(draw.randrange(2 * _fits(capacity)))
 
 
 def bursts(draw: Draw, capacity: int) -> Prompts:
-    """Prompts come back within moments, up to eight times, or not at all."""
+    """Prompts return within moments, up to eight times, or not at all."""
     new = count()
     while True:
         names = [next(new) for _ in range(8)]
@@ -119,7 +120,7 @@ def bursts(draw: Draw, capacity: int) -> Prompts:
 
 
 def stacks(draw: Draw, capacity: int) -> Prompts:
-    """Back and forth through a fourth more than fits: the last use is the best order."""
+    """Back and forth through a fourth more than the capacity. LRU is the best order."""
     names = range(_fits(capacity) * 5 // 4)
     while True:
         yield from (_prompt(name) for name in names)

@@ -1,8 +1,8 @@
-"""Memory: bytes of the index per cached block, and of a request that is in flight and does nothing.
+"""Memory: bytes of the index per cached block, and of an idle request in flight.
 
 Each figure is the growth of a fresh process's resident set, so everything counts: objects, the hash states outside of
-Python's heap, what the allocators round up. Cached blocks are held by both tiers, and the ids of both count as index.
-Linux only: elsewhere there are no rows.
+Python's heap, and the rounding of the allocators. Cached blocks are held by both tiers, and the ids of both count as
+index. Linux only: elsewhere there are no rows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
 
 
 def index_row(kind: str, found: Found) -> Row:
-    """Bytes per block, against those of the tokens themselves and 60 more."""
+    """Bytes per block, compared with those of the tokens themselves and 60 more."""
     most = TOKEN_BYTES + MOST_BESIDE_TOKENS
     return Row(
         name=f"index of 10^6 blocks in runs of {RUN_BLOCKS}, {kind}: a block", value=found["bytes"], unit="B",
@@ -64,7 +64,7 @@ def index_row(kind: str, found: Found) -> Row:
 
 
 def collection_row(found: Found) -> Row:
-    """Time of a full garbage collection while nothing is frozen: how long it stops an event loop."""
+    """Time of a full garbage collection while nothing is frozen. It stops an event loop for that time."""
     return Row(
         name="full collection with that index", value=found["collect_s"] * 1e3, unit="ms", against="before it",
         limit=found["collect_before_s"] * 1e3, ratio=found["collect_s"] / found["collect_before_s"],
@@ -122,7 +122,7 @@ def _prompts_alone(number: int) -> Iterator[Tokens]:
 
 
 def _prompts_branching(number: int) -> Iterator[Tokens]:
-    """Three at a time have their first half in common: four runs, one of which is the parent of the others."""
+    """Groups of three that share their first half: four runs, one of which is the parent of the others."""
     (template,) = prompts_of(2 * RUN_BLOCKS, 1)
     for at in range(number):
         for branch in range(NUM_BRANCHES):
@@ -132,7 +132,7 @@ def _prompts_branching(number: int) -> Iterator[Tokens]:
 
 
 def idle_holdings(number: int) -> Found:
-    """Holdings of the same cached prompt, each with one more computed token in a block of its own."""
+    """Request records of the same cached prompt, each with one more computed token in a block of its own."""
     ledger = ledger_of(RUN_BLOCKS + number, RUN_BLOCKS)
     (tokens,) = _prompts_alone(1)
     serve(ledger, tokens)
@@ -149,7 +149,7 @@ def idle_holdings(number: int) -> Found:
 
 
 async def idle_requests(number: int) -> Found:
-    """The same through the runtime, each in a task of its own; beside tasks that hold nothing."""
+    """The same through the runtime, each in a task of its own, compared with tasks that hold nothing."""
     config = OffloadConfig(groups=ONE_GROUP, num_host_blocks=RUN_BLOCKS)
     (tokens,) = _prompts_alone(1)
 
@@ -189,7 +189,7 @@ def resident_bytes() -> int:
 
 
 def _collect() -> float:
-    """Collect all garbage; the seconds it took."""
+    """Collect all garbage. Returns the seconds it took."""
     began = time.perf_counter()
     gc.collect()
     return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""A peer: a process in an environment of its own, which does a unit of work when asked and returns its time."""
+"""A peer: a process in an environment of its own, which does a unit of work on request and returns its time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ SCRIPTS = Path(__file__).with_name("peers")
 
 
 class MissingPeerError(Exception):
-    """The peer's environment is not there."""
+    """The peer's environment does not exist."""
 
 
 class Peer:
-    """Runs `peers/NAME_side.py` with the Python of `build/peers/NAME`. To be entered once."""
+    """Runs `peers/NAME_side.py` with the Python of `build/peers/NAME`. Enter it once."""
 
     def __init__(self, name: str, python: Path | None = None, path: Path | None = None) -> None:
-        """With another `python` than that of the environment, and with modules of `path` before all others."""
+        """`python`: the interpreter in place of the environment's. `path`: a directory of modules that come before all
+        others."""
         self.name = name
         self._python = python or ENVIRONMENTS / name / "bin" / "python"
         self._environ = os.environ | ({} if path is None else {"PYTHONPATH": str(path)})
@@ -55,7 +56,7 @@ class Peer:
             self._process.wait()
 
     def ask(self, call: str, **arguments: Any) -> Any:
-        """Make a call in the peer; returns its answer. If the peer ends, its log says why."""
+        """Make a call in the peer. Returns its answer. If the peer ends, the error names its log."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
         self._process.stdin.flush()
@@ -74,9 +75,9 @@ class Peer:
             return None
 
     def matches(self, num_blocks: int) -> Subject:
-        """Look-ups: from token ids to what is cached of them."""
+        """Look-ups: from token ids to the cached part of them."""
         return lambda: Sample(**self.ask("match", num_blocks=num_blocks, least_s=SAMPLE_S))
 
     def cycles(self, num_blocks: int, *, hashes: bool) -> Subject:
-        """Requests one after the other; with `hashes` the time includes the digests of their tokens."""
+        """Requests one after the other. With `hashes` the time includes the digests of their tokens."""
         return lambda: Sample(**self.ask("cycle", num_blocks=num_blocks, least_s=SAMPLE_S, hashes=hashes))

@@ -1,6 +1,6 @@
-"""The planner: how long it takes, what recording costs, and how far its answers are from what is measured.
+"""The planner: its time, the cost of recording, and the error of its forecasts, compared with measurements.
 
-`TRACE=FILE` and `SYNTHETIC=FILE` name traces to plan and to replay through the ledger; without one, its rows are left
+`TRACE=FILE` and `SYNTHETIC=FILE` name traces to plan and to replay through the ledger. Without one, its rows are left
 out.
 """
 
@@ -53,7 +53,7 @@ HOST_SIZES = (1000, 2500, 5000, 10_000, 20_000, 40_000)
 KV_BYTES, BLOCK_TOKENS = 1024, 512
 BLOCK_BYTES = KV_BYTES * BLOCK_TOKENS
 POLICIES = (("eager", "lru", "eager", 0.001), ("lazy", "lru", LazyStore(), 0.01), ("eager", "learned", "eager", 0.01))
-"""Names of stores and eviction, policy of the replay, and how far the planned hits may be from it."""
+"""Names of stores and eviction, policy of the replay, and the permitted error of the planned hits."""
 SIZES = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, tuple(size * BLOCK_BYTES for size in HOST_SIZES))
 PREFILL_TOKENS_PER_S = 25_000
 RECORDED = (1024, 8192)
@@ -78,11 +78,11 @@ def _row(name: str, value: float, unit: str, against: str, limit: float, ratio: 
     )
 
 
-# -- how long it takes -------------------------------------------------------------------------------------------------
+# -- planning time -----------------------------------------------------------------------------------------------------
 
 
 def _takes(at: Path) -> Row:
-    """CPU time from the file to the table, six sizes of host memory."""
+    """CPU time from the file to the table, for six sizes of host memory."""
     path = at / "large.jsonl"
     path.write_text("\n".join(_large(NUM_ACCESSES)))
     begun = time.process_time()
@@ -95,7 +95,7 @@ def _takes(at: Path) -> Row:
 
 
 def _large(num_accesses: int) -> Iterator[str]:
-    """Conversations that grow from turn to turn; some stop, and others begin."""
+    """Conversations that grow from turn to turn. Some stop, and others begin."""
     draw, ids, talks, asked = random.Random(0), count(), list[list[int]](), 0
     for number in count():
         if asked >= num_accesses:
@@ -112,7 +112,7 @@ def _large(num_accesses: int) -> Iterator[str]:
             del talks[place]
 
 
-# -- whether it is right -----------------------------------------------------------------------------------------------
+# -- accuracy ----------------------------------------------------------------------------------------------------------
 
 
 def _against_replays() -> Iterator[Row]:
@@ -131,11 +131,11 @@ def _against_replays() -> Iterator[Row]:
             yield _row(f"hits planned, {name}, worst of six sizes", 100 * worst, "% off", "replay", 0.0, worst, wanted)
 
 
-# -- what recording costs ----------------------------------------------------------------------------------------------
+# -- cost of recording -------------------------------------------------------------------------------------------------
 
 
 def _records(at: Path, num_tokens: int) -> Row:
-    """CPU time of both threads that recording adds to a request, beside computing its tokens."""
+    """CPU time of both threads that recording adds to a request, compared with computing its tokens."""
     tokens = np.random.default_rng(0).integers(0, 100_000, num_tokens, dtype=np.int32)
     found: dict[str, list[Sample]] = {"without": [], "with": []}
     for number in range(NUM_ROUNDS):
@@ -171,7 +171,7 @@ def _serves(tokens: Tokens, recorder: Recorder | None) -> Sample:
 
 
 def _first_tokens(at: Path) -> Row:
-    """The demo with offload, beside the plan of what it was asked for, with the speeds that it computed at."""
+    """The demo with offload, compared with the plan of its requests, at the measured speeds of the demo."""
     options, path = DemoOptions(), at / "demo.jsonl"
     outcome = DemoOutcome(options)
     runner = _prepare(options, outcome, Progress(ProgressLine(io.StringIO())), None)
@@ -186,7 +186,7 @@ def _first_tokens(at: Path) -> Row:
 
 
 async def _demo(runner: Runner) -> None:
-    """The reference run first: its answers are in the prompts of the other."""
+    """The reference run comes first, because its answers are in the prompts of the other."""
     assert runner.outcome.pools is not None
     reference, _, with_offload = run_kinds(runner.outcome.pools, runner.outcome.options)
     for kind in (reference, with_offload):
@@ -209,7 +209,8 @@ def _planned(path: Path, result: RunOutcome, generations: Sequence[Generation]) 
 
 
 def _speeds(generations: Sequence[Generation]) -> Speeds:
-    """Of prompts and answers, so that all of them take the time that the run took: it was never idle."""
+    """Speeds of prompts and answers, scaled so that all of them together take the time of the run, which was never
+    idle."""
     prompts = sum(one.first_token_s - one.admitted_s for one in generations)
     answers = sum(one.finished_s - one.first_token_s for one in generations)
     lasted = max(one.finished_s for one in generations) - min(one.arrived_s for one in generations)

@@ -1,4 +1,4 @@
-"""Curves, drawn by matplotlib, which only pictures need."""
+"""Curves drawn by matplotlib, which only pictures need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ NUM_COLUMNS = 2
 PANEL_INCHES = (5.0, 3.0)
 DOTS_PER_INCH = 72
 STEEP = 10.0
-"""If the cost grows by more than this, its axis is logarithmic; else it begins at zero, so that flat looks flat."""
+"""If the cost grows by more than this, its axis is logarithmic. Otherwise it begins at zero, so that a flat curve looks
+flat."""
 
 
 class MissingPlotterError(Exception):
@@ -25,7 +26,7 @@ class MissingPlotterError(Exception):
 
 @attrs.frozen
 class Point:
-    """Time of one request, and its ratio to that at the first point of the line."""
+    """Time of one request, and its ratio to that at the first point of the curve."""
 
     took: Measured
     ratio: float
@@ -33,7 +34,8 @@ class Point:
 
 @attrs.frozen
 class Curve:
-    """Times of one request: lines by name, points by the quantity that grows. The first point of a line is its base."""
+    """Times of one request: curves by name, points by the quantity that grows. The first point of a curve is its
+    base."""
 
     title: str
     x_label: str
@@ -43,7 +45,7 @@ class Curve:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """One picture, a panel for each curve: medians, with a component from the tenth to the ninetieth percentile."""
+    """One picture, with a panel for each curve: medians, with a band from the tenth to the ninetieth percentile."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

@@ -1,8 +1,8 @@
 """Store policies on a trace: `python -m benchmarks.policies --trace FILE`.
 
-The trace is one JSON object a line, with `hash_ids`: one id for each block of the prompt, equal ids meaning equal
-prefixes up to there (Mooncake's FAST'25 traces are such). Each request has one more token than its blocks. It is
-matched, loaded, committed and released, and every copy lands before the next request; nothing is generated.
+The trace is one JSON object per line, with `hash_ids`: one id for each block of the prompt, where equal ids mean equal
+prefixes up to that block (as in Mooncake's FAST'25 traces). Each request has one more token than its blocks. It is
+matched, loaded, committed and released, and every copy lands before the next request. Nothing is generated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _write_back(ledger: Ledger) -> tuple[TransferPlan, ...]:
 
 @attrs.define
 class Replay:
-    """Results of one trace under one policy, in blocks; copies are stores and loads."""
+    """Results of one trace under one policy, in blocks. Copies are stores and loads."""
 
     policy: str
     num_device_hits: int = 0

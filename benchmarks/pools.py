@@ -1,4 +1,4 @@
-"""A ledger whose two pools are full of cached prompts, and one request's way through it: hit, load or miss.
+"""A ledger whose two pools are full of cached prompts, and one request through it: hit, load or miss.
 
 Each prompt is a run of its own. All need the same number of device blocks, so that each new one evicts exactly one. The
 prompts were cached in one order and take turns in another: neighbours in time are no neighbours in memory, as after
@@ -26,12 +26,12 @@ RUN_BLOCKS = 16
 
 
 def ledger_of(num_device: int, num_host: int, groups: Sequence[KVCacheGroup] = ONE_GROUP) -> Ledger:
-    """A ledger with so many usable blocks in each tier."""
+    """A ledger with the given numbers of usable blocks in the tiers."""
     return Ledger(OffloadConfig(groups=groups, num_host_blocks=num_host), num_device + 1)
 
 
 def prompt_of(number: int, template: Tokens) -> Tokens:
-    """`template` itself, changed to prompt `number` until the next call: it differs from all others from its first
+    """`template` itself, changed to prompt `number` until the next call. It differs from all others from its first
     block on. No copy is made, because the ledger makes one, and a second copy would be timed as well."""
     template[0] = number
     return template
@@ -44,7 +44,7 @@ def land(ledger: Ledger, plans: Iterable[TransferPlan]) -> None:
 
 
 def serve(ledger: Ledger, tokens: Tokens) -> PrefixMatch:
-    """One request from its token ids to its release, every copy landed at once; returns what it hit."""
+    """Serve one request from its token ids to its release, every copy landed at once. Returns its match."""
     request = ledger.admit(Prefix.of(ROOT, tokens))
     ledger.allocate_nowait(request)
     land(ledger, ledger.plan_load(request))
@@ -54,7 +54,7 @@ def serve(ledger: Ledger, tokens: Tokens) -> PrefixMatch:
 
 
 class FullPools:
-    """The device holds `num_prompts` prompts of `num_blocks` blocks; the host holds those and `num_more` more."""
+    """The device holds `num_prompts` prompts of `num_blocks` blocks. The host holds those and `num_more` more."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class FullPools:
             serve(self.ledger, prompt_of(number, self._template))
         self.ledger.reset(Tier.DEVICE)
         self._order: deque[int] = deque(generator.permutation(cached).tolist())
-        """Numbers of the cached prompts, the next to be evicted first; that one is not on the device."""
+        """Numbers of the cached prompts, in eviction order. The first one is not on the device."""
         self._unused = itertools.count(cached)
         for _ in range(cached):
             self._load()
 
     def park(self, number: int) -> None:
-        """Leave `number` requests in flight that have computed their prompts; each takes the place of a cached one."""
+        """Leave `number` requests in flight that have computed their prompts. Each replaces a cached one."""
         template = self._template[: self._hit_tokens - BLOCK_SIZE + 1]
         for _ in range(number):
             tokens = prompt_of(next(self._unused), template)
@@ -89,15 +89,15 @@ class FullPools:
             self.ledger.commit(request, len(tokens))
 
     def device_hit(self) -> Sample:
-        """Requests that find everything on the device."""
+        """Requests whose whole prefix hits on the device."""
         return timed(self._hit, SAMPLE_S)
 
     def host_hit(self) -> Sample:
-        """Requests that find everything in the host, and evict another prompt from the device."""
+        """Requests whose whole prefix hits in the host. Each evicts another prompt from the device."""
         return timed(self._load, SAMPLE_S)
 
     def miss(self) -> Sample:
-        """Requests that find nothing, and evict another prompt from the device and one from the host."""
+        """Requests without a hit. Each evicts another prompt from the device and one from the host."""
         return timed(self._compute, SAMPLE_S)
 
     def _hit(self) -> None:

@@ -1,4 +1,4 @@
-"""Real servers that speak the protocol of Redis, on loopback: one, or a cluster. Each is ended by its process."""
+"""Real servers with the protocol of Redis, on loopback: one, or a cluster. Each is ended through its process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_SLOTS = 16_384
 
 
 class NoServerError(Exception):
-    """There is no server to start, or no client to talk to it."""
+    """There is no server to start, or no client for it."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -69,7 +69,7 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}"
 
     def pause(self) -> None:
-        """It takes connections and answers nothing."""
+        """From now on it accepts connections and answers nothing."""
         self.process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -84,14 +84,14 @@ class RedisServer:
         self.process.stdout.close()
 
     def say(self, *words: str | int) -> object:
-        """A command of whoever runs the server."""
+        """Send a command as an administrator."""
         import redis
 
         with redis.Redis(port=self.port, protocol=2) as client:
             return client.execute_command(*words)
 
     def takes_part_among(self, num_nodes: int) -> bool:
-        """Whether it knows so many nodes with slots, and answers commands."""
+        """Whether it knows `num_nodes` nodes with slots, and answers commands."""
         info, slots = self.say("CLUSTER", "INFO"), self.say("CLUSTER", "SLOTS")
         assert isinstance(slots, list)
         return len(slots) == num_nodes and re.search(r"cluster_state\W+ok", str(info)) is not None
@@ -104,7 +104,7 @@ class RedisServer:
 
 
 def cluster_of(directory: Path, num_nodes: int) -> list[RedisServer]:
-    """Nodes without replicas, each with an even share of the slots, that go on without one another."""
+    """Nodes without replicas, each with an even share of the slots, that continue without one another."""
     options = ["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no", "--cluster-node-timeout", "1000"]
     servers: list[RedisServer] = []
     try:
@@ -125,7 +125,7 @@ def cluster_of(directory: Path, num_nodes: int) -> list[RedisServer]:
 
 
 def wait_until_one(servers: Sequence[RedisServer]) -> None:
-    """Every node knows the slots of all, and takes part."""
+    """Wait until every node knows the slots of all, and takes part."""
     deadline_s, tick = time.monotonic() + START_S, threading.Event()
     for server in servers:
         while not server.takes_part_among(len(servers)):

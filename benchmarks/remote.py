@@ -1,9 +1,9 @@
-"""Cells of a remote tier in a server on loopback, beside plain redis-py (with hiredis) on values of the same sizes in
-the same rounds; and what a cluster of three does while one node is gone.
+"""Cells of a remote tier in a server on loopback, compared with plain redis-py (with hiredis) on values of the same
+sizes in the same rounds. Also the rate of a cluster of three while one node has failed.
 
-A load gets, proves and copies its cell to host memory, a store asks, copies, seals and puts it. They are compared one
-at a time, since the plain side has one connection. The cluster is asked for cells at random, four at a time, so that
-a node that hangs can keep all threads.
+A load gets, verifies and copies its cell to host memory. A store asks, copies, seals and puts it. They are compared one
+at a time, because the plain side has one connection. The cluster serves loads of random cells, four at a time, so that
+a node that hangs can block all threads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["cluster_rows", "job_rows", "run"]
 KIB, MIB = 2**10, 2**20
 SIZES = (256 * KIB, MIB, 4 * MIB)
 BLOCKS = 16
-"""Of a cell."""
+"""Blocks of a cell."""
 SECRET = bytes(range(32))
 SECONDS = 4.0
 WANTED = 0.8
@@ -105,7 +105,7 @@ def label(number: int) -> CellLabel:
 
 
 def job_rows(cell_bytes: int, secret: bytes | None, seconds: float = SECONDS) -> list[Row]:
-    """GB/s of one job after the other, as a share of the plain client's."""
+    """GB/s of one job after the other, relative to the plain client's."""
     import redis
 
     with (
@@ -117,7 +117,7 @@ def job_rows(cell_bytes: int, secret: bytes | None, seconds: float = SECONDS) ->
         value, kept = jobs.host.tobytes()[:cell_bytes], [label(number) for number in range(AT_ONCE)]
 
         def reading(work: Callable[[], object]) -> Sample:
-            """What was stored since the last round may have evicted what is read."""
+            """Stores since the last round may have evicted the cells to read."""
             plain.set("plain", value)
             for each in kept:
                 jobs.do(iter([each]), is_load=False)
@@ -149,8 +149,8 @@ def job_rows(cell_bytes: int, secret: bytes | None, seconds: float = SECONDS) ->
 
 
 def cluster_rows(is_killed: bool, settle_s: float = SETTLE_S, measure_s: float = MEASURE_S) -> list[Row]:
-    """Loads a second while one of three nodes is gone, misses among them, as a share of those of a whole cluster. They
-    take turns, and the ratio is the median over the turns: other work on the machine slows both."""
+    """Loads per second while one of three nodes has failed, misses among them, relative to those of a whole cluster.
+    They take turns, and the ratio is the median over the turns, because other work on the machine slows both."""
     with _directory() as path, ExitStack() as held:
         whole, lame = (Cluster(held, path / name) for name in ("whole", "lame"))
         if is_killed:
@@ -180,7 +180,7 @@ def _cluster_row(name: str, against: str, turns: list[tuple[float, float]]) -> R
 
 
 class Cluster:
-    """Three nodes, and `AT_ONCE` loads of cells at random under way."""
+    """Three nodes, and `AT_ONCE` loads of random cells in progress."""
 
     def __init__(self, held: ExitStack, path: Path) -> None:
         path.mkdir()
@@ -202,7 +202,7 @@ class Cluster:
         self._places[job_id] = place
 
     def rates(self, seconds: float) -> tuple[float, float]:
-        """Loads and hits a second. Those under way at the end count in the next turn."""
+        """Loads and hits per second. Those in progress at the end count in the next turn."""
         stop_s, num_done, num_hits = time.monotonic() + seconds, 0, 0
         while time.monotonic() < stop_s:
             found = self._jobs.done.get()

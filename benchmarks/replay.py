@@ -1,8 +1,8 @@
-"""The first 4,000 requests of a trace through the ledger and through the whole runtime: `TRACE=FILE` names it.
+"""The first 4,000 requests of a trace through the ledger and through the whole runtime. `TRACE=FILE` names the trace.
 
 Each id of the trace is one block, one more token follows, and each request computes its prompt and one decode step.
 Blocks have 64 bytes. With one request at a time its stores land before it ends, and both sides have to hit the same
-blocks; prompts that overlap in time cannot hit each other.
+blocks. Prompts that overlap in time cannot hit each other.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ SECONDS = 20.0
 
 
 def run(vllm: Peer | None) -> list[Row]:
-    """Rows for the ledger and for each number of requests at a time, with the compiled core, too, where it was made;
-    none without a trace."""
+    """Rows for the ledger and for each number of requests at a time, also with the compiled core if it was built. No
+    rows without a trace."""
     named = os.environ.get("TRACE")
     if named is None:
         print("replay: TRACE=FILE names the trace", file=sys.stderr)
@@ -85,7 +85,7 @@ def _config() -> OffloadConfig:
 
 
 def through_ledger(prompts: list[Tokens]) -> Sample:
-    """The share of one request."""
+    """The time per request."""
     ledger = Ledger(_config(), NUM_DEVICE + 1)
     num_hits = [0, 0]
 
@@ -111,7 +111,7 @@ def through_ledger(prompts: list[Tokens]) -> Sample:
 
 
 async def through_runtime(prompts: list[Tokens], at_a_time: int) -> Sample:
-    """The share of one request of the event loop's thread."""
+    """The time per request of the event loop's thread."""
     num_hits = [0, 0]
     todo = iter(prompts)
     kv_cache = torch.zeros(NUM_DEVICE + 1, BLOCK_TOKENS)

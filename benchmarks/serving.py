@@ -1,8 +1,8 @@
-"""The HTTP server with 200 clients at once over shared prefixes, 30 % of which hang up, with offload and without.
+"""The HTTP server with 200 clients at once over shared prefixes, 30 % of which disconnect, with offload and without.
 
 The clients are a process of their own and talk over real sockets. The server runs in this process, in one event loop
-with a heartbeat, so that its state can be inspected. The device has room for a fraction of the conversations; each
-server serves the same ones, and every answer of a client that stayed has to be the same in both.
+with a heartbeat, so that its state can be inspected. The device holds a fraction of the conversations. Each server
+serves the same ones, and every answer of a client that stayed has to be the same in both.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Served:
     clients: list[dict[str, Any]]
     lags_s: list[float]
     pinned_s: list[float]
-    """From the moment a client closes its socket to the moment when nothing of its request is pinned."""
+    """From the moment at which a client closes its socket to the moment at which nothing of its request is pinned."""
     wall_s: float
     num_pinned: int
     num_live: int
-    """Live requests in the runtime when the server has none any more."""
+    """Live requests in the runtime after the server has none left."""
 
     def first_s(self, turn: int) -> list[float]:
         """Times to first token of the clients that stayed."""
@@ -72,11 +72,11 @@ class Served:
 
 
 class Watch:
-    """Records when requests are over and no forward touches their blocks any more."""
+    """Records when requests have ended and no forward touches their blocks any more."""
 
     def __init__(self) -> None:
         self.released: dict[int, float] = {}
-        """When a client's last pin went, by the client's port."""
+        """By the client's port, the time at which its last pin was released."""
         self._port: ContextVar[int] = ContextVar("port")
         self._in_step = False
         self._step_over = anyio.Event()
@@ -136,7 +136,7 @@ class Server:
     watch: Watch
 
     async def face(self, swarm: dict[str, Any]) -> Served:
-        """Have a swarm talk to it, wait until all requests are over, and count what is left."""
+        """Run a swarm against it, wait until all requests have ended, and count the remaining pins and requests."""
         lags: list[float] = []
         began = time.monotonic()
         async with anyio.create_task_group() as group:
@@ -156,12 +156,12 @@ class Server:
         return Served(clients, lags, pinned, wall_s, num_pinned, found.num_requests)
 
     async def wait_rest(self) -> None:
-        """Wait until no request, step or copy is left; `TimeoutError` if that takes more than 60 s."""
+        """Wait until no request, step or copy is left. `TimeoutError` if that takes more than 60 s."""
         runtime = self.service.engine.runtime
         with anyio.fail_after(60):
             await self.service.admission.wait_empty()
             await runtime.flush()
-            await self.watch.wait_no_step()  # a step whose requests are all over
+            await self.watch.wait_no_step()  # a step whose requests have all ended
 
 
 @asynccontextmanager
@@ -179,13 +179,13 @@ async def listening(options: ServerOptions, model: PagedModel) -> AsyncIterator[
 
 
 async def serve_swarm(options: ServerOptions, model: PagedModel, swarm: dict[str, Any]) -> Served:
-    """A server of its own for one swarm."""
+    """Start a server for one swarm."""
     async with listening(options, model) as server:
         return await server.face(swarm)
 
 
 async def beat(lags: list[float]) -> None:
-    """Add to `lags` how much later than asked each beat comes."""
+    """Append the delay of each beat to `lags`."""
     while True:
         due = time.monotonic() + BEAT_S
         await anyio.sleep(BEAT_S)
@@ -214,7 +214,7 @@ def swarm_of(
 
 
 def leaving_swarm(model_name: str, *, num_clients: int = NUM_LEAVERS, seed: int = 0) -> dict[str, Any]:
-    """Clients that all hang up in the middle of a long answer."""
+    """Clients that all disconnect in the middle of a long answer."""
     about: dict[str, Any] = {
         "num_turns": 1,
         "prefix_bytes": 64,
@@ -234,7 +234,7 @@ def _text(draw: random.Random, num_bytes: int) -> str:
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """Rows for first token, loop lag, and pins after hang-ups; prints a table of times to first token."""
+    """Rows for first token, loop delay, and pins after disconnects. Prints a table of times to first token."""
     torch.set_num_threads(1)
     model = load_model("llama")
     gc.freeze()  # as the command does
@@ -274,7 +274,7 @@ def as_table(served: dict[str, Served]) -> str:
 
 
 def as_histogram(pinned_s: list[float]) -> str:
-    """A histogram of the times from hanging up until nothing was pinned."""
+    """A histogram of the times from the disconnect until nothing was pinned."""
     bounds = [1, 2, 5, 10, 20, 30, 40, 50, 100, 1000]
     counts = np.diff([0, *(sum(each * 1e3 <= bound for each in pinned_s) for bound in bounds)])
     lines = [

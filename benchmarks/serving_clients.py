@@ -1,15 +1,15 @@
-"""Clients that talk to a server over real sockets, all at once; some of them hang up. A program of its own.
+"""Clients that talk to a server over real sockets, all at once. Some of them disconnect. This is a separate program.
 
     python -m benchmarks.serving_clients < swarm.json > answers.json
 
-In: {"port", "path", "body": what all bodies have, "field": the name of the prompt, "one_at_a_time": bool,
+In: {"port", "path", "body": the common fields, "field": the name of the prompt, "one_at_a_time": bool,
 "clients": [{"messages": [...], "leaves_after": null or a number of events, "how": "close" | "reset" | "half",
-"counts": "all" | "own"}]}. A client's first prompt is its first message; each further one is all of that, the answer,
-and the next message. No client leaves by the clock: it leaves once all clients together (`counts`: "all"), or it
-alone ("own"), have received `leaves_after` events.
+"counts": "all" | "own"}]}. A client's first prompt is its first message. Each further prompt is the previous one, its
+answer, and the next message. Clients do not leave by the clock: a client leaves after all clients together (`counts`:
+"all"), or it alone ("own"), have received `leaves_after` events.
 
 Out: for each client {"answers", "cached" (tokens by tier, of each answer), "first_s", "left_at", "port", "error"}.
-Times are those of the monotonic clock, which is one for all processes of a machine.
+Times are those of the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations

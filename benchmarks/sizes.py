@@ -1,4 +1,4 @@
-"""Sizes of a dry run: with `AOFFLOAD_SMALL` set, everything is as small as it can be, and figures mean nothing."""
+"""Sizes of a dry run: with `AOFFLOAD_SMALL` set, everything is as small as possible, and figures mean nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the short switch interval costs: while copies are under way, threads ask for the interpreter lock every 10 us.
+"""The cost of the short switch interval: during copies, threads request the interpreter lock every 10 us.
 
-Two threads compute in Python, which is the worst case: neither ever gives the lock up by itself. Beside it, two threads
-that call numpy, as a forward and an event loop do.
+Two threads compute in Python, which is the worst case, because neither ever releases the lock by itself. They are
+compared with two threads that call numpy, like a forward and an event loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SECONDS = 4.0
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """How much longer the same work takes with the short interval than with the default one."""
+    """The time of the same work with the short interval, relative to the default one."""
     yield from switching_rows()
 
 

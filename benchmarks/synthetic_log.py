@@ -15,7 +15,7 @@ Timed = tuple[float, int, str, dict[str, Any]]
 
 
 def stamp(at_s: float) -> str:
-    """As structlog's TimeStamper writes it."""
+    """A time in the format of structlog's TimeStamper."""
     return datetime.datetime.fromtimestamp(at_s, datetime.UTC).isoformat(timespec="microseconds")[:-6] + "Z"
 
 
@@ -24,7 +24,7 @@ def line(at_s: float, name: str, **fields: Any) -> str:
 
 
 def write_synthetic(path: Path, num_events: int) -> None:
-    """`num_events` lines, in the order of time; about a tenth as many requests."""
+    """Write `num_events` lines, in the order of time, with about a tenth as many requests."""
     with path.open("w") as file:
         for at_s, _, name, fields in _events(num_events, random.Random(num_events)):
             file.write(line(at_s, name, **fields) + "\n")
@@ -45,7 +45,7 @@ def _events(num_events: int, rng: random.Random) -> Iterator[Timed]:
 
 
 def _request(number: int, at_s: float, rng: random.Random) -> Iterator[Timed]:
-    """Events of a request. Every second one loads; each stores; one in ten is aborted while it computes."""
+    """Events of a request. Every second one loads. Each stores. One in ten is aborted while it computes."""
     name, order = f"req-{number:06}", number * 100
     num_blocks = rng.randint(10, 250)
     host = num_blocks // 2 if number % 2 else 0

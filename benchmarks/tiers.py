@@ -1,6 +1,6 @@
-"""What the tiers cost: the cycle of `cycle.py` and `api.py` without a disk and with one.
+"""The cost of the tiers: the cycle of `cycle.py` and `api.py` without a disk and with one.
 
-`BEFORE=DIR` names a checkout of the version to compare with; without it, the disk is compared with none. Each side is a
+`BEFORE=DIR` names a checkout of the version to compare with. Without it, the disk is compared with none. Each side is a
 process of its own, and they take turns. Times are CPU time of the thread that does the bookkeeping.
 """
 

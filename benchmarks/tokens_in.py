@@ -1,8 +1,8 @@
-"""Tokens in, match out: a prompt of 131,072 tokens whose prefix is cached, nothing precomputed.
+"""The time of a match: a prompt of 131,072 tokens whose prefix is cached, with nothing precomputed.
 
-From the array of token ids to what is cached of them. The ledger compares token bytes and hashes one block per run; the
-peer hashes every block and looks each up. A list of ids instead of an array is converted first: that row shows the
-cost.
+The time is from the array of token ids to the cached part of them. The ledger compares token bytes and hashes one block
+per run. The peer hashes every block and looks each up. A list of ids instead of an array is converted first: that row
+shows the cost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How soon a browser shows the page of a long log, and finds a request in it. Needs playwright and a Chromium."""
+"""The time until a browser shows the page of a long log, and finds a request in it. Needs playwright and a Chromium."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ CHROMIUM = next((path for name in NAMES if (path := shutil.which(name)) is not N
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """Milliseconds from asking for the file until all is drawn, and from typing an id until its timeline is shown."""
+    """Milliseconds from requesting the file until everything is drawn, and from typing an id until its timeline is
+    shown."""
     if CHROMIUM is None or find_spec("playwright") is None:
         print("trace_page: there is no Chromium, or no playwright (extra `browser`)", file=sys.stderr)
         return []

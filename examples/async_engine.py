@@ -1,8 +1,8 @@
-"""An asyncio engine with a block pool and a prefix cache of its own: the runtime keeps host memory, and nothing else.
+"""An asyncio engine with its own block pool and prefix cache: the runtime manages only host memory.
 
-Each request is a task. It may be cancelled at any await, is preempted where an older one needs its blocks, and computes
-what a load does not bring: copies may fail, hang, or end without proof. The "model" reads the KV of every token before,
-so one wrong byte changes the output. docs/engines.md has the rules.
+Each request is a task. It may be cancelled at any await, and is preempted when an older one needs its blocks. Copies
+may fail, hang, or end without proof. Tokens that a load does not bring are computed. The "model" reads the KV of all
+earlier tokens, so one wrong byte changes the output. docs/engines.md has the rules.
 
 Prints:
     22 requests: 18 answered, 4 hung up on
@@ -21,11 +21,11 @@ from aoffload import HostCacheRuntime, KVCacheGroup, OffloadConfig
 from aoffload.host_cache import EngineRequest
 
 BLOCK, NUM_ROWS, NUM_NEW, VOCABULARY = 4, 41, 12, 64  # row 0 of the tensor is the null block
-torch.set_num_threads(1)  # more of them would only wait for each other: the model is tiny
+torch.set_num_threads(1)  # more of them would only wait for each other, because the model is tiny
 
 
 def forward(kv: torch.Tensor, table: list[int], tokens: list[int], first: int) -> int:
-    """Compute `tokens[first:]`, each of which reads the KV of all before it; the next token."""
+    """Compute `tokens[first:]`, each of which reads the KV of all before it. Returns the next token."""
     for at in range(first, len(tokens)):
         before = int(kv[table].flatten()[:at].sum())
         kv[table[at // BLOCK], at % BLOCK] = value = (tokens[at] * 7919 + at * 31 + before * 17 + 1) % 1_000_003
@@ -33,7 +33,7 @@ def forward(kv: torch.Tensor, table: list[int], tokens: list[int], first: int) -
 
 
 class Pool:
-    """The engine's blocks, ref-counted. Free blocks keep their content, and hit, until they are taken."""
+    """The engine's blocks, ref-counted. Free blocks keep their content, and hit, until they are reused."""
 
     def __init__(self) -> None:
         self.free, self.num_holders = dict.fromkeys(range(1, NUM_ROWS)), [0] * NUM_ROWS  # least recently freed first
@@ -44,7 +44,7 @@ class Pool:
             self.free.pop(block_id, None)
             self.num_holders[block_id] += 1
 
-    def give(self, block_ids: Iterable[int]) -> None:  # also called by the runtime, when the copy is over
+    def give(self, block_ids: Iterable[int]) -> None:  # also called by the runtime, when the copy has ended
         for block_id in block_ids:
             self.num_holders[block_id] -= 1
             if not self.num_holders[block_id]:
@@ -59,7 +59,7 @@ class Pool:
         return block_ids
 
     async def wait(self) -> None:
-        """Until blocks are given back."""
+        """Wait until blocks are freed."""
         self.freed.clear()
         await self.freed.wait()
 
@@ -78,14 +78,14 @@ class Pool:
 
 
 class Turn:
-    """A prompt, and its answer so far. Its client hangs up after `patience` tokens of it."""
+    """A prompt, and its answer so far. Its client disconnects after `patience` tokens of the answer."""
 
     def __init__(self, name: str, prompt: list[int], patience: int = 99) -> None:
         self.name, self.prompt, self.tokens, self.patience = name, prompt, prompt, patience
         self.stop, self.task = len(prompt) + NUM_NEW, None
 
     def is_right(self) -> bool:
-        """Whether the answer, as far as it goes, is that of a run without blocks, caches and copies."""
+        """Whether the answer so far equals that of a run without blocks, caches and copies."""
         tokens, kv = self.prompt, torch.zeros(NUM_ROWS, BLOCK, dtype=torch.int64)
         while len(tokens) < len(self.tokens):
             tokens = [*tokens, forward(kv, [*range(NUM_ROWS)], tokens, 0)]
@@ -109,21 +109,21 @@ class Engine:
                     await self.compute(request, turn, table)
             finally:
                 self.running.remove(request)
-                self.pool.give(reversed(table))  # evict a prefix from its end; what a copy holds is not free yet
-            max_hit = request.retry_max_hit_tokens  # a copy that has failed is not tried for ever
+                self.pool.give(reversed(table))  # evict a prefix from its end; blocks held by a copy are not free yet
+            max_hit = request.retry_max_hit_tokens  # a copy that has failed is not repeated for ever
             self.counts[request.reason] += 1
 
     async def room(self, tokens: list[int]) -> tuple[list[int], int]:
-        """Blocks for `tokens` and one more, and how many of them hit. Whoever waits for them holds nothing."""
+        """Blocks for `tokens` and one more, and how many of them hit. A request that waits here holds nothing."""
         num_blocks = len(tokens) // BLOCK + 1
         async with self.door:  # first come, first served
-            while self.num_short or len(self.pool.free) < num_blocks:  # what the preempted give up is not for them
+            while self.num_short or len(self.pool.free) < num_blocks:  # blocks of preempted requests go to others first
                 await self.pool.wait()
             found = self.pool.hit(tokens)
             return found + self.pool.take(num_blocks - len(found)), len(found)
 
     async def more(self, num_blocks: int) -> list[int]:
-        """Take blocks; if need be, preempt the youngest request, which may be the one that asks."""
+        """Take blocks. If necessary, preempt the youngest request, which may be the caller."""
         self.num_short += 1
         try:
             while len(self.pool.free) < num_blocks:
@@ -132,7 +132,7 @@ class Engine:
             return self.pool.take(num_blocks)
         finally:
             self.num_short -= 1
-            self.pool.freed.set()  # whoever is at the door looks again
+            self.pool.freed.set()  # the request at the door checks again
 
     async def compute(self, request: EngineRequest, turn: Turn, table: list[int]) -> None:
         while request.match.is_pending:  # another request loads the next block: soon it hits in the pool
@@ -141,7 +141,7 @@ class Engine:
             table[: len(found)], unneeded = found, table[: len(found)]
             self.pool.give(unneeded)
             await request.match_again(num_device_tokens=len(found) * BLOCK)
-        await request.fetch()  # with a disk or a remote store: what only they have; the hit may have grown
+        await request.fetch()  # fetch blocks that only a disk or a remote store has; the hit may grow
         num_computed = await request.load(into=[table])  # never raises for a failed copy
         self.counts["loaded"] += num_computed - request.match.num_device_tokens
         if num_computed < request.match.num_tokens:  # a copy may still write to the other blocks: replace them
@@ -156,10 +156,10 @@ class Engine:
             request.offer(num_computed, [table], [token], is_last=len(turn.tokens) == turn.stop)
             self.pool.cache(turn.tokens[:num_computed], table)
             if len(turn.tokens) == len(turn.prompt) + turn.patience:
-                turn.task.cancel()  # natively, as whoever reads the socket would, in any task of the loop
+                turn.task.cancel()  # natively, like a connection handler, in any task of the loop
 
     async def forward(self, table: list[int], tokens: list[int], first: int) -> int:
-        """In a thread, which has references of its own: a cancellation ends the wait, and the thread writes on."""
+        """Run in a thread with its own references: after a cancellation, the thread continues to write."""
         held = list(table)
         self.pool.hold(held)
         computing = asyncio.ensure_future(asyncio.to_thread(forward, self.kv, held, tokens, first))
@@ -173,7 +173,7 @@ async def main(**tiers) -> Engine:
     turns, done, outcomes = [Turn(f"r{n}", [n % 3] * 9 + [n]) for n in range(11)], [], []
     async with HostCacheRuntime(config, kv, engine_blocks=pool) as runtime:
         if config.disk is not None:
-            await runtime.disk.wait_restored()  # what an earlier process has left there
+            await runtime.disk.wait_restored()  # blocks that an earlier process has left
         engine = Engine(runtime, kv, pool)
         for question in ([7] * 5, [8] * 6):
             turns = [Turn(t.name, t.tokens + question, 5 if n in (4, 8) else 99) for n, t in enumerate(turns)]

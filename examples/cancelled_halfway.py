@@ -1,4 +1,4 @@
-"""A request cancelled half-way: its forward runs to the end, then its pins go; what it had committed stays cached.
+"""A request cancelled half-way: its forward runs to the end, then its pins are released. Committed tokens stay cached.
 
 Prints:
     cancelled while a thread computes: 16 blocks pinned
@@ -33,7 +33,7 @@ async def serve(runtime: OffloadRuntime, started: anyio.Event) -> None:
         await request.load()
         for stop in range(CHUNK, len(PROMPT) + 1, CHUNK):
             blocks = request.block_ids[0][(stop - CHUNK) // 16 : stop // 16]
-            with runtime.step([request]):  # holds the blocks until the thread is done with them
+            with runtime.step([request]):  # holds the blocks until the thread has ended
                 await anyio.to_thread.run_sync(forward, blocks, started)
             request.commit(stop)
             num_computed = stop
@@ -51,7 +51,7 @@ async def main() -> None:
             runtime.cancel("r1", reason="client_gone")
             print(f"cancelled while a thread computes: {runtime.statistics().device.num_pinned} blocks pinned")
             client_is_gone.set()
-        await runtime.flush()  # a copy has leases of its own, which a cancelled request does not take away
+        await runtime.flush()  # a copy has leases of its own, which a cancelled request does not release
         print(f"stores landed: {runtime.statistics().device.num_pinned} blocks pinned")
         print(f"the same prompt again: {runtime.lookup(PROMPT).num_tokens} tokens found")
 

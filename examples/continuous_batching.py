@@ -1,8 +1,8 @@
 """A continuous-batching engine on the runtime's blocks: each request is a task, and one loop computes them together.
 
-Answers grow until the device is full. Then the youngest request is preempted, and comes back when there is room: who
-needs its blocks waits for them in line before it gives them up, so that it cannot take them back. Clients hang up, and
-copies may fail: what a load does not bring is computed. See docs/howto/preempting.md.
+Answers grow until the device is full. Then the youngest request is preempted, and resumes when enough blocks are free.
+The request that needs the blocks is in the wait queue before they are freed, so that the youngest cannot take them
+back. Clients disconnect, and copies may fail: the missing tokens are computed. See docs/howto/preempting.md.
 
 Prints:
     12 requests: 10 answered, 2 hung up on; as if each had the device alone: 12
@@ -20,11 +20,11 @@ import torch
 from aoffload import Computed, KVCacheGroup, OffloadConfig, OffloadRuntime, OutOfBlocks, RequestState, WrongState
 
 BLOCK, NUM_ROWS, NUM_NEW = 4, 17, 24  # row 0 is the null block; two requests fit as they end, not three
-torch.set_num_threads(1)  # more of them would only wait for each other: the model is tiny
+torch.set_num_threads(1)  # more of them would only wait for each other, because the model is tiny
 
 
 def forward(kv: torch.Tensor, work: list[tuple[list[int], list[int], int]]) -> list[int]:
-    """For each (tokens, table, first): compute `tokens[first:]`, which read the KV of all before; the next token."""
+    """For each (tokens, table, first): compute `tokens[first:]`, which read the KV of all before. The new tokens."""
     for tokens, table, first in work:
         for at in range(first, len(tokens)):
             before = int(kv[table].flatten()[:at].sum())
@@ -33,7 +33,7 @@ def forward(kv: torch.Tensor, work: list[tuple[list[int], list[int], int]]) -> l
 
 
 class Turn:
-    """A prompt, and its answer so far. Its client hangs up after `patience` tokens of it."""
+    """A prompt, and its answer so far. Its client disconnects after `patience` tokens of the answer."""
 
     def __init__(self, number: int, patience: int = 99) -> None:
         self.number, self.patience, self.request = number, patience, None  # the lower, the older
@@ -41,7 +41,7 @@ class Turn:
         self.tokens, self.stop, self.has_left = [*self.prompt], len(self.prompt) + NUM_NEW, anyio.Event()
 
     def is_right(self) -> bool:
-        """Whether the answer, as far as it goes, is that of a run without a cache."""
+        """Whether the answer so far equals that of a run without a cache."""
         tokens, kv = self.prompt, torch.zeros(NUM_ROWS, BLOCK, dtype=torch.int64)
         while len(tokens) < len(self.tokens):
             tokens = [*tokens, *forward(kv, [(tokens, [*range(NUM_ROWS)], 0)])]
@@ -51,11 +51,11 @@ class Turn:
 class Engine:
     def __init__(self, runtime: OffloadRuntime, kv: torch.Tensor, group: anyio.abc.TaskGroup) -> None:
         self.runtime, self.kv, self.group, self.counts = runtime, kv, group, Counter[str]()
-        # What the loop computes, the oldest first. Who waits for room is not in it, and so is no victim.
+        # The turns that the loop computes, oldest first. Requests that wait for blocks are not in it.
         self.batch, self.has_joined = list[Turn](), anyio.Event()
 
     async def serve(self, turn: Turn) -> None:
-        with suppress(OutOfBlocks):  # it never fits: copies that may not be over keep their blocks
+        with suppress(OutOfBlocks):  # it never fits, because copies in doubt still hold blocks
             async with self.runtime.request(turn.tokens, f"r{turn.number}") as turn.request:
                 await turn.request.allocate()
                 await turn.request.load()
@@ -65,7 +65,7 @@ class Engine:
         self.counts[turn.request.reason] += 1
 
     async def have_room(self, turn: Turn) -> None:
-        """Room for all its tokens: if need be, the youngest of the batch is preempted, or this one if it is younger."""
+        """Get blocks for all its tokens. If there are too few, preempt the youngest of the batch and this one."""
         request, num_tokens = turn.request, len(turn.tokens)
         while True:
             if request.state is RequestState.PREEMPTED:
@@ -77,24 +77,24 @@ class Engine:
             self.counts["preempted"] += 1
             if self.batch and self.batch[-1].number > turn.number:
                 self.group.start_soon(self.preempt, self.batch.pop())
-                with suppress(OutOfBlocks):  # waiting requests hold all room: the youngest of them, this one, gives way
-                    await request.extend(num_tokens)  # in line before the victim has given up its blocks
+                with suppress(OutOfBlocks):  # waiting requests hold all blocks: the youngest, this one, gives way
+                    await request.extend(num_tokens)  # queued before the victim has freed its blocks
                     return
             await request.preempt()
 
     async def preempt(self, victim: Turn) -> None:
-        with suppress(WrongState):  # it is over by then
+        with suppress(WrongState):  # it has ended by then
             await victim.request.preempt()  # waits for the step that it is in
         victim.has_left.set()
 
     async def be_computed(self, turn: Turn) -> None:
-        """In the batch until it is done, needs room, or is preempted."""
+        """Stay in the batch until it is done, needs blocks, or is preempted."""
         self.batch = sorted([*self.batch, turn], key=lambda one: one.number)
         turn.has_left = anyio.Event()
         self.has_joined.set()
         try:
             await turn.has_left.wait()
-        finally:  # its client may have hung up
+        finally:  # its client may have disconnected
             self.batch = [one for one in self.batch if one is not turn]
 
     async def loop(self) -> None:
@@ -113,17 +113,17 @@ class Engine:
         return False
 
     async def step(self, batch: list[Turn]) -> None:
-        """One forward for all of them, in a thread. What has ended meanwhile is left out."""
+        """One forward for all of them, in a thread. Requests that have ended meanwhile are left out."""
         work = [(turn.tokens, turn.request.block_ids[0], turn.request.num_computed_tokens) for turn in batch]
         sampled = await self.runtime.run_step([turn.request for turn in batch], partial(forward, self.kv, work))
         computed = [Computed(turn.request, len(turn.tokens), [new]) for turn, new in zip(batch, sampled, strict=True)]
-        gone = self.runtime.commit_step(computed)  # at once: there is no await in which somebody could be preempted
+        gone = self.runtime.commit_step(computed)  # at once: no await, so no request can be preempted in between
         self.counts["together"] = max(self.counts["together"], len(batch))
         for turn, new in zip(batch, sampled, strict=True):
             if turn.request not in gone:
                 turn.tokens.append(new)
                 if len(turn.tokens) == len(turn.prompt) + turn.patience:
-                    turn.request.cancel("client_gone")  # as whoever reads the socket would, in any task
+                    turn.request.cancel("client_gone")  # like a connection handler, in any task
 
 
 async def main(**options) -> Engine:

@@ -177,7 +177,8 @@ def damage(path: str) -> None:
 async def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # without warnings
     groups, prompt = [KVCacheGroup("full", block_size=BLOCK_SIZE)], list(range(90))
-    # The runtime may compute in place of a fetch if it measures that this toy is fast. So give it the speed of a model.
+    # The runtime may compute in place of a fetch if it measures that this toy is fast. So pass the speed of a real
+    # model.
     config = OffloadConfig(groups=groups, num_host_blocks=64, prefill_tokens_per_s=100.0)
     with tempfile.TemporaryDirectory() as path:
         directory = Directory(path, num_blocks=256)

@@ -67,7 +67,7 @@ def forward(tokens, start, table):
 tokens = range(100)
 prompt = Prefix.of(Root("toy"), tokens)
 
-# Nothing is cached: compute, offer, and leave while the store is under way.
+# Nothing is cached: compute, offer, and leave while the store is in progress.
 request = cache.admit(prompt, num_device_tokens=0)
 table = pool.take(7)
 forward(tokens, 0, table)

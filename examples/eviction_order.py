@@ -1,7 +1,8 @@
 """An eviction order: prompts that were used again are evicted later than prompts that were used once.
 
-LRU evicts a system prompt while many other prompts pass. This order lets each block that was used again count as used
-`bonus` uses later than it was. So one that never returns is evicted, too, only later. With a bonus of 0 it is LRU.
+LRU evicts a system prompt while many other prompts pass. This order treats each block that was used again as if its
+last use had been `bonus` uses later. So a block that never returns is evicted, too, only later. With a bonus of 0 it is
+LRU.
 
 Prints:
     LeastRecentlyUsed: 1,920 tokens loaded

@@ -1,7 +1,7 @@
-"""A `Ledger` in a step loop that cannot await; a `CopyQueue` launches its plans within bounds, and settles the ends.
+"""A `Ledger` in a step loop that cannot await. A `CopyQueue` launches its plans within bounds, and settles them.
 
-Copies may fail, bring corrupt bytes, end in doubt, or hang: what is not loaded is computed. The "model" reads the KV of
-every token before, so one wrong byte changes the output.
+Copies may fail, bring corrupt bytes, end without proof, or hang. Tokens that are not loaded are computed. The "model"
+reads the KV of all earlier tokens, so one wrong byte changes the output.
 
 Prints:
     a computes tokens 0 to 59
@@ -49,13 +49,13 @@ class Engine:
 
     def step(self) -> None:
         self.woken.clear()
-        self.copies.advance()  # settle what has ended, give up what is late, launch what waits
+        self.copies.advance()  # settle ended copies, give up late ones, launch waiting ones
         while self.waiting and self.start(*self.waiting[0]):
             self.waiting.popleft()
         ready = [request for request in self.running if self.is_ready(request)]
         for request in ready:
             self.forward(request, self.running.pop(request))
-        if not ready and (self.waiting or self.running):  # only copies can bring it on: until one ends, or is late
+        if not ready and (self.waiting or self.running):  # only copies can help: wait until one ends, or is late
             self.woken.wait(max(0.0, min(self.copies.next_deadline - monotonic(), 3600)))
 
     def start(self, name: str, tokens: range) -> bool:
@@ -65,14 +65,14 @@ class Engine:
         except OutOfBlocks as error:
             self.ledger.release(request, "no_room")  # nothing is held while it waits
             if not error.retryable or not (self.running or self.copies.num_in_flight):
-                self.outputs[name] = error  # nobody will give back what it needs
+                self.outputs[name] = error  # no request will free the blocks that it needs
             return name in self.outputs
         self.running[request] = tokens
         self.copies.submit(self.ledger.plan_load(request))
         return True
 
     def is_ready(self, request: LedgerRequest) -> bool:
-        if request.state is RequestState.REQUEUED and request.waiter.is_over:  # its load fell short: it had no room
+        if request.state is RequestState.REQUEUED and request.waiter.is_over:  # its load fell short and lacked blocks
             self.ledger.accept(request.waiter)
             self.copies.submit(self.ledger.plan_load(request))
         return request.state is RequestState.RUNNING
@@ -84,13 +84,13 @@ class Engine:
             before = self.kv[table].flatten()[:at]
             self.kv[table[at // BLOCK], at % BLOCK] = kv_of(tokens[at], before)
         self.outputs[request.request_id] = int(self.kv[table].flatten()[: len(tokens)].sum())
-        after = self.transport.record_fence()  # a store copies once the forward is over
+        after = self.transport.record_fence()  # a store copies after the forward
         self.copies.submit(self.ledger.commit(request, len(tokens)), after)
         self.copies.submit(self.ledger.release(request), after)
 
     def close(self, timeout_s: float = 10.0) -> None:
         self.transport.close(timeout_s)  # waits for the copies in flight
-        self.copies.stop("the engine has ended")  # settles them; what has not ended is quarantined
+        self.copies.stop("the engine has ended")  # settles them; copies that have not ended are quarantined
 
 
 def run(engine: Engine, prompts: dict[str, range]) -> bool:
@@ -102,7 +102,7 @@ def run(engine: Engine, prompts: dict[str, range]) -> bool:
 
 
 if __name__ == "__main__":
-    kv = torch.zeros(6, BLOCK, dtype=torch.int64)  # block 0 is the null block: room for one prompt of 60 tokens
+    kv = torch.zeros(6, BLOCK, dtype=torch.int64)  # block 0 is the null block; the others fit one prompt of 60 tokens
     engine = Engine(kv, LocalTransport([kv]))
     prompts = {"a": range(60), "b": range(100, 160), "c": range(200, 260), "a-again": range(60)}
     print(f"{len(prompts)} outputs like those without a cache: {run(engine, prompts)}")

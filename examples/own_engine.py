@@ -1,4 +1,4 @@
-"""An engine of one's own around the runtime, from the model to the proof. docs/tutorial.md walks through it.
+"""An engine of your own around the runtime, from the model to the proof. docs/tutorial.md explains it step by step.
 
 Prints:
     How are you? 80 of 311 prompt tokens were cached
@@ -23,7 +23,7 @@ torch.set_num_threads(1)  # the model is tiny
 
 
 def forward(kv_cache: torch.Tensor, block_ids: list[int], tokens: list[int], first: int) -> torch.Tensor:
-    """Compute `tokens[first:]`, each of which reads the keys and values of all before it; the logits of the last."""
+    """Compute `tokens[first:]`, each of which reads the keys and values of all before it. Returns the last logits."""
     table = torch.tensor(block_ids)
     for at in range(first, len(tokens)):
         token, (keys, values) = embedding[tokens[at]], kv_cache[table].flatten(0, 1)[:at].unbind(1)
@@ -34,7 +34,7 @@ def forward(kv_cache: torch.Tensor, block_ids: list[int], tokens: list[int], fir
 
 class Client:
     def __init__(self, name: str, patience: int = 99) -> None:
-        self.name, self.patience = name, patience  # hangs up after so many tokens
+        self.name, self.patience = name, patience  # disconnects after that many tokens
         self.tokens = list(f"You are a terse assistant, and polite. I am {name}. ".encode())
         self.seen = list[tuple[list[int], torch.Tensor]]()  # for each token: all before it, its logits
 
@@ -52,8 +52,8 @@ class Client:
                 num_computed = len(self.tokens) - 1  # the newest token has no keys and values yet
                 request.commit(num_computed, self.tokens[-1:])
                 if len(self.seen) == self.patience:
-                    runtime.cancel(self.name, "client_gone")  # for whoever reads the socket, in any task of the loop
-        if request.reason:  # the block swallows a cancellation that was meant for it
+                    runtime.cancel(self.name, "client_gone")  # like a connection handler, in any task of the loop
+        if request.reason:  # the block swallows a cancellation of this request
             print(f"{self.name} is {request.state.value} ({request.reason}) after {len(self.seen)} tokens")
 
 
@@ -68,7 +68,7 @@ async def main() -> None:
             num_found, num_asked = sum(c.num_found for c in clients), sum(c.num_asked for c in clients)
             print(f"{question}{num_found} of {num_asked} prompt tokens were cached")
         await runtime.flush()  # until the last store has landed
-        runtime.check_integrity()  # raises unless every block is in exactly one hand
+        runtime.check_integrity()  # raises unless every block has exactly one state
         found, seen = runtime.statistics(), [token for client in clients for token in client.seen]
     num_cached, num_loads = found.host.num_cached, found.transfers.num_loads
     print(f"cached: {num_cached} blocks, {found.device.num_blocks} fit on the device; loaded back: {num_loads > 0}")

@@ -16,12 +16,12 @@ kv_cache = torch.zeros(17, 2, 16, 64)  # [blocks, keys and values, tokens, head 
 
 
 async def generate(runtime: OffloadRuntime, token_ids: list[int]) -> bool:
-    """Whether the prompt was warm. Eight of these do not fit at once: `allocate` waits for its turn."""
+    """Whether the prompt was warm. Eight of these do not fit at once, so `allocate` waits for its turn."""
     async with runtime.request(token_ids) as request:
         await request.allocate()
         num_ready = await request.load()
         private = request.block_ids[0][num_ready // 16 :]
-        # The blocks are held until the thread is done, even if this task is cancelled while it computes.
+        # The blocks are held until the thread has ended, even if this task is cancelled while it computes.
         await runtime.run_step([request], lambda: kv_cache.index_fill_(0, torch.tensor(private), 1.0))
         request.commit(len(token_ids))
         return num_ready > 0

@@ -1,9 +1,9 @@
 """A step-based scheduler with its own block pool and prefix cache: a `HostCache` manages host memory only.
 
-The engine ref-counts its blocks, computes long prompts in chunks, several requests in a forward, drafts tokens,
+The engine ref-counts its blocks, computes long prompts in chunks and several requests in one forward, drafts tokens,
 preempts, and forks. It may reuse any block that no request and no copy holds. Copies may fail, bring corrupt bytes, or
-hang: what is not loaded is computed, and a request that cannot fit ends with `OutOfBlocks`. The "model" reads the KV of
-every token that attention sees, so one wrong byte changes the output.
+hang. Tokens that are not loaded are computed, and a request that cannot fit ends with `OutOfBlocks`. The "model" reads
+the KV of every token that attention reads, so one wrong byte changes the output.
 
 Prints:
     16 outputs like those of a run without blocks: True
@@ -75,7 +75,7 @@ class Pool:
             self.cached[key], self.keys[block_id] = block_id, key
 
     def hit(self, tokens: list[int]) -> list[list[int]]:
-        """The blocks of the longest hit, group by group; null before the window."""
+        """The blocks of the longest hit, group by group. Null before the window."""
         for stop in range((len(tokens) - 1) // BLOCK, 0, -1):
             needed = [(g, range(seen(g, stop * BLOCK) // BLOCK, stop)) for g in range(len(GROUPS))]
             found = [[self.cached.get((g, *tokens[: (at + 1) * BLOCK])) for at in units] for g, units in needed]
@@ -120,13 +120,13 @@ class Scheduler:
                 self.launched[plan.job_id] = plan, self.counts["steps"]
 
     def copy(self, plan: TransferPlan) -> Completion | None:
-        """The result of a copy, or None while it is under way. Here, every copy lands after one step."""
+        """The result of a copy, or None while it is in progress. Here, every copy lands after one step."""
         self.memory[plan.destination][plan.destination_ids] = self.memory[plan.source][plan.source_ids]
         self.counts[plan.direction.value] += plan.num_blocks
         return Completion(plan.job_id, Outcome.LANDED, plan.num_blocks)
 
     def end_copies(self) -> None:
-        """Settle copies that are over. One that hangs is UNPROVEN: its destination is held until it ends after all."""
+        """Settle copies that have ended. One that hangs is UNPROVEN: its destination is held until it ends."""
         for plan, began in tuple(self.launched.values()):
             completion = self.copy(plan)
             if completion is None and self.counts["steps"] - began == PATIENCE:
@@ -138,7 +138,7 @@ class Scheduler:
         self.is_copying = any(self.counts["steps"] - began < PATIENCE for _, began in self.launched.values())
 
     def admit(self, request: Request) -> bool:
-        """Match, take blocks for the host hit and load it, if there is room for that and for the first chunk."""
+        """Match, take blocks for the host hit, and load it, if there are enough for that and for the first chunk."""
         tables, prefix = self.pool.hit(request.tokens), Prefix.of(Root("toy"), request.tokens)
         own = {"num_device_tokens": len(tables[0]) * BLOCK}
         if request.record is None:
@@ -163,7 +163,7 @@ class Scheduler:
         return True
 
     def is_scheduled(self, request: Request) -> bool:
-        """Whether it computes in this step: its load is over, and it has blocks, if need be from younger requests."""
+        """Whether it computes in this step: its load has ended, and it has blocks, perhaps from younger requests."""
         is_admitted = bool(request.tables) or (not self.short and self.admit(request))
         if not is_admitted or request.record.state is not RequestState.RUNNING:
             return False
@@ -186,7 +186,7 @@ class Scheduler:
 
     def leave(self, request: Request, reason: str) -> None:
         """Give its blocks back at once. Those that a copy or another request holds are not free yet."""
-        request.max_hit = request.record.retry_max_hit_tokens  # a copy that failed is not tried for ever
+        request.max_hit = request.record.retry_max_hit_tokens  # a copy that has failed is not repeated for ever
         self.ledger.release(request.record, reason)
         self.give(request, 0)
         request.record, request.tables = None, []
@@ -218,7 +218,7 @@ class Scheduler:
         return kv
 
     def commit(self, request: Request, num_computed: int, new_tokens: list[int]) -> None:
-        """Offer what is computed to the host, cache full blocks, and give back those that have left the window."""
+        """Offer computed blocks to the host, cache full blocks, and give back those that have left the window."""
         request.tokens = request.tokens + new_tokens
         is_last = len(request.tokens) == request.num_tokens
         self.launch(self.ledger.offer(request.record, num_computed, request.tables, new_tokens, is_last=is_last))

@@ -51,7 +51,7 @@ async def main() -> None:
             async with runtime.request(tokens, cache_salt=salt) as request:
                 await request.allocate()
                 request.commit(await request.load() or 50)
-        await runtime.reset(Tier.DEVICE)  # returns after the stores are over
+        await runtime.reset(Tier.DEVICE)  # returns after the stores have ended
         hits = [runtime.lookup(tokens, cache_salt=salt).num_host_tokens for salt, tokens in prompts]
         print(f"blocks in host memory: {dict(quota.num_blocks)}, hits: {hits}")
 

@@ -48,7 +48,7 @@ async def main() -> None:
                 async with runtime.request(tokens, cache_salt=salt) as request:
                     await request.allocate()
                     request.commit(await request.load() or len(tokens))
-            await runtime.reset(Tier.DEVICE)  # returns after the stores are over
+            await runtime.reset(Tier.DEVICE)  # returns after the stores have ended
             hits = {salt: runtime.lookup(tokens, cache_salt=salt).num_host_tokens for salt, tokens in PROMPTS.items()}
             print(f"host hits {uses} {hits}")
 

@@ -1,4 +1,4 @@
-"""Two rank processes, as in tensor parallel: each has its part of every block, one runtime decides for both.
+"""Two rank processes, as in tensor parallel: each has its part of every block, and one runtime decides for both.
 
 Prints:
     first time: 0 tokens ready
@@ -20,7 +20,7 @@ BLOCK_SIZE, PROMPT, OTHER = 16, list(range(90)), list(range(1000, 1120))  # the 
 
 
 def build(kv_caches: list[torch.Tensor], rank: int, num_ranks: int) -> torch.Tensor:
-    """Called in the rank's process. A real one makes its tensors there; these are shared, to be checked here."""
+    """Called in the rank's process. A real one makes its tensors there. These are shared, to be checked here."""
     return kv_caches[rank]
 
 

@@ -1,4 +1,4 @@
-"""A warm prefix: stored, evicted from the device, loaded back, and right to the byte.
+"""A warm prefix: stored, evicted from the device, and loaded back with the same bytes.
 
 Prints:
     first time: 0 tokens on the device, 0 in host memory
@@ -12,7 +12,7 @@ import torch
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request
 
 BLOCK_SIZE = 16
-# [blocks, keys and values, tokens, head dim]: 8 usable blocks behind the null block 0.
+# [blocks, keys and values, tokens, head dim]: 8 usable blocks after the null block 0.
 kv_cache = torch.zeros(9, 2, BLOCK_SIZE, 64)
 
 

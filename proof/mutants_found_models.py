@@ -14,7 +14,7 @@ FOUND_MODEL_MUTANTS = (
     Mutant(
         "proof compares nothing",
         PROVING,
-        "                if not error <= tolerance:  # not a number, perhaps\n",
+        "                if not error <= tolerance:  # true for NaN, too\n",
         "                if False:\n",
         _PROVEN,
         test=TESTS + "test_a_model_that_depends_on_its_slices_is_refused",
@@ -94,8 +94,8 @@ FOUND_MODEL_MUTANTS = (
     Mutant(
         "another library's error about a config let through",
         MODELS,
-        "        except Exception as error:  # transformers refuses to name",
-        "        except MemoryError as error:  # transformers refuses to name",
+        "        except Exception as error:  # transformers cannot give",
+        "        except MemoryError as error:  # transformers cannot give",
         "a model that can't be served is refused by an error of ours",
         test=TESTS + "test_a_directory_is_refused_for_the_same_reasons",
     ),

@@ -1,9 +1,9 @@
 """The log: one structlog event for every state change and every settled job (docs/tracing.md lists them).
 
 `LedgerLog` is an observer: it writes the events of a ledger and of its copy queue. `Telemetry` adds the events that
-only a runtime has, such as the opening of a disk. These are calls, because no ledger reports them.
+only a runtime has, such as the opening of a disk. These are method calls, because no ledger reports them.
 
-Any logger that binds and takes fields will do: structlog is imported only if no logger is given. A filtered event costs
+Any logger works that binds and takes fields: structlog is imported only if no logger is given. A filtered event costs
 one check of its level.
 """
 
@@ -59,7 +59,7 @@ _REQUEST_LEVELS = {**dict.fromkeys(RequestState, _DEBUG), RequestState.DONE: _IN
 _LEVELS: dict[type[Event], int] = dict.fromkeys(
     (StoreSkipped, CacheTransferMoved, StepBegun, StepEnded, ExtensionRefused, HintGiven, HintEnded), _DEBUG
 )
-"""Events that are always of this level: a filtered one costs one check."""
+"""Events that always have this level. A filtered one costs one check."""
 _JOB_LEVELS = {**dict.fromkeys(JobState, _DEBUG), JobState.FAILED: _WARNING}
 
 
@@ -68,7 +68,8 @@ Log = TypeVar("Log", bound="LedgerLog")
 
 
 def harmless(report: Callable[Concatenate[Log, Arguments], None]) -> Callable[Concatenate[Log, Arguments], None]:
-    """Swallow what a logger raises (a full disk, say): the ledger reports in the middle of a change."""
+    """Suppress exceptions of the logger (a full disk, for example), because the ledger reports in the middle of a
+    change."""
 
     @functools.wraps(report)
     def guarded(self: Log, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
@@ -83,7 +84,7 @@ def harmless(report: Callable[Concatenate[Log, Arguments], None]) -> Callable[Co
 def default_logger() -> Any:
     """The program's structlog logger. If structlog is not configured, one that prints only warnings to stderr."""
     try:
-        import structlog  # only here: a program that wants no log, or has a logger of its own, may lack it
+        import structlog  # imported only here: a program without a log, or with its own logger, may lack it
     except ModuleNotFoundError as error:
         raise InvalidArgument("logger", "must be given: there is no default one, structlog is not installed") from error
     if structlog.is_configured():
@@ -96,10 +97,10 @@ def default_logger() -> Any:
 
 
 def _levels_heard(logger: Any) -> Callable[[int], bool]:
-    """A function that tells whether `logger` emits a level. Loggers that cannot tell get every event.
+    """A function that returns whether `logger` emits a level. A logger without such a check gets every event.
 
-    It is called for each event, since levels may change. `is_enabled_for` is looked up at the class: an instance may
-    take any attribute name for a level, and write an event when it is called.
+    The function is called for each event, because levels may change. `is_enabled_for` is looked up in the class,
+    because an instance may take any attribute name for a level and write an event when it is called.
     """
     is_enabled_for = getattr(type(logger), "is_enabled_for", None)
     try:
@@ -110,7 +111,8 @@ def _levels_heard(logger: Any) -> Callable[[int], bool]:
 
 
 def _below_host(found: PrefixMatch) -> dict[str, int]:
-    """What a fetch would add; most logs are of runtimes without anything below host memory."""
+    """The tokens that a fetch would add. Most logs come from runtimes without tiers below the host, and omit the
+    field."""
     return {"num_disk_tokens": found.num_lower_tokens} if found.num_lower_tokens else {}
 
 
@@ -162,7 +164,7 @@ def _job_moved(log: Any, event: JobMoved) -> None:
         about |= {"outcome": completion.outcome.value, "num_bytes": completion.num_bytes}
         about["duration_s"] = round(completion.duration_s, 6)
     if event.new is JobState.FAILED:
-        # What is refused is no news: `storage_left_alone` has said why, and there may be one for each cell.
+        # Refused copies are not logged: `storage_left_alone` has given the reason, and there may be one for each cell.
         is_refused = completion is not None and completion.outcome is Outcome.REFUSED
         write = log.debug if is_refused else log.warning
         write(name, error=completion.error if completion is not None else "", **about)
@@ -253,7 +255,7 @@ def _link(event: TransportStalled | TransportRecovered) -> dict[str, str]:
 
 
 def _worker_failed(log: Any, event: WorkerFailed) -> None:
-    # As text: not every logger knows what an exception is.
+    # As text, because not every logger can format an exception.
     log.error("worker_failed", error=repr(event.error), traceback="".join(format_exception(event.error)))
 
 
@@ -286,28 +288,29 @@ WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
     WorkerFailed: _worker_failed,
     CacheTurnedOff: lambda log, event: log.error("cache_turned_off", reason=event.reason),
 }
-"""What writes an event. The other events are not logged."""
+"""The function that writes each event. Other events are not logged."""
 
 
 class LedgerLog:
-    """An observer that writes a ledger's events to `logger`, and what a `CopyQueue` reports.
+    """An observer that writes a ledger's events, and the reports of its `CopyQueue`, to `logger`.
 
-    `logger` is structlog's, or another one that has `bind` and takes an event and its fields; by default the program's
-    own structlog logger. What it raises is counted and dropped. A filtered event costs one check of its level.
+    `logger` is structlog's, or another one that has `bind` and takes an event and its fields. The default is the
+    program's own structlog logger. Exceptions of the logger are counted and dropped. A filtered event costs one check
+    of its level.
     """
 
     def __init__(self, logger: Any = None) -> None:
         if logger is not None:
             check_has("logger", logger, "structlog logger", "bind")
         bound = default_logger() if logger is None else logger
-        # Bound once: an unbound structlog proxy would look its configuration up at every event.
+        # Bound once: an unbound structlog proxy would look up its configuration at every event.
         self.logger = bound.bind()
         self._is_heard = _levels_heard(self.logger)
         self.num_lost_events = 0
         """Events lost because the logger raised."""
 
     def observe(self, event: Event) -> None:
-        """Write `event`, unless its level is filtered. What the logger raises is counted."""
+        """Write `event`, unless its level is filtered. Exceptions of the logger are counted."""
         kind = type(event)
         if kind is RequestMoved:
             level = _REQUEST_LEVELS[event.new]  # type: ignore[attr-defined]
@@ -322,13 +325,13 @@ class LedgerLog:
             self.num_lost_events += 1
 
     def ledger_opened(self, ledger: AnyLedger) -> None:
-        """Call it once `ledger` is made: readers of the log learn where it begins, and the sizes of its pools."""
-        # Where an engine has the device blocks, the pool counts what copies hold: nothing yet.
+        """Call it after `ledger` is made. Readers of the log learn where it begins, and the sizes of its pools."""
+        # If an engine has the device blocks, the pool counts only blocks that copies hold, and there are none yet.
         tiers = [tier for tier in check_ledger("ledger", ledger).cache.tiers if not tier.is_absent]
         self._opened("ledger_opened", {f"num_{tier.tier.name.lower()}_blocks": tier.pool.num_blocks for tier in tiers})
 
     def ledger_closed(self, ledger: AnyLedger) -> None:
-        """Call it when nothing is launched for `ledger` any more."""
+        """Call it when no copy can be launched for `ledger` any more."""
         self._closed("ledger_closed", len(check_ledger("ledger", ledger).jobs.quarantined))
 
     @harmless
@@ -410,8 +413,8 @@ class Telemetry(LedgerLog):
         engine_blocks: bool = False,
         own: Mapping[Tier, int] | None = None,
     ) -> None:
-        """`layout`: the KV regions as they are understood; empty where a transport of the program's own has them.
-        `engine_blocks`: the device blocks are an engine's. `own`: the blocks of tiers of the program's own."""
+        """`layout`: a description of the KV regions. Empty if your own transport has them. `engine_blocks`: whether an
+        engine owns the device blocks. `own`: number of blocks of your own tiers."""
         sizes = {"num_device_blocks": num_device_blocks, "num_host_blocks": num_host_blocks}
         sizes |= {f"num_{tier.name.lower()}_blocks": number for tier, number in (own or {}).items()}
         self._opened("runtime_opened", {**sizes, "engine_blocks": engine_blocks, "layout": layout})

@@ -1,4 +1,4 @@
-"""Observers beside the log, such as metrics: they receive the same events."""
+"""Several observers on one ledger, such as a log and metrics. Each receives the same events."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Observers:
                 self.num_failures += 1
 
     def hearing(self, deliver: Callable[[Completion], None]) -> Callable[[Completion], None]:
-        """A wrapper of `deliver`, which takes a transport's completions, that first reports each completion. Logs do
-        not need it."""
+        """Wrap `deliver`, which takes a transport's completions, so that each completion is reported first. Logs do not
+        need it."""
         if all(isinstance(observer, LedgerLog) for observer in self.observers):
             return deliver
 
@@ -52,7 +52,7 @@ class Observers:
 
 
 def each_observer(observer: Observer | None) -> Iterator[Observer]:
-    """`observer`, and those that it stands for."""
+    """`observer`, and the members of each `Observers` in it."""
     if observer is not None:
         yield observer
     if isinstance(observer, Observers):

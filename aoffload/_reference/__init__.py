@@ -1,1 +1,1 @@
-"""An engine and an HTTP server on the runtime: reference code, and what the demo and the tests serve with."""
+"""A reference engine and HTTP server on the runtime. The demo and the tests serve with them."""

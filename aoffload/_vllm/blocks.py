@@ -14,7 +14,8 @@ from ..errors import RegionError
 
 
 class BlockTable(Sequence[int]):
-    """The ids of a list of vLLM's blocks. An id is read when it is asked for: tables are long, and few of it are."""
+    """The ids of a list of vLLM's blocks. An id is read on access, because tables are long and few of their ids are
+    needed."""
 
     __slots__ = ("_blocks",)
 
@@ -51,8 +52,8 @@ class EnginePool:
         self.pool.free_blocks([blocks[block_id] for block_id in reversed(block_ids)])  # evict a prefix from its end
 
     def find(self, request_id: str, group: int, start: int, stop: int) -> list[int]:
-        """Blocks that are no longer in the request's table, because they left the window or the request has ended, but
-        are still in vLLM's cache."""
+        """Blocks that vLLM's cache still has, although the request's table no longer contains them: they left the
+        window, or the request has ended."""
         per_block = self.block_sizes[group] // self.pool.hash_block_size
         hashes, group_id = self.hashes_of(request_id), [self.group_ids[group]]
         found = []
@@ -63,7 +64,7 @@ class EnginePool:
         return found
 
     def is_private(self, block_id: int) -> bool:
-        """Whether nobody refers to the block but the one request that has it: no copy may still write to it."""
+        """Whether only the request that has the block refers to it. Otherwise a copy may still write to it."""
         return bool(self.pool.blocks[block_id].ref_cnt == 1)
 
     @property
@@ -74,21 +75,21 @@ class EnginePool:
 
 # -- regions ---------------------------------------------------------------------------------------------------------
 #
-# Where the bytes of a block lie, from vLLM's `KVCacheTensor`s.
+# Where the bytes of a block are in memory, from vLLM's `KVCacheTensor`s.
 
 
 @attrs.frozen
 class Placement:
-    """One stretch of each block in the memory of the whole KV cache: that of block `b` is the `block_bytes` bytes from
-    `offset + b * block_bytes` on."""
+    """One part of each block in the memory of the whole KV cache. For block `b`, it is the `block_bytes` bytes that
+    start at `offset + b * block_bytes`."""
 
     offset: int
     block_bytes: int
 
 
 def placements_of(tensors: Sequence[Any], num_blocks: int) -> tuple[Placement, ...]:
-    """The stretches of a block over all `tensors`, each one once: groups lie over one another, for a block belongs to
-    one group at a time. `RegionError` for memory of other processes."""
+    """The parts of a block over all `tensors`, each part once. Groups share memory, because a block belongs to one
+    group at a time. `RegionError` if the memory belongs to another process."""
     if any(tensor.host_resident for tensor in tensors):
         raise RegionError("kv_cache_tensors", "lie in host memory, in part: there is nothing to offload")
     return tuple(dict.fromkeys(place for tensor in tensors for place in _placements(tensor, num_blocks)))
@@ -96,14 +97,14 @@ def placements_of(tensors: Sequence[Any], num_blocks: int) -> tuple[Placement, .
 
 def _placements(tensor: Any, num_blocks: int) -> Iterator[Placement]:
     plane_bytes = num_blocks * tensor.block_stride
-    if tensor.layer_stride < plane_bytes:  # the pages of all layers lie together in a block
+    if tensor.layer_stride < plane_bytes:  # a block contains the pages of all layers
         yield Placement(tensor.offset // plane_bytes * plane_bytes, tensor.block_stride)
         return
     if tensor.layer_stride % plane_bytes:
         raise RegionError("kv_cache_tensors", f"leave gaps of {tensor.layer_stride % plane_bytes} bytes between layers")
     for number in range(len(tensor.layers)):
         start = tensor.offset + number * tensor.layer_stride
-        for plane in range(tensor.layer_stride // plane_bytes):  # several where heads come before blocks
+        for plane in range(tensor.layer_stride // plane_bytes):  # several if the layout has heads before blocks
             yield Placement(start + plane * plane_bytes, tensor.block_stride)
 
 
@@ -112,7 +113,8 @@ def block_bytes_of(placements: Sequence[Placement]) -> int:
 
 
 def regions_at(placements: Sequence[Placement], kv_caches: Mapping[str, Any], num_blocks: int) -> list[KVRegion]:
-    """The regions of `placements` in the memory of the tensors that vLLM registers: one allocation for all layers."""
+    """The regions of `placements` in the memory of the tensors that vLLM registers. All layers are in one
+    allocation."""
     memories = {cache.untyped_storage().data_ptr(): cache for cache in kv_caches.values()}
     if len(memories) != 1:
         raise RegionError("kv_caches", f"are {len(memories)} allocations, and have to be one")

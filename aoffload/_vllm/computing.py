@@ -1,5 +1,5 @@
-"""What vLLM computes, as far as loads and fetches compete with it: how fast, how much is queued, and what of a hit it
-computes itself."""
+"""The load on vLLM's compute, which decides whether a load or a fetch is worth its time: prefill speed, queued tokens,
+and the part of each hit that vLLM computes instead of loading."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..ledger import LoadCosts
 from .requests import EngineRequest
 
 MAX_STEPS = 64
-"""Begun and not over: vLLM has few at a time."""
+"""Bound on steps that have begun and not ended. vLLM has few at a time."""
 
 
 @attrs.define(eq=False)
 class Computing:
-    """One per engine. vLLM may begin a step before the one before it is over."""
+    """One per engine. vLLM may begin a step before the previous one has ended."""
 
     speed: PrefillSpeed
-    """Tokens of prompts computed a second."""
+    """Prompt tokens computed per second."""
     clock: Callable[[], float]
     costs: LoadCosts | None = attrs.field(default=None, init=False)
-    """None: whatever can be loaded is."""
+    """None: every hit is loaded."""
     _begun: deque[tuple[float, int]] = attrs.field(factory=lambda: deque(maxlen=MAX_STEPS), init=False)
-    """When, and how many tokens of prompts it computes; the oldest first."""
+    """Start time and number of prompt tokens of each step in progress, oldest first."""
     _last_end: float = attrs.field(default=0.0, init=False)
 
     def begins(self, num_scheduled_tokens: dict[str, int]) -> None:
@@ -39,7 +39,7 @@ class Computing:
                 self.costs.computed(request_id, number)
 
     def ends(self) -> None:
-        """The oldest step is over."""
+        """The oldest step has ended."""
         if not self._begun:
             return
         (begun, num_tokens), now = self._begun.popleft(), self.clock()
@@ -48,7 +48,7 @@ class Computing:
         self._last_end = now
 
     def chosen(self, found: EngineRequest, match: PrefixMatch) -> PrefixMatch:
-        """What of `match` is loaded, decided once for each match: vLLM is bound to what it is told."""
+        """The part of `match` to load. It is decided once for each match, because vLLM holds on to the first answer."""
         if self.costs is None or found.record is None or match is found.chosen:
             return match
         self.costs.bound(found.record)
@@ -56,6 +56,6 @@ class Computing:
         return found.chosen
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """The request has ended."""
         if self.costs is not None:
             self.costs.forget(request_id)

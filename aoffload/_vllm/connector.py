@@ -1,4 +1,4 @@
-"""The connector that vLLM loads, once in its scheduler and once in each worker: its hooks, and where they lead."""
+"""The connector that vLLM loads, once in its scheduler and once in each worker. Its hooks call the two halves."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ _PROCESS_INPUTS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate
 """Options that change how vLLM preprocesses an image or a video for its model. Neither vLLM's hash of the input nor
 its hash of the model depends on these options."""
 _IDLE = StepCommands(NOTHING)
-"""Of most steps: nothing is copied."""
+"""The usual case: the step copies nothing."""
 
 
 class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Host memory behind vLLM's own prefix cache."""
+    """Host memory as a tier below vLLM's own prefix cache."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -74,7 +74,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         num_blocks = kv_cache_config.num_blocks
         placements = placements_of(kv_cache_config.kv_cache_tensors, num_blocks)
         self._deciding: Guard
-        """In the scheduler."""
+        """Only in the scheduler."""
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             block_bytes = block_bytes_of(placements)
@@ -95,13 +95,13 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Called in a worker before it closes."""
 
     def make_transport(self, regions: Sequence[KVRegion]) -> Transport:
-        """What copies between vLLM's tensors, host memory and the tiers below, in a worker. A subclass may copy
-        otherwise."""
+        """The transport that copies between vLLM's tensors, host memory and the tiers below, in a worker. A subclass
+        may return another one."""
         return LocalTransport(regions, disk=self._config.disk, remote=self._config.remote)
 
     @property
     def ledger(self) -> HostCache:
-        """The ledger, in the scheduler: for a look at it from outside."""
+        """The ledger, in the scheduler. It is here for inspection from outside."""
         return self._deciding.half.ledger
 
     @property
@@ -135,7 +135,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
-        if told is None:  # as in most steps; the next line costs more
+        if told is None:  # in most steps; the next statement costs more
             return
         if isinstance(told, StepReports) and (landed := self._deciding.take(told.reports)):
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *landed}
@@ -202,10 +202,10 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._copying.load(self._commands)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request is scheduled when its load is over."""
+        """Does nothing, because vLLM schedules a request only after its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: stores begin when the forward is over."""
+        """Does nothing, because stores begin after the forward."""
 
     def wait_for_save(self) -> None:
         self._copying.start(self._commands.stores, self._commands.uses)
@@ -229,8 +229,8 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _worker_of_this_process() -> AoffloadConnector | None:
-    """The worker's half, where one process has both: vLLM ends workers first, and then nobody else could tell it what
-    the disk lacks."""
+    """The worker's half, if one process has both halves. vLLM ends the workers first. After that, the scheduler has no
+    other way to send the last blocks to the disk."""
     found = get_kv_transfer_group() if has_kv_transfer_group() else None
     return found if isinstance(found, AoffloadConnector) else None
 
@@ -249,7 +249,8 @@ def _adapters(vllm_config: VllmConfig, rank: int) -> LoadedAdapters | None:
 
 
 def _identity(vllm_config: VllmConfig, kv_cache_config: Any, given: str) -> Identity:
-    """Of KV that outlives the engine: another version, attention backend or override of the model is another one."""
+    """The identity of KV that outlives the engine. It differs for another version, attention backend or override of the
+    model."""
     model = vllm_config.model_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     processors = [getattr(model.multimodal_config, name, None) for name in _PROCESS_INPUTS]

@@ -1,4 +1,4 @@
-"""What the scheduler's half counts: flat names, as vLLM carries them to its log and to Prometheus.
+"""Counts of the scheduler's half, as flat names, which vLLM can carry to its log and to Prometheus.
 
 `jobs|load|host|landed` is the metric `jobs` with the label values `load`, `host` and `landed`: a load from the host.
 """
@@ -31,21 +31,21 @@ _log = logging.getLogger("vllm.aoffload")
 STATES = ("free", "cached", "pinned", "quarantined")
 HELD = ("pinned", "quarantined")
 REPORT_S = 1.0
-"""Reporting in every step would cost more than counting."""
+"""Seconds between two reports. Reporting in every step would cost more than counting."""
 
 
 class Counts:
-    """An observer of the ledger's jobs and of the copy queue."""
+    """An observer of the ledger's jobs and of the copy queue. It counts both."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.failure: BaseException | None = None
-        """What the ledger raised and never should."""
+        """An error of the ledger that should never happen."""
         self.num_failed = 0
-        """Copies that did not land. Each may have cost a request what was found for it."""
+        """Copies that failed. For each of them, a request may have lost its hit."""
         self.counted: defaultdict[str, float] = defaultdict(float)
-        """Since the last `take`."""
+        """Counts since the last `take`."""
         self.clock, self.due_at = clock, -math.inf
-        """What was counted has to be reported at that time of the clock."""
+        """`due_at`: the time of the clock at which the counts have to be reported."""
 
     def observe(self, event: Event) -> None:
         match event:
@@ -84,14 +84,14 @@ class Counts:
         self.counted["declined_loads"] += 1
 
     def lost(self, num_tokens: int) -> None:
-        """A load has brought `num_tokens` fewer than vLLM was promised."""
+        """A load has brought `num_tokens` fewer than the scheduler promised vLLM."""
         self.counted["lost_tokens"] += num_tokens
 
     def turned_off(self, what: str) -> None:
         self.counted[f"turned_off|{what}"] += 1
 
     def take(self) -> dict[str, float]:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         found = dict(self.counted)
         self.counted.clear()
         self.due_at = self.clock() + REPORT_S
@@ -99,12 +99,12 @@ class Counts:
 
 
 def _link(source: Tier, destination: Tier) -> str:
-    """The direction, and the tier below: loads come from it, stores go to it."""
+    """The direction, and the tier below: the source of a load, or the destination of a store."""
     return f"{'load' if destination < source else 'store'}|{max(source, destination).name.lower()}"
 
 
 def blocks_of(tiers: Iterable[TierBlocks]) -> dict[str, float]:
-    """Blocks of each tier by state; of vLLM's own, those that copies hold."""
+    """Blocks of each tier by state. Of vLLM's own blocks, only those that copies hold."""
     found: dict[str, float] = {}
     for tier in tiers:
         statistics, name = tier.statistics(), tier.tier.name.lower()

@@ -1,8 +1,8 @@
-"""The disk in the scheduler: what is stored there, and what an earlier process has left.
+"""The disk in the scheduler: it stores blocks there, and restores the blocks that an earlier process left.
 
-READING    what an earlier process has left comes in, a millisecond of a step; nothing is stored
-READY      what host memory is about to evict is stored, within the day's budget
-OFF        it must not be used any more
+READING    the blocks of an earlier process come in, one millisecond per step; nothing is stored
+READY      blocks that host memory is about to evict are stored, within the day's budget
+OFF        the disk must not be used any more
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .messages import ReadingOver, ResetOver, Said, TieredOutbox
 
 _log = logging.getLogger("vllm.aoffload")
 TURN_S = 0.001
-"""How much of a step what was read back may take."""
+"""Seconds per step for taking in restored blocks."""
 MAX_BLOCKS = 256
-"""Stored at once: a label for each of them is made in the scheduler's loop."""
+"""Blocks per store. The scheduler's loop computes a label for each of them."""
 LOADS, STORES = (Tier.DISK, Tier.HOST), (Tier.HOST, Tier.DISK)
 USES = {LOADS: Use.LOAD, STORES: Use.STORE}
 
@@ -53,11 +53,11 @@ class DiskSide:
     budget: DailyBudget = attrs.field(init=False)
     _breakers: dict[tuple[Tier, Tier], Breaker] = attrs.field(init=False)
     _found: deque[RestoredRun] = attrs.field(factory=deque, init=False)
-    """Read, and not in the ledger yet."""
+    """Restored runs that the ledger does not have yet."""
     _reading: str | None = attrs.field(default=None, init=False)
-    """How the reading ended: an empty text, or why it failed. None: not yet."""
+    """Why the reading failed; empty if it succeeded. None: it has not ended."""
     _num_resets: int = attrs.field(default=0, init=False)
-    """Resets that the worker has been told of, or is to be told of."""
+    """Resets that were sent to the worker, or that the next step will send."""
     _num_resets_over: int = attrs.field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -66,16 +66,17 @@ class DiskSide:
 
     @property
     def is_busy(self) -> bool:
-        """Whether steps have to go on: what was read back comes in, or a reset is not over."""
+        """Whether vLLM has to run more steps, because restored blocks come in or a reset is not complete."""
         return self.state is DiskState.READING or self._num_resets > self._num_resets_over
 
     def gauges(self) -> dict[str, float]:
-        """What may still be written today, whether the disk is off, and what of it is left alone."""
+        """Bytes that may still be written today, whether the disk is off, and whether its loads or stores are disabled
+        for a while."""
         alone = {f"left_alone|disk|{USES[link].value}": float(one.is_on_trial) for link, one in self._breakers.items()}
         is_off = self.state is DiskState.OFF
         return {"disk_budget_bytes": self.budget.left(self.clock()), "disk_off": float(is_off), **alone}
 
-    # -- what the worker reports ----------------------------------------------------------------------------------
+    # -- reports of the worker ------------------------------------------------------------------------------------
 
     def take(self, said: Iterable[Said]) -> None:
         for report in said:
@@ -94,7 +95,7 @@ class DiskSide:
                     _log.warning("aoffload: the disk: %s", report.reason)
 
     def copied(self, plan: TransferPlan, completion: Completion) -> None:
-        """A copy is over: a disk that fails is left alone for a while."""
+        """A copy has ended. A disk that fails is disabled for a while."""
         breaker = self._breakers.get(plan.link)
         if breaker is None:
             return
@@ -107,7 +108,7 @@ class DiskSide:
             _log.warning("aoffload: %s", in_words(StorageMove(Tier.DISK, USES[plan.link], "", move)))
 
     def _take_in(self) -> None:
-        """What was read back, for a part of a step."""
+        """Take in restored blocks, for at most `TURN_S` of this step."""
         if self.state is not DiskState.READING:
             return
         until = self.clock() + TURN_S
@@ -129,7 +130,7 @@ class DiskSide:
         _log.error("aoffload: the disk is not used any more: %s", reason)
 
     def reset(self) -> None:
-        """The ledger has forgotten all: no restart may find it. The worker hears of it in the next step."""
+        """The ledger has forgotten everything, so no restart may find it. The next step tells the worker."""
         if self.state is not DiskState.OFF:
             self._num_resets = self.ledger.disk.num_resets
             self.outbox.reset(self._num_resets)
@@ -137,8 +138,8 @@ class DiskSide:
     # -- storing --------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Take in a part of what was read back. Store what host memory is about to evict; while the disk has nothing to
-        do, also what was asked for twice."""
+        """Take in some of the restored blocks. Store blocks that host memory is about to evict. While the disk is idle,
+        also store blocks that were requested twice."""
         self._take_in()
         if forgotten := self.ledger.disk.take_forgotten():
             self.outbox.forget(forgotten)
@@ -147,7 +148,7 @@ class DiskSide:
             self._store(self.ledger.disk.plan_stores(most, is_idle=is_idle, only_requested_twice=is_low))
 
     def flush(self) -> bool:
-        """The engine ends: store what the disk lacks. Returns whether there may be more to wait for."""
+        """The engine ends: store the blocks that the disk lacks. Returns whether to wait and call again."""
         if self.state is not DiskState.READY:
             return False
         if most := self._num_storable():
@@ -158,7 +159,7 @@ class DiskSide:
         return self.queue.num_under_way(*link)
 
     def _num_storable(self) -> int:
-        """Blocks that may be stored now: none on a disk that fails, more only when what is queued gets done."""
+        """Number of blocks that may be stored now. It is 0 if the disk fails, and it grows as queued copies end."""
         now = self.clock()
         if self._breakers[STORES].is_open(now):
             return 0
@@ -167,12 +168,12 @@ class DiskSide:
     def _store(self, plans: Sequence[TransferPlan]) -> None:
         self.queue.submit(plans)
         unsettled = self.ledger.jobs.unsettled
-        num_blocks = sum(plan.num_blocks for plan in plans if plan.job_id in unsettled)  # the others were refused
+        num_blocks = sum(plan.num_blocks for plan in plans if plan.job_id in unsettled)  # the queue refused the others
         if num_blocks:
             self.budget.spend(num_blocks * self.block_bytes, self.clock())
 
     @property
     def may_fetch(self) -> bool:
-        """Whether a fetch is worth its time: not from a disk that has failed lately, or hangs."""
+        """Whether a fetch from the disk can be worth its time. It is not if the disk failed lately, or hangs."""
         is_off = self.state is DiskState.OFF or self._breakers[LOADS].is_open(self.clock())
         return not is_off and not self.queue.is_stalled(*LOADS)

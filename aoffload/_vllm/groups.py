@@ -17,7 +17,7 @@ class CachedGroups:
     """The groups whose blocks are found by the hash of their tokens. The others are rebuilt by vLLM itself."""
 
     ids: tuple[int, ...]
-    """vLLM's number of each."""
+    """vLLM's number of each group."""
     groups: tuple[KVCacheGroup, ...]
 
     @classmethod
@@ -38,7 +38,7 @@ class CachedGroups:
         return tuple(group.block_size for group in self.groups)
 
     def tables(self, block_tables: Sequence[Any]) -> list[Any]:
-        """Of a table for each of vLLM's groups, those of these groups."""
+        """From a list with one table per group of vLLM, select the tables of these groups."""
         return [block_tables[number] for number in self.ids]
 
 

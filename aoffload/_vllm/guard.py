@@ -1,4 +1,4 @@
-"""An error in the scheduler's half turns the cache off; it never ends vLLM's scheduler, in whose loop it happens."""
+"""An error in the scheduler's half turns the cache off. It never ends vLLM's scheduler, in whose loop it happens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from .worker import WorkerSide
 
 # -- flush -----------------------------------------------------------------------------------------------------------
 #
-# The end of an engine whose process has both halves: the disk takes what only host memory has.
+# The end of an engine whose process has both halves: store the blocks on disk that only host memory has.
 
 
 def flush(half: SchedulerSide, worker: WorkerSide) -> None:
-    """Store on the disk what it lacks, for `close_flush_s` at most: there are no steps any more that would do it."""
+    """Store the blocks that the disk lacks, for at most `close_flush_s`. vLLM runs no more steps that would store
+    them."""
     disk = None if half.lower is None else half.lower.disk
     if disk is None or not disk.tier.close_flush_s:
         return
@@ -39,7 +40,7 @@ _log = logging.getLogger("vllm.aoffload")
 
 
 class Guard:
-    """The hooks of `SchedulerSide`. Once one of them has raised, requests compute what they would have loaded."""
+    """The hooks of `SchedulerSide`. After one of them has raised, requests compute instead of loading."""
 
     def __init__(self, half: SchedulerSide) -> None:
         self.half = half
@@ -96,7 +97,7 @@ class Guard:
                 self._turn_off(error)
 
     def flush(self, worker: WorkerSide) -> None:
-        """Both halves are in this process, and the engine ends."""
+        """The engine ends, and this process has both halves."""
         if not self.off_reason:
             try:
                 flush(self.half, worker)
@@ -104,8 +105,8 @@ class Guard:
                 self._turn_off(error)
 
     def take_counts(self) -> dict[str, float]:
-        """What has been counted since the last call, and what there is now: once a second, and before the steps may
-        end for a while. Else, and if nothing was counted, nothing."""
+        """The counts since the last call, and the gauges. It returns them once a second, and before vLLM may stop
+        running steps for a while. Otherwise, or if nothing was counted, it returns nothing."""
         half, counts = self.half, self.half.counts
         if not counts.counted:
             return {}

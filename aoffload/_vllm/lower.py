@@ -1,4 +1,4 @@
-"""The tiers below host memory in the scheduler: a disk, a remote store, and what is fetched from both."""
+"""The tiers below host memory in the scheduler: a disk, a remote store, and fetches from both."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .requests import EngineRequest, Fetching
 
 # -- fetches ---------------------------------------------------------------------------------------------------------
 #
-# What a request brings from below host memory before vLLM is told what it has.
+# A request's fetch from below host memory, which comes before vLLM gets the length of the hit.
 #
-# question    what has the remote store behind the hit? Asked in one step, answered in a later one
-# gate        would it all arrive before it could be computed?
-# fetch       copied into host memory, for as long as computing it would take
+# question    how much has the remote store after the hit? Asked in one step, answered in a later one
+# gate        would the fetch end before the same tokens could be computed?
+# fetch       copies into host memory, for at most the time that computing them would take
 #
-# Until that is over vLLM is told to ask again; it schedules others meanwhile.
+# Until the fetch ends, vLLM is answered "ask again". Meanwhile it schedules other requests.
 
 PENDING = PrefixMatch(0, 0, is_pending=True)
 FROM_DISK, FROM_REMOTE = (Tier.DISK, Tier.HOST), (Tier.REMOTE, Tier.HOST)
@@ -32,12 +32,12 @@ FROM_DISK, FROM_REMOTE = (Tier.DISK, Tier.HOST), (Tier.REMOTE, Tier.HOST)
 
 @attrs.frozen
 class Offer:
-    """What tiers below the host could bring."""
+    """The tokens that a fetch could bring."""
 
     stop: int
-    """The token up to which the request would hit."""
+    """The token at which the hit would end."""
     remote_stop: int
-    """The one up to which that is from the remote store; 0 if nothing is."""
+    """The token at which the part from the remote store would end; 0 if that part is empty."""
     seconds: float
 
 
@@ -50,21 +50,21 @@ class Fetches:
     counts: Counts
     block_bytes: int
     most_s: float
-    """How long a request is told to ask again because of a fetch."""
+    """The longest time for which a fetch may delay a request."""
     speed: PrefillSpeed
     clock: Callable[[], float]
     disk: DiskSide | None
     remote: RemoteSide | None
     _num_loads_over: int = attrs.field(default=0, init=False)
-    """Loads from below the host."""
+    """Loads from below the host that have ended."""
 
     def copied(self, plan: TransferPlan) -> None:
-        """A copy is over."""
+        """A copy has ended."""
         self._num_loads_over += plan.link in (FROM_DISK, FROM_REMOTE)
 
     def fetched(self, found: EngineRequest, match: PrefixMatch) -> PrefixMatch:
-        """`match` of `found`, once what only lower tiers have of it has come, or its time is over. Pending until
-        then."""
+        """`match` of `found`, after the blocks that only lower tiers have were fetched, or after the time for that is
+        over. Until then, the answer is pending."""
         is_late = self.clock() >= found.fetch_until
         if found.fetch is not None:
             if not found.fetch.is_over and not is_late:
@@ -82,14 +82,14 @@ class Fetches:
         offer = self._offer(found, match)
         return match if offer is None else self._bring(found, match, offer)
 
-    # -- what there is --------------------------------------------------------------------------------------------
+    # -- available blocks -----------------------------------------------------------------------------------------
 
     def _disk_stop(self, match: PrefixMatch) -> int:
         is_usable = self.disk is not None and match.num_lower_tokens and self.disk.may_fetch
         return match.num_tokens + match.num_lower_tokens if is_usable else match.num_tokens
 
     def _asks(self, found: EngineRequest, match: PrefixMatch) -> bool:
-        """Whether `found` waits for an answer of the store, which is asked once, and only what would be worth it."""
+        """Whether `found` waits for an answer of the store. It asks once, if a fetch could be worth its time."""
         asked = found.asked
         if asked is not None:
             return asked.num_cells is None and self.clock() < asked.until
@@ -104,7 +104,7 @@ class Fetches:
         return True
 
     def _offer(self, found: EngineRequest, match: PrefixMatch) -> Offer | None:
-        """What is worth a fetch: what disk and store have together, or the disk alone. None: neither."""
+        """The offer that is worth a fetch: disk and store together, or the disk alone. None: neither."""
         disk_stop, remote_stop = self._disk_stop(match), 0
         if self.remote is not None and found.asked is not None and self.remote.may_fetch:
             remote_stop = found.asked.stop * self.ledger.layout.unit_tokens
@@ -113,7 +113,7 @@ class Fetches:
             return None
         for from_disk, from_remote in offers:
             offer = self._offer_of(found, match, from_disk, from_remote)
-            if found.num_tried >= 0 or self._bound_s(match, offer):  # what has begun goes on until its time is over
+            if found.num_tried >= 0 or self._bound_s(match, offer):  # a fetch that has begun runs until its deadline
                 return offer
         self.counts.counted["declined_fetches"] += 1
         found.fetching = Fetching.OVER
@@ -133,14 +133,15 @@ class Fetches:
         return self.queue.seconds(*link, num_blocks)
 
     def _bound_s(self, match: PrefixMatch, offer: Offer) -> float:
-        """How long the request may wait for `offer`; 0: it computes."""
+        """How long the request may wait for `offer`. 0: it computes the tokens instead."""
         num_tokens = offer.stop - match.num_tokens
         return fetch_bound_s(num_tokens, self.speed.tokens_per_s, offer.seconds, self.most_s)
 
-    # -- bringing it ----------------------------------------------------------------------------------------------
+    # -- fetching -------------------------------------------------------------------------------------------------
 
     def _bring(self, found: EngineRequest, match: PrefixMatch, offer: Offer) -> PrefixMatch:
-        """Fetch what there is room for. What has none waits for the fetches of others, if there are any."""
+        """Fetch as many blocks as fit into free host blocks. If none fit, wait for the fetches of other requests, if
+        there are any."""
         are_others = any(self.queue.num_under_way(*link) for link in (FROM_DISK, FROM_REMOTE))
         if found.num_tried == self._num_loads_over and are_others:
             return PENDING
@@ -158,7 +159,7 @@ class Fetches:
         assert record is not None, "a match without a request"
 
         def arrived() -> None:
-            # In the step that ends the fetch: its blocks are evictable from now on.
+            # Match in the same step in which the fetch ends, because its blocks are evictable from now on.
             if record.state is RequestState.PINNED:
                 self.ledger.fetches.match_again(record)
 
@@ -168,7 +169,7 @@ class Fetches:
             found.fetch_until = self.clock() + self._bound_s(match, offer)
             self.counts.counted["fetches"] += 1
         found.num_tried = self._num_loads_over
-        if fetch.plans or not fetch.is_over:  # otherwise there was no free block, and it is tried again
+        if fetch.plans or not fetch.is_over:  # otherwise there was no free block, and a later call tries again
             found.fetch, found.num_fetched = fetch, match.num_tokens
             self.queue.submit(fetch.plans)
         return fetch
@@ -179,7 +180,7 @@ class Fetches:
 
 @attrs.frozen
 class Lower:
-    """One per engine with such tiers. All calls come from the thread of vLLM's scheduler, and none waits."""
+    """One per engine with tiers below the host. All calls come from the thread of vLLM's scheduler, and none waits."""
 
     ledger: HostCache
     disk: DiskSide | None
@@ -206,14 +207,14 @@ class Lower:
 
     @property
     def is_busy(self) -> bool:
-        """Whether steps have to go on."""
+        """Whether vLLM has to run more steps."""
         return self.disk is not None and self.disk.is_busy
 
     def fetched(self, found: EngineRequest, match: PrefixMatch) -> PrefixMatch:
         return self.fetches.fetched(found, match)
 
     def hear(self, said: Iterable[Said], completions: Iterable[Completion]) -> None:
-        """What the tiers of the worker say, and which copies are over: before these are settled."""
+        """Take the reports of the worker's tiers, and the copies that have ended, before these are settled."""
         for side in self._sides:
             side.take(said)
         for completion in completions:
@@ -224,12 +225,12 @@ class Lower:
                     side.copied(job.plan, completion)
 
     def look(self) -> None:
-        """Store below host memory what is worth it."""
+        """Store blocks below host memory that are worth it."""
         for side in self._sides:
             side.look()
 
     def reset(self) -> None:
-        """The ledger has forgotten all."""
+        """The ledger has forgotten everything."""
         for side in self._sides:
             side.reset()
 

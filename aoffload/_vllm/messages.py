@@ -1,4 +1,5 @@
-"""What the two halves of the connector say to each other, in what vLLM carries between its processes anyway."""
+"""Messages between the two halves of the connector. They travel in the objects that vLLM sends between its processes in
+any case."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from ..transport import Fence
 
 @attrs.frozen
 class LoadReport:
-    """The load of a request is over: every worker tells vLLM so, in the step that carries this."""
+    """The load of a request has ended. In the step that carries this report, every worker reports it to vLLM."""
 
     request_id: str
     is_lost: bool = False
-    """All of it is lost: the request begins again."""
+    """All of the load is lost, so the request begins again."""
     invalid_block_ids: tuple[int, ...] = ()
-    """The end of it is lost: computing goes on at the first of these blocks."""
+    """The end of the load is lost. vLLM computes from the first of these blocks on."""
 
 
 @attrs.frozen
@@ -30,14 +31,14 @@ class AdapterUse:
     adapter: int
     """vLLM's `lora_int_id`."""
     serials: dict[int, int]
-    """By rank: the number of changes of the weights so far."""
+    """By rank, the number of changes of the weights so far."""
     key: str
     """A key for the weights of all ranks."""
 
 
 @attrs.frozen
 class FirstForward:
-    """The first forward of a request over its loaded KV. If the weights have changed, the result does not count."""
+    """The first forward of a request over its loaded KV. If the weights have changed, its result is discarded."""
 
     use: AdapterUse
     block_ids: tuple[int, ...]
@@ -45,17 +46,19 @@ class FirstForward:
 
 @attrs.frozen
 class DiskCommands:
-    """To the disk of the one worker that has it, before anything of the step is copied."""
+    """Commands to the disk, in the one worker that has it. The worker obeys them before it copies anything of the
+    step."""
 
     forgotten: tuple[int, ...] = ()
-    """Slots that no restart must find."""
+    """Slots that no restart may find."""
     num_resets: int = 0
-    """Not 0: no restart must find what was planned before this reset."""
+    """Not 0: no restart may find copies that were planned before this reset."""
 
 
 @attrs.frozen
 class Question:
-    """To the remote store of the one worker that has it: how many of these cells has it, from the first one on?"""
+    """To the remote store, in the one worker that has it: how many of these cells does it have, counted from the first
+    one?"""
 
     number: int
     labels: tuple[CellLabel, ...]
@@ -63,19 +66,19 @@ class Question:
 
 @attrs.frozen
 class ReadingOver:
-    """What an earlier process has left is read."""
+    """The worker has read the blocks that an earlier process left on disk."""
 
     problem: str
-    """Why it was not read to its end; empty if it was."""
+    """Why it could not read all of them; empty if it could."""
 
 
 @attrs.frozen
 class ResetOver:
-    """A reset has reached the disk."""
+    """The disk has completed a reset."""
 
     num_resets: int
     problem: str
-    """Why it has not; empty if it has."""
+    """Why it could not; empty if it could."""
 
 
 @attrs.frozen
@@ -88,7 +91,7 @@ class CellsFound:
 
 @attrs.frozen
 class Refusing:
-    """The remote store is better left alone for now, or no longer: it has failed lately."""
+    """Whether the remote store is disabled for now, because it failed lately."""
 
     loads: bool = False
     stores: bool = False
@@ -110,18 +113,18 @@ Said = RestoredRun | ReadingOver | ResetOver | DiskTrouble | CellsFound | Refusi
 
 @attrs.frozen
 class Commands:
-    """From the scheduler to all workers, once per step."""
+    """Commands from the scheduler to all workers, once per step."""
 
     loads: tuple[TransferPlan, ...] = ()
     stores: tuple[TransferPlan, ...] = ()
-    """Copied when the forward of the step is over."""
+    """Copied after the forward of the step."""
     reports: tuple[LoadReport, ...] = ()
     given_up: tuple[int, ...] = ()
-    """Jobs that nobody waits for any more: others may write to their sources from now on."""
+    """Jobs that were given up: others may write to their sources from now on."""
     questions: tuple[Question, ...] = ()
     disk: DiskCommands | None = None
     uses: Mapping[int, AdapterUse] = {}
-    """By job: the adapter weights for which a copy was planned, if its KV depends on an adapter."""
+    """By job, the adapter weights for which the copy was planned. It has only jobs whose KV depends on an adapter."""
     forwards: tuple[FirstForward, ...] = ()
 
 
@@ -130,11 +133,11 @@ NOTHING = Commands()
 
 @attrs.frozen
 class Reports:
-    """From the workers to the scheduler: copies that are over, by rank."""
+    """From the workers to the scheduler: copies that have ended, by rank."""
 
     by_rank: dict[int, tuple[Completion, ...]]
     gone: str = ""
-    """Why a rank copies nothing any more; empty while all of them do."""
+    """Why a rank can copy nothing any more; empty while all ranks can."""
     said: tuple[Said, ...] = ()
 
     def joined(self, other: Reports) -> Reports:
@@ -146,11 +149,12 @@ class Reports:
 
 # -- outbox ----------------------------------------------------------------------------------------------------------
 #
-# The scheduler's end of the copies: plans leave with the next step, and come back when every rank is done.
+# The scheduler's end of the copies. Plans leave with the next step. A copy has ended when it has ended on every rank.
 
 
 class Outbox:
-    """What a `CopyQueue` launches into. The step that carries a plan to the workers is its fence."""
+    """The transport of a `CopyQueue` in the scheduler. The step that carries a plan to the workers is the plan's
+    fence."""
 
     def __init__(self, num_ranks: int) -> None:
         self._tally = JobTally(num_ranks)
@@ -172,12 +176,12 @@ class Outbox:
 
     @property
     def _has_commands(self) -> bool:
-        """Whether there is something for tiers below the host."""
+        """Whether there are commands for tiers below the host."""
         is_for_disk = self._given_up or self._forgotten or self._num_resets
         return bool(is_for_disk or self._questions)
 
     def take(self, reports: tuple[LoadReport, ...]) -> Commands:
-        """The commands that leave with this step, and `reports`."""
+        """The commands that leave with this step, together with `reports`."""
         loads, stores = tuple(self._loads), tuple(self._stores)
         self._loads.clear()
         self._stores.clear()
@@ -195,19 +199,19 @@ class Outbox:
         return None if told == DiskCommands() else told
 
     def forget(self, slots: Iterable[int]) -> None:
-        """No restart must find what these slots of the disk hold."""
+        """No restart may find the contents of these slots of the disk."""
         self._forgotten += slots
 
     def reset(self, num_resets: int) -> None:
-        """No restart must find what was planned before this reset of the disk."""
+        """No restart may find copies that were planned before this reset of the disk."""
         self._num_resets = num_resets
 
     def ask(self, number: int, labels: tuple[CellLabel, ...]) -> None:
-        """How many of these cells has the remote store? The answer comes with the reports of a later step."""
+        """Ask how many of these cells the remote store has. The answer comes with the reports of a later step."""
         self._questions.append(Question(number, labels))
 
     def joined(self, reports: Reports) -> list[Completion]:
-        """Jobs that are over on every rank now."""
+        """Completions of the jobs that have now ended on every rank."""
         over: list[Completion] = []
         for rank, completions in sorted(reports.by_rank.items()):
             for completion in completions:
@@ -218,9 +222,9 @@ class Outbox:
 
 
 class TieredOutbox(Outbox):
-    """Of an engine with tiers below the host, which have to know what is given up: what a store reads may change then,
-    and a remote load writes to nothing any more."""
+    """For an engine with tiers below the host. These have to know which jobs are given up: a store may then read
+    changed bytes, and a remote load must not write any more."""
 
     def give_up(self, job_id: int) -> None:
-        """In the step that says so, workers hear of it before they copy anything."""
+        """Workers learn it in the same step, before they copy anything of that step."""
         self._given_up.append(job_id)

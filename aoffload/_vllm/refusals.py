@@ -32,14 +32,14 @@ def check_early() -> None:
 
 
 def check_all(vllm_config: Any) -> None:
-    """Raise `ConfigError` for what is not supported. It names the option of vLLM, or the key of
-    `kv_connector_extra_config`, and says what to do instead."""
+    """Raise `ConfigError` for unsupported configurations. It names the option of vLLM, or the key of
+    `kv_connector_extra_config`, and gives a way out."""
     _check_transfer(vllm_config)
     _check_engine(vllm_config)
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     extra = transfer.kv_connector_extra_config or {}
     given_namespace(extra, model.model)
-    any_groups = [KVCacheGroup("any")]  # the real groups are known only once the weights are loaded
+    any_groups = [KVCacheGroup("any")]  # the real groups are known only after the weights are loaded
     offload_config(extra, any_groups, namespace=f"vllm/{model.model}", num_ranks=vllm_config.parallel_config.world_size)
 
 

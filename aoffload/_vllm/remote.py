@@ -1,7 +1,7 @@
-"""The remote store in the scheduler: what it is asked, and what is stored there.
+"""The remote store in the scheduler: questions to it, and stores into it.
 
-A worker has its connections. A question leaves with a step and is answered with a later one; nobody is asked twice
-within one try of a request.
+A worker has its connections. A question leaves with a step, and its answer comes with a later one. One try of a
+request asks each question once.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from .messages import CellsFound, Refusing, Said, TieredOutbox
 
 _log = logging.getLogger("vllm.aoffload")
 MAX_BYTES = 32 * 2**20
-"""Stored at once: digests of cells are computed in the scheduler's loop."""
+"""Bytes per store. The scheduler's loop computes the digests of the cells."""
 LOADS, STORES = (Tier.REMOTE, Tier.HOST), (Tier.HOST, Tier.REMOTE)
 
 
 @attrs.define(eq=False)
 class Asked:
-    """How many of the cells `labels` has the store, from the first one on?"""
+    """A question: how many of the cells `labels` does the store have, counted from the first one?"""
 
     labels: tuple[CellLabel, ...]
     until: float
-    """Nobody waits longer for the answer. A worker says sooner what the store has not said within `ask_timeout_s`."""
+    """The deadline for the answer. A worker answers earlier, after `ask_timeout_s`, if the store has not."""
     num_cells: int | None = None
     """None: there is no answer yet."""
 
     @property
     def stop(self) -> int:
-        """The unit up to which the store has cells, as far as it is known; 0 if it has none."""
+        """The unit at which the store's known cells end; 0 if it has none."""
         return self.labels[self.num_cells - 1].stop if self.num_cells else 0
 
 
@@ -54,14 +54,14 @@ class RemoteSide:
     tier: RemoteTier
     block_bytes: int
     answer_s: float
-    """How long a request waits at most for an answer, which comes with the steps of the worker."""
+    """How long a request waits for an answer, at most. The answer comes with a step of the worker."""
     clock: Callable[[], float]
     is_on: bool = attrs.field(default=True, init=False)
     _refusing: Refusing = attrs.field(factory=Refusing, init=False)
     _known: CellMemory = attrs.field(factory=CellMemory, init=False)
     _rate: WriteRate = attrs.field(init=False)
     _questions: WeakValueDictionary[int, Asked] = attrs.field(factory=WeakValueDictionary, init=False)
-    """By number, as long as a request waits for the answer."""
+    """Questions by number, while their request waits for the answer."""
     _num_asked: int = attrs.field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -76,11 +76,11 @@ class RemoteSide:
         return self.ledger.remote.cell_units * self.ledger.layout.unit_tokens
 
     def gauges(self) -> dict[str, float]:
-        """Whether the store is off, and whether all of its nodes are left alone."""
+        """Whether the store is off, and whether all of its nodes are disabled for a while."""
         alone = {"load": self._refusing.loads, "store": self._refusing.stores}
         return {"remote_off": float(not self.is_on)} | {f"left_alone|remote|{use}": float(alone[use]) for use in alone}
 
-    # -- what the worker reports ----------------------------------------------------------------------------------
+    # -- reports of the worker ------------------------------------------------------------------------------------
 
     def take(self, said: Iterable[Said]) -> None:
         for one in said:
@@ -91,7 +91,7 @@ class RemoteSide:
                 self._are_there(asked.labels[: asked.num_cells])
 
     def copied(self, plan: TransferPlan, completion: Completion) -> None:
-        """A copy is over."""
+        """A copy has ended."""
         cell = plan.payload
         if plan.link == STORES and isinstance(cell, CellLabel) and completion.outcome is Outcome.LANDED:
             self._are_there([cell])
@@ -101,7 +101,8 @@ class RemoteSide:
             self._known.note(label, Known.PRESENT, self.clock())
 
     def reset(self) -> None:
-        """The ledger has forgotten all, perhaps since the model is another one: what is in the store is of before."""
+        """The ledger has forgotten everything, perhaps because the model has changed. So the cells in the store are
+        obsolete."""
         if self.is_on:
             self.is_on = False
             self.counts.turned_off("remote")
@@ -110,7 +111,7 @@ class RemoteSide:
     # -- storing --------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Store what was asked for twice and the store lacks."""
+        """Store blocks that were requested twice and that the store lacks."""
         if self.is_on and not self._refusing.stores and (most := self._num_storable()):
             plans = self.ledger.remote.plan_stores(most, self._is_wanted)
             self.queue.submit(plans)
@@ -119,7 +120,7 @@ class RemoteSide:
         return self._known.of(label, self.clock()) is not Known.PRESENT
 
     def _num_storable(self) -> int:
-        """Blocks that may be stored now: whole cells."""
+        """Number of blocks that may be stored now, in whole cells."""
         now = self.clock()
         self._rate.spend_up_to(self.queue.link(*STORES).bytes_begun, now)
         left = min(self._rate.left(now), MAX_BYTES, self.queue.room_bytes(*STORES))
@@ -130,15 +131,16 @@ class RemoteSide:
 
     @property
     def may_fetch(self) -> bool:
-        """Whether a fetch is worth its time: not from a store that has failed lately, or hangs."""
+        """Whether a fetch from the store can be worth its time. It is not if the store failed lately, or hangs."""
         return self.is_on and not self._refusing.loads and not self.queue.is_stalled(*LOADS)
 
     def cells_stop(self, num_tokens: int) -> int:
-        """The token at which the last whole cell of so many tokens ends."""
+        """The token at which the last whole cell of `num_tokens` tokens ends."""
         return num_tokens // self.cell_tokens * self.cell_tokens
 
     def ask(self, prefix: Prefix, behind: int) -> Asked:
-        """Ask for the whole cells of `prefix` behind its token `behind`. The answer comes with a later step."""
+        """Ask for the whole cells of `prefix` that start at its token `behind` or later. The answer comes with a later
+        step."""
         cells = cells_of(prefix, self.ledger.layout.unit_tokens, self.ledger.remote.cell_units)
         asked = Asked(cells[behind // self.cell_tokens :], self.clock() + self.answer_s)
         self._num_asked += 1

@@ -1,4 +1,4 @@
-"""A request of vLLM and what the ledger holds for it."""
+"""Requests of vLLM, each with its record in the ledger."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .remote import Asked
 
 # -- keys ------------------------------------------------------------------------------------------------------------
 #
-# What identifies the KV of a request of vLLM: salt, weights of the LoRA adapter, multi-modal inputs, token ids.
+# The keys that identify the KV of a request of vLLM: salt, weights of the LoRA adapter, multi-modal inputs, token ids.
 
 MAX_WITHOUT_NUMPY = 1024
-"""Up to this many ids, a look at each is over before numpy has begun."""
+"""Up to this many ids, a Python loop is faster than numpy."""
 
 
 def prefix_of(roots: Roots, request: Any) -> Prefix | None:
@@ -49,7 +49,7 @@ def under(prefix: Prefix, roots: Roots, request: Any, adapter_key: str) -> Prefi
 
 
 def grown(prefix: Prefix, request: Any, num_known: int) -> Prefix:
-    """`prefix` with the tokens of `request` from the first `num_known` on."""
+    """`prefix`, extended by the tokens of `request` that follow the first `num_known`."""
     added = request.all_token_ids[num_known:]
     if not added:
         return prefix
@@ -57,8 +57,8 @@ def grown(prefix: Prefix, request: Any, num_known: int) -> Prefix:
 
 
 def encoded(token_ids: list[int]) -> bytes:
-    """vLLM's token ids, which are ints: read faster than what might be anything. `OverflowError`, `InvalidArgument`:
-    they are none."""
+    """vLLM's token ids as bytes. They are ints, so they are read faster than arbitrary objects. `OverflowError` or
+    `InvalidArgument` if they are not token ids."""
     ids = array("i", token_ids)
     if len(ids) > MAX_WITHOUT_NUMPY:
         return encode_tokens(np.frombuffer(ids, INT32))
@@ -68,7 +68,7 @@ def encoded(token_ids: list[int]) -> bytes:
 
 
 def _unknown() -> str:
-    """A unique key. It is so long that `Roots` does not keep its root."""
+    """A unique key. It is so long that `Roots` does not cache its root."""
     return f"unknown {uuid.uuid4().hex}".ljust(Roots.MAX_KEY + 1)
 
 
@@ -86,20 +86,20 @@ _ASKING = (RequestState.MATCHED, RequestState.PINNED)
 
 
 class Wait(enum.Enum):
-    """Whether vLLM waits for a load of the request. It has to be told exactly once that the load is over."""
+    """Whether vLLM waits for a load of the request. vLLM has to learn the end of the load exactly once."""
 
     NONE = "none"
     LOAD = "load"
     TOLD = "told"
-    """A report that the load fell short is on its way. vLLM still takes the tokens for computed."""
+    """A report that the load fell short was sent. vLLM still counts the tokens as computed."""
 
 
 class Fetching(enum.Enum):
-    """Whether more of the request is to be brought from below host memory, in this try."""
+    """Whether this try of the request may fetch more from below host memory."""
 
     OPEN = "open"
     OVER = "over"
-    """What was brought counts: the rest is lost, has no room, or took too long."""
+    """No more fetches: fetched tokens count, and the rest is lost, finds no free blocks, or took too long."""
 
 
 @attrs.define(eq=False)
@@ -108,51 +108,51 @@ class EngineRequest:
     """vLLM's own request."""
     request_id: str
     prefix: Prefix
-    """Its tokens when it was last admitted; a long list of ids is read once."""
+    """Its tokens when it was last admitted. They are kept, because a long list of ids should be read once."""
     record: HostCacheRequest | None = None
-    """None before it asks, and once it was preempted or its load was lost."""
+    """None before its first match, and after it was preempted or its load was lost."""
     num_known: int = 0
     """Tokens that the ledger knows."""
     num_local: int = 0
     """Tokens that vLLM has in its own cache."""
     promised: int = 0
-    """Tokens that vLLM takes for computed once the load is over."""
+    """Tokens that vLLM counts as computed after the load."""
     wait: Wait = Wait.NONE
     max_hit_tokens: int | None = None
-    """Set once a load was lost: vLLM asks again, and the same load would be lost again."""
+    """Set after a load was lost. vLLM asks again, and the same load would be lost again."""
     offered_stop: int = -1
-    """Units that were offered last."""
+    """Units offered so far; -1: none."""
     next_offer: int = 0
-    """With fewer computed tokens, there is no new block."""
+    """The number of computed tokens from which on a new block can be offered."""
     ask_at: float = -math.inf
-    """Until then the same question has the same answer, unless `ask_now` is called or a copy fails."""
+    """Until this time the same question has the same answer, unless `ask_now` is called or a copy fails."""
     num_failed: int = 0
-    """`Counts.num_failed` when it was answered."""
+    """`Counts.num_failed` at the time of the answer."""
 
     use: AdapterUse | None = None
     """The weights of its LoRA adapter for all its KV. None: no adapter, or no worker has reported its weights yet."""
     is_late: bool = False
-    """It runs already, and is admitted to the ledger once the workers report the weights of its adapter."""
+    """It already runs. It is admitted to the ledger when the workers report the weights of its adapter."""
     is_barred: bool = False
     """Its KV may be of several weights, so it is not cached."""
     has_to_be_compared: bool = False
-    """Its first forward after a load has to compare the weights of its adapter with those that the load was planned
-    for."""
+    """Its first forward after a load has to compare the weights of its adapter with those for which the load was
+    planned."""
 
     chosen: PrefixMatch | None = None
-    """The match of which was decided last what is loaded: what is left of it."""
+    """The match after the last decision of how much of it to load."""
 
     fetching: Fetching = Fetching.OPEN
     fetch: Fetch | None = None
-    """What is under way, or has ended since it was asked last."""
+    """A fetch in progress, or one that has ended since vLLM last asked about the request."""
     asked: Asked | None = None
-    """What the remote store was asked for it."""
+    """The question to the remote store."""
     fetch_until: float = math.inf
-    """None begins later."""
+    """No fetch begins after this time."""
     num_tried: int = -1
-    """Loads from below host memory that were over when it last asked for a fetch."""
+    """Number of loads from below host memory that had ended at its last try to fetch. -1: no try yet."""
     num_fetched: int = -1
-    """Tokens of its hit when its last fetch began that had anything to load."""
+    """Tokens of its hit at the start of its last fetch that had anything to load."""
 
     @property
     def is_asking(self) -> bool:
@@ -160,7 +160,7 @@ class EngineRequest:
 
     @property
     def has_asked_again(self) -> bool:
-        """Whether it has come back in the step that tells of its preemption: vLLM preempts between steps, too."""
+        """Whether it has asked again in the step that reports its preemption. vLLM also preempts between steps."""
         return self.is_asking or self.wait is Wait.LOAD
 
     @property
@@ -178,10 +178,11 @@ class EngineRequest:
         return record.match if record.state in _ASKING else None
 
     def ask(self, ledger: HostCache, num_local: int, num_failed: int) -> PrefixMatch:
-        """Match what the host has behind `num_local` tokens, with all tokens that the request has by now."""
+        """Match the blocks that the host has after the first `num_local` tokens, with all tokens that the request has
+        by now."""
         record = self._match(ledger, num_local)
         self.num_failed = num_failed
-        # What was found is pinned.
+        # The match is pinned.
         self.ask_at = ledger.pending_until(record) if record.match.is_pending else math.inf
         return record.match
 
@@ -206,7 +207,7 @@ class EngineRequest:
         return self.record
 
     def ask_late(self, ledger: HostCache) -> None:
-        """Admit it to the ledger although it runs already. It loads nothing."""
+        """Admit it to the ledger although it already runs. It loads nothing."""
         self.is_late = False
         self.prefix = prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
         self.num_known = prefix.num_tokens
@@ -215,13 +216,13 @@ class EngineRequest:
         )
 
     def bar(self, ledger: HostCache) -> None:
-        """Cache nothing of it from now on. If vLLM waits for its load, that load counts as failed."""
+        """Cache none of its blocks from now on. If vLLM waits for its load, that load counts as failed."""
         self.is_barred, self.is_late = True, False
         if self.wait is Wait.NONE:
             self.leave(ledger, "adapter_changed")
 
     def ask_behind_fetch(self, ledger: HostCache, num_failed: int) -> PrefixMatch:
-        """A fetch is over. Begin anew: by now, another request may be loading what it has brought."""
+        """A fetch has ended. Match anew, because another request may be loading the fetched blocks by now."""
         kept = self.fetching, self.asked, self.fetch_until, self.num_tried, self.num_fetched
         self.leave(ledger, "fetched")
         match = self.ask(ledger, self.num_local, num_failed)
@@ -229,11 +230,11 @@ class EngineRequest:
         return match
 
     def offers_up_to(self, stop: int, unit: int) -> None:
-        """What it has computed up to block `stop` is offered in this step."""
+        """Its computed blocks up to block `stop` are offered in this step."""
         self.wait, self.offered_stop, self.next_offer = Wait.NONE, stop, (stop + 1) * unit
 
     def leave(self, ledger: HostCache, reason: str) -> None:
-        """Let the ledger forget the request. Copies that are under way hold their blocks themselves."""
+        """Let the ledger forget the request. Copies in progress hold their blocks themselves."""
         record, self.record = self.record, None
         fetch, self.fetch, self.fetching = self.fetch, None, Fetching.OPEN
         self.asked, self.fetch_until, self.num_tried, self.num_fetched = None, math.inf, -1, -1

@@ -1,15 +1,16 @@
-"""The scheduler's half of the connector: it decides, by the ledger, what is loaded and stored.
+"""The scheduler's half of the connector. It decides, with the ledger, which blocks are loaded and stored.
 
 A request's way through it:
 
-    match        at every try to schedule: pins what the host has behind vLLM's own hit; None: ask again, since another
-                 request loads it, or it comes from the disk or the remote store
-    allocated    vLLM has blocks for it: the load is planned; it starts with the step
-    step         commands for the workers: loads, stores of what this step computes, and reports of loads that are over
-    take         what the workers have copied; loads that have landed are over for vLLM at once
+    match        at every try to schedule: pins the host blocks that follow vLLM's own hit; None: ask again, because
+                 another request loads them, or they come from the disk or the remote store
+    allocated    vLLM has blocks for it: the load is planned and starts with the step
+    step         commands for the workers: loads, stores of blocks that this step computes, and reports of loads that
+                 have ended
+    take         reports of the workers' copies; a load that has landed has ended for vLLM at once
     finished     the last offer; vLLM frees the blocks, and copies hold those that they touch
 
-vLLM frees and reuses blocks as it likes, and tells of preemptions afterwards. So nothing but a copy holds a block.
+vLLM frees and reuses blocks as it likes, and reports preemptions afterwards. So only copies hold blocks.
 """
 
 from __future__ import annotations
@@ -65,24 +66,24 @@ class SchedulerSide:
         """None without tiers below host memory, and before `bind`."""
         self.steps = Computing(PrefillSpeed(config.prefill_tokens_per_s), clock)
         self.requests: dict[str, EngineRequest] = {}
-        """Those that vLLM has, as far as it has asked about them."""
+        """Requests that vLLM has, and has asked about."""
         self._ended: dict[str, Any] = {}
-        """By id: block hashes of requests that have ended while some of their blocks are deferred."""
+        """By request id, the block hashes of requests that have ended while some of their blocks are deferred."""
         self._loads: list[TransferPlan] = []
-        """Planned for requests of this step."""
+        """Loads planned for requests of this step."""
         self._over: list[EngineRequest] = []
-        """Requests whose load is over, of which vLLM does not know yet."""
+        """Requests whose load has ended, before vLLM knows it."""
         self._reports: list[LoadReport] = []
         self._joined: list[Completion] = []
-        """The copies that the last `take` was told of."""
+        """Completions that the last `take` received."""
         self.adapters = Adapters(num_ranks, max_loaded_adapters)
         self._uses: dict[int, AdapterUse] = {}
-        """By job: the adapter weights for which its copy was planned. An entry leaves with a step or is dropped."""
+        """By job, the adapter weights for which its copy was planned. An entry leaves with a step or is dropped."""
         self._forwards: list[FirstForward] = []
         """The comparisons of weights that the workers make in this step."""
 
     def bind(self, kv_cache_manager: Any) -> None:
-        """vLLM's block pool and prefix cache are there: begin."""
+        """vLLM's block pool and prefix cache exist now: begin."""
         self._manager = kv_cache_manager
         self._pool = EnginePool(
             kv_cache_manager.block_pool, self._groups.ids, self._groups.block_sizes, self._hashes_of
@@ -97,7 +98,7 @@ class SchedulerSide:
         )
         self._unit = self.ledger.layout.unit_tokens
         self._is_plain = not self.ledger.layout.windows and self._config.store_policy == "eager"
-        """A last offer has nothing that earlier offers had not: neither windows, nor counts of a policy."""
+        """Whether the last offer of a request adds nothing: there are no windows, and the policy counts nothing."""
         self._queue = CopyQueue(
             self.ledger,
             self._outbox,
@@ -127,7 +128,7 @@ class SchedulerSide:
     # -- a request begins -----------------------------------------------------------------------------------------
 
     def match(self, request: Any, num_local: int) -> int | None:
-        """Tokens to load behind the first `num_local`; None: ask again in the next step."""
+        """Number of tokens to load after the first `num_local`. None: ask again in the next step."""
         if request.lora_request is not None:
             self.adapters.see(request.lora_request)
         found = self.requests.get(request.request_id)
@@ -145,7 +146,7 @@ class SchedulerSide:
             return None
         match = self.steps.chosen(found, match)
         if found.use is not None and len(self._groups.ids) > 1 and self.adapters.may_evict:
-            return 0  # vLLM could not discard a forward over loaded KV
+            return 0  # vLLM could not discard the result of a forward over loaded KV
         return max(0, match.num_tokens - num_local) if self._queue.is_accepting else 0
 
     def _has_weights(self, found: EngineRequest, num_local: int) -> bool:
@@ -198,7 +199,7 @@ class SchedulerSide:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def step(self, output: Any) -> Commands:
-        """What the workers have to do in the step `output`."""
+        """The commands for the workers in the step `output`."""
         for request_id in output.preempted_req_ids or ():
             found = self.requests.get(request_id)
             if found is not None and not found.has_asked_again:
@@ -215,13 +216,13 @@ class SchedulerSide:
             self._queue.give_up_late()
             self._check()
         elif not (self._over or self._reports or self._forwards) and self._outbox.is_empty:
-            return NOTHING  # as in most steps
+            return NOTHING  # in most steps
         for found in self._take_over():
             self._tell(found)
         return self.end_step()
 
     def end_step(self) -> Commands:
-        """What leaves with this step."""
+        """The commands that leave with this step."""
         if not (self._reports or self._forwards) and self._outbox.is_empty:
             return NOTHING
         reports, self._reports = tuple(self._reports), []
@@ -237,8 +238,8 @@ class SchedulerSide:
         return attrs.evolve(commands, uses={job_id: uses[job_id] for job_id in leaving}, forwards=forwards)
 
     def _plan_stores(self, num_scheduled_tokens: dict[str, int]) -> list[TransferPlan]:
-        """Offer the blocks that earlier steps have deferred, and those that this step computes. The copies start when
-        the forward of this step, and so every earlier one, is over."""
+        """Offer the blocks that earlier steps have deferred, and those that this step computes. The copies start after
+        the forward of this step, and so after every earlier one."""
         plans = [*self.ledger.offer_deferred()]
         for plan in plans:
             found = self.requests.get(self.ledger.jobs.unsettled[plan.job_id].request_id)
@@ -268,7 +269,7 @@ class SchedulerSide:
         return plans
 
     def _admit_late(self, found: EngineRequest) -> None:
-        """Admit a request whose first steps ran before the workers reported the weights of its adapter."""
+        """Admit a request that ran its first steps before the workers reported the weights of its adapter."""
         reads_kept = found.num_local or found.engine.mm_features
         if reads_kept and self.adapters.is_mixed(found.engine.lora_request):
             found.bar(self.ledger)
@@ -288,11 +289,11 @@ class SchedulerSide:
         blocks = self._manager.get_blocks(found.request_id).blocks
         return [BlockTable(blocks[number]) for number in self._groups.ids]
 
-    # -- copies that are over -------------------------------------------------------------------------------------
+    # -- copies that have ended -----------------------------------------------------------------------------------
 
     def take(self, reports: Reports) -> set[str]:
-        """Settle what the workers have copied. Returns the requests whose loads have landed. `DeviceGone`: a rank
-        copies nothing any more."""
+        """Settle the copies that the workers report. Returns the requests whose loads have landed. `DeviceGone`: a rank
+        can copy nothing any more."""
         if reports.gone:
             raise DeviceGone(reports.gone)
         self._joined = self._outbox.joined(reports)
@@ -316,8 +317,8 @@ class SchedulerSide:
         return landed
 
     def _hear(self, changed: Iterable[AdapterUse]) -> None:
-        """Weights were reported. A request without known weights has computed with these. A request that began with
-        other weights now has KV of several weights, so it is barred."""
+        """The workers have reported new weights. A request without known weights has computed with these. A request
+        that began with other weights now has KV of several weights, so it is barred."""
         for use in changed:
             for found in self.requests.values():
                 lora = found.engine.lora_request
@@ -329,12 +330,12 @@ class SchedulerSide:
                     found.bar(self.ledger)
 
     def _check(self) -> None:
-        """Raise what the ledger raised under the queue, which only notes it."""
+        """Raise an error that the ledger raised inside the queue, because the queue only records it."""
         if self.counts.failure is not None:
             raise self.counts.failure
 
     def _take_over(self) -> list[EngineRequest]:
-        """The requests whose load is over and for which vLLM still waits."""
+        """The requests whose load has ended and for which vLLM still waits."""
         over = [found for found in self._over if found.wait is Wait.LOAD]
         self._over.clear()
         return over
@@ -345,7 +346,7 @@ class SchedulerSide:
         return has_all and not found.is_barred
 
     def _tell(self, found: EngineRequest) -> None:
-        """Have the workers report in the next step that a load is over."""
+        """Have the workers report in the next step that a load has ended."""
         if self._has_landed(found):
             found.wait = Wait.NONE
             self._reports.append(LoadReport(found.request_id))
@@ -358,8 +359,9 @@ class SchedulerSide:
         self._reports.append(LoadReport(found.request_id, not invalid, invalid))
 
     def _invalid_blocks(self, found: EngineRequest) -> tuple[int, ...]:
-        """The blocks that the load has not brought, if vLLM can compute into them and go on behind what has landed:
-        with one group, whose ids it can tell apart, and if no copy may still write to them. Else none."""
+        """The blocks that the load has not brought, if vLLM can compute into them and continue after those that landed.
+        That needs one group, so that the ids are unambiguous, and no copy that may still write to the blocks. Otherwise
+        empty."""
         assert found.record is not None, "a load without a request"
         ready = found.record.num_computed_tokens
         self.counts.lost(found.promised - ready)
@@ -372,7 +374,7 @@ class SchedulerSide:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def finished(self, request: Any, block_ids: Any) -> None:
-        """Offer the rest of what `request` has computed, and let go of it."""
+        """Offer the rest of the blocks that `request` has computed, and forget it."""
         found = self.requests.get(request.request_id)
         if found is None:
             return
@@ -394,7 +396,7 @@ class SchedulerSide:
             self._queue.submit(plans)
 
     def reset(self) -> None:
-        """Forget all that is cached, the matches of all requests included."""
+        """Forget everything that is cached, and the matches of all requests."""
         self.ledger.reset()
         if self._pool.is_all_free:
             self.adapters.forget_places()
@@ -403,7 +405,7 @@ class SchedulerSide:
 
     @property
     def is_busy(self) -> bool:
-        """Whether steps have to go on, because copies or reports are under way, or blocks are deferred."""
+        """Whether vLLM has to run more steps, because copies or reports are under way, or blocks are deferred."""
         jobs = self.ledger.jobs.unsettled
         is_waiting = bool(self._reports or jobs or self.ledger.deferred_requests) or not self._outbox.is_empty
         return is_waiting or (self.lower is not None and self.lower.is_busy)
@@ -411,7 +413,7 @@ class SchedulerSide:
     # -- after an error -------------------------------------------------------------------------------------------
 
     def turn_off(self, reason: str) -> None:
-        """Give blocks back whose copies have not started: from now on nothing starts any more."""
+        """Free the blocks of copies that have not started. From now on no copy starts."""
         with suppress(Exception):  # the ledger has raised before, here and below
             self._queue.turn_off(reason)
         for job_id, job in tuple(self.ledger.jobs.unsettled.items()):
@@ -420,8 +422,8 @@ class SchedulerSide:
                     self.ledger.discard(job_id)
 
     def give_up(self) -> Commands:
-        """The commands of a step that plans nothing any more: every load that vLLM waits for is lost. Copies that take
-        too long are given up as ever, so that a store that hangs gives its blocks back."""
+        """The commands of a step that plans nothing any more. Every load that vLLM waits for is lost. Copies that take
+        too long are still given up, so that a store that hangs frees its blocks."""
         with suppress(Exception):
             self._queue.give_up_late()
         for found in self.requests.values():
@@ -431,7 +433,7 @@ class SchedulerSide:
         return self.end_step()
 
     def settle(self, reports: Reports) -> None:
-        """Give blocks back whose copies are over, also those of the `take` that has raised."""
+        """Free the blocks of copies that have ended, also those of the `take` that has raised."""
         joined, self._joined = [*self._joined, *self._outbox.joined(reports)], []
         for completion in joined:
             with suppress(Exception):
@@ -441,16 +443,17 @@ class SchedulerSide:
 
     @property
     def is_ending(self) -> bool:
-        """Whether steps have to go on behind an error: for reports, and for copies until their time is over."""
+        """Whether vLLM has to run more steps after an error: for reports, and for copies until their deadline."""
         return bool(self._reports or self._queue.num_in_flight)
 
     def refuse(self, request: Any, num_external: int) -> None:
-        """vLLM waits for a load that was promised before the error. The next step says that it is lost."""
+        """vLLM waits for a load that was promised before the error. The next step reports that it is lost."""
         if num_external:
             self.requests[request.request_id].wait = Wait.LOAD
 
     def forget(self, request_id: str) -> None:
-        """The request is over. If vLLM waits for its load, it keeps the blocks until it hears of that."""
+        """The request has ended. If vLLM waits for its load, it keeps the blocks until it learns that the load has
+        ended."""
         found = self.requests.pop(request_id, None)
         self.steps.forget(request_id)
         if found is not None and found.wait is Wait.LOAD:

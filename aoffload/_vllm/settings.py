@@ -21,7 +21,7 @@ _PASSED_ON = (
     "max_fetch_share", "prefill_tokens_per_s",
 )  # fmt: skip
 _DEFAULTS = {"transfer_timeout_s": 30, "fetch_timeout_s": 5}
-"""Nothing else bounds how long a request of vLLM waits for its load, or for the disk or the remote store."""
+"""Without these defaults, a request of vLLM could wait for its load, the disk or the remote store without bound."""
 _LOWER = {"disk": disk_from_table, "remote": remote_from_table}
 NAMESPACE = "namespace"
 KEYS = (*_SIZES, *_PASSED_ON, *_LOWER, NAMESPACE)
@@ -30,7 +30,7 @@ KEYS = (*_SIZES, *_PASSED_ON, *_LOWER, NAMESPACE)
 def offload_config(
     extra: Mapping[str, Any], groups: Sequence[GroupLike], *, namespace: str, num_ranks: int
 ) -> OffloadConfig:
-    """The configuration of one rank. `host_bytes` (or `cpu_bytes_to_use`) is what all `num_ranks` take together;
+    """The configuration of one rank. `host_bytes` (or `cpu_bytes_to_use`) is the total for all `num_ranks`.
     `num_host_blocks` counts blocks, each of which has a part on every rank.
 
     `ConfigError` names a key that is unknown or whose value is invalid.
@@ -67,8 +67,8 @@ def with_a_step_in_flight(config: OffloadConfig, most_tokens: int, block_bytes: 
 
 
 def given_namespace(extra: Mapping[str, Any], model: str) -> str:
-    """The key `namespace`, which names weights and revision of `model` for a disk or a remote store. Empty where it is
-    not given, and the files of a local model say it."""
+    """The key `namespace`, which names weights and revision of `model` for a disk or a remote store. If it is empty,
+    the files of a local model identify them."""
     given = extra.get(NAMESPACE, "")
     if not isinstance(given, str):
         raise ConfigError(NAMESPACE, f"must be text, got {shown(given)}")

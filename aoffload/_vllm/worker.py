@@ -1,4 +1,5 @@
-"""The worker's half of the connector: it copies what the scheduler's half commands, and reports what is over."""
+"""The worker's half of the connector. It makes the copies that the scheduler's half commands, and reports those that
+have ended."""
 
 from __future__ import annotations
 
@@ -40,27 +41,27 @@ from .worker_adapters import LoadedAdapters
 
 # -- copies ----------------------------------------------------------------------------------------------------------
 #
-# The copies of one rank: those under way, and those that are over and not reported yet.
+# The copies of one rank: those in progress, and those that have ended and are not reported yet.
 
 
 class RankCopies:
-    """`end` is called from any thread, all else from the one that runs the model."""
+    """`end` may be called from any thread, all other methods only from the thread that runs the model."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._under_way: set[int] = set()
-        """Jobs that touch vLLM's tensors, were launched and are not proven to be over."""
+        """Launched jobs that touch vLLM's tensors and are not proven to have ended."""
         self._loads: set[int] = set()
-        """Loads into vLLM's tensors of which no proof was reported."""
+        """Loads into vLLM's tensors whose proven end was not reported."""
         self._lost: set[int] = set()
-        """Those whose destination has lost its memory: where they end, nothing has landed."""
+        """Loads whose destination has lost its memory: when they end, nothing has landed."""
         self._over: deque[Completion] = deque()
         self._ended = threading.Condition()
 
     def begin(self, plan: TransferPlan) -> None:
-        """Before it is launched: its end may come before the launch returns."""
+        """Called before the launch, because the copy may end before the launch returns."""
         if Tier.DEVICE not in plan.link:
-            return  # whatever becomes of the tensors, it goes on
+            return  # it continues whatever happens to the tensors
         with self._ended:
             self._under_way.add(plan.job_id)
             if plan.destination is Tier.DEVICE:
@@ -74,9 +75,9 @@ class RankCopies:
             self._ended.notify_all()
 
     def take(self) -> tuple[Completion, ...]:
-        """What has ended since the last call."""
+        """The completions since the last call."""
         if not self._over:
-            return ()  # as in most steps
+            return ()  # in most steps
         with self._ended:
             found = tuple(self._over)
             self._over.clear()
@@ -93,12 +94,12 @@ class RankCopies:
         return completion
 
     def lose_loads(self) -> None:
-        """The memory that loads were copied into goes away: those that were not reported have brought nothing."""
+        """The memory that loads were copied into goes away, so loads that were not reported have brought nothing."""
         with self._ended:
             self._lost |= self._loads
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for what is under way, `timeout_s` of the clock at most. Returns whether all of it is over."""
+        """Wait for the copies in progress, at most `timeout_s` of the clock. Returns whether all of them have ended."""
         deadline = self.clock() + timeout_s
         with self._ended:
             while self._under_way and (left := deadline - self.clock()) > 0:
@@ -106,46 +107,47 @@ class RankCopies:
             return not self._under_way
 
     def wait_for_any(self, timeout_s: float) -> None:
-        """Wait until something has ended that was not reported, `timeout_s` at most."""
+        """Wait until a copy has ended that was not reported, at most `timeout_s`."""
         with self._ended:
             if not self._over:
                 self._ended.wait(min(timeout_s, threading.TIMEOUT_MAX))
 
     def doubt(self, reason: str) -> None:
-        """Report what is under way as UNPROVEN: it may still copy. Its end, if it comes, is the late proof."""
+        """Report the copies in progress as UNPROVEN, because they may still copy. If a copy ends later, its end is the
+        late proof."""
         with self._ended:
             self._over += [Completion(job_id, Outcome.UNPROVEN, error=reason) for job_id in sorted(self._under_way)]
 
 
 # -- worker disk -----------------------------------------------------------------------------------------------------
 #
-# The disk of a worker: what it is told with a step, and what it has to say with the next one.
+# The disk of a worker: the commands that a step brings, and the reports that leave with the next one.
 
 # -- worker ----------------------------------------------------------------------------------------------------------
 
 _log = logging.getLogger("vllm.aoffload")
 RUNS_A_STEP = 256
-"""Reported with one step: the scheduler takes them up between two others."""
+"""Runs reported with one step. The scheduler takes them in between two steps."""
 
 
 @attrs.frozen
 class Identity:
-    """What KV that outlives an engine must have been computed by, so that this one may use it."""
+    """The identity of KV that outlives an engine. An engine may use such KV only if its identity is the same."""
 
     given: str
-    """The key `namespace`; empty: the files of `model` say it."""
+    """The key `namespace`. If it is empty, the files of `model` take its place."""
     model: str
     others: str
-    """What else of the engine's configuration changes KV, or how it lies in a block."""
+    """The other parts of the engine's configuration that change KV, or the layout of a block."""
 
     def text(self) -> str:
-        """Reads all files of the model, where no `namespace` is given. `InvalidArgument`: they cannot be read."""
+        """Without a `namespace`, this reads all files of the model. `InvalidArgument` if they cannot be read."""
         return f"{self.given or fingerprint(self.model)}\n{self.others}"
 
 
 def strides_of(kv_caches: Mapping[str, Any], num_blocks: int) -> str:
-    """How the tensors of all layers lie in memory, whatever the number of blocks: a block has as many bytes with heads
-    before tokens as behind them."""
+    """The strides of all layers' tensors, independent of the number of blocks. They are part of the identity, because a
+    block has the same size with heads before tokens and with tokens before heads."""
 
     def size(number: int) -> str:
         return str(number) if number % num_blocks else f"{number // num_blocks}n"
@@ -157,12 +159,12 @@ def strides_of(kv_caches: Mapping[str, Any], num_blocks: int) -> str:
 
 
 class WorkerDisk:
-    """Reads back what an earlier process has left, at once. Calls come from the thread that runs the model."""
+    """Starts to read the blocks of an earlier process at once. Calls come from the thread that runs the model."""
 
     def __init__(self, disk: TransportDisk) -> None:
         self._disk = disk
         self._told: deque[Said] = deque()
-        """The threads of the disk append."""
+        """Threads of the disk append to it."""
         try:
             disk.read_back(self._found, lambda problem: self._told.append(ReadingOver(problem)), self._told.append)
         except TransferRefused as error:
@@ -172,7 +174,7 @@ class WorkerDisk:
         self._told.extend(runs)
 
     def obey(self, commands: DiskCommands) -> None:
-        """Before anything of the step is copied."""
+        """Called before the worker copies anything of the step."""
         try:
             if commands.forgotten:
                 self._disk.forget(commands.forgotten)
@@ -188,12 +190,13 @@ class WorkerDisk:
         self._told.append(ResetOver(num_resets, problem))
 
     def take(self) -> tuple[Said, ...]:
-        """What it has to say since the last call, a part at a time."""
+        """Reports since the last call, some of them at a time."""
         return tuple([self._told.popleft() for _ in range(min(RUNS_A_STEP, len(self._told)))])
 
 
 def disk_of(transport: Transport, config: OffloadConfig) -> TransportDisk | None:
-    """The disk of `transport`, told what its contents may be used for. `ConfigError`: it is not that of `config`."""
+    """The disk of `transport`, with the identity of KV that it may use. `ConfigError` if it is not the disk of
+    `config`."""
     found = transport.disk if isinstance(transport, HasDisk) else None
     if (None if found is None else found.tier) != config.disk:
         raise ConfigError("disk", "must be that of the transport: a `make_transport` of your own has to give it one")
@@ -203,7 +206,7 @@ def disk_of(transport: Transport, config: OffloadConfig) -> TransportDisk | None
 def identify(
     disk: TransportDisk | None, remote: TransportRemote | None, config: OffloadConfig, identity: Identity, strides: str
 ) -> None:
-    """Before the transport is opened: what was stored for another identity is never found."""
+    """Called before the transport is opened. KV that was stored under another identity is never found."""
     layout, text = Layout.of(config.groups), f"{config.root_namespace}\n{identity.text()}\n{strides}"  # type: ignore[arg-type]
     for tier in (disk, remote):
         if tier is not None:
@@ -212,11 +215,11 @@ def identify(
 
 # -- worker remote ---------------------------------------------------------------------------------------------------
 #
-# The remote store of a worker: what it is asked with a step, and what it has to say with a later one.
+# The remote store of a worker: the questions that a step brings, and the answers that leave with a later one.
 
 
 LATE_S = 0.01
-"""For an answer that is given just in time, to arrive."""
+"""Extra time for an answer that is given just in time."""
 
 
 class WorkerRemote:
@@ -225,15 +228,15 @@ class WorkerRemote:
     def __init__(self, remote: TransportRemote, clock: Callable[[], float]) -> None:
         self._remote, self._clock = remote, clock
         self._heard: deque[CellsFound] = deque()
-        """Threads of the store append."""
+        """Threads of the store append to it."""
         self._asked: dict[int, float] = {}
-        """When the time of each question is over that is not answered."""
+        """By question without an answer, its deadline."""
         self._refusing = Refusing()
-        """As the scheduler knows it."""
+        """The state that the scheduler knows."""
 
     def connect(self) -> None:
-        """Wait until the store has connected or failed, for `load_timeout_s` at most, because questions have less
-        time."""
+        """Wait until the store has connected or failed, at most `load_timeout_s`. Otherwise the first questions would
+        time out, because they have less time."""
         is_over = threading.Event()
         self._remote.connect(is_over.set)
         is_over.wait(self._remote.tier.load_timeout_s + LATE_S)
@@ -247,7 +250,7 @@ class WorkerRemote:
         self._heard.append(CellsFound(number, num_cells))
 
     def take(self) -> tuple[Said, ...]:
-        """What it has to say since the last call. What the store has not said in time it does not have."""
+        """Reports since the last call. A question that the store has not answered in time is answered with no cells."""
         said: list[Said] = []
         for _ in range(len(self._heard)):
             found = self._heard.popleft()
@@ -267,7 +270,7 @@ class WorkerRemote:
 
 
 def remote_of(transport: Transport, config: OffloadConfig) -> TransportRemote | None:
-    """The remote tier of `transport`. `ConfigError`: it is not that of `config`."""
+    """The remote tier of `transport`. `ConfigError` if it is not the remote tier of `config`."""
     found = transport.remote if isinstance(transport, HasRemote) else None
     if (None if found is None else found.tier) != config.remote:
         raise ConfigError("remote", "must be that of the transport: a `make_transport` of your own has to give it one")
@@ -301,17 +304,18 @@ class WorkerSide:
         self._num_groups = len(tuple(config.groups))
         self._config, self._placements, self._num_blocks, self._rank = config, placements, num_blocks, rank
         self._transport: Transport | None = None
-        """None before the tensors are registered, while the engine sleeps, and once closed."""
+        """None before the tensors are registered, while the engine sleeps, and after close."""
         self._asleep: Transport | None = None
         self.copies = RankCopies(clock)
         self._gone = ""
-        """Why nothing is ever copied again: a copy hung while the memory of the tensors went."""
+        """Why nothing is ever copied again: a copy hung while the memory of the tensors went away."""
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Allocate the host memory behind vLLM's tensors, and open the tiers below it. `RegionError`, `ConfigError`: it
-        cannot be had.
+        """Allocate the host memory for blocks of vLLM's tensors, and open the tiers below it. `RegionError` or
+        `ConfigError` if that fails.
 
-        With such a tier and no `namespace`, it reads all files of the model."""
+        With such a tier and no `namespace`, it reads all files of the model.
+        """
         regions = regions_at(self._placements, kv_caches, self._num_blocks)
         num_host_blocks = self._config.resolve_host_blocks(block_bytes_of(self._placements))
         transport = self._make_transport(regions)
@@ -330,7 +334,7 @@ class WorkerSide:
         )  # fmt: skip
 
     def load(self, commands: Commands) -> None:
-        """Tell the tiers below host memory what they are told, and start the loads of a step."""
+        """Pass the step's commands to the tiers below host memory, and start the loads of the step."""
         transport = self._transport or self._asleep
         if commands.given_up and isinstance(transport, GivesUp):
             for job_id in commands.given_up:
@@ -374,11 +378,12 @@ class WorkerSide:
         return self._transport
 
     def sleep(self) -> None:
-        """The memory of the tensors goes away for a while, when this returns. Until it is back, copies fail; what the
-        host holds stays.
+        """Prepare for sleep: after this returns, the memory of the tensors goes away for a while. Until it is back,
+        copies fail. The contents of host memory stay.
 
-        Waits for copies that are under way, `transfer_timeout_s` at most. One that does not end is UNPROVEN, what waits
-        behind it never starts, and nothing is copied any more: it may hold the host memory for ever.
+        It waits for copies in progress, at most `transfer_timeout_s`. A copy that does not end is UNPROVEN. Copies
+        queued after it never start, and nothing is copied any more, because that copy may hold the host memory for
+        ever.
         """
         transport, self._transport = self._transport, None
         if transport is None:
@@ -398,7 +403,7 @@ class WorkerSide:
             self._transport, self._asleep = self._asleep, None
 
     def take_reports(self) -> Reports | None:
-        """What is over since the last call."""
+        """The completions since the last call."""
         found, said = self.copies.take(), tuple[Said, ...]()
         for each in (self._disk, self._remote, self.adapters):
             if each is not None:

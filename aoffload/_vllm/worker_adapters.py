@@ -43,7 +43,8 @@ class LoadedAdapters:
 
     rank: int
     lora_config: Any
-    """The configuration of this engine. It tells the engine's manager from those of other engines in the process."""
+    """The configuration of this engine. It identifies the engine's manager, because the process may have several
+    engines."""
     _manager: Any = attrs.field(default=None, init=False)
     """vLLM's manager of adapters in this worker; None until it has been seen."""
     _seen: dict[int, _Seen] = attrs.field(factory=dict, init=False)

@@ -12,7 +12,8 @@ def _leave(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    # Before torch is imported, which takes a second: Ctrl-C has nothing to report yet, and must not print a traceback.
+    # Set before torch is imported, which takes a second. Until then Ctrl-C has nothing to report, and must not print a
+    # traceback.
     signal.signal(signal.SIGINT, _leave)
 
     from .command import main

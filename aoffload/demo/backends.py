@@ -19,14 +19,14 @@ from .._transfer.region import KVRegion
 from .options import Corrupt
 
 MIN_BLOCKS = 8
-"""The smallest load to tamper with: it brings several blocks of a prompt that a forward will read."""
+"""The smallest load to tamper with. It brings several blocks of a prompt that a forward will read."""
 
 
 @attrs.define(eq=False)
 class Tampering:
     """Exchanges a block in the middle of a load with its last one: once before verification, once after, in two loads.
 
-    Records what is to be done and what was done. Written by the copy thread, read when the run is over.
+    Records the exchanges to make and those made. Written by the copy thread, read after the run.
     """
 
     before_verification: bool
@@ -58,7 +58,7 @@ class Tampering:
 
     def has_verified(self, backend: CopyBackend, plan: TransferPlan) -> None:
         if plan.job_id == self._touched_job:
-            return  # the checksum has caught this load, so the logits would have nothing to catch
+            return  # the checksum has caught this load, so no wrong bytes would reach the logits
         if self.after_verification and not self.num_after and _is_worth_it(plan):
             self.num_after = self._exchange(backend, plan)
 
@@ -101,9 +101,9 @@ class _TamperingCudaBackend(CudaBackend):
 
 # -- throttling ------------------------------------------------------------------------------------------------------
 #
-# The slow link of `--host-gbs`: copy backends whose loads wait until a link of that speed would be done.
+# The slow link of `--host-gbs`: copy backends whose loads take as long as on a link of that speed.
 #
-# Stores do not: they would hold blocks of the small pool, which is another matter.
+# Stores are not slowed down. They would hold blocks of the small pool, which would change the results.
 
 
 @attrs.frozen

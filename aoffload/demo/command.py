@@ -44,7 +44,8 @@ _OPTIONS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo, print a table, write the file if asked for; the exit status says whether all was well."""
+    """Run the demo, print a table, and write the file if requested. The exit status says whether all checks have
+    passed."""
     options = parse_options(arguments)
     outcome = DemoOutcome(options, tampering=Tampering.of(options.corrupt) if options.corrupt else None)
     progress = Progress(ProgressLine(sys.stderr))
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _leave(error)
         anyio.run(_run_all, runner, interrupt, backend=options.backend)
         if interrupt.was_pressed:
-            interrupt.leave()  # everything is closed; only the interpreter's own shutdown would take time
+            interrupt.leave()  # everything is closed, and only the interpreter's own shutdown would take time
         try:
             interrupt.report_once()
         except InvalidArgument as error:
@@ -84,7 +85,7 @@ def _write_json(path: Path, outcome: DemoOutcome) -> None:
 
 
 def _open(files: ExitStack, options: DemoOptions) -> LogFile | None:
-    """Open the log, and check what the options need, before the work."""
+    """Open the log, and check the requirements of the options, before the work."""
     if options.backend == "trio":
         with needed("trio", "--backend trio"):
             importlib.import_module("trio")
@@ -93,7 +94,7 @@ def _open(files: ExitStack, options: DemoOptions) -> LogFile | None:
     if options.disk is not None:
         with needed("disk", "--disk"):
             importlib.import_module("xxhash")
-        PosixDirectory(options.disk).close()  # who may not use it is to know before the work
+        PosixDirectory(options.disk).close()  # a directory that may not be used is reported before the work
     if options.remote is not None:
         with needed("remote", "--remote"):
             for name in ("cryptography", "redis", "xxhash"):
@@ -114,8 +115,8 @@ def _recorder(path: Path) -> Recorder:
 
 
 def _prepare(options: DemoOptions, outcome: DemoOutcome, progress: Progress, log: LogFile | None) -> Runner:
-    # One thread computes, one copies, one waits. More threads for the arithmetic make a busy machine slower, and
-    # another number of them may give other bits.
+    # One thread computes, one copies, one waits. On a busy machine, more threads for the arithmetic are slower, and
+    # another number of threads may give other bits.
     torch.set_num_threads(1)
     model = load_model(options.model, seed=options.seed, device=options.device)
     workload = make_workload(options.seed, options.num_requests, model.vocab_size)

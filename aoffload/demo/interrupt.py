@@ -1,4 +1,5 @@
-"""The terminal: progress, and Ctrl-C: an orderly stop, or one at once if that takes too long; never a traceback."""
+"""The terminal: progress, and Ctrl-C, which stops the demo in order, or at once if that takes too long. It never prints
+a traceback."""
 
 from __future__ import annotations
 
@@ -17,20 +18,20 @@ from .._common.commands import ProgressLine, bar
 EXIT_STATUS = 130
 REPORT_TIMEOUT_S = 0.3
 PATIENCE_S = 1.2
-"""How long an orderly stop may take. A forward on a busy machine may run longer."""
+"""Time limit for an orderly stop. A forward on a busy machine may run longer."""
 
 
 @attrs.define(eq=False)
 class Interrupt:
     """Handles SIGINT while it is entered.
 
-    The handlers of asyncio and trio raise `KeyboardInterrupt` in the middle of any code; this one only wakes the event
-    loop. While no loop runs (the model is being built, the report printed) nothing needs an orderly stop, and the
+    The handlers of asyncio and trio raise `KeyboardInterrupt` in the middle of any code. This one only wakes the event
+    loop. While no loop runs (the model is being built, the report printed), nothing needs an orderly stop, and the
     handler leaves at once.
     """
 
     report: Callable[[], object]
-    """Prints what was done so far."""
+    """Prints the results so far."""
     was_pressed: bool = False
     _reporting: threading.Lock = attrs.field(factory=threading.Lock)
     _has_reported: bool = False
@@ -45,7 +46,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._old_handler)
 
     def stop_with(self, stop: Callable[[], object] | None) -> None:
-        """Have Ctrl-C call `stop`: a signal handler calls it, so it may only wake the loop. None: leave at once."""
+        """Have Ctrl-C call `stop`. A signal handler calls it, so it may only wake the loop. None: leave at once."""
         self._stop = stop
         if stop is not None and self.was_pressed:
             stop()
@@ -60,7 +61,7 @@ class Interrupt:
         self._stop()
 
     def report_once(self) -> None:
-        """Report, unless that was done; the main thread and the watchdog may both call this."""
+        """Report, unless that was done. The main thread and the watchdog may both call this."""
         if not self._reporting.acquire(timeout=REPORT_TIMEOUT_S):
             return  # a report is being made, perhaps in the frame that this signal handler interrupted
         try:
@@ -71,7 +72,7 @@ class Interrupt:
             self._reporting.release()
 
     def leave(self) -> NoReturn:
-        """Report and end the process, without waiting for threads; nothing raises any more."""
+        """Report and end the process, without waiting for threads. Nothing raises any more."""
         self.was_pressed = True
         try:
             self.report_once()
@@ -84,7 +85,7 @@ class Interrupt:
 
 # -- progress --------------------------------------------------------------------------------------------------------
 #
-# The progress line: rewritten in place on a terminal, a few plain lines in a pipe. Goes to stderr.
+# The progress line: rewritten in place on a terminal, a few plain lines in a pipe. It goes to stderr.
 
 BAR_WIDTH = 24
 

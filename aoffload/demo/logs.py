@@ -1,4 +1,4 @@
-"""The logger of events: JSON lines in a file, or nothing."""
+"""The logger of events, which writes JSON lines to a file, or nothing."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from ..errors import InvalidArgument
 
 @attrs.define(eq=False)
 class LogFile:
-    """A log that harms nobody when it can't be written, because the disk is full, say: that is told once."""
+    """A log whose errors do not stop the program. If it can't be written, because the disk is full, for example, it
+    reports that once."""
 
     path: Path
     trouble: TextIO = attrs.field(factory=lambda: sys.stderr)
-    """Where it is told."""
+    """The stream for that report."""
     num_lost: int = attrs.field(default=0, init=False)
-    """Events that are not in the file, or not as a whole."""
+    """Events that are missing in the file, or incomplete."""
     _file: Any = attrs.field(default=None, init=False)
     _is_torn: bool = attrs.field(default=False, init=False)
-    """The last event was written in part."""
+    """Whether the last event was written only in part."""
 
     def __enter__(self) -> Self:
-        """Raises `InvalidArgument` naming `log` if there can be no such file."""
+        """Raises `InvalidArgument` naming `log` if the file cannot be opened."""
         try:
             self._file = self.path.open("wb", buffering=0)
         except (OSError, ValueError) as error:  # ValueError: a name with a null character
@@ -44,7 +45,7 @@ class LogFile:
             self._say(f"{self.path}: {self.num_lost} events were lost in all")
 
     def write(self, line: str) -> None:
-        """Append an event. One that was written in part gets its end of line before the next one."""
+        """Append an event. If the last one was written in part, end its line first."""
         data = (b"\n" if self._is_torn else b"") + line.encode(errors="backslashreplace")
         try:
             num_written = self._file.write(data)
@@ -56,7 +57,7 @@ class LogFile:
             self._tell("no room for a whole event")
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Does nothing, because nothing is buffered."""
 
     def _tell(self, error: OSError | str) -> None:
         self.num_lost += 1
@@ -67,7 +68,7 @@ class LogFile:
         try:
             print(text, file=self.trouble, flush=True)
         except OSError:
-            return  # nobody is left to be told
+            return  # there is no stream for the report
 
 
 def make_logger(file: LogFile | TextIO | None) -> Any:

@@ -17,20 +17,20 @@ MAX_BLOCKS = 1_000_000
 SHARE = number("a number in [0, 1]", lambda value: 0 <= value <= 1)
 SPEED = number("a positive number of gigabytes a second", lambda value: 0 < value < math.inf)
 STORE_POLICIES = ("eager", "lazy", "selective", "off")
-"""Choices for `OffloadConfig.store_policy`, which checks whether there is such a policy."""
+"""Choices for `OffloadConfig.store_policy`, which checks whether the policy exists."""
 EVICTIONS = ("lru", "learned")
 LOAD_CHOICES = ("always", "cost")
 """Choices for `OffloadConfig.load_choice`."""
 
 
 class Corrupt(enum.Enum):
-    """Where `--corrupt` exchanges two loaded blocks."""
+    """The moment at which `--corrupt` exchanges two loaded blocks."""
 
     BOTH = "both"
     CHECKSUM = "checksum"
-    """Before they are verified: the checksum has to catch it."""
+    """Before they are verified. The checksum has to catch it."""
     LOGITS = "logits"
-    """After they were verified: only the logits can."""
+    """After they were verified. Only the logits can show it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -38,7 +38,7 @@ class DemoOptions:
     backend: str = "asyncio"
     num_requests: int = 32
     num_device_blocks: int | None = None
-    """None: as many as suit the model."""
+    """None: a number that suits the model."""
     num_host_blocks: int | None = None
     device: str = "cpu"
     cancel_rate: float = 0.0
@@ -46,7 +46,7 @@ class DemoOptions:
     store: str = "eager"
     load: str = "always"
     host_gbs: float | None = None
-    """How fast loads from host memory are; None: as fast as they can be."""
+    """Speed of loads from host memory. None: not limited."""
     eviction: str = "lru"
     seed: int = 0
     log: Path | None = None
@@ -55,11 +55,11 @@ class DemoOptions:
     corrupt: Corrupt | None = None
     layered: bool = False
     disk: Path | None = None
-    """The directory of a disk tier, which a second demo finds warm."""
+    """The directory of a disk tier. A second demo can use its contents."""
     remote: str | None = None
-    """The URL of a store, which demos elsewhere use, too."""
+    """The URL of a store, which demos on other machines may share."""
     remote_secret: Path | None = None
-    """A file with the secret of what is there."""
+    """A file with the secret for the store's contents."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -110,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> DemoOptions:
-    """The options, or a message and exit status 2."""
+    """The options. For invalid ones, it prints a message and exits with status 2."""
     parser = make_parser()
     found = parser.parse_args(arguments)
     check_goes_with(parser, found, {"remote_secret": "remote"})

@@ -1,4 +1,4 @@
-"""Results of the runs, filled in as they go, so that an interrupted demo can report what was done so far."""
+"""Results of the runs, filled in during the runs, so that an interrupted demo can report its results so far."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .workload import Pools
 
 # -- comparison ------------------------------------------------------------------------------------------------------
 #
-# Compares the results of two runs bit for bit: tokens, and the logits behind each of them.
+# Compares the results of two runs bit for bit: tokens, and the logits from which each was chosen.
 
 
 @attrs.frozen
@@ -27,14 +27,14 @@ class Difference:
     num_tokens: int
     """Tokens of the answer that differ."""
     num_logits: int
-    """Positions whose logits differ; the first position is the prompt's last token."""
+    """Positions whose logits differ. The first position is the prompt's last token."""
     prompt_logits_differ: bool
 
 
 def find_differences(
     reference: Mapping[str, Generation], generations: Mapping[str, Generation]
 ) -> tuple[Difference, ...]:
-    """Where `generations` (of completed requests, by turn id) differ from those of the reference run."""
+    """The differences between `generations` (of completed requests, by turn id) and those of the reference run."""
     found = (_compare(turn_id, reference[turn_id], given) for turn_id, given in sorted(generations.items()))
     return tuple(difference for difference in found if difference is not None)
 
@@ -80,22 +80,22 @@ class RunOutcome:
     wall_s: float = 0.0
     is_over: bool = False
     num_pinned: int = 0
-    """Blocks of both tiers still pinned when all requests had gone and stores had settled."""
+    """Blocks of both tiers that are still pinned after all requests have ended and stores have settled."""
     num_quarantined: int = 0
     integrity_error: str = ""
     transfers: Mapping[str, Any] = attrs.field(factory=dict)
     """Counts of the transport."""
     disk_transfers: Mapping[str, Any] = attrs.field(factory=dict)
-    """Counts of the disk; empty without one."""
+    """Counts of the disk. Empty without one."""
     remote_transfers: Mapping[str, Any] = attrs.field(factory=dict)
-    """Counts of the remote store; empty without one."""
+    """Counts of the remote store. Empty without one."""
     num_declined: int = 0
     """Loads that were not worth their time."""
     num_fetches_declined: int = 0
-    """The same of fetches from the disk and the remote store."""
+    """Fetches from the disk and the remote store that were not worth their time."""
     num_host_free: int = 0
     learned: tuple[Tier, ...] = ()
-    """Tiers that evicted by what was learned at the end."""
+    """Tiers that used learned eviction at the end."""
     num_restored: int = 0
     """Blocks that were on the disk at the start."""
     engine: EngineStatistics | None = None
@@ -115,13 +115,14 @@ class RunOutcome:
         return getattr(self.engine, field) * self.block_bytes if self.engine is not None else 0
 
     def rate(self, direction: str) -> float | None:
-        """Payload of all loads or stores over the time they took, in GB/s."""
+        """Payload of all loads or stores, divided by their duration, in GB/s."""
         seconds = self.transfers.get(f"{direction}_seconds", 0.0)
         num_bytes = self.transfers.get("bytes_loaded" if direction == "load" else "bytes_stored", 0)
         return num_bytes / seconds / 1e9 if seconds else None
 
     def times(self, since: str, but_not: frozenset[str]) -> list[float]:
-        """Time to the first token `since` "arrived_s" or "admitted_s", of the turns that are not in `but_not`."""
+        """Times to the first token since "arrived_s" or "admitted_s", as `since` says, of the turns that are not in
+        `but_not`."""
         return [
             generation.first_token_s - getattr(generation, since)
             for turn_id, generation in self.generations.items()
@@ -172,7 +173,7 @@ class DemoOutcome:
     @property
     def outputs_identical(self) -> bool | None:
         """Whether every completed request of the run with offload gave the reference's tokens and logits, bit for bit,
-        and every loaded block the bytes that were stored. None: that run has not completed a request."""
+        and every loaded block had the bytes that were stored. None: that run has not completed a request."""
         return self._is_identical(self.with_offload)
 
     @property
@@ -186,7 +187,7 @@ class DemoOutcome:
         return not self.differences(run) and not self.num_corrupt
 
     def ttft_share(self, since: str) -> float | None:
-        """Median time to the first token with offload over that without, of all turns but the first ones."""
+        """Median time to the first token with offload, divided by that without, of all turns except the first ones."""
         runs = (self.with_offload, self.without_offload)
         found = [median(times) for run in runs if run and (times := run.times(since, self.first_turn_ids))]
         return found[0] / found[1] if len(found) == 2 else None

@@ -1,4 +1,4 @@
-"""The result for a person (a table) and for a program (JSON)."""
+"""The results as a table, for people, and as JSON, for programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMN_WIDTH = 20
 
 def as_json(outcome: DemoOutcome) -> dict[str, Any]:
     """Counts and times of the run with offload, `…_without_offload` of the one without, `…_by_layer` of the one that
-    `--layered` adds. Token counts are sums over completed requests; null stands for a value that never occurred."""
+    `--layered` adds. Token counts are sums over completed requests. null stands for a value that never occurred."""
     options, first_turns = outcome.options, outcome.first_turn_ids
     run = outcome.with_offload or RunOutcome.nothing()
     without = outcome.without_offload or RunOutcome.nothing()
@@ -88,7 +88,7 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
 
 
 def as_table(outcome: DemoOutcome) -> str:
-    """A table of what was done so far, at any point of the demo."""
+    """A table of the results so far, at any point of the demo."""
     lines = ["", *_heading(outcome), ""]
     if outcome.runs:
         lines += [_row("", [run.kind.name for run in outcome.runs]), *_rows(outcome), ""]
@@ -182,7 +182,7 @@ def _transfers(outcome: DemoOutcome) -> Iterator[str]:
 
 
 def _evicted(run: RunOutcome) -> str:
-    """Which order ruled at the end, or that there was hardly anything to rule."""
+    """The eviction order at the end, or that hardly anything was evicted."""
     free, size = run.num_host_free, run.kind.num_host_blocks
     if free:
         return f"learned eviction had little to do, {free:,} of {size:,} host blocks are free: try fewer --host-blocks"
@@ -223,7 +223,7 @@ def _compared(outcome: DemoOutcome, run: RunOutcome) -> str:
 
 
 def _below_host(outcome: DemoOutcome) -> Iterator[str]:
-    """What the disk and the remote store were good for."""
+    """The effect of the disk and the remote store."""
     run, options = outcome.with_offload, outcome.options
     if run is None or not run.is_over:
         return

@@ -34,14 +34,15 @@ from .workload import ENGINE, Conversation, Pools, Workload
 # Clients that leave: a client's own scope is cancelled at a seeded point, whatever the request's state is then.
 
 MAX_PASSES = 40
-"""The most passes of the event loop after which a client leaves while it waits for room or loads."""
+"""The most passes of the event loop after which a client leaves while it waits for blocks or loads."""
 MAX_STEPS = 60
 """The most engine steps after which a client leaves while it computes."""
 
 
 @attrs.define(eq=False)
 class Departures:
-    """Which clients leave and when: after some passes of the event loop or engine steps. Too late has no effect."""
+    """Decides which clients leave, and when: after some passes of the event loop or engine steps. If the client ends
+    first, this has no effect."""
 
     rate: float
     tasks: anyio.abc.TaskGroup
@@ -63,7 +64,7 @@ class Departures:
             self._due[scope] = self._num_steps + self._random.randint(1, MAX_STEPS)
 
     def forget(self, scope: anyio.CancelScope) -> None:
-        """Do not cancel `scope` any more: its client is done, or gone."""
+        """Do not cancel `scope` any more, because its client has ended or left."""
         self._due.pop(scope, None)
 
     def step_done(self, num_steps: int) -> None:
@@ -90,11 +91,11 @@ CELL_BYTES = "128KiB"
 FLUSH_TIMEOUT_S = 10.0
 LAST_FLUSH_TIMEOUT_S = 0.3
 CLOSE_TIMEOUT_S = 0.5
-"""With these last two, Ctrl-C is over within two seconds. A copy takes milliseconds."""
+"""With these last two values, Ctrl-C ends the demo within two seconds. A copy takes milliseconds."""
 
 
 def run_kinds(pools: Pools, options: DemoOptions) -> tuple[RunKind, ...]:
-    """The runs, in their order."""
+    """The runs, in order."""
     disk = None if options.disk is None else DiskTier(options.disk, DISK_SIZE)
     offload = RunKind(
         RECORDED,
@@ -129,10 +130,10 @@ class Runner:
     progress: Progress
     logger: Any
     recorder: Recorder | None = None
-    """Of the run with offload."""
+    """The recorder of the run with offload."""
 
     async def run(self, kind: RunKind, cancel_rate: float) -> None:
-        """Serve the workload once. The results are in `self.outcome`, also when this is cancelled."""
+        """Serve the workload once. The results are in `self.outcome`, also if this is cancelled."""
         result = RunOutcome(kind, num_requests=self.workload.num_requests)
         self.outcome.runs.append(result)
         self.progress.start(kind.name, self.workload.num_requests)
@@ -151,10 +152,11 @@ class Runner:
                     await self._serve(runtime, kv_cache, result, cancel_rate)
                     result.is_over = True
                 finally:
-                    # Background stores hold the blocks they copy; blocks still pinned after them are a leak.
+                    # Background stores hold the blocks that they copy. Blocks that are still pinned after them are a
+                    # leak.
                     with anyio.move_on_after(FLUSH_TIMEOUT_S if result.is_over else LAST_FLUSH_TIMEOUT_S, shield=True):
                         await runtime.flush()
-                        while runtime.statistics().num_jobs:  # an idle disk is given more
+                        while runtime.statistics().num_jobs:  # an idle disk gets more stores
                             await runtime.flush()
                     _take_stock(runtime, transport, result)
         finally:
@@ -190,7 +192,7 @@ class Runner:
         )
 
     def _namespace(self, kind: RunKind) -> str:
-        """What the KV depends on; for what outlives the process also the files of a model that has some."""
+        """The identity of the KV. If KV outlives the process, it includes the files of a model that has some."""
         options = self.outcome.options
         name = f"{options.model}@{options.seed}"
         is_kept = kind.disk is not None or kind.remote is not None
@@ -205,7 +207,7 @@ class Runner:
                 done = len(result.generations) + result.num_aborted
                 self.progress.update(done, f"{engine.statistics().num_prefilled_tokens:,} prompt tokens computed")
 
-            answers = self.outcome.runs[0].generations  # the reference's; in the reference run its own, as they come
+            answers = self.outcome.runs[0].generations  # of the reference run, also while it is running
             engine_options = attrs.evolve(ENGINE, prefill_start=result.kind.prefill_start)
             async with PagedEngine(self.model, runtime, kv_cache, engine_options, on_step=on_step) as engine:
                 try:
@@ -220,7 +222,7 @@ class Runner:
 
 @attrs.define(eq=False)
 class Client:
-    """A client that asks, reads the answer and asks again; it may leave before the answer is complete."""
+    """A client that asks, reads the answer and asks again. It may leave before the answer is complete."""
 
     conversation: Conversation
     engine: PagedEngine

@@ -1,6 +1,6 @@
 """The workload: conversations of several turns that share system prompts, fixed by a seed.
 
-A turn's prompt is everything before it, answers included, plus what the user says now. Lengths are known before
+A turn's prompt is everything before it, answers included, plus the user's next message. Lengths are known before
 anything runs, because answers have a fixed length.
 
 In every run the prompts contain the answers of the reference run. So each request has the same prompt in all runs and
@@ -22,9 +22,9 @@ from .options import DemoOptions
 
 TURNS_PER_CONVERSATION = 4
 SYSTEM_TOKENS = (192, 320)
-"""Two system prompts; conversations take turns with them."""
+"""Two system prompts. Conversations take turns with them."""
 OPENING_TOKENS = (128, 960)
-"""The first message, including a document that it may bring along."""
+"""The first message, including a document that may come with it."""
 MESSAGE_TOKENS = (16, 64)
 ANSWER_TOKENS = (6, 12)
 
@@ -98,7 +98,8 @@ def make_workload(seed: int, num_requests: int, vocab_size: int) -> Workload:
 
 
 def _spread(draw: random.Random, low: int, high: int, count: int) -> list[int]:
-    """`count` numbers evenly spread over [low, high], in any order: no seed has only short ones, or only long ones."""
+    """`count` numbers evenly spread over [low, high], in random order. So no seed has only short ones, or only long
+    ones."""
     numbers = [low + int((index + draw.random()) * (high - low) / count) for index in range(count)]
     draw.shuffle(numbers)
     return numbers
@@ -106,9 +107,9 @@ def _spread(draw: random.Random, low: int, high: int, count: int) -> list[int]:
 
 # -- pools -----------------------------------------------------------------------------------------------------------
 #
-# Sizes of the demo's pools: as asked for, or as suits the model's groups.
+# Sizes of the demo's pools: the requested ones, or ones that suit the model's groups.
 
-# Room for every conversation at once: requests wait only in the runtime's line for blocks.
+# Enough for all conversations at once, so requests wait only in the runtime's queue for blocks.
 ENGINE = EngineOptions(block_size=16, prefill_tokens=64, decode_rows=4, max_running=4096)
 DEVICE_TOKENS = 2048
 """Default size of the small device pool: more than the longest request, less than two of them."""
@@ -117,7 +118,7 @@ HOST_TOKENS = 32_768
 
 @attrs.frozen
 class Pools:
-    """Blocks of the small device pool, of host memory, and of the pool that keeps everything."""
+    """Blocks of the small device pool, of host memory, and of the pool that evicts nothing."""
 
     num_device_blocks: int
     num_host_blocks: int
@@ -131,7 +132,7 @@ class Pools:
         needed = sum(_most_blocks(group, workload) for group in groups)
         if needed > device:
             raise InvalidArgument("device_blocks", f"{device} is too few: the longest request takes {needed} blocks")
-        # Every conversation keeps its longest prompt, and may hold it twice while two requests compute the same.
+        # Every conversation keeps its longest prompt, and may hold it twice while two requests compute the same tokens.
         tokens = [conversation.max_tokens for conversation in workload.conversations]
         everything = 2 * sum(map(ENGINE.num_blocks, tokens)) * len(groups)
         return cls(device, host, max(everything, device))
@@ -143,7 +144,7 @@ def _default_blocks(group: LayerGroup) -> int:
 
 
 def _most_blocks(group: LayerGroup, workload: Workload) -> int:
-    """The most blocks of the group that one request takes."""
+    """The most blocks of the group that one request needs."""
     answer = max(turn.num_answer_tokens for each in workload.conversations for turn in each.turns)
     return min(ENGINE.num_blocks(workload.max_tokens), _window_blocks(group) + ENGINE.num_blocks(answer))
 

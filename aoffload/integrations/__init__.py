@@ -1,6 +1,6 @@
-"""Reference models and a reference engine on the runtime: code that a serving program would otherwise write itself.
+"""Reference models and a reference engine on the runtime, which a serving program would otherwise have to write.
 
-`load_model` makes a model over paged KV tensors; `PagedBatch` packs the tokens of one forward; `PagedEngine` serves a
+`load_model` makes a model over paged KV tensors. `PagedBatch` packs the tokens of one forward. `PagedEngine` serves a
 model. Transformers is imported only when one of its models is loaded.
 """
 

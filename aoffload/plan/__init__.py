@@ -1,4 +1,5 @@
-"""How much host memory is worth buying: `python -m aoffload.plan TRACE`, and the `Recorder` of such traces."""
+"""A forecast of the benefit of more host memory: `python -m aoffload.plan TRACE`. Also the `Recorder` of such
+traces."""
 
 from __future__ import annotations
 

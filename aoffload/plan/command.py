@@ -30,7 +30,7 @@ POSITIVE = number("a number from 1e-9 on", lambda value: 1e-9 <= value < 1e15)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: printed; 2: no such file, no trace, or a size that cannot be; 130: Ctrl-C."""
+    """Exit status 0: printed; 2: no such file, no trace, or an impossible size; 130: Ctrl-C."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     check_goes_with(parser, options, GOES_WITH)
@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> None:
     trace = read_trace(options.trace, options.block_tokens, options.limit)
     sizes = Sizes(options.kv_bytes_per_token, options.device, options.host, options.disk)
     forecast = Forecast(trace, sizes, _speeds(options), _prices(options), options.store, options.eviction)
-    if options.html is not None:  # first: whoever reads the table may read only its beginning
+    if options.html is not None:  # before the table, because the output may be cut off after the table's beginning
         print(write_page(forecast, options.trace, options.html), file=sys.stderr)
     if options.json:
         print(json.dumps(as_json(forecast), indent=1))

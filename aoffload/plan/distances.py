@@ -1,9 +1,9 @@
-"""Exact stack distances: what an LRU cache of any size hits of a trace, from one pass over it.
+"""Exact stack distances: the hits of a trace in an LRU cache of any size, from one pass over it.
 
-Imagine all blocks in the order in which an LRU cache keeps them, newest first. A cache of `n` blocks holds the first
-`n` of them, so it hits a block whose place (from 1 on) is at most `n`. A request puts its blocks on top, its first
-one uppermost, since a prefix loses its tail first. So places grow along a prefix, and whatever an earlier request was
-the last to touch lies together, as one stretch of its tail: a place is computed for a stretch, not for a block.
+Imagine all blocks in the order of an LRU cache, newest first. A cache of `n` blocks holds the first `n` of them, so it
+hits a block whose place (from 1 on) is at most `n`. A request puts its blocks on top, its first block uppermost,
+because a prefix loses its tail first. So places grow along a prefix. The blocks that an earlier request was the last to
+touch are contiguous, as one stretch of its tail. So places are computed per stretch, not per block.
 
     newest | request 7: a b c d | request 5: k l | request 2: .. m n o |  oldest       (2 has lost its head to others)
 """
@@ -21,38 +21,40 @@ from .trace import Blocks, Trace
 
 Counts = NDArray[np.int64]
 Stretch = tuple[int, int, int, int, int]
-"""The request that asks, the one that was the last to touch it, blocks above it, where in the request it begins, and
-its length. A tuple, since there is one for each few blocks of a trace."""
+"""The asking request, the last request that touched the stretch, the number of blocks above it, its first position in
+the request, and its length. A tuple, because there is one for every few blocks of a trace."""
 
 
 @attrs.frozen(eq=False)
 class StackDistances:
-    """Stretches of prompts that were there before, in the order of the trace: equal positions of all columns."""
+    """Stretches of prompts that had been touched before, in the order of the trace. Equal positions of all columns
+    belong together."""
 
     num_requests: int
     num_blocks: int
-    """Different ones: the size of a cache that never evicts."""
+    """Number of different blocks: the size of a cache that never evicts."""
     request: Counts
-    """Which request asks for the stretch."""
+    """The request that asks for the stretch."""
     last: Counts
-    """Which request was the last one to touch it."""
+    """The last request that touched it before."""
     above: Counts
-    """Blocks that lie above it: a cache of so many blocks has none of it, of one more its first block."""
+    """Number of blocks above it. A cache of that many blocks has none of the stretch; a cache of one more has its first
+    block."""
     length: Counts
-    """Blocks of it that are in the prompt, and may be hit."""
+    """Number of its blocks that are in the prompt, and may be hit."""
     touched: Counts
-    """Blocks of it, those of the answer included."""
+    """Number of its blocks that the request touches, those of the answer included."""
     added: Counts
-    """For each request: the blocks that it puts on top."""
+    """For each request, the number of blocks that it puts on top."""
     at_s: NDArray[np.float64]
-    """For each request: when."""
+    """For each request, its time."""
     exact_from: int
-    """The least size of a cache that has all blocks of every request left out, whenever it comes."""
+    """The smallest size of a cache that has all blocks of every request left out, at any time."""
 
     @classmethod
     def of(cls, trace: Trace, left_out: Collection[int] = (), size: float = math.inf) -> StackDistances:
-        """`left_out`: numbers of requests that touch nothing where all their blocks are in a cache of `size` blocks.
-        If that is below `exact_from`, the distances count for a cache of that size only."""
+        """`left_out`: numbers of requests that touch nothing if all their blocks are in a cache of `size` blocks. If
+        `size` is below `exact_from`, the distances count for a cache of that size only."""
         stack, rows, deepest = _Stack(len(trace.requests), trace.num_blocks), list[Stretch](), 0
         added = np.zeros(len(trace.requests), np.int64)
         for number, each in enumerate(trace.requests):
@@ -86,11 +88,12 @@ class StackDistances:
         return np.bincount(self.request, found, self.num_requests).astype(np.int64)
 
     def num_missing(self, size: int) -> int:
-        """Blocks put on top that a cache of `size` blocks lacked, those of answers included: what is stored there."""
+        """Number of blocks put on top that a cache of `size` blocks lacked, those of answers included. They are stored
+        there."""
         return int(self.added.sum() - np.clip(size - self.above, 0, self.touched).sum())
 
     def curve(self) -> tuple[Counts, Counts]:
-        """All hits as a function of the size, which is straight between these points: sizes, hits."""
+        """Total hits as a function of the size. It is linear between these points: sizes, hits."""
         ends = np.concatenate((self.above, self.above + self.length))
         steps = np.repeat((1, -1), len(self.above))
         order = np.argsort(ends, kind="stable")
@@ -100,8 +103,8 @@ class StackDistances:
         return np.concatenate(([0], sizes[first])), np.concatenate(([0], hits[: len(sizes)][first]))
 
     def ages(self, size: int) -> list[float]:
-        """For each request from the first on that evicts from a cache of `size` blocks: how long ago the oldest block
-        in there was touched. What is asked for again after a longer time misses."""
+        """For each request, from the first one that evicts from a cache of `size` blocks: the time since the oldest
+        block in the cache was touched. Blocks that are requested again after a longer time miss."""
         at_s, last, touched = self.at_s.tolist(), self.last.tolist(), self.touched.tolist()
         stops = np.searchsorted(self.request, np.arange(self.num_requests), "right").tolist()
         left, found = [0] * self.num_requests, list[float]()
@@ -132,7 +135,7 @@ class _Stack:
         self._counts = _Counts(num_requests)
 
     def find(self, number: int, blocks: Blocks) -> list[Stretch]:
-        """The stretches of `blocks` that are there, for request `number`."""
+        """The stretches of `blocks` that the stack has, for request `number`."""
         found, size = list[Stretch](), len(blocks)
         if not size:
             return found
@@ -141,13 +144,13 @@ class _Stack:
         stops.append(size - 1)
         for end, last in zip(stops, before[stops].tolist(), strict=True):
             if last < 0:
-                break  # nothing behind a new block is there
+                break  # the stack has no block that follows a new one
             found.append((number, last, self._counts.behind(last), start, end + 1 - start))
             start = end + 1
         return found
 
     def touch(self, number: int, blocks: Blocks, found: Iterable[Stretch]) -> None:
-        """Request `number` puts `blocks` on top; `found`: those that are there already."""
+        """Request `number` puts `blocks` on top. `found`: the stretches that the stack has already."""
         for _, last, _, _, length in found:
             self._counts.add(last, -length)
         self._counts.add(number, len(blocks))
@@ -155,7 +158,8 @@ class _Stack:
 
 
 class _Counts:
-    """How many blocks each request was the last to touch, in a binary indexed tree: sums in logarithmic time."""
+    """For each request, the number of blocks that it was the last to touch, in a binary indexed tree: sums in
+    logarithmic time."""
 
     def __init__(self, size: int) -> None:
         self._sums = [0] * (size + 1)
@@ -170,7 +174,7 @@ class _Counts:
             at += at & -at
 
     def behind(self, position: int) -> int:
-        """The sum of all counts behind `position`."""
+        """The sum of all counts after `position`."""
         sums, at, found = self._sums, position + 1, 0
         while at:
             found += sums[at]
@@ -179,8 +183,9 @@ class _Counts:
 
 
 def knee(sizes: Sequence[int] | Counts, hits: Sequence[int] | Counts, first: int) -> int:
-    """The size, from `first` on, behind which another block brings fewer hits than one does on average up to the end:
-    the point of the curve that is farthest above the straight line between its ends. The end, where none is above."""
+    """The size, from `first` on, after which another block brings fewer hits than the average block up to the end. It
+    is the point of the curve that is farthest above the straight line between its ends, or the end if no point is above
+    it."""
     x, y = np.asarray(sizes, float), np.asarray(hits, float)
     at_first = float(np.interp(first, x, y))
     keep = x > first

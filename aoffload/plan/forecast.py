@@ -1,4 +1,4 @@
-"""The forecast: for each size of host memory and disk, what a trace would have hit, moved, computed and cost."""
+"""The forecast: for each size of host memory and disk, the hits, copies, computed tokens and cost of a trace."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from .trace import Trace
 #
 # Time to the first token, from hits: one queue for computing, and one for each link.
 #
-# A request's copies begin when those before it on their link are over, its prompt when the request before is computed
-# and its own copies have landed. So it waits for the longer of the two queues, then computes what was not hit. Its
-# answer keeps the next prompt waiting for as long as it takes of the service's time. The speeds are those of the
-# whole service.
+# A request's copies begin after those before it on their link. Its prompt is computed after the request before, and
+# after its own copies have landed. So it waits for the longer of the two queues, then computes the tokens that missed.
+# Its answer delays the next prompt by its share of the service's time. The speeds are those of the whole service.
 
 Seconds = NDArray[np.float64]
 
@@ -35,15 +34,16 @@ class Speeds:
     """GB/s from host memory to the device."""
     disk_gbs: float
     decode_tokens_per_s: float = math.inf
-    """Of all answers together. Infinity: they take no time from prompts."""
+    """Speed of all answers together. Infinity: they take no time from prompts."""
 
 
 @attrs.frozen
 class FirstToken:
     times_s: Seconds
-    """Of each request."""
+    """Time to the first token of each request."""
     busy: float
-    """Compute time of all requests over the duration of the trace. From 1 on, times grow as long as it lasts."""
+    """Compute time of all requests, divided by the duration of the trace. From 1 on, times grow with the length of the
+    trace."""
 
     @property
     def p50_s(self) -> float:
@@ -55,7 +55,7 @@ class FirstToken:
 
 
 def first_token(trace: Trace, host_s: Seconds, disk_s: Seconds, computed: Counts, speeds: Speeds) -> FirstToken:
-    """`host_s`, `disk_s`: seconds that each request's copies take; `computed`: tokens that each request computes."""
+    """`host_s`, `disk_s`: seconds that each request's copies take. `computed`: tokens that each request computes."""
     compute_s = computed / speeds.prefill_tokens_per_s
     answer_s = np.array([each.num_output_tokens for each in trace.requests]) / speeds.decode_tokens_per_s
     host_free = disk_free = compute_free = -np.inf
@@ -85,7 +85,7 @@ GIB = 2**30
 
 
 def binary_size(num_bytes: float) -> str:
-    """`64 GiB`."""
+    """A size such as `64 GiB`."""
     size, unit = num_bytes / 2**10, "KiB"
     for larger in ("MiB", "GiB", "TiB"):
         if size >= 1024:
@@ -105,7 +105,7 @@ class Sizes:
 
 @attrs.frozen
 class Prices:
-    """Of a GiB for a month, in any currency."""
+    """Price of a GiB per month, in any currency."""
 
     host: float
     disk: float
@@ -127,14 +127,14 @@ class Row:
     loaded_bytes: int = 0
     stored_bytes: int = 0
     age_s: float | None = None
-    """At eviction, from the lowest tier: what is not asked for again within this time is gone (median). None: nothing
-    was evicted, or this is not known of a replay."""
+    """Age of blocks at eviction from the lowest tier (median). Blocks that are not requested again within this time are
+    lost. None: nothing was evicted, or a replay does not know it."""
     has_evicted: bool = False
     is_disk_idle: bool = False
-    """A runtime would leave the disk alone, since computing is sooner: nothing hits there."""
+    """Whether a runtime would not use the disk, because computing is faster. Then no block hits there."""
     first_token: FirstToken | None = None
     price: float | None = None
-    """A month."""
+    """Price per month."""
 
     @property
     def num_hit_blocks(self) -> int:
@@ -143,7 +143,7 @@ class Row:
 
 @attrs.define(eq=False)
 class _Hits:
-    """Blocks that each request hits, tier by tier; blocks stored; ages at eviction, where they are known."""
+    """Blocks that each request hits, tier by tier, blocks stored, and ages at eviction, if they are known."""
 
     device: Counts
     host: Counts
@@ -154,7 +154,7 @@ class _Hits:
 
 @attrs.define(eq=False, slots=False)
 class Forecast:
-    """Raises `ConfigError` for a device that holds less than two blocks, or a host that holds none."""
+    """Raises `ConfigError` for a device of less than two blocks, or a host of less than one."""
 
     trace: Trace
     sizes: Sizes
@@ -191,8 +191,8 @@ class Forecast:
 
     @cached_property
     def _wholly(self) -> frozenset[int]:
-        """Requests that the device has whole: nothing of them is loaded, so the host's order does not hear of them, but
-        where the host has lost something of theirs, and gets it again."""
+        """Requests whose blocks are all on the device. Nothing of them is loaded, so the host's order does not change,
+        unless the host has lost some of their blocks and gets them again."""
         lengths = np.array([len(request.blocks) for request in self.trace.requests], np.int64)
         return frozenset(np.flatnonzero(lengths == self.on_device).tolist())
 
@@ -201,19 +201,19 @@ class Forecast:
         return StackDistances.of(self.trace, self._wholly)
 
     def below(self, size: int) -> StackDistances:
-        """Of host memory, or a disk, of `size` blocks."""
+        """Stack distances of host memory, or of a disk, of `size` blocks."""
         if size >= self._large.exact_from:
             return self._large
         return StackDistances.of(self.trace, self._wholly, size)
 
     def num_hits(self, num_host: int) -> int:
-        """Blocks hit with so many blocks of host memory and eager stores; for a picture, as of sizes near the device's
-        it may be somewhat wrong."""
+        """Number of hits with `num_host` blocks of host memory and eager stores. For a chart, because it is inexact for
+        sizes near the device's."""
         return int(np.maximum(self.on_device, self._large.hits(num_host)).sum())
 
     @property
     def num_endless(self) -> int:
-        """Blocks that a cache without end hits."""
+        """Number of hits of a cache of unlimited size."""
         return self.num_hits(self.trace.num_blocks)
 
     @property
@@ -223,18 +223,19 @@ class Forecast:
 
     @property
     def fetch_share(self) -> float:
-        """What a fetch from the disk takes of the time that computing the same takes; 0 where speeds are not given."""
+        """Time of a fetch from the disk, divided by the time of computing the same tokens. 0 if speeds are not
+        given."""
         if self.speeds is None:
             return 0.0
         return self.sizes.kv_bytes_per_token / 1e9 / self.speeds.disk_gbs * self.speeds.prefill_tokens_per_s
 
     @property
     def is_disk_idle(self) -> bool:
-        """Whether the gate of fetches leaves the disk alone."""
+        """Whether the gate of fetches does not use the disk."""
         return self.fetch_share >= WORTH
 
     def is_too_short_for(self, row: Row) -> bool:
-        """Whether the trace never fills what `row` has, or late: a longer one would hit more."""
+        """Whether the trace never fills the tiers of `row`, or only late. With a longer one, more would hit."""
         if not row.host_bytes or row.name == "endless":
             return False
         return not row.has_evicted or (row.age_s is not None and row.age_s > self.trace.duration_s / 2)
@@ -259,7 +260,7 @@ class Forecast:
         yield attrs.evolve(self._of_size(endless, 0, "eager", "lru"), name="endless")
 
     def host_sizes(self) -> tuple[int, ...]:
-        """Those asked for, or the device's, doubled."""
+        """The requested sizes, or the device's, doubled."""
         if self.sizes.host:
             return tuple(sorted(set(self.sizes.host)))
         endless = self.trace.num_blocks * self.block_bytes
@@ -307,7 +308,7 @@ class Forecast:
         if self.speeds is None:
             return None
         per_token = self.sizes.kv_bytes_per_token / 1e9
-        # What comes from disk goes through host memory.
+        # copies from disk pass through host memory
         host_s = np.asarray((host + disk) * per_token / self.speeds.host_gbs, np.float64)
         disk_s = np.asarray(disk * per_token / self.speeds.disk_gbs, np.float64)
         return first_token(self.trace, host_s, disk_s, computed, self.speeds)

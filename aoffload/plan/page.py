@@ -17,7 +17,7 @@ from .report import cautions, cells, heading, summary
 
 # -- chart -----------------------------------------------------------------------------------------------------------
 #
-# One chart as SVG: sizes along a logarithmic axis, something else above it.
+# One chart as SVG, with sizes along a logarithmic axis.
 
 WIDTH, HEIGHT = 1000.0, 320.0
 LEFT, RIGHT, TOP, BOTTOM = 70.0, 20.0, 16.0, 34.0
@@ -27,13 +27,13 @@ NUM_LEVELS = 5
 
 @attrs.define(eq=False)
 class Chart:
-    """From `least` to `most` bytes, and from 0 to `top`."""
+    """A chart from `least` to `most` bytes, and from 0 to `top`."""
 
     least: float
     most: float
     top: float
     write: Callable[[float], str]
-    """What stands beside a level."""
+    """The label of a level."""
     _shapes: list[str] = attrs.field(factory=list)
 
     def x(self, size: float) -> float:
@@ -98,7 +98,7 @@ NUM_COLOURS = 3
 
 
 def write_page(forecast: Forecast, trace: Path, file: Path) -> str:
-    """Returns a line about it. Raises `OSError`, also if `file` is the trace itself."""
+    """Write the page. Returns a line about it. Raises `OSError`, also if `file` is the trace itself."""
     page = make_page(forecast)
     with whole_file(file, beside=trace) as output:
         output.write(page)
@@ -106,7 +106,7 @@ def write_page(forecast: Forecast, trace: Path, file: Path) -> str:
 
 
 def make_page(forecast: Forecast) -> str:
-    """The page as text, of ASCII only."""
+    """The page as text, in ASCII."""
     style, (first, *others) = asset(__package__, "plan.css"), summary(forecast)
     parts = {
         "TITLE": html.escape(first),
@@ -124,7 +124,7 @@ def make_page(forecast: Forecast) -> str:
 
 
 def _kinds(forecast: Forecast) -> list[tuple[str, str]]:
-    """Store policies and evictions, each with a colour."""
+    """Store policies and eviction orders, each with a colour."""
     return [(store, eviction) for eviction in forecast.evictions for store in forecast.stores]
 
 
@@ -169,7 +169,7 @@ def _hits(forecast: Forecast) -> str:
 
 
 def _times(forecast: Forecast) -> str:
-    """Nothing where no speed was given."""
+    """The chart of times. Empty without speeds."""
     known = [row.first_token for row in forecast.rows[1:] if row.first_token is not None]
     if not known:
         return ""

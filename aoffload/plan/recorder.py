@@ -1,9 +1,10 @@
-"""Records what a process is asked for, without its tokens, for `python -m aoffload.plan`.
+"""Records the requests of a process, without their tokens, for `python -m aoffload.plan`.
 
-One JSON object a line, as public traces have it: `timestamp` (ms since the recorder began), `input_length`,
-`output_length`, `hash_ids`, which names each whole block of the prompt that was committed, and `output_hash_ids`, which
-names those that the answer has completed. The first line says how long blocks are. A name is a keyed digest of the
-prefix up to the block's end (see `BlockDigests`), so that equal prefixes can be told, and nothing else.
+One JSON object per line, as in public traces. `timestamp` is in ms since the recorder began. Further fields are
+`input_length`, `output_length`, `hash_ids` (the names of the prompt's whole blocks that were committed) and
+`output_hash_ids` (the names of blocks that the answer completed). The first line has the block length. A name is a
+keyed digest of the prefix up to the block's end (see `BlockDigests`), so it identifies equal prefixes and reveals
+nothing else.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from ..errors import InvalidArgument, TransferRefused
 
 # -- digests ---------------------------------------------------------------------------------------------------------
 #
-# Names of blocks that say nothing about their tokens: a keyed digest of the prefix up to the end of each block.
+# Names of blocks that reveal nothing about their tokens: a keyed digest of the prefix up to the end of each block.
 #
 # HMAC-SHA256 (RFC 2104) of the root's digest and all tokens so far, with the records of key spans, cut to 8 bytes. It
-# is computed along the prefix, each block's from the state behind the one before. Equal names mean equal prefixes;
-# without the secret nothing else can be learnt from them. Two of a million blocks get the same name once in 37
-# million files.
+# is computed along the prefix: each block's digest continues from the state after the block before. Equal names mean
+# equal prefixes. Without the secret, nothing else can be derived from them. With a million blocks per file, one in 37
+# million files has two different blocks with the same name.
 
 DIGEST_BYTES = 8
 SHA256_BLOCK = 64
@@ -70,7 +71,7 @@ class BlockDigests:
 
 
 def _records(spans: Sequence[KeySpan], start: int, stop: int) -> bytes:
-    """Of the spans that touch tokens `[start, stop)`. None encodes as tokens do."""
+    """Records of the spans that touch tokens `[start, stop)`. No record is encoded like tokens."""
     return b"".join(span.record() for span in spans if span.start < stop and span.stop > start)
 
 
@@ -80,18 +81,18 @@ FORMAT = 1
 MAX_BLOCK_TOKENS = 2**20
 LEAST_SECRET, MOST_SECRET = 16, 64
 REQUESTS_PER_BATCH = 64
-"""Waking the thread for each request would cost the event loop more than the rest."""
+"""Requests per wake-up of the thread. Waking it for each request would cost the event loop more than the rest."""
 TOKENS_PER_BATCH = 2**20
 REQUEST_TOKENS = 128
-"""What a waiting request takes besides its tokens, in tokens of 4 bytes."""
+"""Memory of a waiting request besides its tokens, in tokens of 4 bytes."""
 MAX_WAITING_TOKENS = 2**24
-"""Of 4 bytes, handed to the thread and not yet written. What comes beyond them is dropped, and counted."""
+"""Tokens of 4 bytes that the thread has received and not yet written. Further requests are dropped and counted."""
 _OVER = (RequestState.DONE, RequestState.ABORTED)
 
 
 @attrs.frozen
 class _Asked:
-    """One request that is over; its sequence does not change any more."""
+    """One request that has ended, so its sequence does not change any more."""
 
     at_s: float
     sequence: TokenSequence
@@ -99,15 +100,15 @@ class _Asked:
 
 
 class Recorder:
-    """One of the `observers` of one runtime, or of one `Ledger`: writes what is asked for into `path`, a new file.
+    """One of the `observers` of one runtime, or of one `Ledger`. It writes the requests into `path`, a new file.
 
     The file has times, lengths and a name for every `block_tokens` tokens of a prefix. Names are keyed with `secret`,
-    16 to 64 bytes; without one, with random bytes that are forgotten with the recorder. Give the same secret to several
-    processes only if their files are to be planned as one. A request is recorded when it is over, if it has computed
-    anything; forks are not.
+    16 to 64 bytes. Without one, they are keyed with random bytes that are forgotten with the recorder. Give the same
+    secret to several processes only if their files are to be planned as one. A request is recorded when it ends, if it
+    has computed anything. Forks are not recorded.
 
-    Use it as a `with` block around the runtime, or call `close()`. A thread writes; after an error in it, `failure` has
-    that error and nothing more is written. `env` has the clock: give the runtime's, if that has one of its own.
+    Use it as a `with` block around the runtime, or call `close()`. A thread writes. After an error in it, `failure` has
+    that error and nothing more is written. `env` has the clock: pass the runtime's `env` if the runtime has its own.
     """
 
     def __init__(
@@ -124,16 +125,16 @@ class Recorder:
         self._digests = BlockDigests(key, block_tokens)
         self._file = _new_file(path, {"aoffload_plan": FORMAT, "block_tokens": block_tokens})
         self.num_recorded = 0
-        """Requests handed to the thread."""
+        """Requests passed to the thread."""
         self.num_dropped = 0
-        """Requests that came while the thread was too far behind."""
+        """Requests that were dropped, because the thread was too slow."""
         self.failure: Exception | None = None
         self._arrived: dict[LedgerRequest, float] = {}
         self._began_s = self._env.now()
         self._batch: list[_Asked] = []
         self._batch_tokens = 0
         self._num_given_tokens = self._num_written_tokens = 0
-        """Each is written by one thread: what was handed over, and what of that is done."""
+        """Tokens passed to the thread, and tokens that it has written. Each is written by one thread."""
         self._batches: SimpleQueue[list[_Asked] | None] = SimpleQueue()
         self._is_closed = False
         try:
@@ -155,7 +156,7 @@ class Recorder:
         self.close()
 
     def close(self) -> None:
-        """Write what is left, and close the file. Blocks until that is done; a second call does nothing."""
+        """Write the rest, and close the file. It blocks until that is done. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -206,7 +207,7 @@ class Recorder:
             if self.num_dropped:
                 self._write({"num_dropped": self.num_dropped})
             self._file.flush()
-        except (OSError, ValueError) as error:  # a full disk, or somebody has closed the file
+        except (OSError, ValueError) as error:  # a full disk, or the file was closed by another part of the program
             self.failure = error
         finally:
             with suppress(OSError):  # nothing more can be written, but the file is closed
@@ -240,7 +241,7 @@ def _checked_secret(secret: object) -> bytes:
 
 
 def _new_file(path: object, heading: dict[str, Any]) -> TextIO:
-    """Only its owner may read it. An existing file belongs to somebody else."""
+    """Open a new file that only its owner may read. An existing file is refused, because it belongs to others."""
     try:
         number = os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # type: ignore[arg-type]
         with ExitStack() as stack:

@@ -1,7 +1,8 @@
-"""What no distance says, because the order of eviction depends on more than the last use: a replay through a `Ledger`.
+"""Replays a trace through a `Ledger`, for eviction orders that depend on more than the last use, so that stack
+distances do not apply.
 
-One request after the other, each block of the trace as a block of two tokens, so that there is something less than a
-block: what a prompt has behind its last whole one. Every copy lands at once.
+Requests run one after the other. Each block of the trace becomes a block of two tokens, so that a prompt can have a
+partial block after its last whole one. Every copy lands at once.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Replay:
     device: Counts
     """Blocks that each request hits on the device."""
     host: Counts
-    """The same behind them, in host memory."""
+    """Blocks that it hits in host memory, after those on the device."""
     num_stored: int = 0
 
 
@@ -57,14 +58,14 @@ def replay(trace: Trace, num_device: int, num_host: int, *, store: Any = "eager"
 
 
 def _tokens(trace: Trace, request: TracedRequest) -> Blocks:
-    """Its blocks, and one token more, as a request computes at least one: its block stays private, like one that is not
-    full."""
+    """The tokens of its blocks, and one more, because a request computes at least one. That token's block stays
+    private, like a block that is not full."""
     return np.append(np.repeat(request.blocks, BLOCK_SIZE), np.int32(trace.num_blocks))
 
 
 def _serve(ledger: Ledger, record: LedgerRequest, tokens: Blocks) -> int:
-    """Load and compute it, the prompt at once and its answer block by block, and release it. Returns the blocks
-    stored."""
+    """Load and compute it, the prompt at once and its answer block by block, and release it. Returns the number of
+    stored blocks."""
     land(ledger, ledger.plan_load(record))
     computed = record.sequence.num_tokens
     num_stored = land(ledger, chain(ledger.commit(record, computed), _write_back(ledger)))
@@ -81,7 +82,7 @@ def _write_back(ledger: Ledger) -> tuple[TransferPlan, ...]:
 
 
 def land(ledger: Ledger, plans: Iterable[TransferPlan]) -> int:
-    """Copy at once. Returns the blocks copied."""
+    """Copy at once. Returns the number of copied blocks."""
     num_blocks = 0
     for plan in tuple(plans):
         ledger.launch(plan.job_id)

@@ -1,4 +1,4 @@
-"""The forecast as a table of text, and as JSON, with what to be careful about."""
+"""The forecast as a text table, and as JSON, with cautions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .forecast import Forecast, Row, binary_size
 
 # -- cautions --------------------------------------------------------------------------------------------------------
 #
-# What to be careful about with a forecast, one line each.
+# Cautions about a forecast, one line each.
 
 DAY_S = 86_400
 
@@ -44,7 +44,7 @@ def _too_short(forecast: Forecast, row: Row) -> str:
 
 
 def _never_fetched(forecast: Forecast) -> Iterator[str]:
-    """A runtime fetches what arrives sooner than it is computed."""
+    """A runtime fetches only blocks that arrive sooner than they can be computed."""
     speeds = forecast.speeds
     if speeds is not None and forecast.sizes.disk and forecast.is_disk_idle:
         yield (
@@ -55,7 +55,8 @@ def _never_fetched(forecast: Forecast) -> Iterator[str]:
 
 
 def _too_much_written(forecast: Forecast) -> Iterator[str]:
-    """What host memory evicts goes to the disk, within `DiskTier.daily_writes`: by default its size a day."""
+    """Blocks that host memory evicts go to the disk, within `DiskTier.daily_writes`, by default the disk's size per
+    day."""
     lasts_s = forecast.trace.duration_s
     rows = [row for row in forecast.rows if row.disk_bytes]
     if not rows or not lasts_s:
@@ -89,7 +90,7 @@ NOT_KNOWN = "-"
 
 
 def as_text(forecast: Forecast) -> Iterator[str]:
-    """Lines."""
+    """The lines of the table."""
     yield from summary(forecast)
     yield ""
     yield from text_table([heading(forecast), *(cells(forecast, row) for row in forecast.rows)], first_left=3)
@@ -150,7 +151,7 @@ def _age(forecast: Forecast, row: Row) -> str:
 
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
-    """Bytes, seconds, blocks and tokens, as the names say."""
+    """The forecast in bytes, seconds, blocks and tokens, as the field names say."""
     trace = forecast.trace
     return {
         "trace": {

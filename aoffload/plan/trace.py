@@ -1,8 +1,8 @@
-"""A trace: what was asked for and when, in blocks that are equal where prefixes are.
+"""A trace: the time and the blocks of each request. Blocks are equal where prefixes are equal.
 
-One JSON object a line, in a file that may be compressed (`.gz`): `timestamp` in ms, `input_length`, `output_length`,
-`hash_ids`, one for each block of the prompt, the last one perhaps partly filled. `Recorder` writes such files, and
-public traces come in this form. An id counts together with all ids before it, so it need not be chained itself.
+One JSON object per line, in a file that may be compressed (`.gz`): `timestamp` in ms, `input_length`, `output_length`,
+`hash_ids`, one for each block of the prompt, of which the last may be partly filled. `Recorder` writes such files, and
+public traces have this form. An id counts together with all ids before it, so it need not be chained itself.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Blocks = NDArray[np.int32]
 
 
 class TraceError(AoffloadError):
-    """A file that is no trace; the message names it, and the line."""
+    """A file that is no trace. The message names the file and the line number."""
 
 
 @attrs.frozen(eq=False)
 class TracedRequest:
     at_s: float
     num_tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     num_output_tokens: int
     blocks: Blocks
-    """Of the prompt, then those that the answer has completed: a number for each prefix."""
+    """Blocks of the prompt, then those that the answer has completed. Each has a number that stands for the prefix."""
     num_prompt_blocks: int
 
 
@@ -47,12 +47,12 @@ class TracedRequest:
 class Trace:
     name: str
     requests: tuple[TracedRequest, ...]
-    """In the order of their times."""
+    """The requests, in the order of their times."""
     block_tokens: int
     num_blocks: int
-    """Different ones. Their numbers are below this."""
+    """Number of different blocks. Their numbers are below this."""
     num_dropped: int = 0
-    """Requests that the recorder could not keep up with."""
+    """Requests that the recorder dropped."""
 
     @property
     def num_asked(self) -> int:
@@ -69,13 +69,13 @@ class Trace:
 
     @property
     def most_blocks(self) -> int:
-        """Of one request."""
+        """Blocks of the largest request."""
         return max(len(request.blocks) for request in self.requests)
 
 
 def read_trace(path: Path, block_tokens: int | None = None, limit: int | None = None) -> Trace:
     """The first `limit` requests of the file, which is compressed if its name ends with `.gz`. `block_tokens`: tokens
-    of a block, where the file does not say; by default 512. Raises `TraceError`, or `OSError`."""
+    of a block, if the file does not say; by default 512. Raises `TraceError`, or `OSError`."""
     reader = _Reader(path.name, block_tokens)
     try:
         with _opened(path) as lines:
@@ -103,7 +103,7 @@ class _Reader:
         self._is_told = block_tokens is not None
         self._is_ours = False
         self._numbers: dict[tuple[int, int | str], int] = {}
-        """Of a block, by the number of the one before it and its own id."""
+        """The number of a block, by the number of the block before it and its own id."""
         self._num_dropped = 0
 
     def take(self, number: int, line: str) -> None:
@@ -138,7 +138,7 @@ class _Reader:
         num_output_tokens = self._count(number, fields, "output_length", 0) if "output_length" in fields else 0
         prompt = self._ids(number, fields, "hash_ids")
         beyond = len(prompt) - num_tokens // self._block_tokens
-        if beyond > 1 or (beyond < 0 and not self._is_ours):  # ours has what was committed, which may be less
+        if beyond > 1 or (beyond < 0 and not self._is_ours):  # our files have only committed blocks, which may be fewer
             problem = f"has {len(prompt)} hash_ids for {num_tokens} tokens: are blocks of {self._block_tokens} tokens?"
             raise self._wrong(number, problem)
         output = self._ids(number, fields, "output_hash_ids") if "output_hash_ids" in fields else []

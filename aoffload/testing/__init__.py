@@ -1,6 +1,6 @@
 """Schedule exploration: runs the whole runtime under a seeded scheduler, with virtual time and injected faults.
 
-For this package's own proof, and for programs that embed the runtime: write a scenario, `simulate` it, replay it.
+It is for this package's own proof, and for programs that embed the runtime: write a scenario, `simulate` it, replay it.
 """
 
 from __future__ import annotations

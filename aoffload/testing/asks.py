@@ -1,4 +1,4 @@
-"""The requests that clients of a simulated run make."""
+"""The requests that clients make in a simulated run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Ask:
     slice_tokens: int = 1_000_000
     """The prompt is computed and committed in slices of this many tokens."""
     style: Style = "inline"
-    """Where the forward runs: in the loop's thread ("inline"), in a worker thread inside the loop's step ("step"), in a
-    thread that owns its step ("thread", by `run_step`), or later, on the device's stream ("stream")."""
+    """The thread that runs the forward: the loop's thread ("inline"), a worker thread inside the loop's step ("step"),
+    or a thread that owns its step ("thread", by `run_step`). With "stream", the forward runs later, on the device's
+    stream."""
     key_spans: tuple[KeySpan, ...] = ()
     max_load_tokens: int | None = None
     max_hit_tokens: int | None = None
@@ -35,10 +36,10 @@ class Ask:
     max_store_tokens: int | None = None
     deadline_s: float | None = None
     waits: bool = True
-    """Whether it loads with `load`, or with `load_nowait` and a later `wait`."""
+    """Whether it loads with `load`. Otherwise it uses `load_nowait` and a later `wait`."""
     num_preemptions: int = 0
-    """How often it is preempted and resumed, at most."""
+    """Maximum number of times that it is preempted and resumed."""
     starts_early: bool = False
-    """Whether its first forward begins while its load is under way (layer-wise overlap). Not with `in_slices`."""
+    """Whether its first forward begins during its load (layer-wise overlap). Not with `in_slices`."""
     in_slices: bool = False
-    """Whether it allocates slice by slice: blocks that have left a window make room for the next slice."""
+    """Whether it allocates slice by slice. Blocks that have left a window are free for the next slice."""

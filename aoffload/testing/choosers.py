@@ -15,7 +15,7 @@ __all__ = ["Chooser", "Exactly", "Option", "PriorityChooser", "RandomChooser", "
 
 @attrs.frozen
 class Option:
-    """One step that can run next: of a task, a copy or a thread."""
+    """One step that can run next, of a task, a copy or a thread."""
 
     actor: int
     """Number of the actor that would take the step, in the order of creation."""
@@ -27,12 +27,12 @@ class Option:
 
 class Chooser(Protocol):
     def choose(self, step: int, options: Sequence[Option]) -> int:
-        """The index of one of `options`. They come oldest first: a fair loop would always run 0."""
+        """The index of one of `options`. They come oldest first, so a fair loop would always run 0."""
         ...
 
 
 class RandomChooser:
-    """Every option is as likely as any other."""
+    """Every option has the same probability."""
 
     def __init__(self, seed: int | str) -> None:
         self._random = random.Random(f"random {seed}")
@@ -43,10 +43,10 @@ class RandomChooser:
 
 class PriorityChooser:
     """Probabilistic concurrency testing (Burckhardt et al., ASPLOS 2010): the actor with the highest priority runs. At
-    `depth - 1` steps, drawn from the first `num_steps`, the actor that would run drops behind all others.
+    `depth - 1` steps, drawn from the first `num_steps`, the actor that would run gets the lowest priority.
 
-    A bug that needs `depth` ordering constraints among n actors is found with a probability of at least
-    1 / (n * num_steps ** (depth - 1)) per run, whatever the program does.
+    For every program, a run finds a bug that needs `depth` ordering constraints among n actors with a probability of
+    at least 1 / (n * num_steps ** (depth - 1)).
     """
 
     def __init__(self, seed: int | str, depth: int, num_steps: int = 150) -> None:

@@ -1,4 +1,4 @@
-"""Clients: tasks whose outcome is recorded, however they end; and the log that counts the runtime's events."""
+"""Clients: tasks whose outcome is recorded, however they end. Also the log that counts the runtime's events."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Client:
     request: Request | None = None
     was_injected: bool = False
     may_abort: tuple[str, ...] = ()
-    """Reasons for which its requests may be aborted, besides injections."""
+    """Reasons besides injections for which its requests may be aborted."""
     may_raise: tuple[type[Exception], ...] = (RuntimeClosed, RequestAborted)
     """Errors that it may end with when the runtime closes or its copy worker dies."""
     is_running: bool = False
@@ -82,14 +82,14 @@ class Client:
         self.ended()
 
     def ended(self) -> None:
-        """Record the outcome when the request's block is left without an exception."""
+        """Record the outcome when the request's block ends without an exception."""
         request = self.request
         if request is None or request.state is RequestState.DONE:
             self.outcome = "D"
             if any(self.name in engine.recomputed for engine in self.simulation.engines):
                 self.outcome = "R"
             for engine in self.simulation.engines:
-                # A request that ended before the failure was known can't be told any more.
+                # A request that ended before the failure was known can't be invalidated any more.
                 if self.name in engine.misled and engine.num_invalidations:
                     raise Violation("wrong bytes", f"{self.name} was served what a failed forward had written")
         elif request.state is RequestState.ABORTED:
@@ -117,7 +117,8 @@ class Client:
         await self._over.wait()
 
     def coroutines(self) -> Iterator[Any]:
-        """Those of the client and of tasks that end with it: what `OffloadRuntime.run` spawns, and an engine's loop."""
+        """The coroutines of the client, and of tasks that end with it: tasks that `OffloadRuntime.run` spawns, and an
+        engine's loop."""
         yield self._coroutine
         if self.simulation.plan.backend == "asyncio":
             names = {f"aoffload {self.name}"} | ({"aoffload engine"} if self.name == "main" else set())
@@ -126,7 +127,7 @@ class Client:
                     yield task.get_coro()
 
     def cancel(self, kind: str) -> bool:
-        """Cancel the client in one of the ways of `Cancel.blows`. False: its request is over, or there is none."""
+        """Cancel the client in one of the ways of `Cancel.blows`. False: its request has ended, or there is none."""
         if kind == "request":
             if self.request is None or self.request.state in (RequestState.DONE, RequestState.ABORTED):
                 return False
@@ -150,19 +151,19 @@ class Client:
         raise Violation("somebody was harmed", f"{self.name} ended {self.outcome} ({reason or self.error!r})")
 
     def _is_explained(self) -> bool:
-        """Whether an abort or a rejection follows from what was asked for, or from what was injected elsewhere."""
+        """Whether an abort or a rejection follows from its own options, or from a fault that was injected elsewhere."""
         faults, error = self.simulation.faults, self.error
         was_closed = self.simulation.clients[0].was_injected or "runtime_closed" in self.may_abort
         if error is None:
             reason = self.request.reason if self.request is not None else ""
             return reason in self.may_abort or (was_closed and reason == "runtime_closed")
         if isinstance(error, OutOfBlocks):
-            # With windows, a request may fit only because of its load, which a fault can take.
+            # With windows, a request may fit only because of its load, which may be lost in a fault.
             has_windows = any(engine.runtime.ledger.layout.windows for engine in self.simulation.engines)
             return error.retryable or faults.may_take_room or (has_windows and bool(faults.fired))
         if isinstance(error, ForwardFailed):
             return bool(faults.fired["compute"])
-        # A worker that is cancelled before its first step can't survive: the task that opens the runtime gets an error.
+        # A worker that is cancelled before its first step can't survive. The task that opens the runtime gets an error.
         return (was_closed or bool(faults.fired["worker"])) and isinstance(error, self.may_raise)
 
 
@@ -176,7 +177,7 @@ def _current_coroutine() -> Any:
 
 
 class Log:
-    """A logger that counts events. With `keep_lines` it also keeps the lines."""
+    """A logger that counts events. With `keep_lines` it also stores the lines."""
 
     def __init__(self, scheduler: Scheduler, faults: Faults, keep_lines: bool = False) -> None:
         self.counts: Counter[str] = Counter()

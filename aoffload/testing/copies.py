@@ -1,4 +1,4 @@
-"""A copy between two simulated memories, on its way."""
+"""A copy in progress between two simulated memories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATE_S = 0.7
 
 @attrs.define(eq=False)
 class Copy:
-    """One launched plan on its way."""
+    """One launched plan in progress."""
 
     plan: TransferPlan
     source: Memory
@@ -26,19 +26,19 @@ class Copy:
     source_generations: tuple[int, ...]
     destination_generations: tuple[int, ...]
     is_doomed: Callable[[], bool]
-    """Whether it will publish nothing, because it was given up or its bytes are wrong: its source may have another
+    """Whether it will publish nothing, because it was given up or its bytes are wrong. Its source may have another
     owner."""
     num_moved: int = 0
     is_told: bool = False
-    """Its completion was delivered; it may still write."""
+    """Its completion was delivered. It may still write."""
 
     @property
     def name(self) -> str:
         return f"{self.plan.direction.value} {self.plan.job_id}"
 
     def move(self, stop: int) -> None:
-        """Copy blocks up to `stop`. The destinations must be the job's own; the sources, too, until its completion is
-        delivered."""
+        """Copy blocks up to `stop`. The destinations must be the job's own. So must the sources, until its completion
+        is delivered."""
         for index in range(self.num_moved, stop):
             source_id, destination_id = self.plan.source_ids[index], self.plan.destination_ids[index]
             self.destination.check_owner(self.name, destination_id, self.destination_generations[index])
@@ -50,7 +50,7 @@ class Copy:
 
 def otherwise(completion: Completion) -> Completion:
     """A second completion that contradicts the first: LANDED and FAILED are swapped. UNPROVEN is repeated, because
-    another outcome would be a late proof; so is CORRUPT."""
+    another outcome would be a late proof. So is CORRUPT."""
     if completion.outcome is Outcome.FAILED:
         return Completion(completion.job_id, Outcome.LANDED, completion.num_landed + 1)
     if completion.outcome is Outcome.LANDED:

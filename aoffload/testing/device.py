@@ -1,4 +1,4 @@
-"""A device that computes later: a stream that runs work in order, and fences in it."""
+"""A device that computes later: a stream that runs work in order, and its fences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SimulatedFence", "Stream"]
 
 @attrs.define(eq=False)
 class SimulatedFence:
-    """Passes once, and then makes the calls that wait for it."""
+    """A fence that passes once, and then makes the calls that wait for it."""
 
     has_passed: bool = False
     _waiting: list[Callable[[], None]] = attrs.field(factory=list)
@@ -49,7 +49,7 @@ class Piece:
     blocks: frozenset[int] = frozenset()
     """The blocks that it reads or writes."""
     afterwards: list[Callable[[], None]] = attrs.field(factory=list)
-    """Run directly after it, before the scheduler runs anything else."""
+    """Calls directly after it, before the scheduler runs anything else."""
 
 
 class Stream:
@@ -77,14 +77,14 @@ class Stream:
         run()
 
     def fence(self) -> SimulatedFence:
-        """A fence behind everything submitted so far."""
+        """A fence after everything submitted so far."""
         fence = SimulatedFence(has_passed=not self._queue)
         if self._queue:
             self.submit("fence", fence.let_pass)
         return fence
 
     async def wait_idle(self) -> None:
-        """Wait until everything that was submitted so far is over."""
+        """Wait until everything that was submitted so far has ended."""
         over = anyio.Event()
         self.fence().when_passed(over.set)
         await over.wait()

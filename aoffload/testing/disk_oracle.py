@@ -1,4 +1,4 @@
-"""The oracle of the disk: what it holds, and what fetches take."""
+"""The oracle of the disk: checks its contents, and the number of host blocks that fetches use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DiskOracle:
         return self.engine.transport.disk
 
     def fetched(self, fetch: Fetch) -> None:
-        """All fetches together have taken no more than their share of the host."""
+        """Check that all fetches together use no more than their share of the host."""
         ledger = self.runtime.ledger
         under_way = ledger.transfers.under_way.values()
         taken = sum(one.num_blocks for one in under_way if isinstance(one, Fetch))
@@ -38,7 +38,7 @@ class DiskOracle:
             raise Violation("more than its share", f"fetches take {taken} blocks, and may take {most}")
 
     def check(self) -> None:
-        """What the disk holds hangs on what the disk holds: a restart would find nothing behind a gap."""
+        """Check that each prefix on the disk is complete. After a gap, a restart would find nothing."""
         if self._disk is None or self.faults.fired or self.engine.num_invalidations:
             return
         for run in self.runtime.ledger.cache.index.runs.values():
@@ -47,7 +47,8 @@ class DiskOracle:
                 raise Violation("a tail without its head", f"{run} on the disk, behind {before}")
 
     def check_at_rest(self, told_corrupt: set[int]) -> None:
-        """No slot is leased, none that was found corrupt can be found, and a disk that is off is not used."""
+        """Check that no slot is leased, that no slot found corrupt can be found, and that a disk that is off is not
+        used."""
         found, work = self.runtime.statistics().disk, self.runtime._session.disk
         if found is None or self._disk is None:
             return

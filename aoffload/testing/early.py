@@ -1,4 +1,4 @@
-"""A forward that starts while its load is under way (layer-wise overlap), and the laws about its result."""
+"""A forward that starts during its load (layer-wise overlap), and the laws about its result."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ FIRST_LOOK_S = 0.001
 
 @attrs.define(eq=False)
 class EarlyForward:
-    """Computes `[start, stop)` behind a load under way. Wrong bytes are a violation only if the load succeeds."""
+    """Computes `[start, stop)` after a load in progress. Wrong bytes are a violation only if the load succeeds."""
 
     engine: TagEngine
     request: Request
     ask: Ask
     start: int = 0
     stop: int = 0
-    """End of the computed tokens that count; 0 if there are none."""
+    """End of the computed tokens that count. 0 if there are none."""
     misread: Violation | None = None
 
     async def load(self) -> int:
-        """Load, and compute meanwhile. Returns how many tokens are ready."""
+        """Load, and compute meanwhile. Returns the number of tokens that are ready."""
         pending = self.request.load_nowait(self.ask.max_load_tokens)
         if not pending.is_over and pending.can_start:
             await self._run(pending)
@@ -43,7 +43,7 @@ class EarlyForward:
         return num_ready
 
     def commit(self, num_ready: int) -> int:
-        """Commit what was computed, if it counts. Returns the first token that is still to be computed."""
+        """Commit the computed tokens, if they count. Returns the first token that is still to be computed."""
         if self.stop <= num_ready:
             return num_ready
         self.engine.commit(self.request, self.ask, self.ask.tokens, self.stop)
@@ -69,7 +69,7 @@ class EarlyForward:
                 compute()
             elif ask.style == "step":
                 await self.engine.env.run_in_thread(compute)
-            elif pending.can_start:  # asked again: the load may have been lost while this waited
+            elif pending.can_start:  # checked again, because the load may have been lost during the wait
                 await runtime.run_step([pending], compute)
 
     def _compute(self, table: list[list[int]], stop: int) -> None:
@@ -88,7 +88,8 @@ class EarlyForward:
         self.stop = stop
 
     def _check_end(self, pending: PendingLoad, num_ready: int) -> None:
-        """Tokens computed from wrong bytes must not count, and tokens that do not count can't be committed."""
+        """Check that tokens computed from wrong bytes do not count, and that tokens that do not count can't be
+        committed."""
         first = pending.first_invalid_token
         if first is None:
             if self.misread is not None:
@@ -107,7 +108,7 @@ class EarlyForward:
 
 
 async def until_given(regions: Sequence[LoadedRegion]) -> None:
-    """Wait until `regions` have their fences, or are known to get none. Polls in virtual time, because a simulated
+    """Wait until `regions` have their fences, or are known to get none. It polls in virtual time, because a simulated
     thread must not block."""
     delay_s = FIRST_LOOK_S
     while not all(region.is_given for region in regions):

@@ -1,4 +1,5 @@
-"""An engine without a model: it writes a tag into every block it computes, and checks every block it reads."""
+"""An engine without a model: it writes a tag into every block that it computes, and checks every block that it
+reads."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ SPOILED = -2
 
 
 class ForwardFailed(Exception):  # noqa: N818 - what happened
-    """The device's kernel failed."""
+    """A kernel failed on the device."""
 
 
 @attrs.define(eq=False)
@@ -144,14 +145,14 @@ class TagEngine:
     def _compute(
         self, request: Request, ask: Ask, table: list[list[int]], tokens: tuple[int, ...], start: int, stop: int
     ) -> None:
-        """Attention reads everything before `start`; then `[start, stop)` is written."""
+        """Check all blocks that attention reads before `start`. Then write `[start, stop)`."""
         is_spoiled = self.check_blocks(request, ask, table, tokens, start)
         self.write(ask, table, tokens, start, stop, is_spoiled=is_spoiled)
 
     def write(
         self, ask: Ask, table: list[list[int]], tokens: tuple[int, ...], start: int, stop: int, *, is_spoiled: bool
     ) -> None:
-        """Write tokens `[start, stop)`: their right tags, or `SPOILED` if the forward has read spoiled bytes."""
+        """Write tokens `[start, stop)`: their correct tags, or `SPOILED` if the forward has read spoiled bytes."""
         if is_spoiled:
             self.fill(table, start, stop, SPOILED)
             return
@@ -173,10 +174,11 @@ class TagEngine:
     def check_blocks(
         self, request: Request, ask: Ask, table: list[list[int]], tokens: tuple[int, ...], stop: int
     ) -> bool:
-        """Every block that attention reads for the token at `stop` holds the KV of exactly these tokens.
+        """Check that every block that attention reads for the token at `stop` has the KV of exactly these tokens.
 
         Returns True if a wrong block is excused: a failed forward wrote it and it is not invalidated yet, or it was
-        invalidated and `request` is being cancelled."""
+        invalidated and `request` is being cancelled.
+        """
         is_spoiled = False
         for group, config in enumerate(self.runtime.ledger.layout.groups):
             size = config.block_size
@@ -186,7 +188,7 @@ class TagEngine:
                 found = next((tag for tag in held if tag != expected), expected)
                 self.num_blocks_checked += len(held)
                 if found != expected and (found == SPOILED or _is_doomed(request)):
-                    self.misled.add(request.request_id)  # it has to be told
+                    self.misled.add(request.request_id)  # it has to be invalidated
                     is_spoiled = True
                 elif found != expected:
                     where = f"block {index} of group {group} (id {table[group][index]})"
@@ -195,7 +197,8 @@ class TagEngine:
         return is_spoiled
 
     def check_ready(self, request: Request, ask: Ask, tokens: tuple[int, ...], num_ready: int) -> None:
-        """A load never reports more tokens ready than matched or asked for, nor the last one; and they are there."""
+        """Check that a load reports no more tokens as ready than were matched or requested, nor the last token, and
+        that they are loaded."""
         if num_ready > request.match.num_tokens or num_ready >= len(tokens):
             raise Violation("hit cap", f"{num_ready} of {len(tokens)} ready after a match of {request.match}")
         most = None if ask.max_load_tokens is None else max(ask.max_load_tokens, request.match.num_device_tokens)
@@ -205,7 +208,8 @@ class TagEngine:
             self.check_blocks(request, ask, request.block_ids, tokens, num_ready)
 
     def check_match(self, request: Request, ask: Ask) -> None:
-        """Nothing hits that was never committed under the same root since the last reset; never the last token."""
+        """Check that every hit was committed under the same root since the last reset, and that the last token is no
+        hit."""
         found = request.match.num_tokens
         if found >= len(ask.tokens):
             raise Violation("hit cap", f"{found} of {len(ask.tokens)} tokens hit: there is nothing left to compute")
@@ -216,7 +220,8 @@ class TagEngine:
 
 
 def _is_doomed(request: Request) -> bool:
-    """Whether what `request` reads was invalidated, and it is being cancelled, for that or for an earlier reason."""
+    """Whether data that `request` reads were invalidated, and it is being cancelled, for that or for an earlier
+    reason."""
     record = request._record
     return bool(request._cancel_reason) and record is not None and record.epoch is NoEpoch.INVALIDATED
 

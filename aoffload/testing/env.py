@@ -23,7 +23,7 @@ class SimulatedEnv(Env):
     scheduler: Scheduler = attrs.field(kw_only=True)
     delays: random.Random = attrs.field(kw_only=True)
     others: Callable[[int], None] = attrs.field(default=lambda num_steps: None, kw_only=True)
-    """Runs up to that many steps of other actors. Only asyncio's loop can; on trio a thread's work is one step."""
+    """Runs up to that many steps of other actors. Only asyncio's loop can; on trio the work of a thread is one step."""
 
     def now(self) -> float:
         return self.scheduler.now
@@ -36,15 +36,15 @@ class SimulatedEnv(Env):
         return lambda: self.scheduler.act("wake-up", callback)
 
     def meanwhile(self) -> None:
-        """Called in the middle of a thread's work: the loop goes on for a few steps."""
+        """Called in the middle of a thread's work: the loop runs a few steps."""
         self.others(self.delays.choice((0, 0, 0, 1, 2, 5, 12)))
 
     async def run_in_thread(
         self, function: Callable[[], Result], limiter: anyio.CapacityLimiter | None = None
     ) -> Result:
-        """Run `function` as in a worker thread: at a step of its own; its result arrives at another step.
+        """Run `function` as in a worker thread: at a step of its own. Its result arrives at another step.
 
-        Scoped cancellation waits for the thread; native cancellation leaves it running.
+        Scoped cancellation waits for the thread. Native cancellation leaves it running.
         """
         await anyio.lowlevel.checkpoint()
         over = anyio.Event()
@@ -55,7 +55,7 @@ class SimulatedEnv(Env):
             try:
                 results.append(function())
             except Violation:
-                raise  # the task that waits may be gone
+                raise  # the waiting task may have ended
             except Exception as error:  # noqa: BLE001 - raised again in the task that waits
                 errors.append(error)
             self.scheduler.act("thread ends", over.set)

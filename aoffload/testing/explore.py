@@ -22,8 +22,8 @@ CHOOSERS = ("random", "pct:2", "pct:3", "random", "pct:5")
 def cancel_sweep(
     plan: Plan, scenario: Scenario, victim: str, how: str, at_most: int = 400, *, shuffled: bool = False
 ) -> Iterator[Result]:
-    """Cancel `victim` at its first checkpoint, its second, ... until it completes; with the victim `step`, at every
-    global step. `shuffled`: each run in another order of the same workload, which finds more."""
+    """Cancel `victim` at its first checkpoint, its second, ... until it completes. With the victim `step`, cancel at
+    every global step. `shuffled`: each run in another order of the same workload, which finds more."""
     for at in range(at_most):
         injected = attrs.evolve(plan, cancels=(*plan.cancels, Cancel(victim, at, how)))
         result = simulate(_reordered(injected) if shuffled else injected, scenario)
@@ -45,7 +45,7 @@ def fault_sweep(
 
 
 def _reordered(plan: Plan) -> Plan:
-    """The plan with a random order of its own, derived from the plan alone."""
+    """The plan with a random order derived from the plan alone."""
     return attrs.evolve(plan, chooser=f"random:{zlib.crc32(str(plan).encode())}")
 
 
@@ -105,7 +105,7 @@ def shrink(plan: Plan, scenario: Scenario, at_most: int = 300) -> Result:
 
 
 def explain(result: Result) -> str:
-    """A broken run as text: the line that replays it, the violation, and the log with the unfair decisions by step."""
+    """A broken run as text: its replay command, the violation, and the log with the unfair decisions by step."""
     lines = [str(result.plan), f"  {result.violation}" if result.violation else "  nothing is broken", ""]
     events = [(line[:5], line) for line in result.log]
     events += [(str(one)[:5], f"{one}   <- not the oldest") for one in result.trace if one.index]
@@ -126,7 +126,7 @@ class Tally:
     """Digests of the runs that count as explored, by scenario."""
     backends: Counter[str] = attrs.field(factory=Counter)
     faults: Counter[str] = attrs.field(factory=Counter)
-    """Runs that met a kind of fault; a lasting fault counts once."""
+    """Number of runs that met each kind of fault. A lasting fault counts once."""
     outcomes: Counter[str] = attrs.field(factory=Counter)
     fates: dict[str, Counter[str]] = attrs.field(factory=dict)
     """Outcomes of clients in runs with one kind of fault and no cancellation, by that kind."""

@@ -1,4 +1,4 @@
-"""Faults: which can be injected, at which opportunity, and what may become of a request that meets one."""
+"""Faults: the kinds that can be injected, their opportunities, and the permitted outcomes of affected requests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class FaultKind:
     name: str
     about: str
     needs_verify: bool = False
-    """Only checksums can notice it: it is injected only into runtimes with `verify=True`."""
+    """Only checksums can notice it, so it is injected only into runtimes with `verify=True`."""
     may_time_out: bool = False
-    """A timeout is the only way out."""
+    """Whether an affected request may have no way to end except a timeout."""
     may_take_room: bool = False
     """Blocks may end in quarantine, so a request may no longer fit."""
 
@@ -70,9 +70,10 @@ _KINDS = (
 )
 FAULTS: Mapping[str, FaultKind] = {kind.name: kind for kind in _KINDS}
 DISK_FAULTS = tuple(name for name in FAULTS if name.startswith("disk_"))
-"""Those that take a disk."""
+"""Faults that need a disk."""
 REMOTE_FAULTS = tuple(name for name in FAULTS if name.startswith("remote_"))
-"""Those that take a remote store. None of them takes room: what a store does never leaves host memory in doubt."""
+"""Faults that need a remote store. None of them takes blocks, because a store never leaves the contents of host memory
+in doubt."""
 
 
 def _known(_: object, attribute: object, value: str) -> None:
@@ -82,7 +83,7 @@ def _known(_: object, attribute: object, value: str) -> None:
 
 @attrs.frozen
 class Fault:
-    """`kind` happens at its `at`-th opportunity, counted from 0; with `lasting`, at every one from then on."""
+    """`kind` happens at its `at`-th opportunity, counted from 0. With `lasting`, it happens at every later one, too."""
 
     kind: str = attrs.field(validator=_known)
     at: int = 0
@@ -103,7 +104,7 @@ class Fault:
 
 
 class Faults:
-    """The faults of one run: decides at each opportunity whether one happens, and counts."""
+    """The faults of one run. Decides at each opportunity whether one happens, and counts."""
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         self.planned = tuple(faults)

@@ -1,4 +1,4 @@
-"""A transport whose jobs go wrong as told, for the tests of an engine: real tensors, and real copies of the rest."""
+"""A transport whose jobs fail as configured, for the tests of an engine. It uses real tensors and real copies."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ __all__ = ["FaultyTransport", "JobFault"]
 
 
 class JobFault(enum.Enum):
-    """What happens to a job of a `FaultyTransport`."""
+    """Outcomes of a faulty job of a `FaultyTransport`."""
 
     FAIL = "fail"
     """The first half of its blocks is copied, the others are not, and it ends FAILED."""
     CORRUPT = "corrupt"
-    """The same, but it ends CORRUPT: the other blocks are not what was stored."""
+    """The same, but it ends CORRUPT: the other blocks differ from the stored bytes."""
     REFUSE = "refuse"
     """`launch` raises `TransferRefused`."""
     UNPROVEN = "unproven"
-    """It ends UNPROVEN at once. The copy comes late, over blocks that nobody else may have, and the proof with it."""
+    """It ends UNPROVEN at once. The copy comes late, over blocks that must not have another owner, and the proof with
+    it."""
     HANG = "hang"
     """It does not end before its copy, which comes late."""
 
@@ -49,12 +50,12 @@ _ENDS = {JobFault.FAIL: Outcome.FAILED, JobFault.CORRUPT: Outcome.CORRUPT}
 
 
 class FaultyTransport:
-    """A `Transport` around another one, of whose jobs every `every`-th goes wrong: `faults` in turn, each a `JobFault`
-    or its value. Only jobs of `direction` count; None: loads and stores.
+    """A `Transport` around another one. Every `every`-th job goes wrong, with one of `faults` in turn, each a
+    `JobFault` or its value. Only jobs of `direction` count. None: loads and stores.
 
-    Late copies begin at `release`, and each of them by itself `late_s` seconds after its launch: that takes a running
-    event loop. What has not begun when the transport is closed never does. An engine that keeps its promises ends each
-    request with the right bytes, or computes again, whatever goes wrong here.
+    Late copies begin at `release`, and each of them by itself `late_s` seconds after its launch, which needs a running
+    event loop. Copies that have not begun when the transport is closed never begin. An engine that keeps its promises
+    ends each request with the right bytes, or computes again, whatever goes wrong here.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class FaultyTransport:
         self.direction = None if direction is None else check_type("direction", direction, Direction)
         self.late_s = None if late_s is None else _seconds(late_s)
         self.num_faults: Counter[JobFault] = Counter()
-        """How often each has happened."""
+        """How often each fault has happened."""
         self._num_jobs = 0
         self._wrong: dict[int, Completion] = {}
-        """How jobs end of which a part is copied."""
+        """Completions of jobs of which only a part is copied."""
         self._held: dict[int, tuple[TransferPlan, Fence | None]] = {}
         """Late copies that have not begun."""
         self._watcher = transport if isinstance(transport, WatchesRegions) else None
@@ -89,7 +90,7 @@ class FaultyTransport:
         return f"<FaultyTransport {self.transport!r} every={self.every} {happened or 'no fault yet'}>"
 
     def release(self) -> None:
-        """Begin all late copies. Call it in the event loop's thread, as `launch`."""
+        """Begin all late copies. Call it in the event loop's thread, like `launch`."""
         for job_id in tuple(self._held):
             self._begin_late(job_id)
 
@@ -134,7 +135,7 @@ class FaultyTransport:
         self.num_faults[fault] += 1
         if fault is JobFault.REFUSE:
             raise TransferRefused(f"job {plan.job_id} is refused, as told")
-        self.forget(plan.job_id)  # a region is not loaded because half of its blocks are
+        self.forget(plan.job_id)  # a region with half of its blocks is not loaded
         if fault in _LATE:
             self._hold(plan, after)
         else:
@@ -156,7 +157,7 @@ class FaultyTransport:
     def statistics(self) -> TransferStatistics:
         return self.transport.statistics()
 
-    # -- what goes wrong ------------------------------------------------------------------------------------------
+    # -- faults ---------------------------------------------------------------------------------------------------
 
     def _fault_of(self, plan: TransferPlan) -> JobFault | None:
         if self.direction not in (None, plan.direction):
@@ -198,7 +199,7 @@ class FaultyTransport:
             return
         try:
             self.transport.launch(*held)
-        except (TransferRefused, DeviceGone):  # closed meanwhile, or without a device: it never begins
+        except (TransferRefused, DeviceGone):  # closed meanwhile, or without a device: the copy never begins
             return
         del self._held[job_id]
 

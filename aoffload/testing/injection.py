@@ -1,4 +1,4 @@
-"""Cancellations: which client, when, and how. A plan injects them together with faults."""
+"""Cancellations: the client, the moment, and the way. A plan injects them together with faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import InvalidArgument
 __all__ = ["HOWS", "Cancel", "await_lines"]
 
 HOWS = ("request", "scope", "native", "request*2", "scope*2", "native*2", "native*3", "request+native")
-"""How a client is cancelled: by the request's own scope, by a scope around it, or by `asyncio.Task.cancel` (on trio, by
+"""Ways to cancel a client: by the request's own scope, by a scope around it, or by `asyncio.Task.cancel` (on trio, by
 the outermost scope). `*2`: again at the client's next step, that is, during its clean-up."""
 ANY_STEP = "step"
 

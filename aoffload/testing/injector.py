@@ -1,4 +1,4 @@
-"""Injects between the steps of a run: the plan's cancellations, leaps of time, dead workers."""
+"""Makes the injections between the steps of a run: the plan's cancellations, leaps of time, dead workers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Injector:
         if self.num_cancels:
             for client in self.clients:
                 if client.was_injected and client.is_running:
-                    # where the cancellation arrives: perhaps only at the next checkpoint
+                    # the point where the cancellation arrives, perhaps only the next checkpoint
                     self.await_lines.update(_lines(client))
         if self.notes_waits:
             self._note_waits()
@@ -91,7 +91,7 @@ class Injector:
                     self.waits.setdefault(line, Cancel(client.name, number - 1))
 
     def _cancel_worker(self) -> None:
-        """Cancel the copy worker natively. Does nothing on trio, where a task of a nursery has no native cancel."""
+        """Cancel the copy worker natively. It does nothing on trio, where a task of a nursery has no native cancel."""
         if self.plan.backend == "asyncio":
             for task in asyncio.all_tasks(asyncio.get_running_loop()):
                 if task.get_name() == WORKER:

@@ -18,7 +18,7 @@ __all__ = ["LaunchOracle"]
 
 @attrs.define(eq=False)
 class LaunchOracle:
-    """Is asked by the transport before each launch."""
+    """Its checks are called by the transport before each launch."""
 
     runtime: AnyRuntime
     faults: Faults
@@ -26,9 +26,9 @@ class LaunchOracle:
     """Source and destination of every job launched so far."""
 
     def check(self, transport: SimulatedTransport, plan: TransferPlan) -> None:
-        """No launch by a runtime that closes (but for stores, of one with a disk), behind a stall, or for a job that
-        was discarded or queued before a reset. Loads go before stores. The in-flight bounds hold, except that a job
-        larger than the byte bound goes alone."""
+        """Check that the launch is legal. A runtime that closes launches nothing except stores, if it has a disk.
+        Nothing is launched after a stall, or for a job that was discarded or queued before a reset. Loads go before
+        stores. The in-flight bounds hold, except that a job larger than the byte bound goes alone."""
         stores_last = plan.direction is Direction.STORE and transport.disk is not None
         if not self.runtime._session.is_open and not (stores_last and self.runtime.worker.copies.is_accepting):
             raise Violation("launched while closing", repr(self.runtime))
@@ -53,8 +53,8 @@ class LaunchOracle:
         )
 
     def _has_room(self, plan: TransferPlan) -> bool:
-        """Whether the bounds of its link allow a launch. A copy that has ended counts until it is settled; of one that
-        was over when its launch returned, only the bytes count."""
+        """Whether the bounds of its link allow a launch. A copy that has ended counts until it is settled. If it had
+        ended when its launch returned, only its bytes count."""
         copies = self.runtime.worker.copies
         link = copies.link(plan.source, plan.destination)
         fits = link.num_bytes + plan.num_blocks * copies.block_bytes <= link.max_bytes

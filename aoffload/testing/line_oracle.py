@@ -22,7 +22,7 @@ class LineOracle:
 
     def check(self) -> None:
         if not isinstance(self.runtime.ledger, Ledger):
-            return  # an engine's blocks: nothing waits for them here
+            return  # an engine's blocks: no request waits for them here
         line = self.runtime.ledger.admission.queue
         tickets = [waiter.request.ticket for waiter in line.allocating]
         if tickets != sorted(tickets):
@@ -60,7 +60,7 @@ class LineOracle:
         return int(self.runtime.ledger.layout.width)
 
     def _hit(self, record: LedgerRequest) -> Hit:
-        """What `record` would match now."""
+        """The hit that `record` would match now."""
         cache = self.runtime.ledger.cache
         if record.epoch != cache.epoch:
             return Hit(0, 0, ())
@@ -71,7 +71,7 @@ class LineOracle:
         return self._hit(record).device_stop
 
     def _evictable_of(self, record: LedgerRequest) -> int:
-        """Evictable blocks of its own hit: pinning the hit takes them out of the room."""
+        """Evictable blocks of its own hit. Pinning the hit makes them unavailable."""
         hit = self._hit(record)
         unpinned = [run for run in hit.path if not run.parts[Tier.DEVICE].num_references]
         return sum(max(0, min(run.stop, hit.device_stop) - run.start) for run in unpinned) * self._width

@@ -17,12 +17,12 @@ __all__ = ["SimulatedLoop"]
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 MOST_QUIET_BATCHES = 4
-"""How many batches of plain callbacks may make no task ready before time passes anyway: at every turn, anyio asks the
-tasks of a cancelled scope again to end, for as long as one of them does not."""
+"""Number of batches of plain callbacks without a ready task after which time passes anyway. At every turn, anyio asks
+the tasks of a cancelled scope again to end, as long as one of them does not."""
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
-    """Picks the steps of tasks one at a time; plain callbacks run in order before each step."""
+    """Picks the steps of tasks one at a time. Plain callbacks run in order before each step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -34,7 +34,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.errors: list[dict[str, Any]] = []
         """The contexts that were passed to the exception handler."""
 
-    # -- what programs call ---------------------------------------------------------------------------------------
+    # -- API for programs -----------------------------------------------------------------------------------------
 
     def time(self) -> float:
         return self._scheduler.now
@@ -90,7 +90,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """Only `create_task` makes tasks."""
 
     def _actor_of(self, task: asyncio.Task[Any]) -> int:
-        """The task's number, given when its first step is scheduled: at its creation."""
+        """The task's number, assigned when its first step is scheduled: at its creation."""
         if task not in self._actors:
             self._actors[task] = self._scheduler.new_actor()
         return self._actors[task]
@@ -170,7 +170,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._run_timers()
 
     def step_others(self, num_steps: int) -> None:
-        """Run up to that many ready steps, from within a step that is no task's. No time passes."""
+        """Run up to that many ready steps, from within a step that belongs to no task. No time passes."""
         for _ in range(num_steps if asyncio.current_task(self) is None else 0):
             if self._is_stopping or not self._scheduler.num_ready:
                 return

@@ -1,5 +1,5 @@
-"""Simulated memories that track owners: each block holds a tag, a generation counts its owners, and a change of hands
-poisons it.
+"""Simulated memories that track owners. Each block has a tag and a generation, which counts its owners. A change of
+owner poisons the block.
 
 The KV of a block is a function of the prefix that ends in it, so a tag for that prefix stands for its bytes.
 """
@@ -19,7 +19,7 @@ from .violations import Violation
 __all__ = ["POISON", "TORN", "Memory", "OwnedPool", "OwnedSlots", "Tags"]
 
 POISON = 0
-"""Content of a block that was not written since it changed hands."""
+"""Content of a block that was not written since its owner changed."""
 TORN = -1
 """Content of a block that a copy left half-written, or that a fault changed."""
 
@@ -34,7 +34,7 @@ class Tags:
         return self._numbers.setdefault(identity, len(self._numbers) + 1)
 
     def name(self, tag: int) -> str:
-        """What a tag stands for, as text for reports."""
+        """The prefix of a tag, as text for reports."""
         special = {POISON: "poison", TORN: "torn"}
         found = next((identity for identity, number in self._numbers.items() if number == tag), "garbage")
         return special.get(tag) or repr(found)
@@ -42,7 +42,7 @@ class Tags:
 
 @attrs.define(eq=False)
 class Memory:
-    """One tier: `content[block_id]` is a tag, `generation[block_id]` counts how often the block was handed out."""
+    """One tier: `content[block_id]` is a tag, `generation[block_id]` counts how often the block was allocated."""
 
     tier: Tier
     num_rows: int
@@ -72,7 +72,7 @@ class Memory:
         return tuple(self.generation[block_id] for block_id in block_ids)
 
     def check_owner(self, what: str, block_id: int, generation: int) -> None:
-        """`what` may touch the block only while the block has the owner that `generation` stands for."""
+        """Check that `what` may touch the block: only the owner of `generation` may."""
         if not self.is_owned[block_id] or self.generation[block_id] != generation:
             state = "another owner" if self.is_owned[block_id] else "no owner"
             raise Violation("ownership", f"{what} touches {self.tier.name} block {block_id}, which has {state} by now")
@@ -88,12 +88,12 @@ class Memory:
 
 @attrs.define(eq=False)
 class OwnedPool:
-    """A pool that records every change of hands in its `Memory`."""
+    """A pool that records every change of owner in its `Memory`."""
 
     pool: DevicePool
     memory: Memory
     poison: Callable[[array[int]], None]
-    """Poisons blocks that change hands: at once, or in order on the device's stream."""
+    """Poisons blocks whose owner changes: at once, or in order on the device's stream."""
 
     @property
     def num_blocks(self) -> int:
@@ -120,8 +120,8 @@ class OwnedPool:
 
 @attrs.define(eq=False)
 class OwnedSlots(OwnedPool):
-    """The same for a disk, where what a restart has found is taken by its ids. What changes hands keeps its contents
-    until it is written to."""
+    """The same for a disk, where slots that a restart has found are taken by their ids. After a change of owner, a slot
+    keeps its contents until it is written."""
 
     @property
     def _slots(self) -> SlotPool:

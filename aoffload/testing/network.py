@@ -1,4 +1,4 @@
-"""Calls of a simulated store on their way there and back, and the threads that make them: actors of the scheduler."""
+"""Calls of a simulated store, and the threads that make them. All are actors of the scheduler."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Network", "NetworkThreads"]
 
 Work = TypeVar("Work")
 SLOW_S = (0.015, 0.05, 0.8)
-"""Some of it is within the time-out of a question, all of it within that of a load."""
+"""Delays of slow calls. Some are shorter than the time-out of a question, all are shorter than that of a load."""
 LATE_S = (2.5, 15.0, 90.0)
-"""After that long, the job of a load was given up; mostly that of a store, too."""
+"""Delays after which the job of a load was given up, and mostly that of a store, too."""
 ANY = ("exist", "get", "put", "remove")
 FAULTS_OF_CALLS = (
     ("remote_error", StoreFault.ERROR, ANY),
@@ -39,16 +39,17 @@ FAULTS_OF_CALLS = (
 
 @attrs.define(eq=False)
 class Network:
-    """Carries the calls of one runtime. Each is made at a step of its own, and its answer arrives at another one."""
+    """Carries the calls of one runtime. Each call is made at a step of its own, and its answer arrives at another
+    one."""
 
     scheduler: Scheduler
     faults: Faults
     random: random.Random
     _hung: list[Steps[None]] = attrs.field(factory=list)
-    """Work that never goes on."""
+    """Work that never continues."""
 
     def fault(self, call: StoreCall) -> StoreFault | None:
-        """What goes wrong in the store."""
+        """The fault of the store for this call."""
         return next((fault for name, fault, kinds in FAULTS_OF_CALLS if call.kind in kinds and self._fire(name)), None)
 
     def later(self, write: Callable[[], Any]) -> None:
@@ -61,7 +62,7 @@ class Network:
     def carry(
         self, name: str, steps: Steps[None], call: Callable[[], Any], go_on: Callable[[Callable[[], Any]], None]
     ) -> None:
-        """Make the `call` of the work `steps` some time later. `go_on` is called with what the work does next."""
+        """Make the `call` of the work `steps` some time later. `go_on` gets a function that resumes the work."""
         delays: tuple[float, ...] = (0.0, 0.0, 0.001, 0.004)
         if self.faults.fire("remote_hang"):
             self._hung.append(steps)
@@ -92,7 +93,7 @@ def _made(call: Callable[[], Any]) -> None:
 
 
 class NetworkThreads(Threads[Work]):
-    """Threads that are actors: what one does between two calls of the store is one step."""
+    """Threads that are actors. The work between two calls of the store is one step."""
 
     def __init__(self, *args: Any, network: Network) -> None:
         self._network = network
@@ -117,11 +118,11 @@ class NetworkThreads(Threads[Work]):
         self._look()
 
     def join(self, deadline_s: float) -> bool:
-        """Whether all have ended. Waits for none: nothing goes on meanwhile."""
+        """Whether all have ended. It waits for none, because nothing runs meanwhile."""
         return not self._num_alive
 
     def _look(self) -> None:
-        """An idle thread takes what there is to do; all of them end if there will never be more."""
+        """An idle thread takes the next work. All threads end if there will never be more."""
         self._is_looking = False
         if not self._num_idle:
             return

@@ -1,7 +1,7 @@
-"""The oracles: what must hold after every step, and what must hold when everything is over.
+"""The oracles: laws that must hold after every step, and laws that must hold at the end.
 
 Wrong bytes, wrong owners and impossible matches are found where they happen (`memory.py`, `engine.py`). The laws here
-are checked by looking at the ledger from outside.
+are checked by inspecting the ledger from outside.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class Oracles:
     num_checks: int = 0
     num_timeouts: int = 0
     broken: list[Violation] = attrs.field(factory=list)
-    """Violations found inside a call; the first ends the run."""
+    """Violations found inside a call. The first ends the run."""
     stride: int = 1
-    """Checks after every `stride` changes of the ledger, and at rest in any case."""
+    """Checks happen after every `stride` changes of the ledger, and always at rest."""
     also: list[Callable[[], None]] = attrs.field(factory=list)
     """Further laws, which are checked with the others."""
     is_hasty: bool = False
-    """Configured with timeouts that a copy without a fault may exceed."""
+    """Whether its timeouts are so short that a copy without a fault may exceed them."""
     is_cut_short: bool = False
-    """Closing was itself cancelled, so it did not wait for the copies in flight."""
+    """Whether closing was itself cancelled, so it did not wait for the copies in flight."""
     _given_up: list[Completion] = attrs.field(factory=list)
     """UNPROVEN completions of unsettled jobs."""
     _told_corrupt: set[int] = attrs.field(factory=set)
-    """Jobs whose CORRUPT completion reached the ledger: a cancelled worker passes none on."""
+    """Jobs whose CORRUPT completion reached the ledger. A cancelled worker passes none on."""
     _version: int = 0
     _checked: int = -1
     _line: LineOracle = attrs.field(init=False)
@@ -74,7 +74,7 @@ class Oracles:
 
     @property
     def _queue(self) -> WaitQueue:
-        """The wait queue: empty where an engine owns the device blocks."""
+        """The wait queue. It is empty if an engine owns the device blocks."""
         ledger = self.runtime.ledger
         return ledger.admission.queue if isinstance(ledger, Ledger) else WaitQueue()
 
@@ -90,7 +90,7 @@ class Oracles:
         transport.launch = self._kept(transport.launch)
 
     def _kept(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, with its violations kept: its caller may swallow every exception."""
+        """`call`, with its violations recorded, because its caller may suppress every exception."""
 
         @functools.wraps(call)
         def kept(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ class Oracles:
         num_timeouts = self.num_timeouts
         found = call(*args, **kwargs)
         if name == "preemption.preempt":
-            self.num_timeouts = num_timeouts  # the request gave up its own load: no timeout
+            self.num_timeouts = num_timeouts  # the request gave up its own load, which is no timeout
         if name == "plan_load" and not had_load and args[0].load is not None:
             self.waits.load_begun(args[0])
         if name == "preemption.resume":
@@ -146,7 +146,7 @@ class Oracles:
         return found
 
     def _check_refusal(self, name: str, error: OutOfBlocks) -> None:
-        """A call is refused blocks that are free only if other requests wait before it."""
+        """Check that a call is refused free blocks only if other requests wait before it."""
         ledger = self.runtime.ledger
         if not isinstance(ledger, Ledger):
             return
@@ -158,7 +158,8 @@ class Oracles:
             )
 
     def _check_match(self, record: LedgerRequest) -> None:
-        """The match is cached now: in every component, the matched tiers have the units that computing reads next."""
+        """Check that the match is cached now: in every component, the matched tiers have the units that computing reads
+        next."""
         for tiers, tier, stop in (
             ((Tier.DEVICE,), Tier.DEVICE, record.published),
             (HIT_TIERS, Tier.HOST, record.hit_stop),
@@ -180,8 +181,8 @@ class Oracles:
                     raise Violation("a match of nothing", f"{record} matched {stop} units, and {over} is there")
 
     def _check_turns(self, name: str, extending: tuple[Waiter, ...], allocating: tuple[Waiter, ...]) -> None:
-        """Extensions are granted before allocations, each in their order; no newcomer passes the line; the youngest
-        extension gives way."""
+        """Check that extensions are granted before allocations, each in their order, that no newcomer overtakes the
+        wait queue, and that the youngest extension gives way."""
         line = self._queue
         if name == "allocate_nowait" and (extending or allocating):
             raise Violation("out of turn", "room was taken past a line")
@@ -197,7 +198,7 @@ class Oracles:
                 raise Violation("out of turn", f"{waiter} gave way before a younger one")
 
     def _settle(self, call: Callable[..., Any], completion: Completion) -> Any:
-        """A transient failure of a load frees no host block."""
+        """Check that a transient failure of a load frees no host block."""
         ledger = self.runtime.ledger
         job = ledger.jobs.unsettled.get(completion.job_id)
         host = ledger.cache.tiers[Tier.HOST].pool
@@ -215,7 +216,7 @@ class Oracles:
         is_load = is_load and not self.engine.num_resets_of_tiers  # reset blocks are freed with their last reader
         is_load = is_load and not (
             self._is_outside and self.engine.num_invalidations
-        )  # the same: it withdraws from the host
+        )  # likewise: it withdraws from the host
         is_spoiled = any(self.faults.fired[kind] for kind in ("rot", "flip", "early"))  # then bad blocks are freed
         if is_transient and is_load and not is_spoiled and host.num_free != before:
             raise Violation("forgotten for nothing", f"{completion} freed {host.num_free - before} host blocks")
@@ -224,7 +225,7 @@ class Oracles:
     # -- after every step -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """The conservation laws, and that no request waits for room that is there."""
+        """Check the conservation laws, and that no request waits while enough blocks are free."""
         if broken := self.broken + self.waits.broken:
             raise broken[0]
         if self._version - self._checked < self.stride and (self.stride > 1 or not self.runtime.ledger.closing):
@@ -252,7 +253,8 @@ class Oracles:
                 raise Violation("a negative count", repr(tier))
 
     def _check_jobs(self) -> None:
-        """No block is in two stores at a time, no store lies behind a gap, and no load without a claim is queued."""
+        """Check that no block is in two stores at a time, that no store follows a gap, and that no load without a claim
+        is queued."""
         storing: set[tuple[Tier, int]] = set()
         for job in self.runtime.ledger.jobs.unsettled.values():
             if job.plan.direction is Direction.LOAD:
@@ -269,12 +271,13 @@ class Oracles:
 
     @property
     def _shares_blocks(self) -> bool:
-        """Whether prefixes that part inside of a unit may share a block: those of an engine that are shorter."""
+        """Whether prefixes that diverge inside a unit may share a block: one of an engine whose blocks are shorter than
+        a unit."""
         layout = self.runtime.ledger.layout
         return self._is_outside and any(group.block_size < layout.unit_tokens for group in layout.groups)
 
     def _is_behind_a_gap(self, job: Job) -> bool:
-        """Whether units before this store are neither in host memory nor on their way there. Always False once a copy
+        """Whether units before this store are neither in host memory nor being stored there. Always False after a copy
         may have failed, after an invalidation, and without LRU eviction."""
         remote = self.engine.transport.remote
         is_lost = remote is not None and remote.num_failed > 0  # a store evicts without a fault
@@ -288,7 +291,8 @@ class Oracles:
         return any(run.parts[Tier.HOST].stop < stop for run, _, stop in over)
 
     def _check_pins(self) -> None:
-        """A preempted request has no device lease, a running one no host lease, and a matched one has its leases."""
+        """Check that a preempted request has no device lease, a running one no host lease, and a matched one has its
+        leases."""
         for record in self.runtime.ledger.live_requests.values():
             if record.state is RequestState.PREEMPTED and Tier.DEVICE in record.leases:
                 raise Violation("a leak", f"{record} still pins device blocks")
@@ -303,10 +307,10 @@ class Oracles:
         if self.num_timeouts and not (self.faults.may_time_out or self.is_hasty):
             raise Violation("a timeout without a fault", f"{self.num_timeouts} so far")
 
-    # -- when everything is over ----------------------------------------------------------------------------------
+    # -- at the end -----------------------------------------------------------------------------------------------
 
     def check_at_rest(self, asks: list[Ask]) -> None:
-        """The laws for a runtime that serves no request and has nothing under way."""
+        """The laws for a runtime that serves no request and copies nothing."""
         self._checked = -self.stride
         self.check()
         rest = Rest(self.runtime, self.engine, self.faults)

@@ -31,7 +31,7 @@ Call = Callable[..., Any]
 
 @attrs.frozen
 class _Kept:
-    """How much of a prompt was cached when it was pinned."""
+    """The part of a prompt that was cached when it was pinned."""
 
     prefix: Prefix
     num_tokens: int
@@ -51,12 +51,13 @@ class PinOracle:
     _kept: dict[Pin, _Kept] = attrs.field(factory=dict)
 
     def attach(self) -> None:
-        """Wrap the ledger's calls. Must come before every other wrapper: these checks need the bare calls."""
+        """Wrap the ledger's calls. It must come before every other wrapper, because these checks need the bare
+        calls."""
         ledger: Any = self.runtime.ledger
         ledger.pins.hold = self._around(ledger.pins.hold, self._pin)
         ledger.settle = self._around(ledger.settle, self._settle)
         if not isinstance(self.runtime.ledger, Ledger):
-            return  # an engine's blocks: there is no queue, and nothing moves to or from them but loads and offers
+            return  # an engine's blocks: there is no queue, and only loads and offers copy to or from them
         ledger.transfers.prefetch = self._around(ledger.transfers.prefetch, self._prefetch)
         ledger.transfers.demote = self._around(ledger.transfers.demote, self._demote)
         for name in ("queue_extension", "release", "withdraw"):
@@ -88,12 +89,12 @@ class PinOracle:
         return _Kept(prefix, ledger.lookup(prefix).num_tokens, self._in_host(hit))
 
     def _in_host(self, hit: Hit) -> int:
-        """Up to where host memory alone could serve `hit`."""
+        """The unit up to which host memory alone could serve `hit`."""
         return held_stop(self.runtime.ledger.layout, hit.path, Tier.HOST, 0, hit.stop)
 
     def _yield(self, call: Call) -> bool:
-        """A pin yields only where no other holder would free room, and that frees some, unless another pin keeps the
-        same blocks."""
+        """Check that a pin ends early only if no other holder could free blocks, and that it frees some, unless another
+        pin holds the same blocks."""
         admission = self.runtime.ledger.admission
         if admission.others_hold_blocks():
             raise Violation("a pin ended for nothing", "somebody else will let go of room")
@@ -110,7 +111,7 @@ class PinOracle:
         return list(self.runtime.ledger.pins.held)
 
     def _pump(self, call: Call, *args: Any, **options: Any) -> Any:
-        """No extension fails while ending some pin would free room."""
+        """Check that no extension fails while the end of some pin would free blocks."""
         extending = tuple(self.runtime.ledger.admission.queue.extending)
         result = call(*args, **options)
         for waiter in extending:
@@ -119,7 +120,7 @@ class PinOracle:
         return result
 
     def _in_the_way(self) -> Pin | None:
-        """A pin whose end would free room."""
+        """A pin whose end would free blocks."""
         ending = Counter(part for pin in self._held() for part in _parts(pin, Tier.DEVICE))
         for pin in self._held():
             for part in _parts(pin, Tier.DEVICE):
@@ -137,7 +138,7 @@ class PinOracle:
             raise Violation("out of turn", f"{prefetch} took {prefetch.num_blocks} blocks past a line")
         transfers = ledger.transfers.under_way.values()
         taken = sum(transfer.num_blocks for transfer in transfers if isinstance(transfer, Prefetch))
-        # Earlier prefetches may exceed the share if a quarantine has lowered the capacity since.
+        # Earlier prefetches may exceed the share if a quarantine has reduced the capacity since.
         if prefetch.num_blocks and taken > int(ledger.admission.capacity * self.runtime.config.max_prefetch_share):
             raise Violation("more than its share", f"prefetches take {taken} blocks")
         return prefetch
@@ -149,7 +150,7 @@ class PinOracle:
         return demotion
 
     def _settle(self, call: Call, *args: Any) -> Any:
-        """A demotion that this completion ends loses nothing that could hit."""
+        """Check that a demotion that ends with this completion loses no possible hit."""
         transfers = [one for one in self.runtime.ledger.transfers.under_way.values() if isinstance(one, Demotion)]
         before = [self._there(transfer.request.sequence) for transfer in transfers]
         result = call(*args)
@@ -158,7 +159,7 @@ class PinOracle:
         return result
 
     def _there(self, sequence: TokenSequence) -> int:
-        """How many units of `sequence` could hit."""
+        """The number of units of `sequence` that could hit."""
         ledger = self.runtime.ledger
         limit = sequence.num_tokens // ledger.layout.unit_tokens
         return find_hit(ledger.cache.index, sequence, ledger.layout, limit).stop
@@ -196,7 +197,7 @@ class PinOracle:
 
 
 def _parts(pin: Pin, tier: Tier) -> Iterator[Part]:
-    """Every part that `pin` keeps in `tier`."""
+    """Every part that `pin` holds in `tier`."""
     for lease in pin.leases:
         for run in lease.run.path() if lease.tier is tier else ():
             for part, start in zip(run.parts_in(tier), lease.starts, strict=True):

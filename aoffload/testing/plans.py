@@ -1,4 +1,5 @@
-"""Plans and results: everything that one run depends on, as a line that replays it; and how the run ended."""
+"""Plans and results. A plan is everything that one run depends on, as a line that replays it. A result describes the
+end of the run."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan that a line printed by `str` stands for."""
+        """Parse a line that `str` has printed."""
         values: dict[str, Any] = {}
         cancels, faults = [], []
         for word in text.split():
@@ -76,11 +77,11 @@ class Result:
     """With `note_waits`: lines of the package at which a client was suspended, each with a cancellation that meets the
     first client there."""
     suspensions: dict[str, int]
-    """How often each client was suspended: the points at which it can be cancelled."""
+    """How often each client was suspended. It can be cancelled at each of these points."""
     num_checks: int
     num_blocks_checked: int
     counts: Counter[str]
-    """The runtime's log events: they show whether the workload has reached what it is meant to reach."""
+    """Counts of the runtime's log events. They show whether the workload has reached its purpose."""
     trace: list[Decision]
     log: list[str]
     time_s: float

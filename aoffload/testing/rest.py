@@ -1,4 +1,4 @@
-"""The laws at rest: when no request is served and nothing is under way, nothing is left but what is cached."""
+"""The laws at rest: when no request is served and no copy is in progress, only the cache is left."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Rest"]
 
 @attrs.frozen
 class Rest:
-    """What one runtime leaves behind."""
+    """Checks the state that one runtime leaves."""
 
     runtime: AnyRuntime
     engine: SimulatedEngine
     faults: Faults
 
     def check_empty(self) -> None:
-        """No pin, wait, job, transfer or request is left."""
+        """Check that no pin, wait, job, transfer or request is left."""
         found = self.runtime.statistics()
         pinned = (found.device.num_pinned, found.host.num_pinned)
         if (found.num_requests, found.num_waiting, found.num_jobs, *pinned) != (0, 0, 0, 0, 0):
@@ -41,13 +41,14 @@ class Rest:
             raise Violation("a leak", f"requests are still known: {list(self.runtime._session.requests)}")
 
     def check_nothing_is_lost(self) -> None:
-        """No block is in quarantine. Only for runs without a fault that explains one."""
+        """Check that no block is in quarantine. Only for runs without a fault that explains one."""
         found = self.runtime.statistics()
         if found.device.num_quarantined or found.host.num_quarantined:
             raise Violation("a leak", f"quarantined without a fault: {found}")
 
     def check_proofs(self) -> None:
-        """A job whose end was proven, however late, is not quarantined, and no bytes count as in flight."""
+        """Check that a job whose end was proven, however late, is not quarantined, and that no bytes count as in
+        flight."""
         ledger, worker = self.runtime.ledger, self.runtime.worker
         ignored = self.engine.proven & (set(ledger.jobs.quarantined) | worker.copies.overdue)
         if worker.copies.num_bytes_in_flight or worker.copies.num_in_flight:
@@ -56,7 +57,7 @@ class Rest:
             raise Violation("a proof was ignored", f"jobs {sorted(ignored)}")
 
     def check_forgotten(self, job_ids: set[int]) -> None:
-        """Host blocks that these loads reported as corrupt are freed."""
+        """Check that host blocks that these loads reported as corrupt are freed."""
         bad = {one for job_id in job_ids for one in self.engine.corrupt(job_id)}
         kept = sorted(block_id for block_id, generation in bad if self._is_findable(block_id, generation))
         if kept:
@@ -67,7 +68,8 @@ class Rest:
         return host.is_owned[host_id] and host.generation[host_id] == generation
 
     def check_reachable(self) -> None:
-        """Unless something failed: LRU evicts a prefix's tail before its head, so no tier holds a tail without one."""
+        """Unless something failed, check that no tier holds a tail without its head, because LRU evicts a prefix's tail
+        before its head."""
         if self.faults.fired or self.engine.num_invalidations or self.runtime.config.eviction != "lru":
             return
         for run in self.runtime.ledger.cache.index.runs.values():
@@ -77,14 +79,14 @@ class Rest:
                     raise Violation("a tail without its head", f"{run} behind {run.before}")
 
     def check_hits(self, asks: list[Ask]) -> None:
-        """Exactly what lies in memory hits: device blocks from the start on, then host blocks."""
+        """Check that hits are exactly the blocks in memory: device blocks from the start on, then host blocks."""
         lost_bytes = {"rot", "early", "flip"} & set(self.faults.fired)
         for ask in asks:
             expected = self._expected_hit(ask)
             found = self._found_hit(ask)
             if lost_bytes or self.engine.num_invalidations:
                 continue
-            # Without full attention a hit may need no block at all, only that a request had these tokens before.
+            # Without full attention, a hit may need no block at all, only a request that had these tokens before.
             is_right = found == expected if self.runtime.ledger.layout.full.width else found <= expected
             if not is_right:
                 raise Violation("what may hit", f"{found} units of {ask.tokens} hit, memory says {expected}")
@@ -105,8 +107,8 @@ class Rest:
         return next(end for end in range(stop, -1, -1) if self._may_end(end, held, (Tier.DEVICE,))), stop
 
     def _may_end(self, stop: int, held: dict[Tier, set[tuple[int, int]]], tiers: tuple[Tier, ...]) -> bool:
-        """Whether each group has what a hit of `stop` units needs: full attention on the device from the start on, then
-        in the host; the other groups in any tier."""
+        """Whether each group has the blocks that a hit of `stop` units needs: full attention on the device from the
+        start on, then in the host; the other groups in any tier."""
         layout = self.runtime.ledger.layout
         needed = [
             (group, unit)

@@ -1,7 +1,7 @@
 """The scheduler: one list of everything that can happen next, one pick per step, and a clock that jumps.
 
-Tasks, copies, threads and wake-ups are actors alike. Time passes only when nothing is ready, so a wait of minutes costs
-nothing. If nothing is ready and nothing ever will be, that is a deadlock, found at once and not by a timeout.
+Tasks, copies, threads and wake-ups are all actors. Time passes only when nothing is ready, so a wait of minutes costs
+nothing. If nothing is ready and nothing ever will be, that is a deadlock. It is found at once, and needs no timeout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOREVER = float("inf")
 
 @attrs.frozen
 class Decision:
-    """What was picked at one step."""
+    """The pick of one step."""
 
     step: int
     time_s: float
@@ -39,21 +39,21 @@ class Decision:
 class Scheduler:
     chooser: Chooser
     max_idle_steps: int = 4000
-    """More steps than that without time passing is a livelock."""
+    """More steps than that without time passing are a livelock."""
     keep_trace: bool = False
     before_step: Callable[[], None] = lambda: None
-    """Where injections happen."""
+    """Called before each step, for injections."""
     after_step: Callable[[], None] = lambda: None
-    """Where the oracles look."""
+    """Called after each step, for the oracles."""
     before_wait: Callable[[float], None] = lambda until: None
-    """Called when nothing is ready, with the time until which nothing will be: where the oracles look for tasks that
+    """Called when nothing is ready, with the time until which nothing will be. Here the oracles look for tasks that
     should have been woken, or should be before that time."""
     now: float = 0.0
     step: int = 0
     num_choices: int = 0
     """Steps with more than one option."""
     steps_of: Counter[str] = attrs.field(factory=Counter)
-    """Steps taken, by name: a task was suspended after each of its steps, or is over."""
+    """Steps taken, by name. A task was suspended after each of its steps, or has ended."""
     trace: list[Decision] = attrs.field(factory=list)
     _ready: list[Option] = attrs.field(factory=list)
     _later: list[tuple[float, int, str, Callable[[], None]]] = attrs.field(factory=list)
@@ -79,15 +79,15 @@ class Scheduler:
         self._ready.append(Option(actor, name, self.step, run))
 
     def act(self, name: str, run: Callable[[], None], delay_s: float = 0.0) -> None:
-        """Schedule something outside the event loop: it is ready `delay_s` from now, and runs when it is picked."""
+        """Schedule something outside the event loop. It is ready `delay_s` from now, and runs when it is picked."""
         if delay_s <= 0.0:
             self.add(self.new_actor(), name, run)
         else:
             heapq.heappush(self._later, (self.now + delay_s, self.new_actor(), name, run))
 
     def pick(self) -> Option:
-        """Take one ready option off the list. Options that became ready at the same step are ordered by actor number:
-        sets order tasks by address, which no seed determines."""
+        """Take one ready option off the list. Options that became ready at the same step are ordered by actor number,
+        because sets order tasks by address, which no seed determines."""
         self._ready.sort(key=_by_age)
         index = 0
         if len(self._ready) > 1:
@@ -119,7 +119,7 @@ class Scheduler:
         self.collect()
 
     def jump(self, seconds: float) -> None:
-        """Let the clock leap, as after a blocked loop or a machine's sleep."""
+        """Let the clock leap, as after a blocked loop or a suspend of the machine."""
         self.now += seconds
         self.collect()
 

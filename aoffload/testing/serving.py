@@ -1,4 +1,4 @@
-"""How the simulated engine serves a request, from its match to its last token."""
+"""Serves requests of the simulated engine, from the match to the last token."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class SimulatedEngine(TagEngine):
     """Serves `Ask`s on one runtime. A wrong byte is a `Violation`, wherever it is read."""
 
     recomputed: set[str] = attrs.field(factory=set)
-    """Requests that found less ready after their load than they had matched."""
+    """Requests with fewer ready tokens after their load than they had matched."""
     _preempted: WeakKeyDictionary[Request, int] = attrs.field(factory=WeakKeyDictionary)
 
     async def serve(self, name: str, ask: Ask, watch: Callable[[Request], None] = lambda request: None) -> None:
-        """Serve one request, from its match to its last token. `watch` gets it as soon as it is entered."""
+        """Serve one request, from its match to its last token. `watch` gets it directly after it is entered."""
         async with self.open(name, ask) as request:
             watch(request)
             await self.run(request, ask)
 
     def open(self, name: str, ask: Ask) -> Request:
-        """A request. Enter it at once: resets are counted from here."""
+        """A request. Enter it at once, because resets are counted from here."""
         request: Request = self.runtime.request(
             ask.tokens, name, cache_salt=ask.salt, adapter_key=ask.adapter, deadline_s=ask.deadline_s,
             max_hit_tokens=ask.max_hit_tokens, hit_alignment=ask.hit_alignment, key_spans=ask.key_spans,
@@ -58,7 +58,7 @@ class SimulatedEngine(TagEngine):
             await anyio.lowlevel.checkpoint()
             num_ready = await pending.wait()
         self.check_ready(request, ask, ask.tokens, num_ready)
-        is_whole = ask.max_load_tokens is None and not ask.in_slices  # else it may have taken less room than it matched
+        is_whole = ask.max_load_tokens is None and not ask.in_slices  # else it may have fewer blocks than it matched
         if is_whole and num_ready < request.match.num_tokens:
             self.recomputed.add(request.request_id)
         await self.prefill(request, ask, early.commit(num_ready))
@@ -75,7 +75,7 @@ class SimulatedEngine(TagEngine):
             except OutOfBlocks:
                 if wanted <= request.match.num_tokens + ask.slice_tokens:
                     raise
-                # The hit that made the request fit has gone while it was waiting.
+                # The hit that made the request fit was lost during the wait.
         await request.allocate()
 
     async def prefill(self, request: Request, ask: Ask, num_ready: int) -> None:
@@ -99,8 +99,8 @@ class SimulatedEngine(TagEngine):
             await self._perhaps_preempt(request, ask, tokens, len(tokens))
 
     async def _perhaps_preempt(self, request: Request, ask: Ask, tokens: tuple[int, ...], stop: int) -> int:
-        """Perhaps preempt and resume the request, then recompute what is missing up to `stop`. Returns how many tokens
-        it has: more than `stop` if another request has computed further meanwhile."""
+        """Perhaps preempt and resume the request, then recompute the missing tokens up to `stop`. Returns the number of
+        its tokens: more than `stop` if another request has computed further meanwhile."""
         preempted = self._preempted.setdefault(request, 0)
         if preempted >= ask.num_preemptions or self.transport.random.random() < 0.3:
             return stop

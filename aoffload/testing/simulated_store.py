@@ -1,6 +1,6 @@
-"""A store of objects whose nodes are slow, hang, fail, forget, lie and are written to by others.
+"""A store of objects whose nodes are slow, hang, fail, forget, return wrong bytes and are written to by others.
 
-Several runtimes may share one: it stands for the machines behind the network, and outlives who uses it.
+Several runtimes may share one. It represents the remote machines, so it outlives the runtimes.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class StoreCall:
 class SimulatedStore:
     """An `ObjectStore` in memory, spread over `num_nodes` nodes.
 
-    The store calls `fault` before every call to learn which fault to simulate. It calls `wait`, without record a lock,
-    for a call that waits. It passes each delayed write to `later`; by default, `arrive` applies delayed writes. With
-    `keeps_first`, a second put of a key changes nothing and raises nothing. `capacity` is a number of objects; above
+    The store calls `fault` before every call to learn which fault to simulate. It calls `wait`, outside its lock, for a
+    call that waits. It passes each delayed write to `later`. By default, `arrive` applies delayed writes. With
+    `keeps_first`, a second put of a key changes nothing and raises nothing. `capacity` is a number of objects. Above
     it, the oldest object is evicted.
     """
 
@@ -68,7 +68,7 @@ class SimulatedStore:
         self.later: Callable[[Callable[[], object]], object] = lambda write: self._on_their_way.append(write)
         self.num_calls = 0
         self.num_puts = 0
-        """Objects written, overwritten ones counted again."""
+        """Objects written. An overwritten one counts again."""
         self.is_closed = False
         self._nodes = check_int("num_nodes", num_nodes, 1)
         self._capacity = check_int("capacity", capacity, 1)
@@ -119,7 +119,7 @@ class SimulatedStore:
     def close(self) -> None:
         self.is_closed = True
 
-    # -- what others do to it -----------------------------------------------------------------------------------------
+    # -- changes by others --------------------------------------------------------------------------------------------
 
     def evict(self, keys: Sequence[bytes]) -> None:
         with self._lock:
@@ -133,7 +133,7 @@ class SimulatedStore:
                 self._on_their_way.pop(0)()
 
     def poison(self, key: bytes, at: int, flip: int = 1) -> None:
-        """Change the byte `at` of an object where it lies."""
+        """Change the byte `at` of a stored object."""
         with self._lock:
             self.objects[key] = _flipped(self.objects[key], at, flip)
 

@@ -1,4 +1,5 @@
-"""One simulated run: a scenario, a seed, a chooser and injections in; outcomes, a trace and perhaps a violation out."""
+"""One simulated run. Its input is a scenario, a seed, a chooser and injections. Its result is outcomes, a trace and
+perhaps a violation."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ Scenario = Callable[["Simulation"], Awaitable[None]]
 
 
 class Simulation:
-    """What a scenario is given: it makes runtimes, spawns clients, waits, and draws random numbers."""
+    """The argument of a scenario. It makes runtimes, spawns clients, waits, and draws random numbers."""
 
     def __init__(self, plan: Plan, *, keep_trace: bool = False, note_waits: bool = False) -> None:
         self.plan = plan
@@ -69,24 +70,24 @@ class Simulation:
         self.oracles: list[Oracles] = []
         self.asks: list[Ask] = []
         self.violations: list[Violation] = []
-        """Violations found inside clients; the first ends the run."""
+        """Violations found inside clients. The first ends the run."""
         self.injector = Injector(plan, self.scheduler, self.faults, self.log, self.clients, note_waits)
         self.scheduler.before_step = self.injector.strike
         self._group: anyio.abc.TaskGroup | None = None
 
     @property
     def is_native(self) -> bool:
-        """Whether the plan cancels tasks natively: such a task does not wait for its thread."""
+        """Whether the plan cancels tasks natively. Such a task does not wait for its thread."""
         return any("native" in cancel.how for cancel in self.plan.cancels)
 
     @property
     def may_recompute(self) -> bool:
-        """Whether anything has happened that makes a hit a miss."""
+        """Whether anything has happened that may turn a hit into a miss."""
         return bool(self.faults.fired) or any(
             engine.num_resets or engine.num_resets_of_tiers or engine.num_invalidations for engine in self.engines
         )
 
-    # -- what scenarios call --------------------------------------------------------------------------------------
+    # -- API for scenarios ----------------------------------------------------------------------------------------
 
     def runtime(
         self,
@@ -101,9 +102,9 @@ class Simulation:
         cell_units: int = 1,
         **options: Any,
     ) -> SimulatedEngine:
-        """An engine on a runtime of its own: `async with engine.runtime: ...`. Groups without an entry in `attention`
-        have full attention. Each rank has its own memories, and each must hold the right bytes. With `num_slots`, it
-        has a disk of so many. With `store`, it has that one below, in cells of `cell_units`."""
+        """An engine on its own runtime: `async with engine.runtime: ...`. Groups without an entry in `attention` have
+        full attention. Each rank has its own memories, and each must have the right bytes. With `num_slots`, it has a
+        disk of that many slots. With `store`, it has this store as its remote tier, in cells of `cell_units`."""
         options.setdefault("num_host_blocks", 8)
         kinds = (*attention, *[FullAttention()] * len(block_sizes))
         groups = [KVCacheGroup(f"group{i}", kinds[i], size) for i, size in enumerate(block_sizes)]
@@ -117,8 +118,8 @@ class Simulation:
     def successor(
         self, engine: SimulatedEngine, slots: Slots | None = None, store: TagStore | None = None
     ) -> SimulatedEngine:
-        """An engine like `engine`, in another process, which finds on its disk what that has left: `slots`. By default,
-        they share their remote store, if they have one."""
+        """An engine like `engine` in another process. It finds on its disk the `slots` that the first one has left. By
+        default, they share their remote store, if they have one."""
         config = engine.runtime.config
         if store is not None and config.remote is not None:
             config = attrs.evolve(config, remote=attrs.evolve(config.remote, store=store))
@@ -139,9 +140,9 @@ class Simulation:
         blocks_on: Callable[[Memory], EngineBlocks] | None = None,
         slots: Slots | None = None,
     ) -> SimulatedEngine:
-        """Like `runtime`, for a whole configuration; `num_device_blocks` does not count the null block. `blocks_on`
-        makes the `engine_blocks` of an engine that has blocks of its own, which say who owns a block of its memory.
-        `slots` are what the disk has that the configuration names; by default nothing."""
+        """Like `runtime`, for a whole configuration. `num_device_blocks` does not count the null block. `blocks_on`
+        makes the `engine_blocks` of an engine that owns its device blocks. They report the owner of a block. `slots`
+        are the contents of the configured disk, empty by default."""
         rng = random.Random(f"device {self.plan.seed}")
         device = Stream(self.scheduler, rng) if stream else None
         made = partial(
@@ -188,7 +189,7 @@ class Simulation:
         rank.is_doomed = lambda job_id: job_id not in unsettled or unsettled[job_id].epoch is NoEpoch.INVALIDATED
 
     def spawn(self, name: str, function: Callable[[Client], Awaitable[None]]) -> Client:
-        """A client in a task of its own; it can be cancelled without harm to any other."""
+        """A client in a task of its own. It can be cancelled without effect on others."""
         client = Client(name, function, self)
         self.clients.append(client)
         if self._group is not None:
@@ -206,12 +207,12 @@ class Simulation:
         await anyio.sleep(self.random.choice((0.0, 0.0, 0.001, 0.003, 0.01)))
 
     async def join(self) -> None:
-        """Wait until every client that was spawned so far is over."""
+        """Wait until every client that was spawned so far has ended."""
         for client in self.clients:
             if client.name != "main":
                 await client.wait_over()
 
-    # -- what is looked at ----------------------------------------------------------------------------------------
+    # -- inspection -----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         for oracles in self.oracles:
@@ -229,7 +230,7 @@ class Simulation:
     # -- the run --------------------------------------------------------------------------------------------------
 
     async def run(self, scenario: Scenario) -> None:
-        """Run the scenario as the client `main`. When all clients are over, check the laws at rest."""
+        """Run the scenario as the client `main`. After all clients have ended, check the laws at rest."""
 
         async def main(client: Client) -> None:
             await scenario(self)
@@ -239,7 +240,7 @@ class Simulation:
                 self.spawn("main", main)
         else:
             self.spawn("main", main)
-            for client in self.clients:  # grows meanwhile
+            for client in self.clients:  # grows during the loop
                 await client.wait_over()
         self._group = None
         self._look()
@@ -276,7 +277,7 @@ def simulate(plan: Plan, scenario: Scenario, *, keep_trace: bool = False, note_w
     with undisturbed():
         result = _simulate(plan, scenario, keep_trace, note_waits)
         if result.violation is not None:
-            gc.collect()  # what a broken-off run leaves behind
+            gc.collect()  # objects that a broken-off run leaves
     return result
 
 
@@ -286,13 +287,14 @@ def _simulate(plan: Plan, scenario: Scenario, keep_trace: bool, note_waits: bool
 
 
 def violation_of(simulation: Simulation, scenario: Scenario) -> Violation | None:
-    """Run `scenario`, and return its violation, if any. Within `undisturbed`, if the run has to be repeatable."""
+    """Run `scenario`, and return its violation, if any. Call it inside `undisturbed` if the run has to be
+    repeatable."""
     violation: Violation | None = None
     try:
         _run(simulation, scenario)
     except Exception as error:  # noqa: BLE001 - whatever comes out of a run is its result
         violation = _violation_in(error) or Violation("a crash", repr(error))
-        violation.__traceback__ = violation.__context__ = None  # its frames keep the broken-off run alive
+        violation.__traceback__ = violation.__context__ = None  # its frames would keep the broken-off run alive
     return violation
 
 
@@ -323,8 +325,8 @@ def _violation_in(error: BaseException) -> Violation | None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Without the garbage collector, which would run finalizers at steps that no seed determines, and without warnings,
-    because those about a broken-off run say nothing new."""
+    """Run without the garbage collector, which would run finalizers at steps that no seed determines, and without
+    warnings, because those about a broken-off run add nothing."""
     was_enabled, hook = gc.isenabled(), sys.unraisablehook
     gc.disable()
     sys.unraisablehook = lambda unraisable: None

@@ -1,4 +1,5 @@
-"""What lies on a simulated disk: for each slot what it holds, and its record. It outlives the process that wrote it."""
+"""The contents of a simulated disk: the content and the record of each slot. They outlive the process that wrote
+them."""
 
 from __future__ import annotations
 
@@ -20,20 +21,20 @@ __all__ = ["SlotCopy", "SlotRecord", "Slots", "disk_of", "tier_of"]
 
 
 def tier_of(num_slots: int, unit_tokens: int) -> DiskTier:
-    """The disk of a configuration that has exactly `num_slots`, of blocks of one byte."""
+    """The disk of a configuration with exactly `num_slots` slots, and blocks of one byte."""
     return DiskTier("nowhere", SUPERBLOCK_BYTES + ROUNDING_BYTES + num_slots * (1 + record_bytes(unit_tokens)))
 
 
 @attrs.frozen
 class SlotRecord:
-    """What a restart knows of one slot."""
+    """The record of one slot, which a restart reads."""
 
     label: BlockLabel
     generation: int
     number: int
-    """The later one counts."""
+    """Of two records, the one with the higher number counts."""
     content: int
-    """What was to be written: its sum."""
+    """The sum of the intended content."""
 
 
 @attrs.define(eq=False)
@@ -45,7 +46,7 @@ class SlotCopy:
     destination_generations: tuple[int, ...]
     num_moved: int = 0
     is_given_up: bool = False
-    """Nobody waits for it any more: another may have its host blocks, and nothing of it is recorded."""
+    """Whether it was given up. Another job may then own its host blocks, and none of its copies is recorded."""
 
     @property
     def name(self) -> str:
@@ -59,18 +60,18 @@ class Slots:
         self.content: list[int] = [POISON] * num_slots
         self.records: dict[int, SlotRecord] = {}
         self.identity: object = None
-        """What the contents may be used for."""
+        """The identity of KV that may use the contents."""
         self.generation = 0
-        """Records of another one count as nothing."""
+        """Records of another generation are ignored."""
         self._num_written = 0
 
     def identify(self, identity: object) -> None:
-        """Used for something else than before, it is empty."""
+        """A disk that is used with another identity than before is emptied."""
         if identity != self.identity:
             self.identity, self.generation, self.records = identity, self.generation + 1, {}
 
     def write(self, slot: int, content: int, right: int, label: BlockLabel | None, generation: int) -> None:
-        """Write `content`, and a record that says `right` and is of what `label` says. None: no record."""
+        """Write `content`, and a record with the sum `right` and the identity in `label`. None: no record."""
         self.content[slot] = content
         self.records.pop(slot, None)
         if label is not None:
@@ -78,19 +79,19 @@ class Slots:
             self.records[slot] = SlotRecord(label, generation, self._num_written, right)
 
     def tear(self, slot: int) -> None:
-        """A part of the slot is written. Its record is still that of before."""
+        """Write a part of the slot. Its record stays the old one."""
         self.content[slot] = TORN
 
     def erase(self, slots: Sequence[int]) -> None:
-        """No restart finds what is there."""
+        """Erase the records, so that no restart finds these slots."""
         for slot in slots:
             self.records.pop(slot, None)
 
     def after_a_kill(
         self, under_way: Sequence[SlotCopy], host: Memory, is_right: Callable[[int], bool], rng: random.Random
     ) -> Slots:
-        """What the process leaves that is killed now. Of the stores under way some blocks more have reached the disk,
-        of which the last may be torn."""
+        """The contents that the process would leave if it were killed now. More blocks of the stores in
+        progress have reached the disk, and the last of these may be torn."""
         found = Slots(len(self.content))
         found.content, found.records = list(self.content), dict(self.records)
         found.identity, found.generation, found._num_written = self.identity, self.generation, self._num_written
@@ -98,8 +99,9 @@ class Slots:
             if copy.plan.destination < copy.plan.source:
                 continue
             if copy.is_given_up:
-                # Killed before what was recorded of it is erased: nobody can rule out that it is found again, as after
-                # a kill right before it was given up. The laws are about all other moments.
+                # The process was killed before the records of a job given up were erased. They may be found again, as
+                # after a kill right before the job was given up. So erase them here: the laws are about all other
+                # moments.
                 found.erase(copy.plan.destination_ids)
             else:
                 found._go_on(copy, host, is_right, rng)
@@ -117,7 +119,8 @@ class Slots:
             self.tear(plan.destination_ids[stop])
 
     def proven(self, components: Sequence[Component]) -> list[RestoredRun]:
-        """The units of the records, a prefix before what follows it. What has no front the ledger has to notice."""
+        """The units of the records, a prefix before the units that follow it. The ledger has to notice units without a
+        prefix."""
         units: dict[bytes, tuple[BlockLabel, dict[tuple[int, int], int]]] = {}
         self.records = {slot: one for slot, one in self.records.items() if one.generation == self.generation}
         for slot, record in sorted(self.records.items(), key=lambda item: item[1].number):

@@ -1,4 +1,4 @@
-"""The disk of a simulated transport: its jobs take virtual time, and fail as told."""
+"""The disk of a simulated transport. Its jobs take virtual time, and fail as configured."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from .slots import SlotCopy, Slots
 __all__ = ["TagDisk"]
 
 NUM_AT_ONCE = 3
-"""Units that are read back at a time."""
+"""Number of units that are read back at a time."""
 LATE_S = 90.0
-"""After that long, a call that hung ends: later than any time-out of a copy."""
+"""Delay after which a call that hung ends: later than any time-out of a copy."""
 
 
 @attrs.define(eq=False)
 class TagDisk:
     """Implements `TransportDisk` over `slots`, which an earlier process may have filled.
 
-    `is_right` says of a host block whether it is what its checksum says. `landed` is told of those that a load fills.
+    `is_right` returns whether a host block matches its checksum. `landed` is called with the host blocks that a load
+    fills.
     """
 
     tier: DiskTier
@@ -49,15 +50,15 @@ class TagDisk:
     is_right: Callable[[int], bool]
     landed: Callable[[int], None]
     memory: Memory = attrs.field(init=False)
-    """Who owns which slot, as this process knows it."""
+    """The owner of each slot, as this process knows it."""
     under_way: dict[int, SlotCopy] = attrs.field(factory=dict, init=False)
     """Launched jobs that have not ended, by id."""
     corrupt: dict[int, set[tuple[int, int]]] = attrs.field(factory=dict, init=False)
-    """Slots, with their generation, that a load's completion reported as corrupt; by job id."""
+    """By job id, slots with their generation that a load's completion reported as corrupt."""
     is_resetting: bool = attrs.field(default=False, init=False)
-    """Whether a reset has not reached the disk, or never will."""
+    """Whether a reset has not reached the disk yet, or never will."""
     _sums: dict[int, int] = attrs.field(factory=dict, init=False)
-    """What each slot is to hold, as this process knows it."""
+    """The intended content of each slot, as this process knows it."""
     _components: tuple[Component, ...] = attrs.field(default=(), init=False)
     _first_generation: int = attrs.field(default=0, init=False)
     _num_resets: int = attrs.field(default=0, init=False)
@@ -156,7 +157,7 @@ class TagDisk:
 
     def _drop(self) -> None:
         self.slots.records.clear()
-        self.slots.identity = None  # nor does a restart find what is stored from now on
+        self.slots.identity = None  # a restart finds no later stores either
 
     def refuses(self, direction: Direction) -> bool:
         return bool(self._refusal) or self._breakers[direction].is_open(self.scheduler.now)
@@ -172,7 +173,7 @@ class TagDisk:
         if self._is_closed:
             raise TransferRefused("the disk is closed")
 
-    # -- what the transport calls ---------------------------------------------------------------------------------
+    # -- API for the transport ------------------------------------------------------------------------------------
 
     def launch(self, plan: TransferPlan) -> None:
         if self._refusal or self._is_closed:
@@ -188,18 +189,18 @@ class TagDisk:
             self.under_way[job_id].is_given_up = True
 
     def close(self) -> bool:
-        """Begin nothing any more; whether everything is over."""
+        """Begin nothing any more. Returns whether everything has ended."""
         self._is_closed = True
         return not self.under_way
 
     def after_a_kill(self) -> Slots:
-        """What the process would leave that is killed now."""
+        """The contents that the process would leave if it were killed now."""
         found = self.slots.after_a_kill(list(self.under_way.values()), self.host, self.is_right, self.random)
         if self.is_resetting:
-            found.records.clear()  # it may have reached the disk, or not; what is found then is not looked at
+            found.records.clear()  # a reset may have reached the disk or not, so these records are not checked
         return found
 
-    # -- a job's way ----------------------------------------------------------------------------------------------
+    # -- progress of a job ----------------------------------------------------------------------------------------
 
     def _soon(self, name: str, run: Callable[[], None], *delays: float) -> None:
         self.scheduler.act(name, run, self.random.choice(delays or (0.0, 0.0, 0.001, 0.01)))
@@ -236,7 +237,7 @@ class TagDisk:
             self._end(copy, Completion(copy.plan.job_id, Outcome.LANDED, copy.plan.num_blocks))
 
     def _store(self, copy: SlotCopy, stop: int) -> bool:
-        """Write blocks up to `stop`, and their records. False: the job is over."""
+        """Write blocks up to `stop`, and their records. False: the job has ended."""
         plan, payload = copy.plan, DiskPayload.of(copy.plan)
         if copy.is_given_up:
             self._fail(copy, "given up")
@@ -259,7 +260,7 @@ class TagDisk:
         return True
 
     def _load(self, copy: SlotCopy, stop: int) -> bool:
-        """Read blocks up to `stop`: into the job's own, also where it was given up."""
+        """Read blocks up to `stop`, into the job's own blocks, even after it was given up."""
         for index in range(copy.num_moved, stop):
             slot, host_id = copy.plan.source_ids[index], copy.plan.destination_ids[index]
             self.host.check_owner(copy.name, host_id, copy.destination_generations[index])
@@ -269,8 +270,8 @@ class TagDisk:
         return True
 
     def _mismatches(self, copy: SlotCopy, expected: list[int | None]) -> tuple[int, ...]:
-        """The blocks that a load has read and that are not what was stored. Their slots are forgotten,
-        if they still hold the same."""
+        """The blocks that a load has read and that differ from the stored ones. Their slots are forgotten, if their
+        content is still the same."""
         if copy.plan.direction is Direction.STORE:
             return ()
         slots = copy.plan.source_ids
@@ -291,7 +292,7 @@ class TagDisk:
         self.slots.erase(slots)
 
     def _fail(self, copy: SlotCopy, error: str) -> None:
-        """The next block is written or read in part. A store that was given up leaves no record of any."""
+        """Write or read a part of the next block. A store that was given up leaves no record."""
         plan, at = copy.plan, min(copy.num_moved, copy.plan.num_blocks - 1)
         if plan.direction is Direction.STORE:
             self.slots.tear(plan.destination_ids[at])

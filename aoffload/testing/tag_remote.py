@@ -1,7 +1,7 @@
-"""The remote tier of a simulated transport: its lanes and cells are the real ones, what a block holds is a tag.
+"""The remote tier of a simulated transport. Its lanes and cells are the real ones, and the content of a block is a tag.
 
-A cell is an object as in any store. Where a block's bytes would be, there is the number under which the store keeps
-what the block held: who reads wrong bytes does not get the right tag.
+A cell is an object as in any store. In place of a block's bytes, it has the number of the tag in the store. A reader of
+wrong bytes does not get the right tag.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUMBER_BYTES = 8
 
 
 class TagStore(SimulatedStore):
-    """A simulated store of what blocks hold in simulations. It outlives who uses it."""
+    """A simulated store of the tags of blocks. It outlives the runtimes that use it."""
 
     def __init__(self, rng: random.Random | None = None, *, num_nodes: int = 1, keeps_first: bool = False) -> None:
         super().__init__(rng, num_nodes=num_nodes, keeps_first=keeps_first)
@@ -43,28 +43,29 @@ class TagStore(SimulatedStore):
         self._num_writers = 0
 
     def note(self, content: int) -> int:
-        """The number under which it is kept."""
+        """The number under which the content is stored."""
         self._contents.append(content)
         return len(self._contents) - 1
 
     def content_of(self, number: int) -> int:
-        """Torn bytes where nothing was kept under that number: somebody has read what is no cell."""
+        """The content with that number. If there is none, the reader has read bytes that are no cell, and gets torn
+        bytes."""
         return self._contents[number] if 0 <= number < len(self._contents) else TORN
 
     def new_writer(self) -> bytes:
-        """The id of a new process, by which its objects are told from those of others."""
+        """The id of a new process, which distinguishes its objects from those of others."""
         self._num_writers += 1
         return self._num_writers.to_bytes(WRITER_BYTES, "little")
 
     def after_a_kill(self) -> TagStore:
-        """What is there at this moment, for whoever comes after."""
+        """A copy of the store's contents at this moment, for the runtimes after a kill."""
         found = TagStore(self._rng, num_nodes=self._nodes, keeps_first=self._keeps_first)
         found.objects, found._contents, found._num_writers = dict(self.objects), self._contents, self._num_writers
         return found
 
 
 class _Summed:
-    """Sealed with a sum that takes nothing to be installed."""
+    """A seal by a sum that needs no further package."""
 
     number = 0
 
@@ -82,7 +83,7 @@ def _sum(body: memoryview) -> bytes:
 
 @attrs.define(eq=False)
 class _TagHost:
-    """Implements `HostCells`: whoever copies must own the blocks at that moment."""
+    """Implements `HostCells`. A job that copies must own the blocks at that moment."""
 
     remote: TagRemote
 
@@ -110,7 +111,8 @@ class _TagHost:
 class TagRemote(LaneRemote):
     """Implements `TransportRemote` in the `TagStore` of `tier`.
 
-    `is_right` says of a host block whether it is what its checksum says. `landed` is told of those that a load fills.
+    `is_right` returns whether a host block matches its checksum. `landed` is called with the host blocks that a load
+    fills.
     """
 
     host: Memory = attrs.field(kw_only=True)
@@ -121,9 +123,9 @@ class TagRemote(LaneRemote):
     under_way: dict[int, TransferPlan] = attrs.field(factory=dict, init=False)
     """Launched jobs without a completion, by id."""
     num_failed: int = attrs.field(default=0, init=False)
-    """Jobs that have not landed."""
+    """Jobs that failed."""
     asked: list[tuple[CellLabel, ...]] = attrs.field(factory=list, init=False)
-    """Questions that are not answered."""
+    """Questions without an answer."""
     _owners: dict[int, tuple[int, ...]] = attrs.field(factory=dict, init=False)
     """The generations of their host blocks."""
 
@@ -133,7 +135,7 @@ class TagRemote(LaneRemote):
         return self.tier.store
 
     def identify(self, layout: Layout, namespace: str) -> None:
-        """A block counts as one byte."""
+        """Set the identity. A block counts as one byte."""
         shape = CellShape.of(layout, repr((namespace, layout.groups)), 1, self.tier.max_cell_bytes)
         self._shape = attrs.evolve(shape, block_bytes=NUMBER_BYTES)
 
@@ -165,7 +167,7 @@ class TagRemote(LaneRemote):
         super().ask(labels, heard)
 
     def close(self) -> bool:
-        """Begin nothing any more; whether all calls have ended."""
+        """Begin nothing any more. Returns whether all calls have ended."""
         self.stop_launching()
         return self.join(0.0)
 
@@ -181,10 +183,10 @@ class TagRemote(LaneRemote):
     def _forget_job(self, job_id: int) -> None:
         del self.under_way[job_id], self._owners[job_id]
 
-    # -- what oracles look at ---------------------------------------------------------------------------------------
+    # -- inspection for oracles -------------------------------------------------------------------------------------
 
     def kept(self) -> list[tuple[bytes, list[int]]]:
-        """The objects in the store that may be cells of this shape, with what their blocks hold."""
+        """The objects in the store that may be cells of this shape, with the contents of their blocks."""
         lanes, store = self._lanes, self.store
         if lanes is None:
             return []
@@ -201,12 +203,12 @@ class TagRemote(LaneRemote):
 
 
 def _numbers(blocks: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """One for each block."""
+    """One number for each block."""
     found: NDArray[np.int64] = blocks.view("<i8")[:, 0]
     return found
 
 
 def remote_of(store: ObjectStore, cell_units: int, block_sizes: Sequence[int]) -> RemoteTier:
-    """The tier of a configuration whose cells have exactly `cell_units`, of blocks of one byte."""
+    """The tier of a configuration whose cells have exactly `cell_units` units, and blocks of one byte."""
     unit_tokens = math.lcm(*block_sizes)
     return RemoteTier(store, cell_bytes=cell_units * sum(unit_tokens // size for size in block_sizes))

@@ -1,4 +1,4 @@
-"""A transport whose copies take virtual time, land at a picked step, and fail as told."""
+"""A transport whose copies take virtual time, land at a picked step, and fail as configured."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ __all__ = ["SimulatedTransport"]
 
 
 class SimulatedTransport:
-    """Implements `Transport` over two memories of tags; with `disk`, also over slots that outlive it; with `remote`,
-    whose store is a `TagStore`, also over cells that others share.
+    """Implements `Transport` over two memories of tags. With `disk`, it also copies to slots that outlive it. With
+    `remote`, whose store is a `TagStore`, it also copies to cells that others share.
 
-    With a `stream`, compute runs later and fences matter; without one, as on a CPU, it is over when the call returns.
+    With a `stream`, compute runs later and fences matter. Without one, as on a CPU, compute has ended when the call
+    returns.
     """
 
     num_regions = 2
@@ -63,7 +64,7 @@ class SimulatedTransport:
         self.proven: set[int] = set()
         """Jobs with a proven end, in time or late."""
         self.corrupt: dict[int, set[tuple[int, int]]] = {}
-        """Host blocks, with their generation, that a load's completion reported as corrupt; by job id."""
+        """By job id, host blocks with their generation that a load's completion reported as corrupt."""
         self._scheduler = scheduler
         self.random = rng
         self._watched: dict[int, RegionFences] = {}
@@ -137,7 +138,7 @@ class SimulatedTransport:
     def statistics(self) -> TransferStatistics:
         return TransferStatistics(**self._counts)
 
-    # -- what is below the host -----------------------------------------------------------------------------------
+    # -- lower tiers ----------------------------------------------------------------------------------------------
 
     def _disk_of(self, tier: DiskTier, slots: Slots) -> TagDisk:
         return TagDisk(
@@ -161,14 +162,14 @@ class SimulatedTransport:
         self._deliver(completion)
 
     def _is_right(self, host_id: int) -> bool:
-        """Whether a host block is what its checksum says."""
+        """Whether a host block matches its checksum."""
         return not self._verify or self._sums[host_id] == self.host.content[host_id]
 
     def _note_sum(self, host_id: int) -> None:
-        """What a lower tier has brought is what loads are compared with."""
+        """Record the sum of a block that a lower tier has brought, for the comparison at loads."""
         self._sums[host_id] = self.host.content[host_id]
 
-    # -- a copy's way ---------------------------------------------------------------------------------------------
+    # -- progress of a copy ---------------------------------------------------------------------------------------
 
     def _copy_of(self, plan: TransferPlan) -> Copy:
         source, destination = self._memory(plan.source), self._memory(plan.destination)
@@ -230,7 +231,8 @@ class SimulatedTransport:
             self._land_all(copy)
 
     def _give_regions(self, copy: Copy) -> None:
-        """All bytes are there: a forward that waits for its first layer goes on now. The completion comes later."""
+        """All bytes have arrived. A forward that waits for its first layer continues now. The completion comes
+        later."""
         copy.move(copy.plan.num_blocks)
         fences = self._watched.pop(copy.plan.job_id)
         for index in range(self.num_regions):
@@ -251,12 +253,12 @@ class SimulatedTransport:
             copy.destination.content[self.random.choice(copy.plan.destination_ids)] = TORN
 
     def _land_early(self, copy: Copy) -> None:
-        """A store that is reported as landed while its second half is missing: the checksums of those blocks differ."""
+        """Report a store as landed while its second half is missing: the checksums of those blocks differ."""
         self._tell(copy, self._landed(copy))
         last = copy.plan.destination_ids[-1]
 
         def arrive() -> None:
-            copy.destination.content[last] = TORN  # whatever its owner is by now: only a checksum notices
+            copy.destination.content[last] = TORN  # only a checksum notices, whatever its owner is now
 
         self._scheduler.act(f"{copy.name} really lands", arrive, 0.002)
 
@@ -270,7 +272,7 @@ class SimulatedTransport:
         self._tell(copy, Completion(copy.plan.job_id, Outcome.FAILED, num_landed, error="broke off"))
 
     def _num_right(self, copy: Copy, num_landed: int) -> int:
-        """How many of the landed blocks count: with checksums, a load counts only up to the first wrong block."""
+        """The number of landed blocks that count. With checksums, a load counts only up to the first wrong block."""
         if not self._verify or copy.plan.direction is Direction.STORE:
             return num_landed
         pairs = zip(copy.plan.source_ids[:num_landed], copy.plan.destination_ids, strict=False)
@@ -278,7 +280,7 @@ class SimulatedTransport:
         return next(wrong, num_landed)
 
     def _die(self, direction: Direction) -> None:
-        """The copy thread of this direction dies. Its copies end UNPROVEN, without any later proof; those that wrote
+        """The copy thread of this direction dies. Its copies end UNPROVEN, without any later proof. Those that wrote
         nothing may end FAILED."""
         self._dead.add(direction)
         for copy in [copy for copy in self.in_flight.values() if copy.plan.direction is direction]:
@@ -286,7 +288,8 @@ class SimulatedTransport:
             self._tell(copy, Completion(copy.plan.job_id, outcome, error="the copy thread died"))
 
     def _landed(self, copy: Copy) -> Completion:
-        """The completion of a copy that has moved everything: with checksums, CORRUPT for a load of wrong blocks."""
+        """The completion of a copy that has moved everything. With checksums, it is CORRUPT for a load of wrong
+        blocks."""
         plan, num_blocks = copy.plan, copy.plan.num_blocks
         if self._verify and plan.direction is Direction.STORE:
             self._sum(copy, num_blocks)
@@ -313,7 +316,7 @@ class SimulatedTransport:
         self._counts["blocks_loaded" if kind == "load" else "blocks_stored"] += completion.num_landed
         if completion.outcome is not Outcome.UNPROVEN:
             self.proven.add(copy.plan.job_id)
-        # Not of a job that was given up: its source may have another owner.
+        # Not for a job that was given up, because its source may have another owner.
         for index in completion.corrupt if not self.is_doomed(copy.plan.job_id) else ():
             bad = self.corrupt.setdefault(copy.plan.job_id, set())
             bad.add((copy.plan.source_ids[index], copy.source_generations[index]))
@@ -329,7 +332,7 @@ class SimulatedTransport:
         return self.device if tier is Tier.DEVICE else self.host
 
     def _check(self, plan: TransferPlan) -> None:
-        """Fail at once on a plan that a real transport would refuse: it is a bug of the caller."""
+        """Fail at once on a plan that a real transport would refuse, because it is a bug of the caller."""
         for tier, ids in ((plan.source, plan.source_ids), (plan.destination, plan.destination_ids)):
             lowest, stop = int(tier is Tier.DEVICE), self._num_rows(tier)
             assert all(lowest <= block_id < stop for block_id in ids), f"{plan} names no block"

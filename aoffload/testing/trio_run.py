@@ -1,8 +1,8 @@
 """trio under the scheduler: one task per step instead of trio's batches, and a clock that jumps.
 
 Trio steps every runnable task once per batch, in random order, so no task can get two steps ahead of another. Its queue
-of runnable tasks is replaced by one that hands out a single picked task at a time. That queue is not public: this
-module checks that it is there, and no other module uses it.
+of runnable tasks is replaced by one that returns a single picked task at a time. That queue is not public. This module
+checks that it exists, and no other module uses it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class PickedQueue:
-    """Replaces trio's queue: each iteration hands out one picked task."""
+    """Replaces trio's queue: each iteration returns one picked task."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -38,7 +38,7 @@ class PickedQueue:
         return self._scheduler.num_ready
 
     def __iter__(self) -> Iterator[trio.lowlevel.Task]:
-        """The task to run now. A step that is no task's runs here, outside any task."""
+        """The task to run now. A step that belongs to no task runs here, outside any task."""
         scheduler = self._scheduler
         scheduler.after_step()
         if not scheduler.num_ready:
@@ -62,14 +62,14 @@ class SimulatedClock(trio.abc.Clock):
         self._polled_at = -1
 
     def start_clock(self) -> None:
-        """Starts at the scheduler's time."""
+        """Start at the scheduler's time."""
 
     def current_time(self) -> float:
         return self._scheduler.now
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
         if self._polled_at != self._scheduler.step:
-            self._polled_at = self._scheduler.step  # trio wakes itself through a socket: let it look there first
+            self._polled_at = self._scheduler.step  # trio wakes itself through a socket, so let it read that first
             return 0.0
         self._scheduler.advance(deadline)
         return 0.0

@@ -6,7 +6,7 @@ __all__ = ["Violation"]
 
 
 class Violation(AssertionError):  # noqa: N818 - what it is, not an error of the caller
-    """`oracle` names the law, the message says how it was broken."""
+    """`oracle` names the law. The message says how it was broken."""
 
     def __init__(self, oracle: str, message: str) -> None:
         super().__init__(f"{oracle}: {message}")

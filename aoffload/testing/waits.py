@@ -1,6 +1,7 @@
-"""The oracles of waiting: no task is woken for nothing, or sleeps on a wait that is over; no wait outlasts its bound.
+"""The oracles of waiting: no task is woken without reason, no task sleeps after its wait has ended, and no wait exceeds
+its bound.
 
-They check when nothing is ready and time is about to pass: no task that sleeps then was woken.
+They check when nothing is ready and time is about to pass. A task that sleeps at that moment was not woken.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ class Waits:
     broken: list[Violation] = attrs.field(factory=list)
     """Violations found inside a call whose caller may swallow them."""
     is_brought: Callable[[LedgerRequest], bool] = lambda record: True
-    """Whether another request brings the next block of one that was told PENDING."""
+    """For a request that was answered PENDING: whether another request brings its next block."""
     _since: dict[int, tuple[Any, float]] = attrs.field(factory=dict)
-    """The events that tasks wait for, by address, and since when. They are kept so that no other takes the address."""
+    """By address, the events that tasks wait for, and the start of the wait. The events are stored here so that no
+    other object gets their address."""
     _loading: set[int] = attrs.field(factory=set)
     """Tickets of records that have begun a load."""
 
     def watched(self, record: LedgerRequest, wake: Callable[[], object]) -> Callable[[], object]:
-        """`wake`, with a check that the wait of `record` is over."""
+        """`wake`, with a check that the wait of `record` has ended."""
 
         def checked() -> object:
             waiter = record.waiter
@@ -53,7 +55,8 @@ class Waits:
         return checked
 
     def load_begun(self, record: LedgerRequest) -> None:
-        """A request does not retry a lost load: two that retry would make room for each other for ever."""
+        """Check that a request does not retry a lost load. Two requests that retry could free blocks for each other for
+        ever."""
         if record.ticket in self._loading:
             raise Violation("loaded twice", f"{record} has begun its second load")
         self._loading.add(record.ticket)
@@ -93,7 +96,7 @@ class Waits:
             raise Violation("a wait past its bound", f"{record} waits for its load for {waits_s:.1f} s")
 
     def _check_fetch(self, record: LedgerRequest, waits_s: float) -> bool:
-        """Whether it waits for a fetch, of its own prompt and no longer than for a while."""
+        """Whether it waits for a fetch of its own prompt, and no longer than the bound."""
         tokens = record.sequence._prompt
         fetches = [one for one in self.runtime.ledger.transfers.under_way.values() if isinstance(one, Fetch)]
         if not any(tokens.startswith(one.request.sequence._prompt) for one in fetches):
@@ -103,7 +106,7 @@ class Waits:
         return True
 
     def _check_question(self, record: LedgerRequest, waits_s: float) -> bool:
-        """Whether it waits for a question to a remote store about its own prompt, and no longer than that may take."""
+        """Whether it waits for a question to a remote store about its own prompt, and no longer than the bound."""
         transport = self.runtime.transport
         remote = transport.remote if isinstance(transport, SimulatedTransport) else None
         if remote is None:

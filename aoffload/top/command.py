@@ -1,4 +1,4 @@
-"""The command: what a process says about itself, one look after the other."""
+"""The command: shows the metrics of a process, refreshed at an interval."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ..errors import InvalidArgument
 
 # -- look ------------------------------------------------------------------------------------------------------------
 #
-# One look at a process: its metrics at one time, and what is said about them in lines.
+# The metrics of a process at one time, and a description of them in lines.
 
 STATES = ("running", "loading", "pinned", "allocated", "matched", "draining", "requeued", "stranded", "preempted")
 TIERS = tuple(tier.name.lower() for tier in Tier)
 USES = {"ask": "questions", "load": "loads", "store": "stores"}
 OLD_SNAPSHOT_S = 5.0
-"""The event loop is asked at each scrape: what is older says that it stands still."""
+"""The event loop answers at each scrape, so an older snapshot means that the loop is blocked."""
 
 
 @attrs.frozen
 class Look:
     at_s: float
-    """By a clock that only goes on."""
+    """Time by a monotonic clock."""
     values: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
-    """By name of the sample and labels."""
+    """Values by name of the sample and labels."""
 
     @classmethod
     def of(cls, text: str, at_s: float) -> Look:
@@ -57,7 +57,7 @@ class Look:
         return sum(value for (found, has), value in self.values.items() if found == name and wanted <= has)
 
     def rate(self, before: Look | None, name: str, **labels: str) -> float:
-        """How much a counter has grown in a second since `before`. A process that began anew counts from 0."""
+        """Increase of a counter per second since `before`. If the process was restarted, it counts from 0."""
         if before is None or self.at_s <= before.at_s:
             return 0.0
         grown = self.get(name, **labels) - before.get(name, **labels)
@@ -65,7 +65,7 @@ class Look:
 
 
 def lines(look: Look, before: Look | None) -> Iterator[str]:
-    """What a person wants to see. Rates are those since `before`; without it there are none."""
+    """A summary for people. Rates are those since `before`. Without it there are none."""
     yield from _requests(look)
     yield from _fetches(look)
     for tier in _tiers(look):
@@ -104,13 +104,13 @@ def _fetches(look: Look) -> Iterator[str]:
 
 
 def _tiers(look: Look) -> list[str]:
-    """Those with blocks, nearest to the compute first."""
+    """Tiers with blocks, from the one nearest to the compute down."""
     shown = _by_tier(look, "aoffload_blocks")
     return [tier for tier in TIERS if tier in shown or tier in TIERS[:2]]
 
 
 def _by_tier(look: Look, name: str) -> dict[str, float]:
-    """The sums of a metric, by its label `tier`, as far as it is shown."""
+    """The sums of a metric by its label `tier`, for tiers that are exported."""
     found = {dict(labels).get("tier", "") for sample, labels in look.values if sample == name}
     return {tier: look.get(name, tier=tier) for tier in TIERS if tier in found}
 
@@ -125,7 +125,7 @@ def _blocks(look: Look, tier: str) -> str:
 
 
 def _eviction(look: Look) -> Iterator[str]:
-    """Where it learns: which order rules in each tier, and hints."""
+    """For learned eviction: the order in use in each tier, and hints."""
     ruled = _by_tier(look, "aoffload_eviction_learned")
     if ruled:
         orders = ", ".join(f"{tier} by {'what was learned' if on else 'the last use'}" for tier, on in ruled.items())
@@ -194,7 +194,7 @@ class NothingToShow(Exception):  # noqa: N818
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: looked as often as wanted; 1: it has gone; 2: never seen; 130: Ctrl-C."""
+    """Exit status 0: all views shown; 1: the process has ended; 2: never reached; 130: Ctrl-C."""
     options = make_parser().parse_args(arguments)
     num_seen = 0
     try:
@@ -219,7 +219,7 @@ def watch(
     interval_s: float,
     count: int | None = None,
 ) -> Iterator[str]:
-    """A look each `interval_s` seconds: `count` of them, or for ever. Raises `NothingToShow`."""
+    """A view every `interval_s` seconds, `count` times or for ever. Raises `NothingToShow`."""
     before = None
     for num_looks in itertools.count(1):
         look = _look(fetch(), clock())

@@ -1,4 +1,4 @@
-"""Assembles events into request timelines. A timeline that is over goes to the listener and is forgotten."""
+"""Assembles events into request timelines. A timeline that has ended goes to the listener and is forgotten."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Lanes:
 
 # -- occupancy -------------------------------------------------------------------------------------------------------
 #
-# How full the pools are, as far as the events tell.
+# Occupancy of the pools, as far as it follows from the events.
 #
-# No event carries the counts of a pool. Sums of other counts are less exact; `DERIVED` says so to the reader.
+# No event carries the counts of a pool. Sums of other counts are less exact, and `DERIVED` tells the reader so.
 
 DERIVED = (
     "Derived, since no event carries the counts of a pool. Device: blocks in the tables of requests and prefetches, "
@@ -56,17 +56,17 @@ DERIVED = (
 
 
 def filling(tier: Tier) -> str:
-    """Its measure: blocks that launched jobs write to."""
+    """The measure for blocks of `tier` that launched jobs write to."""
     return f"{name_of(tier)}_filling"
 
 
 def filled(tier: Tier) -> str:
-    """Its measure: blocks that landed copies have filled; at most this many are in use."""
+    """The measure for blocks of `tier` that landed copies have filled. At most this many are in use."""
     return f"{name_of(tier)}_filled"
 
 
 TABLES = "device_tables"
-"""The measure of the device: blocks in tables."""
+"""The measure of the device: blocks in block tables."""
 _BELOW_DEVICE = tuple(row.tier for row in TIERS if row.above is not None)
 MEASURES = (TABLES, *(filling(row.tier) for row in TIERS), *map(filled, _BELOW_DEVICE))
 
@@ -97,7 +97,7 @@ class UsageBook:
         return self.landed(job.runtime, there, job.num_blocks) if job.outcome == "completed" else usage
 
     def landed(self, runtime: RuntimeLife, tier: Tier, num_blocks: int) -> Usage:
-        """So many more blocks of `tier` are filled. Copies into other tiers take nothing from it."""
+        """Add `num_blocks` to the filled blocks of `tier`. Copies into other tiers do not reduce this number."""
         if tier not in _BELOW_DEVICE:
             return self.of(runtime)
         before, pool = self.of(runtime)[filled(tier)], runtime.pools.get(tier, 0)
@@ -121,10 +121,10 @@ class UsageBook:
 
 
 class Listener:
-    """Receives each timeline when it is over, so only open timelines are kept. The methods here do nothing."""
+    """Receives each timeline when it has ended, so only open timelines are stored. The methods here do nothing."""
 
     def runtime_opened(self, runtime: RuntimeLife) -> None:
-        """Also called for a runtime whose beginning the log does not have."""
+        """Also called for a runtime whose beginning is not in the log."""
 
     def timeline_over(self, timeline: Timeline) -> None: ...
 
@@ -138,14 +138,14 @@ class Listener:
 
 TOLD = (Kind.DECLINED, Kind.SKIPPED_FETCH, Kind.EVICTION, Kind.HINT, Kind.REFUSAL, Kind.SKIPPED_STORE, Kind.ALARM)
 ALARMS = (Kind.ALARM, Kind.RUNTIME)
-"""Kinds of events that a person should look at. Of a runtime, a listener is told only of one that closes with copies in
-quarantine."""
+"""Kinds of events that need attention. A listener receives only those events of a runtime that report a close with
+copies in quarantine."""
 
 
 # -- book ------------------------------------------------------------------------------------------------------------
 
 MAX_OPEN = 200_000
-"""The most open timelines, and open jobs, kept. A log with more was cut; the oldest count as unfinished."""
+"""Bound on open timelines, and on open jobs. A log with more was cut. The oldest count as unfinished."""
 
 _LAST_STATES = {
     *(state.value for state, targets in REQUEST_MOVES.items() if not targets),
@@ -164,7 +164,7 @@ _FIRST_STATES = {_MATCHED, CacheTransferState.MOVING.value, PinState.HELD.value,
 _OWNERS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH)
 _TRANSFERS = (Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH)
 _HOLD_TABLES = (Kind.REQUEST, Kind.PREFETCH)
-"""Whose blocks are on the device."""
+"""Kinds of timelines whose blocks are on the device."""
 _TABLE_STATES = {RequestState.ALLOCATED.value, CacheTransferState.MOVING.value}
 
 TimelineKey = tuple[int, Kind, str]
@@ -175,15 +175,16 @@ Kept = TypeVar("Kept")
 
 @attrs.define(eq=False)
 class TimelineBook:
-    """The open timelines and jobs. Memory grows with how many are open at once, not with the length of the log."""
+    """The open timelines and jobs. Memory grows with the number that is open at once, not with the length of the
+    log."""
 
     listener: Listener
     num_timelines: int = 0
     num_early: int = 0
-    """Timelines whose beginning the log does not have."""
+    """Timelines whose beginning is not in the log."""
     lanes: Lanes = attrs.field(factory=Lanes)
     job_lanes: dict[HopRow, Lanes] = attrs.field(factory=lambda: {link: Lanes() for link in LINKS})
-    # Ordered: giving up the first of a plain dict again and again searches longer and longer for it.
+    # Ordered, because removing the first entry of a plain dict repeatedly takes longer each time.
     _timelines: OrderedDict[TimelineKey, Timeline] = attrs.field(factory=OrderedDict)
     _jobs: OrderedDict[JobKey, JobTimeline] = attrs.field(factory=OrderedDict)
     _usages: UsageBook = attrs.field(factory=UsageBook)
@@ -200,7 +201,7 @@ class TimelineBook:
         reason, previous = "", ""
         if state == RequestState.ABORTED.value:
             reason, previous = event.text("reason"), event.text("previous")
-        # All fields are read: from here on no `FieldError` is raised.
+        # All fields are read above, so no `FieldError` is raised from here on.
         key = (runtime.number, kind, name)
         timeline = self._timelines.get(key)
         if timeline is not None and state == _MATCHED and timeline.states[-1] not in _MATCHED_AGAIN:
@@ -222,7 +223,8 @@ class TimelineBook:
             self._end(key)
 
     def _wait_for_fetch(self, key: TimelineKey, state: str, at_s: float) -> None:
-        """The request `key` waits while a fetch for it is under way, and is what it was before when that is over."""
+        """The request `key` waits while a fetch for it is in progress. After the fetch it returns to its previous
+        state."""
         timeline = self._timelines.get(key)
         if timeline is None or timeline.states[-1] not in (_PINNED, FETCHING):
             return
@@ -232,7 +234,7 @@ class TimelineBook:
             timeline.times_s.append(at_s)
 
     def tier_changed(self, event: Event, runtime: RuntimeLife) -> None:
-        """The disk was opened, or read back. Of a remote store nothing can be counted."""
+        """The disk was opened, or read back. Blocks of a remote store cannot be counted."""
         if event.name == "disk_opened":
             runtime.pools[Tier.DISK] = event.count("num_slots")
         elif event.name == "disk_restored":
@@ -246,7 +248,7 @@ class TimelineBook:
             timeline.cancelled = reason
 
     def fetch_missed(self, event: Event, runtime: RuntimeLife) -> None:
-        """A request computes what it could load or fetch, or what a tier may have that is left alone."""
+        """A request computes tokens that it could load or fetch, or that a disabled tier may have."""
         is_declined = event.meaning.kind is Kind.DECLINED
         fact, value = ("num_declined_tokens", event.count("num_tokens")) if is_declined else ("num_skipped_fetches", 1)
         timeline = self._timelines.get((runtime.number, Kind.REQUEST, event.text("request_id")))
@@ -272,7 +274,7 @@ class TimelineBook:
             self._end(key)
 
     def _keep_in_step(self, key: TimelineKey, timeline: Timeline) -> None:
-        """A request is over. If it is in a step, that step holds its blocks until it ends."""
+        """A request has ended. If it is in a step, that step holds its blocks until the step ends."""
         steps = self._steps_of.pop(key, None)
         if steps:
             timeline.facts["num_kept_blocks"] = timeline.num_held_blocks
@@ -281,7 +283,7 @@ class TimelineBook:
             timeline.num_held_blocks = 0
 
     def _let_go(self, key: TimelineKey, step: Timeline) -> None:
-        """A step is over: what only it has held is free."""
+        """A step has ended. Blocks that only the step has held are free."""
         for name in step.members:
             of = (key[0], Kind.REQUEST, name)
             steps = [other for other in self._steps_of.get(of, ()) if other is not step]
@@ -296,14 +298,14 @@ class TimelineBook:
         if state == _LAUNCHED:
             self._launch(key, event, runtime)
             return
-        # A discarded job was never launched, so it has no duration; nor has a job launched before the log begins.
+        # A discarded job was never launched, so it has no duration. Nor has a job launched before the log begins.
         num_bytes, copy_s = 0, 0.0
         if state != _DISCARDED:
             num_bytes = event.count("num_bytes") if "num_bytes" in event.fields else 0
             copy_s = event.seconds("duration_s") if "duration_s" in event.fields else 0.0
         error = event.fields.get("error", "")
         if event.fields.get("outcome") == _REFUSED:
-            state = _REFUSED  # no failure of its own: what fails is left alone
+            state = _REFUSED  # not a failure of the job: its link is disabled after earlier failures
         if key not in self._jobs:
             self._launch(key, event, runtime)
         job = self._jobs[key]
@@ -312,8 +314,8 @@ class TimelineBook:
         self._end_job(key)
 
     def runtime_over(self, runtime: RuntimeLife, until_s: float | None = None) -> None:
-        """End the open timelines and jobs of the runtime as unfinished, at `until_s` or at its last event: the log has
-        no end of them."""
+        """End the open timelines and jobs of the runtime as unfinished, at `until_s` or at its last event, because
+        their end is not in the log."""
         runtime.last_s = max(runtime.last_s, until_s or 0.0)
         for key in [key for key in self._timelines if key[0] == runtime.number]:
             self._give_up(key)

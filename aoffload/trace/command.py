@@ -23,7 +23,7 @@ MAX_NAMED = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: written; 2: no such log, no such request, or no place to write to; 130: Ctrl-C."""
+    """Exit status 0: written; 2: no such log, no such request, or no place to write to; 130: Ctrl-C."""
     options = make_parser().parse_args(arguments)
     print_any_name()
     try:
@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     perfetto.add_argument("file", type=Path, metavar="FILE")
     perfetto.set_defaults(run=_perfetto)
     for command in (whole, request, page, perfetto):
-        _add_until(command, argparse.SUPPRESS)  # the default would hide what stands before the command
+        _add_until(command, argparse.SUPPRESS)  # the default would override an option given before the command
     return parser
 
 

@@ -133,14 +133,15 @@ class _Bucket:
 
 @attrs.define(eq=False)
 class Series:
-    """Buckets of time, made twice as wide whenever there are too many. Each keeps its highest and its last value."""
+    """Buckets of time. When there are too many, each becomes twice as wide. Each stores its highest and its last
+    value."""
 
     _width_s: float = _FIRST_WIDTH_S
     _buckets: dict[int, _Bucket] = attrs.field(factory=dict)
     _value: int = -1
 
     def add(self, at_s: float, value: int) -> None:
-        """The count is `value` from now on. Times do not go back."""
+        """The count is `value` from now on. Times do not decrease."""
         if value == self._value:
             return
         self._value = value
@@ -154,7 +155,7 @@ class Series:
             self._widen()
 
     def points(self) -> Iterator[Point]:
-        """In the order of time; each holds until the next one."""
+        """The points in the order of time. Each holds until the next one."""
         for bucket in self._buckets.values():
             yield Point(bucket.first_s, bucket.peak)
             if bucket.last != bucket.peak:
@@ -176,11 +177,12 @@ class Series:
 # -- drawing ---------------------------------------------------------------------------------------------------------
 
 MAX_DRAWN = 500_000
-"""The most timelines, and the most jobs, on a page; browsers cannot take many more. The others are only counted."""
+"""Bound on timelines, and on jobs, on a page, because browsers cannot handle many more. The others are only counted."""
 KINDS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH, Kind.PIN, Kind.STEP)
 MAX_NAMED = 4
 MAX_NOTES = 500
-"""Alarms, switches of the eviction and the like: the first ones. The others are only counted."""
+"""Bound on alarms, switches of the eviction order and similar notes. The first ones are shown, the others only
+counted."""
 _NOT_KNOWN = 0xFFFF_FFFF
 """The value of a fact that no event had."""
 
@@ -191,7 +193,7 @@ def _columns(**typecodes: str) -> dict[str, NumberColumn]:
 
 @attrs.define(eq=False)
 class Drawing(Listener):
-    """Collects what the page draws. Times are seconds since 1970 as doubles, precise to about a microsecond."""
+    """Collects the data of the page. Times are seconds since 1970 as doubles, precise to about a microsecond."""
 
     num_left_out: int = 0
     _names: TextColumn = attrs.field(factory=TextColumn)
@@ -298,13 +300,13 @@ def _hop(link: HopRow) -> dict[str, str]:
 
 
 def _tier(tier: Tier) -> dict[str, str]:
-    """Its plot: the field of a runtime with its pool, and the measures of the area and of the line."""
+    """The plot of a tier: the field of a runtime with its pool, and the measures of the area and of the curve."""
     area = TABLES if tier is Tier.DEVICE else filled(tier)
     return {"name": name_of(tier), "pool": pool_field(tier), "area": area, "line": filling(tier)}
 
 
 def _about_step(step: Timeline) -> str:
-    """Its number and a few of its requests, those first that are over."""
+    """The number of a step and a few of its requests, ended ones first."""
     over = [f"{name} (over)" for name in step.kept]
     names = over + [plain(name) for name in step.members if plain(name) not in step.kept]
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""

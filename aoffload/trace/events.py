@@ -1,4 +1,4 @@
-"""Events: the lines of a log, with fields that are checked when they are used, and what is left out of it."""
+"""Events: the lines of a log, with fields that are checked on use, and counts of the lines that are left out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_LINE_BYTES = 1 << 20
 """No event is that long. A longer line is cut, so it is not JSON and counts as such."""
 LINES_PER_UPDATE = 2048
 GZIP = b"\x1f\x8b"
-"""How a compressed log begins, whatever its name is."""
+"""The first bytes of a compressed log, whatever its name is."""
 
 
 @attrs.define(eq=False)
@@ -57,7 +57,7 @@ class LogLines:
             self.progress.line.clear()
 
     def _unpacked(self, file: BinaryIO) -> Iterator[bytes]:
-        """Where the compressed data breaks off, a last line without an end says so."""
+        """If the compressed data is cut off, the last line has no newline."""
         try:
             with gzip.open(file) as unpacked:
                 yield from self._lines(cast(BinaryIO, unpacked))
@@ -76,7 +76,8 @@ class LogLines:
             yield line
 
     def _without_rest(self, line: bytes, file: BinaryIO) -> bytes:
-        """Skip the rest of a line that is too long. It gets its newline only if it had one: a log may be cut off."""
+        """Skip the rest of a line that is too long. The line ends with a newline only if it had one, because a log may
+        be cut off."""
         while rest := file.readline(MAX_LINE_BYTES):
             self.num_bytes += len(rest)
             if rest.endswith(b"\n"):
@@ -116,7 +117,7 @@ class ParseErrors:
     _counts: dict[ParseError, _Count] = attrs.field(factory=dict)
 
     def add(self, parse_error: ParseError, line_number: int, example: str) -> None:
-        """Count a line; the first of each kind is kept as the example."""
+        """Count a line. The first of each kind is stored as the example."""
         count = self._counts.get(parse_error)
         if count is None:
             self._counts[parse_error] = _Count(1, line_number, plain(example[:MAX_EXAMPLE]))
@@ -143,18 +144,18 @@ MAX_TIME_S = 250_000_000_000.0
 
 
 class Kind(enum.Enum):
-    """What an event is about."""
+    """The subject of an event."""
 
     REQUEST = "request"
     PREFETCH = "prefetch"
     DEMOTION = "demotion"
     FETCH = "fetch"
     DECLINED = "declined"
-    """A fetch that a request does without, since computing is sooner."""
+    """A request does without a fetch, because computing is faster."""
     SKIPPED_FETCH = "skipped fetch"
-    """A fetch that a request does without, since the tier fails and is left alone."""
+    """A request does without a fetch, because the tier fails and is disabled for a while."""
     EVICTION = "eviction"
-    """Another order rules in a tier whose eviction learns."""
+    """A tier with learned eviction uses another order."""
     HINT = "hint"
     TIER = "tier"
     """A tier below host memory: opened, or read back."""
@@ -163,9 +164,9 @@ class Kind(enum.Enum):
     STEP = "step"
     EARLY_START = "early_start"
     CANCELLATION = "cancellation"
-    """Of a request, whose task may take its time to leave."""
+    """Cancellation of a request. Its task may take some time to leave."""
     REFUSAL = "refusal"
-    """A call of a request that had no room, and changed nothing."""
+    """A call of a request found too few free blocks, and changed nothing."""
     SKIPPED_STORE = "store"
     RUNTIME = "runtime"
     OPENING = "opening"
@@ -174,14 +175,14 @@ class Kind(enum.Enum):
     NOTE = "note"
     """An event of another logger, about a request of a runtime."""
 
-    __hash__ = object.__hash__  # that of enums is Python code, too slow for every event
+    __hash__ = object.__hash__  # the one of enums is Python code, too slow for every event
 
 
 @attrs.frozen
 class Meaning:
     kind: Kind
     state: str
-    """The state that was entered, for kinds with states; else what happened."""
+    """The state that was entered, for kinds with states. Otherwise a name for the event."""
 
 
 class FieldError(Exception):
@@ -225,7 +226,7 @@ def _meanings() -> dict[str, Meaning]:
 
 
 MEANINGS: Mapping[str, Meaning] = _meanings()
-"""The meaning of every event of aoffload/telemetry.py, by name; a test compares the two."""
+"""The meaning of every event of aoffload/_observe/log.py, by name. A test compares the two."""
 
 
 @attrs.frozen(eq=False)
@@ -237,7 +238,7 @@ class Event:
     meaning: Meaning
 
     def count(self, name: str) -> int:
-        """A field that has to be a whole number, zero or more."""
+        """A field that has to be an integer of at least 0."""
         value = self.fields.get(name)
         if type(value) is not int or not 0 <= value < 1 << 53:
             raise FieldError(name)

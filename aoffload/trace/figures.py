@@ -17,7 +17,7 @@ from .timelines import LINKS, UNFINISHED, HopRow, JobTimeline, RuntimeLife, Time
 # Percentiles of many durations in little memory.
 
 _EXACT = 4_096
-"""Up to this many durations are kept as they are."""
+"""Up to this many durations are stored exactly."""
 _GROWTH = math.log(1.01)
 """Each bucket is one percent wider than the one before, so its middle is within half a percent of its values."""
 _FLOOR_S = 1e-7
@@ -25,7 +25,7 @@ _FLOOR_S = 1e-7
 
 @attrs.define(eq=False)
 class Durations:
-    """Exact for a few thousand; beyond that a histogram, and percentiles within half a percent."""
+    """Exact for a few thousand durations. Beyond that, a histogram with percentiles within half a percent."""
 
     num: int = 0
     total_s: float = 0.0
@@ -90,7 +90,7 @@ class Tally:
         return sum(self._counts.values())
 
     def highest_first(self) -> list[tuple[str, int]]:
-        """Names and counts; equal counts by name."""
+        """Names and counts, highest first. Equal counts are ordered by name."""
         return sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))
 
 
@@ -127,29 +127,29 @@ class Figures(Listener):
     """Collects the figures. Memory does not grow with the length of the log."""
 
     wanted: str = ""
-    """The runtime to look at, by name or number; empty for all of them."""
+    """The runtime to report on, by name or number. Empty for all of them."""
     outcomes: dict[Kind, Tally] = attrs.field(factory=dict)
     in_state: dict[str, Durations] = attrs.field(factory=dict)
-    """Durations of requests by state; a state that is entered twice counts twice."""
+    """Durations of requests by state. A state that is entered twice counts twice."""
     steps: Durations = attrs.field(factory=Durations)
     refusals: Tally = attrs.field(factory=Tally)
-    """Extensions that found no room."""
+    """Extensions that found too few free blocks."""
     declines: Tally = attrs.field(factory=Tally)
     """Loads and fetches that were not worth their time."""
     num_open: int = 0
-    """Requests and steps that are not over."""
+    """Requests and steps that have not ended."""
     num_pending: int = 0
-    """Matches that were answered with pending."""
+    """Matches that were answered PENDING."""
     until_running: Durations = attrs.field(factory=Durations)
     """Durations from the match until the request runs for the first time."""
     in_all: Durations = attrs.field(factory=Durations)
     tokens: Tally = attrs.field(factory=Tally)
-    """Sums of the facts of requests that were given blocks."""
+    """Sums of the facts of requests that got blocks."""
     aborts: Tally = attrs.field(factory=Tally)
     skipped_fetches: Tally = attrs.field(factory=Tally)
-    """By the tier that is left alone."""
+    """Skipped fetches by disabled tier."""
     switches: Tally = attrs.field(factory=Tally)
-    """By tier and the order that rules from then on."""
+    """Switches by tier and new eviction order."""
     hints: Tally = attrs.field(factory=Tally)
     skipped_stores: Tally = attrs.field(factory=Tally)
     skipped_blocks: Tally = attrs.field(factory=Tally)
@@ -159,11 +159,11 @@ class Figures(Listener):
     _open: list[tuple[float, int, Timeline]] = attrs.field(factory=list)
 
     def slowest(self) -> list[Timeline]:
-        """Requests that are over, the slowest first."""
+        """Requests that have ended, slowest first."""
         return _longest_first(self._slowest)
 
     def still_open(self) -> list[Timeline]:
-        """Requests and steps that are not over, those that are open for the longest first."""
+        """Requests and steps that have not ended, longest open first."""
         return _longest_first(self._open)
 
     def timeline_over(self, timeline: Timeline) -> None:
@@ -186,14 +186,14 @@ class Figures(Listener):
             self.alarms.add(f"{job.link.name} failed: {job.error or 'no error given'}")
 
     def told(self, event: Event, runtime: RuntimeLife) -> None:
-        counted, name, number = self._counted(event)  # read also where it is not wanted: a field may be wrong
+        counted, name, number = self._counted(event)  # read in any case: a field may be wrong
         if self.is_wanted(runtime):
             counted.add(name)
             if event.meaning.kind is Kind.SKIPPED_STORE:
                 self.skipped_blocks.add(name, number)
 
     def _counted(self, event: Event) -> tuple[Tally, str, int]:
-        """The tally that counts `event`, the name under which it does, and a number of the event."""
+        """The tally that counts `event`, the name to count, and a number of the event."""
         state = event.meaning.state
         match event.meaning.kind:
             case Kind.REFUSAL:
@@ -232,7 +232,7 @@ class Figures(Listener):
 
 
 def _alarm(event: Event) -> str:
-    """An event that a person should look at, with its error."""
+    """A description of an event that needs attention, with its error."""
     error = event.fields.get("error") or event.fields.get("reason")
     if event.name == "slow_wait":
         error = f"{event.text('holder')} holds most"

@@ -21,14 +21,14 @@ from .wording import counted, date_and_time, duration, plain, share, time_of_day
 
 # -- request log -----------------------------------------------------------------------------------------------------
 #
-# Request logs: all events with one id, by request. An id may be used again once its request is over.
+# Request logs: all events with one id, by request. An id may be used again after its request has ended.
 
 MAX_SIMILAR = 50
-"""Ids that an answer names."""
+"""Bound on similar ids in an answer."""
 MAX_COMPARED = 10_000
-"""Ids that are remembered, to count the others."""
+"""Bound on ids that are stored in order to count the others."""
 MAX_AT_ONCE = 5
-"""Requests of one id, in several runtimes, that may be under way at once."""
+"""Bound on open requests of one id, in several runtimes."""
 _OVER = {"done", "aborted", "cancelled"}
 _TIMELINES = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH)
 
@@ -47,11 +47,12 @@ class RequestLog:
     is_over: bool = False
     num_steps: int = 0
     longest_step_s: float = 0.0
-    """Of those that have ended."""
+    """Duration of the longest step that has ended."""
     open_steps: dict[int, float] = attrs.field(factory=dict)
-    """Steps that have not ended, each with when it began: they hold its blocks, whatever it does."""
+    """By number, the start of each step that has not ended. The step holds the request's blocks, whatever the request
+    does."""
     until_s: float = 0.0
-    """The end of the log, or what was taken for it."""
+    """The end of the log, or the time given in its place."""
 
     @property
     def start_s(self) -> float:
@@ -69,10 +70,10 @@ class _Search:
     """Later events are left out."""
     last_s: float = 0.0
     similar: dict[str, None] = attrs.field(factory=dict)
-    """Ids that contain the one that was asked for, in the order of the log."""
+    """Ids that contain the requested one, in the order of the log."""
 
     def look_at(self, event: Event) -> None:
-        """Keep the event if it has the id. May raise `FieldError`."""
+        """Record the event if it has the id. May raise `FieldError`."""
         if event.meaning.kind is Kind.RUNTIME:
             self._look_at_runtime(event)
             return
@@ -95,7 +96,7 @@ class _Search:
             self.runtimes.opened(event)
 
     def _look_at_step(self, event: Event, runtime: RuntimeLife) -> None:
-        """Keep count of steps. Only those are told that are long, or end after the request."""
+        """Track steps. Only steps that are long, or that end after the request, are reported."""
         step_id = event.count("step_id")
         if event.meaning.state != "ended" and self.request_id not in event.texts("request_ids"):
             return
@@ -115,7 +116,7 @@ class _Search:
                     request_log.events.append(event)
 
     def _look_at_fetch(self, event: Event, runtime: RuntimeLife) -> None:
-        """A fetch of its own name, which the request waits for."""
+        """A fetch has a name of its own. The request waits for it."""
         mine = [request_log for request_log in self.found if request_log.runtime is runtime]
         if mine and not mine[-1].is_over:
             mine[-1].events.append(event)
@@ -224,7 +225,7 @@ def _state(event: Event) -> str:
 
 
 def _closing(request_log: RequestLog) -> Iterator[str]:
-    """Where its time went, and remarks on what the log lacks."""
+    """A summary of the request's times, and remarks on events missing in the log."""
     moves = [event for event in request_log.events if event.meaning.kind in (Kind.REQUEST, Kind.FETCH)]
     if not any(event.meaning.kind is Kind.REQUEST for event in moves):
         return

@@ -1,4 +1,4 @@
-"""What the commands write: tables of text, pages, files that are whole or missing, and how much of a log is read."""
+"""Output of the commands: text tables, pages, files written whole or not at all, and the progress of reading a log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .._common.commands import ProgressLine, bar
 
 
 def text_table(rows: Sequence[Sequence[str]], first_left: int = 1) -> list[str]:
-    """Lines; the first `first_left` columns are flush left."""
+    """The lines of a table. The first `first_left` columns are flush left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(_cells(row, widths, first_left)).rstrip() for row in rows]
 
@@ -85,7 +85,7 @@ def _replaced(path: Path) -> Iterator[TextIO]:
 
 # -- progress --------------------------------------------------------------------------------------------------------
 #
-# How much of the log is read: one line on a terminal, rewritten in place, and nothing anywhere else.
+# Progress of reading the log: one line on a terminal, rewritten in place, and nothing elsewhere.
 
 BAR_WIDTH = 30
 
@@ -97,7 +97,7 @@ class Progress:
     """Zero if the length of the log is unknown (standard input)."""
 
     def update(self, num_bytes: int, num_lines: int) -> None:
-        """Show how much is read. Cheap enough for every thousandth line."""
+        """Show the position in the log. Cheap enough for every thousandth line."""
         self.line.show(lambda: f"reading {self._read(num_bytes)}{num_lines:,} lines")
 
     def _read(self, num_bytes: int) -> str:

@@ -20,7 +20,7 @@ _FORMAT = 2
 
 
 def write_page(log: Path, file: Path, progress: TextIO, until_s: float | None = None) -> str:
-    """Read `log`, write `file`; returns a line about it. Raises `OSError`, or `EmptyLogError`."""
+    """Read `log`, write `file`. Returns a line about it. Raises `OSError`, or `EmptyLogError`."""
     drawing = Drawing()
     scan = Scan.of(log, drawing, progress, until_s)
     with whole_file(file, beside=log) as output:
@@ -31,7 +31,7 @@ def write_page(log: Path, file: Path, progress: TextIO, until_s: float | None = 
 
 
 def make_page(scan: Scan, drawing: Drawing) -> str:
-    """The page as text, of ASCII only."""
+    """The page as text, in ASCII."""
     style, script = _asset("style.css"), "\n".join(map(_asset, SCRIPTS))
     parts = {
         "TITLE": html.escape(scan.path.name).encode("ascii", "xmlcharrefreplace").decode(),
@@ -81,6 +81,6 @@ def _asset(name: str) -> str:
 
 
 def _for_script(data: dict[str, Any]) -> str:
-    """JSON in which nothing looks like markup: `</script>` in a request id must not end the script."""
+    """JSON in which nothing looks like markup, because `</script>` in a request id must not end the script."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

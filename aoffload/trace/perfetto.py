@@ -21,14 +21,14 @@ from .wording import counted
 
 _STEP_THREADS = 500_000
 _JOB_THREADS = {link: number * 1_000_000 for number, link in enumerate(LINKS, 1)}
-"""First thread number for the lanes of jobs; those of requests begin at 1."""
+"""First thread number for the lanes of jobs. Those of requests begin at 1."""
 
 
 _NOTHING: Usage = dict.fromkeys(MEASURES, 0)
 
 
 def write_perfetto(log: Path, file: Path, progress: TextIO, until_s: float | None = None) -> str:
-    """Read `log`, write `file`; returns a line about it. Raises `OSError`, or `EmptyLogError`."""
+    """Read `log`, write `file`. Returns a line about it. Raises `OSError`, or `EmptyLogError`."""
     with whole_file(file, beside=log) as output:
         trace = PerfettoTrace(output)
         scan = Scan.of(log, trace, progress, until_s)

@@ -22,7 +22,7 @@ class EmptyLogError(Exception):
 
 @attrs.define(eq=False)
 class Scan:
-    """Reads `path` and tells `listener`; afterwards it can describe the log as a whole."""
+    """Reads `path` and calls `listener`. Afterwards it can describe the log as a whole."""
 
     path: Path
     listener: Listener
@@ -34,14 +34,14 @@ class Scan:
     num_back: int = 0
     """Events that are older than the one before them."""
     until_s: float | None = None
-    """What is later is left out, and what is open lasts until then; None: until the last event."""
+    """Later events are left out, and open timelines last until this time. None: until the last event."""
     num_later: int = 0
     """Events that are later than `until_s`."""
     _previous_s: float = 0.0
     _headless: RuntimeLife | None = None
     """The runtime that was open when the log began."""
     _takers: dict[Kind, Callable[[Event, RuntimeLife], None]] = attrs.field(init=False)
-    """What keeps the events of each kind. Those of the other kinds are not kept."""
+    """The handler of the events of each kind. Events of other kinds are dropped."""
 
     def __attrs_post_init__(self) -> None:
         book = self.book
@@ -88,7 +88,7 @@ class Scan:
             self.num_later += 1
 
     def remarks(self) -> list[str]:
-        """What a reader should know about the quality of the log."""
+        """Remarks for the reader on the quality of the log."""
         found = self.reader.parse_errors.sentences()
         if self.num_back:
             found.append(
@@ -107,7 +107,7 @@ class Scan:
         return found
 
     def title(self) -> str:
-        """One line: how much there is, from when to when."""
+        """One line with the number of events and their time span."""
         first, last = date_and_time(self.first_s), date_and_time(self.last_s)
         same_day = first[: len("2026-01-01 ")]
         span = f"{first} to {last.removeprefix(same_day)} UTC ({duration(self.duration_s)})"
@@ -126,7 +126,7 @@ class Scan:
             self._take_runtime(event)
             return
         if kind is Kind.OPENING:
-            return  # of a runtime that the log knows nothing of yet
+            return  # of a runtime that the log has not mentioned yet
         runtime = self.runtimes.of(event)
         if len(self.runtimes.lives) == 1 and not runtime.was_opened and runtime is not self._headless:
             self._headless = runtime

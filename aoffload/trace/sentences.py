@@ -20,7 +20,7 @@ REASONS = {
     "prefix_invalidated": "another request took back what it had matched",
     "runtime_closed": "the runtime was closed under it",
 }
-"""Explanations of the reasons in docs/howto/reading-a-trace.md; other reasons are shown as they are."""
+"""Explanations of the reasons in docs/howto/reading-a-trace.md. Other reasons are shown as they are."""
 SKIPPED = {
     "host_full": "host memory was full",
     "in_flight": "too much was under way",
@@ -37,7 +37,8 @@ _ORDERS = {"lru": "the last use", "learned": "what was learned"}
 
 
 def sentence(event: Event, *, is_engine_owned: bool = False) -> str:
-    """The words for `event`; `is_engine_owned`: an engine hands the device blocks out. May raise `FieldError`."""
+    """The description of `event`. `is_engine_owned`: whether an engine owns the device blocks. May raise
+    `FieldError`."""
     if is_engine_owned and event.name == "request_pinned":
         return "pinned what was found; its program loads next"
     tell = _SENTENCES.get(event.name)
@@ -45,7 +46,7 @@ def sentence(event: Event, *, is_engine_owned: bool = False) -> str:
 
 
 def note_of(event: Event) -> str:
-    """The words for an event that is about no request alone."""
+    """The description of an event that concerns more than one request."""
     tell = _SENTENCES.get(event.name)
     if tell is not None:
         name = event.fields.get("request_id")
@@ -54,7 +55,7 @@ def note_of(event: Event) -> str:
 
 
 def _about(event: Event) -> str:
-    """Its few fields of its own: nothing that is bound to its logger."""
+    """The fields of an event, without those that are bound to its logger."""
     named = [(name, event.fields[name]) for name in _TELLING if name in event.fields]
     return f": {', '.join(f'{name} {value}' for name, value in named)}" if named else ""
 
@@ -160,7 +161,7 @@ def _skipped_fetch(event: Event) -> str:
 
 
 def storage(event: Event) -> str:
-    """What is left alone, or not any more."""
+    """A message for a link that is disabled for a while, or enabled again."""
     where = at_node(event.text("node"), str(event.fields.get("error")))
     return plain(f"{_USES.get(event.text('use'), 'calls')} of {_STORAGE.get(event.text('tier'), 'a tier')}{where}")
 
@@ -179,7 +180,7 @@ def _back(event: Event) -> str:
 
 
 def ruling(event: Event) -> str:
-    """Which order rules in which tier."""
+    """The eviction order and its tier."""
     order, tier = event.text("order"), event.text("tier")
     return plain(f"{tier} evicts by {_ORDERS.get(order, order)}")
 

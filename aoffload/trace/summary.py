@@ -28,9 +28,10 @@ STATES = {
     RequestState.RUNNING.value: "computes",
     RequestState.PREEMPTED.value: "gave its blocks away",
 }
-"""What a request does in a state. MATCHED lasts for part of a step only, unless it is told to ask again."""
+"""What a request is doing in each state. MATCHED lasts for part of a step only, unless the request was answered "ask
+again"."""
 ENGINE_OWNED = {RequestState.PINNED.value: "waits for its program"}
-"""Where an engine hands its blocks out itself, no request waits for blocks here: the same, where it differs."""
+"""The differences for an engine that owns the device blocks, because no request waits for blocks here."""
 
 
 def summary(scan: Scan, figures: Figures) -> Iterator[str]:
@@ -87,7 +88,7 @@ def _requests(figures: Figures) -> list[str]:
 
 
 def _open(scan: Scan, figures: Figures) -> list[str]:
-    """What is not over, first of all: it may be stuck."""
+    """Open requests and steps. They come first, because they may be stuck."""
     rows = [
         [
             f"  {duration(timeline.duration_s)}",
@@ -105,13 +106,13 @@ def _open(scan: Scan, figures: Figures) -> list[str]:
 
 
 def meaning(state: str, *lives: RuntimeLife) -> str:
-    """What a request of these runtimes does in `state`."""
+    """Describes a request of these runtimes in `state`."""
     found = (ENGINE_OWNED.get(state, STATES[state]) if life.is_engine_owned else STATES[state] for life in lives)
     return ", or ".join(dict.fromkeys(found)) or STATES[state]
 
 
 def doing(timeline: Timeline) -> str:
-    """What an unfinished request does, or whose blocks an open step holds."""
+    """Describes the activity of an unfinished request, or the requests whose blocks an open step holds."""
     if timeline.kind is not Kind.STEP:
         state = timeline.last_state()
         does = f", {meaning(state, timeline.runtime)}" if state in STATES else ""
@@ -171,7 +172,7 @@ def _others(figures: Figures) -> list[str]:
 
 
 def _eviction(figures: Figures) -> list[str]:
-    """Which order rules where eviction learns, and hints."""
+    """The eviction order of each tier with learned eviction, and hints."""
     switches = [f"  {words}: began {counted(count, 'time')}" for words, count in figures.switches.highest_first()]
     found = ["eviction that learns", *switches] if switches else []
     if figures.hints.total:

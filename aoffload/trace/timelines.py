@@ -1,6 +1,6 @@
 """Timelines of one request, prefetch, demotion, pin, step or job, from its first event to its last.
 
-And the runtimes and links that they belong to.
+This module also has their runtimes and links.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WORDS = {
 
 
 def name_of(tier: Tier) -> str:
-    """As events call it."""
+    """The name of a tier in events."""
     return tier.name.lower()
 
 
@@ -37,27 +37,27 @@ def tier_words(tier: Tier) -> str:
 
 
 def in_words(tier: Tier) -> str:
-    """Where blocks lie: `in host memory`."""
+    """The place of blocks in words: `in host memory`."""
     return " ".join(_WORDS.get(tier, ("in", tier_words(tier))))
 
 
 def pool_field(tier: Tier) -> str:
-    """The field of events with the size of its pool."""
+    """The field of events that has the size of the tier's pool."""
     return f"num_{name_of(tier)}_blocks"
 
 
 @attrs.frozen
 class HopRow:
     tier: Tier
-    """The lower one of the two: loads come from it, stores go to it."""
+    """The lower one of the two tiers: the source of a load, or the destination of a store."""
     direction: Direction
     source: Tier
     destination: Tier
     name: str
-    """`load from disk`."""
+    """A name such as `load from disk`."""
 
     def of(self, blocks: str) -> str:
-        """In a sentence: `load of 7 blocks from the disk`."""
+        """A phrase such as `load of 7 blocks from the disk`."""
         way = "from" if self.direction is Direction.LOAD else "to"
         return f"{self.direction.value} of {blocks} {way} {tier_words(self.tier)}"
 
@@ -70,14 +70,14 @@ def _hops_of(tier: Tier, above: Tier) -> tuple[HopRow, HopRow]:
 
 
 LINKS = tuple(link for row in TIERS if row.above is not None for link in _hops_of(row.tier, row.above))
-"""Nearest to the compute first, loads before stores."""
+"""The links nearest to the compute first, loads before stores."""
 _BY_ENDS = {(name_of(link.source), name_of(link.destination)): link for link in LINKS}
 _BY_DIRECTION = {link.direction.value: link for link in LINKS if link.tier is BELOW}
-"""Of older logs, whose jobs do not name tiers: all of them are of the tier below the device."""
+"""For older logs, whose jobs do not name tiers: all of those jobs are of the tier below the device."""
 
 
 def link_of(event: Event) -> HopRow:
-    """Of the job of an event. May raise `FieldError`."""
+    """The link of an event's job. May raise `FieldError`."""
     fields = event.fields
     if "source" not in fields and "destination" not in fields:
         return _found(_BY_DIRECTION, fields.get("direction"), "direction")
@@ -90,22 +90,22 @@ def link_of(event: Event) -> HopRow:
 def _found(rows: dict[Any, HopRow], key: object, field: str) -> HopRow:
     try:
         return rows[key]
-    except (KeyError, TypeError):  # a list, say
+    except (KeyError, TypeError):  # for example a list
         raise FieldError(field) from None
 
 
 # -- runtimes --------------------------------------------------------------------------------------------------------
 #
-# Which runtime wrote an event: one log may have several, one after the other or side by side.
+# Assigns each event to a runtime, because one log may have several, one after the other or side by side.
 #
-# A ledger that a program drives without a runtime is one of them.
+# A ledger that a program drives without a runtime counts as one of them.
 
 _POOLS = {pool_field(row.tier): row.tier for row in TIERS}
 _OWN_FIELDS = {"event", "level", "timestamp", *_POOLS, "engine_blocks", "layout"}
 _ALWAYS = (Tier.DEVICE, Tier.HOST)
 """Every runtime has them."""
 _PLACES_IN_CODE = {"logger", "logger_name", "pathname", "filename", "module", "func_name", "qual_name", "lineno"}
-"""Fields that structlog may add about the place in the code; they differ from event to event."""
+"""Fields that structlog may add about the place in the code. They differ from event to event."""
 _THREADS = {"thread", "thread_name"}
 
 Bound = tuple[tuple[str, str], ...]
@@ -113,18 +113,19 @@ Bound = tuple[tuple[str, str], ...]
 
 @attrs.define(eq=False)
 class RuntimeLife:
-    """One runtime from `runtime_opened` to `runtime_closed`; or one ledger, from `ledger_opened` to `ledger_closed`."""
+    """One runtime from `runtime_opened` to `runtime_closed`, or one ledger from `ledger_opened` to `ledger_closed`."""
 
     number: int
     name: str
     """The fields that its logger was bound to, or its number."""
     opened_s: float
     pools: dict[Tier, int] = attrs.field(factory=dict)
-    """Blocks of each tier, as far as the log says. Of the device none, where a ledger's engine has them."""
+    """Blocks of each tier, as far as the log says. For a ledger whose engine owns the device blocks, the device has no
+    entry."""
     is_engine_owned: bool = False
-    """Whether an engine hands the device blocks out itself."""
+    """Whether an engine owns the device blocks."""
     was_opened: bool = False
-    """Whether the log has its beginning."""
+    """Whether its beginning is in the log."""
     closed_s: float | None = None
     last_s: float = 0.0
     """The time of its latest event."""
@@ -144,7 +145,7 @@ class RuntimeLife:
         return f"{self.name} ({', '.join([device, *others])})"
 
     def describe(self) -> str:
-        """Its title, and whether it was closed. After the whole log was read."""
+        """Its title, and whether it was closed. Call it after the whole log was read."""
         return self.title() if self.closed_s is not None or not self.was_opened else f"{self.title()}, never closed"
 
 
@@ -152,8 +153,8 @@ class RuntimeLife:
 class Runtimes:
     """Assigns events to runtimes by the fields that their loggers are bound to.
 
-    Those are the fields that `runtime_opened` carries beyond its own; the runtime's other events carry them as well. If
-    none are bound, an event belongs to the runtime that opened last.
+    `runtime_opened` carries these fields besides its own, and so do the runtime's other events. If no fields are bound,
+    an event belongs to the runtime that opened last.
     """
 
     lives: list[RuntimeLife] = attrs.field(factory=list)
@@ -164,7 +165,8 @@ class Runtimes:
     _open: dict[Bound, RuntimeLife] = attrs.field(factory=dict)
 
     def opened(self, event: Event) -> tuple[RuntimeLife, RuntimeLife | None]:
-        """The new runtime, and the open one with the same bound fields that it replaces: its program must have died."""
+        """The new runtime, and the open one with the same bound fields that it replaces, because that one's program
+        must have died."""
         pools = {tier: event.count(field) for field, tier in _POOLS.items() if tier in _ALWAYS or field in event.fields}
         own = _OWN_FIELDS | _PLACES_IN_CODE | _THREADS
         names = [name for name, value in event.fields.items() if name not in own and not isinstance(value, dict | list)]
@@ -176,7 +178,7 @@ class Runtimes:
         life = self._add(event, name, event.name.removesuffix("_opened"))
         life.pools = pools
         life.was_opened = True
-        # A ledger's pool has no blocks then; older logs of runtimes do not say.
+        # A ledger's pool has no blocks then. Older logs of runtimes lack the field.
         life.is_engine_owned = event.fields.get("engine_blocks") is True or not pools[Tier.DEVICE]
         self._open[bound] = life
         return life, replaced
@@ -188,11 +190,11 @@ class Runtimes:
         return life
 
     def of(self, event: Event) -> RuntimeLife:
-        """The runtime that wrote `event`; a new one without a beginning if the log names none."""
+        """The runtime that wrote `event`. A new one without a beginning if the log names none."""
         life = self._open.get(self._bound(event)) if self._open else None
         if life is None:
             life = self._latest(event)
-        # One thread writes the events. If the machine's clock was put back, the time stays as it is.
+        # One thread writes the events. If the machine's clock was set back, the time stays as it is.
         life.last_s = max(life.last_s, event.at_s)
         return life
 
@@ -223,7 +225,7 @@ class Runtimes:
 UNFINISHED = "unfinished"
 """The outcome of a timeline or job without a last event."""
 FETCHING = "fetching"
-"""Of a request: PINNED, while it waits for a fetch from below host memory."""
+"""The state of a request in PINNED while it waits for a fetch from below host memory."""
 FACTS = (
     "num_tokens",
     "num_device_tokens",
@@ -238,10 +240,10 @@ FACTS = (
     "num_declined_tokens",
     "num_skipped_fetches",
 )
-"""Counts that events carry. The last event that has one counts: a request is matched again when its turn comes. Except
-for `num_pending`: how many matches were answered with pending, `num_kept_blocks`: blocks that a step still held when
-the request was over, `num_declined_tokens`: those of the last load or fetch that was not worth its time, and
-`num_skipped_fetches`: those of tiers that were left alone."""
+"""Counts that events carry. The last event that has one counts, because a request is matched again when its turn comes.
+Exceptions: `num_pending` counts the matches that were answered PENDING. `num_kept_blocks` counts the blocks that a step
+still held when the request ended. `num_declined_tokens` counts the tokens of the last load or fetch that was not worth
+its time. `num_skipped_fetches` counts the fetches skipped because their tier was disabled."""
 
 
 @attrs.frozen
@@ -262,28 +264,28 @@ class Timeline:
     """A timeline. States are those of docs/lifecycle.md, in lower case."""
 
     number: int
-    """In order of their beginnings, from 1."""
+    """Number in order of beginning, from 1."""
     kind: Kind
     name: str
-    """The request id; for a pin or a step its number."""
+    """The request id. For a pin or a step, its number."""
     runtime: RuntimeLife
     lane: int
     states: list[str]
     times_s: list[float]
-    """When each state was entered; the last one is where it ended."""
+    """The time at which each state was entered. The last one is the end."""
     outcome: str = UNFINISHED
     reason: str = ""
     facts: dict[str, int] = attrs.field(factory=dict)
     num_held_blocks: int = 0
     """Blocks in its tables at present."""
     members: list[str] = attrs.field(factory=list)
-    """Of a step: the ids of its requests."""
+    """For a step: the ids of its requests."""
     cancelled: str = ""
-    """Of a request that is not over: why it was cancelled."""
+    """For a request that has not ended: the reason for its cancellation."""
     in_steps: list[str] = attrs.field(factory=list)
-    """Of a request that is not over: the open steps that it is in."""
+    """For a request that has not ended: the open steps that it is in."""
     kept: dict[str, int] = attrs.field(factory=dict)
-    """Of a step: those of its requests that are over, and how many blocks it still holds of each."""
+    """For a step: its requests that have ended, and the number of blocks that it still holds of each."""
 
     @property
     def start_s(self) -> float:
@@ -298,7 +300,7 @@ class Timeline:
         return self.stop_s - self.start_s
 
     def intervals(self) -> Iterator[Interval]:
-        """One for each state it was in, those of no length included."""
+        """One interval for each state it was in, those of no length included."""
         for at in range(len(self.states) - 1):
             yield Interval(self.states[at], self.times_s[at], self.times_s[at + 1])
 
@@ -312,7 +314,7 @@ class Timeline:
         return self.times_s[-1] - self.times_s[-2] if len(self.states) > 1 else 0.0
 
     def title(self) -> str:
-        """What it is called among others."""
+        """Its name among other timelines."""
         return f"{self.kind.value} {self.name}" if self.kind in (Kind.PIN, Kind.STEP) else self.name
 
 
@@ -322,9 +324,9 @@ class JobTimeline:
     link: HopRow
     num_blocks: int
     owner: str
-    """The id of the request, prefetch or demotion that began it; empty for stores of a lazy policy."""
+    """The id of the request, prefetch or demotion that began it. Empty for stores of a lazy policy."""
     owner_number: int
-    """The number of that timeline; zero if there is none."""
+    """The number of that timeline. 0 if there is none."""
     runtime: RuntimeLife
     lane: int
     launched_s: float

@@ -1,4 +1,4 @@
-"""How counts, sizes, durations and times of day are written, and text that comes from the log."""
+"""Formats for counts, sizes, durations, times of day, and text from the log."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import datetime
 
 
 def plain(text: str) -> str:
-    """`text` with all unprintable characters escaped: a log may hold escape sequences that a terminal would obey."""
+    """`text` with all unprintable characters escaped, because a log may contain escape sequences that a terminal would
+    obey."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """`1 block`, `2,000 blocks`."""
+    """For example `1 block`, `2,000 blocks`."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def share(part: float, whole: float) -> str:
-    """In whole percent."""
+    """Whole percent."""
     return f"{part / whole:.0%}" if whole else "0%"
 
 
 def duration(seconds: float) -> str:
-    """Three digits and a unit that suits them."""
+    """Three digits and a suitable unit."""
     if seconds >= 119.5:
         return f"{int(seconds + 0.5) // 60} min {int(seconds + 0.5) % 60:02} s"
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
@@ -40,7 +41,7 @@ def _three_digits(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """In powers of a thousand, as copy rates are."""
+    """Size in powers of a thousand, like copy rates."""
     if num_bytes < 999.5:
         return f"{num_bytes:.0f} B"
     for unit in ("kB", "MB", "GB"):
@@ -52,12 +53,12 @@ def size(num_bytes: float) -> str:
 
 
 def date_and_time(at_s: float) -> str:
-    """UTC, to the second."""
+    """Date and time in UTC, to the second."""
     return f"{_moment(at_s):%Y-%m-%d %H:%M:%S}"
 
 
 def time_of_day(at_s: float) -> str:
-    """UTC, to the millisecond."""
+    """Time of day in UTC, to the millisecond."""
     return f"{_moment(at_s):%H:%M:%S.%f}"[:-3]
 
 

@@ -1,4 +1,4 @@
-"""Cycles and the replay of a trace by whatever core the environment has: after `make compiled`, the compiled one."""
+"""Cycles and the replay of a trace by the core that the environment has: after `make compiled`, the compiled one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cycle(num_blocks: int, least_s: float) -> dict[str, float]:
 
 
 def replay(path: str, at_a_time: int) -> dict[str, float]:
-    """The share of one request, through a runtime that serves `at_a_time`; 0: through a ledger."""
+    """The time of one request, through a runtime that serves `at_a_time`. 0: through a ledger."""
     if path not in REPLAYS:
         REPLAYS[path] = read_trace(Path(path), NUM_REQUESTS)
     if at_a_time:

@@ -14,15 +14,15 @@ __all__ = ["serve", "timed", "timed_once"]
 
 
 def timed_once(work: Callable[[], object]) -> dict[str, float]:
-    """Do `work` once: seconds on the wall, and of CPU time of this thread."""
+    """Do `work` once. Returns seconds of wall time, and of CPU time of this thread."""
     cpu, wall = time.thread_time(), time.perf_counter()
     work()
     return {"wall_s": time.perf_counter() - wall, "cpu_s": time.thread_time() - cpu}
 
 
 def timed(work: Callable[[], object], least_s: float) -> dict[str, float]:
-    """Repeat `work` for `least_s`, an even number of times; for one call, seconds on the wall and of CPU time of this
-    thread."""
+    """Repeat `work` for `least_s`, an even number of times. Returns, for one call, seconds of wall time and of CPU time
+    of this thread."""
     cpu, wall = time.thread_time(), time.perf_counter()
     work()
     number = 1
@@ -33,7 +33,7 @@ def timed(work: Callable[[], object], least_s: float) -> dict[str, float]:
 
 
 def serve(calls: Mapping[str, Callable[..., Any]]) -> None:
-    """Answer calls until the input ends. All else that the peer prints goes to standard error."""
+    """Answer calls until the input ends. All other output of the peer goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,8 +1,8 @@
-"""LMCache in this process, on CPU tensors: its engine and its local CPU backend, built as its own tests build them.
+"""LMCache in this process, on CPU tensors: its engine and its local CPU backend, built as in its own tests.
 
-LMCache has no connector for paged CPU tensors in process. The one here hands them to LMCache's own operations: by
-slots, as its connectors for vLLM do, or by blocks, as it moves a CPU worker's blocks out of process, which is faster.
-The layout is one that suits it well: a block of one layer lies in one piece on both sides.
+LMCache has no connector for paged CPU tensors in process. The one here passes them to LMCache's own operations: by
+slots, like its connectors for vLLM, or by blocks, which is faster. LMCache moves a CPU worker's blocks out of process
+in the same way. The layout suits it well: a block of one layer is contiguous on both sides.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
 
 
 def keep_what_is_freed() -> None:
-    """LMCache stores through temporary memory of 32 MiB; mapped afresh each time, stores take four times as long."""
+    """LMCache stores through temporary memory of 32 MiB. If that is mapped anew each time, stores take four times as
+    long."""
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_MMAP_MAX, 0) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class Paged:
-    """A tensor of random bytes for each layer, and where in them the blocks of one prompt lie."""
+    """A tensor of random bytes for each layer, and the places of one prompt's blocks in them."""
 
     def __init__(self, num_blocks: int, ids: Sequence[int]) -> None:
         shape = (num_blocks, BLOCK_SIZE, WIDTH)
@@ -58,7 +59,8 @@ class Paged:
 
 
 class Connector(GPUConnectorInterface):
-    """Copies between paged CPU tensors and memory objects. Like LMCache's own, it is told the place of every token."""
+    """Copies between paged CPU tensors and memory objects. Like LMCache's own connectors, it gets the place of every
+    token."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_slots = num_blocks * BLOCK_SIZE
@@ -103,7 +105,7 @@ def engine_with(connector: Connector, num_bytes: int) -> Any:
     """An engine with one rank, host memory for `num_bytes`, and no further tier."""
     config = LMCacheEngineConfig.from_defaults(
         chunk_size=OBJECT_SIZE, local_cpu=True, max_local_cpu_size=1.5 * num_bytes / 2**30,
-        extra_config={"save_only_first_rank": False},  # else it broadcasts in this layout, and there is one rank only
+        extra_config={"save_only_first_rank": False},  # else it broadcasts in this layout, although there is one rank
     )  # fmt: skip
     metadata = LMCacheMetadata(
         model_name="model", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0, kv_dtype=DTYPE,
@@ -125,7 +127,7 @@ class Side:
         self.engine = engine_with(Connector(num_blocks), self.paged.num_bytes)
 
     def store(self, by: str) -> dict[str, float]:
-        self.engine.clear(self.tokens)  # what it has already would not be stored again
+        self.engine.clear(self.tokens)  # blocks that it has already would not be stored again
         took = line.timed_once(lambda: self.engine.store(self.tokens, by=by, paged=self.paged))
         assert self.engine.lookup(self.tokens) == len(self.tokens)
         return took
@@ -137,7 +139,7 @@ class Side:
         return took
 
     def num_arrived(self, by: str) -> int:
-        """Number of bytes that come back to their places in wiped tensors; fails if any come elsewhere."""
+        """Number of bytes that return to their places in wiped tensors. Fails if any bytes come elsewhere."""
         ids, bits = self.paged.ids, self.paged.bits
         before = [layer[ids] for layer in bits]
         self.store(by)
@@ -156,19 +158,19 @@ SIDES: list[Side] = []
 
 
 def prepare(num_blocks: int, ids: list[int]) -> dict[str, int]:
-    """Make the side; returns the bytes that one unit of work moves, and torch's default number of threads."""
+    """Make the side. Returns the bytes that one unit of work moves, and torch's default number of threads."""
     keep_what_is_freed()
     SIDES[:] = [Side(num_blocks, ids)]
     return {"num_bytes": SIDES[0].paged.num_bytes, "num_threads": torch.get_num_threads()}
 
 
 def check(by: str) -> int:
-    """How many bytes arrive after a store and a load."""
+    """Number of bytes that arrive after a store and a load."""
     return SIDES[0].num_arrived(by)
 
 
 def store(by: str, num_threads: int) -> dict[str, float]:
-    """Store all blocks from the paged tensors to host memory; the time includes the hashes of the tokens."""
+    """Store all blocks from the paged tensors to host memory. The time includes the hashes of the tokens."""
     torch.set_num_threads(num_threads)
     return SIDES[0].store(by)
 
@@ -185,4 +187,4 @@ if __name__ == "__main__":
     try:
         line.serve(CALLS)
     finally:
-        LMCacheEngineBuilder.destroy(NAME)  # its threads would keep this process
+        LMCacheEngineBuilder.destroy(NAME)  # otherwise its threads would keep this process alive

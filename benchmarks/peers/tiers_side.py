@@ -1,5 +1,5 @@
-"""The cycle of a request on a host hit, in a process of its own: with the modules of whichever checkout is first in the
-path, and with a disk or without one."""
+"""The cycle of a request on a host hit, in a process of its own. It uses the modules of the first checkout in the path,
+and runs with or without a disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _config(num_host_blocks: int, disk: str | None) -> OffloadConfig:
 
 
 def prepare_ledger(num_blocks: int, disk: str | None) -> None:
-    """Two prompts that take turns on a device pool that holds one of them; both in host memory, and on the disk."""
+    """Two prompts that take turns on a device pool that holds one of them. Both are in host memory, and on the disk."""
     prompts = prompts_of(num_blocks, 2)
     config = _config(2 * num_blocks, disk)
     more = {} if disk is None else {"block_bytes": BYTES_PER_BLOCK}
@@ -94,7 +94,7 @@ async def _all_on_disk(runtime: OffloadRuntime) -> None:
 
 
 def runtime_cycle(num_blocks: int) -> dict[str, float]:
-    """One batch; the share of a request, of the event loop's thread."""
+    """One batch. Returns the time per request, of the event loop's thread."""
     portal, runtime, sets = RUNTIMES[num_blocks]
     prompts = next(sets)
 

@@ -1,5 +1,5 @@
-"""vLLM's `fs` tier below host memory, without its scheduler: its thread pool, its calls and its names of files, put
-together as `FileSystemTierManager.submit_store` and `submit_load` put them together."""
+"""vLLM's `fs` tier below host memory, without its scheduler: its thread pool, its calls and its names of files,
+combined as in `FileSystemTierManager.submit_store` and `submit_load`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 __all__ = ["CALLS"]
 
 NUM_THREADS = 16
-"""Of each kind: the tier's default."""
+"""Threads of each kind, the tier's default."""
 
 
 class FileTier:
@@ -41,7 +41,7 @@ class FileTier:
         self._stored: list[list[str]] = []
 
     def store(self, num_jobs: int, num_kept: int) -> dict[str, Any]:
-        """Write as many jobs at a time; afterwards, remove those jobs that are more than `num_kept`."""
+        """Write that many jobs at a time. Afterwards, remove the jobs beyond `num_kept`."""
         first = next(self._jobs) * self._num
         paths = [self._names.get_file_name(_key(first + at)) for at in range(self._num)]
         took = line.timed_once(lambda: self._run(self._pool.enqueue_store, batch_store_block, paths, num_jobs))

@@ -1,7 +1,6 @@
 """vLLM's scheduler side, one request at a time, driven from here: `KVCacheManager` and the offloading connector's
-scheduler with its CPU manager, built from a configuration as its own tests build them. No worker, no bytes, no
-`Scheduler`: every transfer is reported finished at once.
-"""
+scheduler with its CPU manager, built from a configuration as in its own tests. It has no worker, no bytes and no
+`Scheduler`. Every transfer is reported finished at once."""
 
 from __future__ import annotations
 
@@ -123,7 +122,7 @@ class SchedulerSide:
         manager.free(request)
 
     def decode(self, request: Request) -> None:
-        """One decode step: room for the token that was sampled, and the next one."""
+        """One decode step: slots for the token that was sampled and for the next one."""
         blocks = self.manager.allocate_slots(request, 1)
         assert blocks is not None
         cached = CachedRequestData(
@@ -155,7 +154,7 @@ SIDES: dict[int, tuple[SchedulerSide, list[list[int]]]] = {}
 
 
 def prepare_cycle(num_blocks: int) -> dict[str, int]:
-    """Two prompts that take turns on a device pool that holds one of them; both in host memory."""
+    """Two prompts that take turns on a device pool that holds one of them. Both are in host memory."""
     generator = np.random.default_rng(0)
     prompts = [generator.integers(0, 100_000, num_blocks * BLOCK_SIZE + 1).tolist() for _ in range(2)]
     side = SchedulerSide(num_blocks + 2, 2 * num_blocks + 2)
@@ -169,7 +168,7 @@ def prepare_cycle(num_blocks: int) -> dict[str, int]:
 
 
 def cycle(num_blocks: int, least_s: float, hashes: bool) -> dict[str, float]:
-    """Requests on a host hit, one after the other; with or without making the digests of their tokens."""
+    """Requests on a host hit, one after the other, with or without computing the digests of their tokens."""
     side, prompts = SIDES[num_blocks]
     turns = itertools.cycle(prompts)
     if hashes:
@@ -185,7 +184,7 @@ def cycle(num_blocks: int, least_s: float, hashes: bool) -> dict[str, float]:
 
 
 def match(num_blocks: int, least_s: float) -> dict[str, float]:
-    """Look-ups, from token ids to what is cached of them; nothing is precomputed, and no blocks are taken."""
+    """Look-ups, from token ids to the cached part of them. Nothing is precomputed, and no blocks are allocated."""
     side, prompts = SIDES[num_blocks]
     turns = itertools.cycle(prompts)
     found: list[int] = []
@@ -207,9 +206,9 @@ STORES: dict[int, SchedulerSide] = {}
 
 
 def store(num_blocks: int, number: int, has_room: bool) -> dict[str, float]:
-    """Serve and store `number` uncached prompts, one after the other; their digests are made before. The host is new
-    (`has_room`), or each prompt takes the place of an older one. Returns the time of one, and the host hits of the last
-    but one."""
+    """Serve and store `number` uncached prompts, one after the other. Their digests are made before. The host is new
+    (`has_room`), or each prompt replaces an older one. Returns the time of one, and the host hits of the last but
+    one."""
     gc.unfreeze()
     side = None if has_room else STORES.get(num_blocks)
     if side is None:
@@ -222,7 +221,7 @@ def store(num_blocks: int, number: int, has_room: bool) -> dict[str, float]:
     took = {"wall_s": 0.0, "cpu_s": 0.0}
     prompts = [_new_prompt(num_blocks) for _ in range(number)]
     gc.collect()
-    gc.freeze()  # as the other side does, so that no later collection keeps a core busy while that side is timed
+    gc.freeze()  # as on the other side, so that no later collection keeps a core busy while that side is timed
     for prompt in prompts:
         request = side.request(prompt)
         one = line.timed_once(lambda request=request: side.serve(request))
@@ -251,8 +250,8 @@ def prepare_replay(path: str, limit: int) -> int:
 
 
 def replay(path: str, num_device: int, num_host: int, hashes: bool) -> dict[str, float]:
-    """Serve all prompts one after the other, on empty pools: seconds for one request, with or without making the
-    digests of its tokens, and the blocks that hit."""
+    """Serve all prompts one after the other, on empty pools. Returns seconds for one request, with or without computing
+    the digests of its tokens, and the blocks that hit."""
     side, prompts = SchedulerSide(num_device + 1, num_host), REPLAYS[path]
     took = {"wall_s": 0.0, "cpu_s": 0.0}
     gc.collect()

@@ -1,6 +1,6 @@
-"""Changes of what is cached, as the ledger reports them, in the order of its calls.
+"""Changes of the cached blocks, as the ledger reports them, in the order of its calls.
 
-Nothing is hashed and nothing copied here: a change refers to the data that identify its blocks, which never change.
+Nothing is hashed and nothing is copied here: a change refers to the immutable data that identify its blocks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Change:
 
 @attrs.frozen
 class Cleared:
-    """Nothing is cached any more, in any tier."""
+    """All tiers were emptied."""
 
 
 Told: TypeAlias = Change | Cleared
@@ -56,8 +56,8 @@ Told: TypeAlias = Change | Cleared
 class Changes:
     """Watches a ledger and queues its changes for a publisher, which may run in another thread.
 
-    Queues at most about `most` changes, or twice as many as tell all that is cached. If the publisher falls behind by
-    more, the queue is replaced by all that is cached.
+    The queue's limit is about `most` changes, or twice as many as describe the whole cache. If the publisher falls
+    further behind, the queue is replaced by a description of the whole cache.
     """
 
     def __init__(self, ledger: AnyLedger, most: int, wake: Callable[[], None]) -> None:
@@ -71,17 +71,17 @@ class Changes:
         self._epoch = ledger.cache.epoch
 
     def begin(self) -> None:
-        """Queue all that is cached, and each change from here on."""
+        """Queue the whole cache, and each change from now on."""
         self._epoch = self._ledger.cache.epoch
         self._ledger.watch(self)
         self.tell_anew()
 
     def end(self) -> None:
-        """Stop watching, and queue that nothing is cached any more."""
+        """Stop watching, and queue that the cache is empty."""
         self._ledger.unwatch(self)
         self._told.append(Cleared())
 
-    # -- told by the ledger ---------------------------------------------------------------------------------------
+    # -- called by the ledger -------------------------------------------------------------------------------------
 
     def part_changed(self, part: Part, first: int, stop: int) -> None:
         if part.run.epoch != self._epoch:
@@ -102,14 +102,14 @@ class Changes:
         self._signal()
 
     def tell_anew(self) -> None:
-        """Replace the queue: first that nothing is cached, then all that is, prefixes first."""
+        """Replace the queue: first that the cache is empty, then the whole cache, prefixes first."""
         self._is_behind = False
         self._told.clear()
         self._told.append(Cleared())
         for run in sorted(self._ledger.cache.index.runs.values(), key=lambda run: run.start):
             for part in run.parts:
                 self._tell(part, Kind.STORED, part.first, part.stop)
-        self._limit = max(self._most, 2 * len(self._told))  # else each change would replace the queue again
+        self._limit = max(self._most, 2 * len(self._told))  # otherwise each change would replace the queue again
         self._signal()
 
     def _tell(self, part: Part, kind: Kind, start: int, stop: int) -> None:
@@ -128,10 +128,11 @@ class Changes:
             self._is_signalled = True
             self._wake()
 
-    # -- taken by the publisher -----------------------------------------------------------------------------------
+    # -- called by the publisher ----------------------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Have the next change wake the publisher again. Call it before `take`, or the last change might stay."""
+        """Have the next change wake the publisher again. Call it before `take`, or the last change might stay in the
+        queue."""
         self._is_signalled = False
 
     def take(self, most: int) -> list[Told]:
@@ -144,9 +145,9 @@ class Changes:
     def _next(self) -> Told | None:
         try:
             return self._told.popleft()
-        except IndexError:  # also if it was cleared just now, in the other thread
+        except IndexError:  # also if the other thread has just cleared it
             return None
 
     def fall_behind(self) -> None:
-        """A subscriber has missed batches that are no longer kept: have the next change queue all that is cached."""
+        """A subscriber has missed batches that are no longer kept. The next change queues the whole cache."""
         self._is_behind = True

@@ -1,7 +1,7 @@
 """The wire format: batches of events in msgpack, as vLLM publishes them and cache-aware routers read them.
 
-A batch is an array: time, events, rank. An event is a map with its kind under `type`, as vLLM has it since 0.23, or
-an array that begins with its kind, as before.
+A batch is an array: time, events, rank. An event is a map with its kind under `type`, as in vLLM since 0.23, or an
+array that begins with its kind, as in earlier versions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .changes import Change, Cleared, Kind, Told
 
 # -- digests ---------------------------------------------------------------------------------------------------------
 #
-# A digest for each block, by which routers know it. The index makes none of these.
+# A digest for each block, which routers use as its identity. The index makes no digest per block.
 
 MAX_KEPT_RUNS = 8
 
@@ -30,16 +30,16 @@ MAX_KEPT_RUNS = 8
 @attrs.frozen
 class BlockDigests:
     parent: bytes | None
-    """Digest of all before the first unit. None at the beginning of a prompt, and for removed units."""
+    """Digest of all tokens before the first unit. None at the beginning of a prompt, and for removed units."""
     digests: list[bytes]
 
 
 class Digests:
     """Makes one digest for each unit, of all tokens up to its end, as in the index. If all groups have one block size,
-    a unit is a block; else it is the least that a hit can cover, and hits are its multiples.
+    a unit is a block. Otherwise it is the smallest hit, and all hits are its multiples.
 
-    Runs lose their tail unit by unit. To avoid hashing them from the start each time, the digests of the last few runs
-    that lost units are kept.
+    Runs lose their last unit again and again. To avoid hashing a run from its start each time, the digests of the last
+    few runs that lost units are cached.
     """
 
     def __init__(self, unit_tokens: int) -> None:
@@ -55,7 +55,7 @@ class Digests:
 
     def _whole(self, change: Change) -> list[bytes]:
         """The digests of the run's units from its start, at least up to `change.stop`."""
-        key = (id(change.tokens), id(change.hash_before))  # the kept change keeps both objects alive
+        key = (id(change.tokens), id(change.hash_before))  # the cached change keeps both objects alive
         found = self._kept.pop(key, None)
         if found is None or found[0].stop < change.stop:
             found = (change, self._hash(change, change.run_start).digests)
@@ -91,7 +91,7 @@ class Digests:
 # -- format ----------------------------------------------------------------------------------------------------------
 
 MEDIA = {tier: tier.name for tier in CACHE_TIERS} | {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}
-"""The values of `medium` for the tiers, whatever the device is: `DISK` for the disk."""
+"""The values of `medium` for the tiers. The disk is `DISK`, whatever the device is."""
 OPTIONAL = ("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 """Fields that a map leaves out when they are None."""
 
@@ -105,7 +105,7 @@ class EventFormat:
     shape: Literal["map", "array"] = attrs.field(default="map")
     """Shape of an event: `map` as in vLLM 0.23 and later, `array` for consumers of earlier versions."""
     hash_bits: Literal[64, 256] = attrs.field(default=64)
-    """64: the last bits of a digest as an integer, as vLLM does by default. 256: all of it, as bytes."""
+    """64: the last 64 bits of a digest as an integer, as vLLM does by default. 256: the whole digest, as bytes."""
 
     @shape.validator
     def _check_shape(self, _: object, value: object) -> None:
@@ -119,7 +119,7 @@ class EventFormat:
 
 
 class EventEncoder:
-    """Turns changes into events, and events into bytes. For one thread."""
+    """Turns changes into events, and events into bytes. Not thread-safe."""
 
     def __init__(self, layout: Layout, form: EventFormat, rank: int) -> None:
         self._layout = layout
@@ -186,8 +186,8 @@ def _token_ids(change: Change, unit_tokens: int) -> list[int]:
 
 
 def _extra_keys(change: Change, unit_tokens: int) -> list[list[Any] | None]:
-    """What identifies each block besides its tokens, in vLLM's order: the adapter, the key spans that touch the block
-    (digest, and start relative to the block), and for the first block the salt."""
+    """The keys that identify each block besides its tokens, in vLLM's order: the adapter, the key spans that touch the
+    block (digest, and start relative to the block), and for the first block the salt."""
     root, found = change.root, list[list[Any] | None]()
     for start in range(change.start * unit_tokens, change.stop * unit_tokens, unit_tokens):
         keys: list[Any] = [] if root.adapter_key is None else [_text(root.adapter_key)]

@@ -22,12 +22,12 @@ from .peers import Peers
 
 # -- replays ---------------------------------------------------------------------------------------------------------
 #
-# Missed batches: kept for a while, and sent again to those who ask, as fast as they read.
+# Missed batches: the last batches are kept, and sent again on request, as fast as the peer reads.
 
 END = (-1).to_bytes(8, "big", signed=True)
-"""Sent in place of a sequence number when a replay is over."""
+"""Sent in place of a sequence number at the end of a replay."""
 MAX_UNREAD_ANSWERS = 1000
-"""Answers that may wait for one peer. It is told that an answer is read a moment after the peer has read it."""
+"""Unread answers per peer. ZeroMQ reports that an answer was read shortly after the peer has read it."""
 
 
 @attrs.frozen
@@ -61,15 +61,16 @@ class ReplayBuffer:
 @attrs.frozen
 class _Answer:
     tracker: Any
-    """Says whether the last frame has left the queue of its peer."""
+    """Reports whether the last frame has left the queue of its peer."""
     num_bytes: int
 
 
 @attrs.define(eq=False)
 class Replays:
-    """Answers requests for batches: one replay at a time a peer, and no more than a bound of unread bytes in all.
+    """Answers requests for batches. It sends one replay at a time per peer, and its unread bytes are bounded over all
+    peers.
 
-    A request beyond that is answered with the end alone: there is nothing for now, and the peer may ask again.
+    A request beyond the bound gets the end marker alone. The peer may ask again.
     """
 
     socket: zmq.Socket[bytes]
@@ -80,7 +81,7 @@ class Replays:
 
     @property
     def max_messages(self) -> int:
-        """Messages that may wait for one peer."""
+        """Unread messages per peer."""
         return self.buffer.max_batches + MAX_UNREAD_ANSWERS
 
     @property
@@ -88,11 +89,11 @@ class Replays:
         return sum(answer.num_bytes for answers in self._unread.values() for answer in answers)
 
     def answer(self, peer: bytes, start: int) -> None:
-        """Send the batches from number `start` on, as far as they are kept."""
+        """Send the kept batches from number `start` on."""
         self._forget_read()
         answers = self._unread.setdefault(peer, [])
         if len(answers) >= MAX_UNREAD_ANSWERS:
-            return  # it asks without reading
+            return  # the peer asks without reading
         batches = [] if any(answer.num_bytes for answer in answers) else self.buffer.from_number(start)
         num_bytes = sum(len(sent.payload) for sent in batches)
         if num_bytes and self.num_unread_bytes + num_bytes > self.most_unread_bytes:
@@ -106,7 +107,7 @@ class Replays:
 
     @property
     def most_unread_bytes(self) -> int:
-        """Room for two peers that ask for all there is."""
+        """Enough for two peers that request all batches."""
         return 2 * max(self.buffer.max_bytes, self.buffer.num_bytes)
 
     def _forget_read(self) -> None:
@@ -128,20 +129,21 @@ CHANGES_PER_BATCH = 1024
 _STOP = b"stop"
 MAX_COUNT = 2**31 - 1
 LEAST_BETWEEN_S = 1.0
-"""Least interval between two publications of the whole cache for subscribers that ask for batches no longer kept: the
-event loop walks the whole index for each."""
+"""Least interval between two publications of the whole cache for subscribers that ask for batches no longer kept. Each
+of them makes the event loop walk the whole index."""
 LINGER_MS = 500
-"""How long sent batches may take to leave the process once the publisher is closed."""
+"""Milliseconds for sent batches to leave the process after the publisher is closed."""
 CLOSE_TIMEOUT_S = 5.0
 
 
 class KVEventPublisher:
-    """Publishes what `ledger` (`runtime.ledger`) caches while its `with` block runs. Made, entered and left in the
-    thread that calls the ledger.
+    """Publishes the blocks that `ledger` (`runtime.ledger`) caches while its `with` block runs. Make, enter and leave
+    it in the thread that calls the ledger.
 
-    `bind` is the address that subscribers connect to; `connect`, in its place, that of a router that listens itself.
-    `replay` is the address for requests of missed batches. It listens only at the addresses given; the default for
-    `bind` is on loopback. The first batch says that nothing is cached, then what is; the last one that nothing is.
+    `bind` is the address that subscribers connect to. `connect`, in its place, is the address of a router that listens
+    itself. `replay` is the address for requests of missed batches. The publisher listens only at the addresses given;
+    the default for `bind` is on loopback. The first batch says that the cache is empty, and then what it contains. The
+    last batch says that it is empty.
     """
 
     def __init__(
@@ -182,20 +184,21 @@ class KVEventPublisher:
         self._thread: threading.Thread | None = None
         self._may_tell_anew_s = 0.0
         self.failure: Exception | None = None
-        """The error that has ended publishing, if one has: nothing is sent any more, and the ledger goes on."""
+        """The error that has ended publishing, if any. After it, nothing is sent, and the ledger continues."""
         self.num_batches = 0
-        """Batches sent so far; the next one has this number."""
+        """Batches sent so far. The next batch has this number."""
         self.endpoint = connect or ""
-        """The address for subscribers, once it is open, with the port that the system chose if that was left to it."""
+        """The address for subscribers, after it is open, with the port that the system has chosen if the address left
+        it open."""
         self.replay_endpoint = ""
 
-    # -- its life -------------------------------------------------------------------------------------------------
+    # -- start and end --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         if self._thread is not None:
             raise RuntimeClosed("a publisher is opened once: make another one")
         self._context = zmq.Context()
-        self._context.linger = LINGER_MS  # a socket's own does not apply to connections accepted before
+        self._context.linger = LINGER_MS  # the option of a socket does not apply to connections accepted before
         try:
             self._open_sockets()
         except zmq.ZMQError as error:
@@ -214,20 +217,21 @@ class KVEventPublisher:
         self._signal(_STOP)
         self._thread.join()
         self._waker.close(linger=0)
-        # In a thread, for a bounded time: it waits for connections that may be half open, and an engine has to end.
+        # In a thread and with a time limit, because it waits for connections that may be half open, and an engine has
+        # to end.
         end = threading.Thread(target=self._context.term, name="aoffload KV events, closing", daemon=True)
         end.start()
         end.join(CLOSE_TIMEOUT_S)
 
     def tell_anew(self) -> None:
-        """Publish that nothing is cached, then all that is: for a subscriber that has missed batches."""
+        """Publish that the cache is empty, and then the whole cache, for a subscriber that has missed batches."""
         self._changes.tell_anew()
 
     def _open_sockets(self) -> None:
-        self._socket = self._context.socket(zmq.XPUB)  # a PUB that tells of subscriptions
+        self._socket = self._context.socket(zmq.XPUB)  # a PUB that reports subscriptions
         self._socket.sndhwm = self._max_unsent
-        self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # also of what another peer has subscribed to: each is counted
-        self._socket.rcvhwm = 1  # ZeroMQ keeps all subscriptions that it has before it tells of the first one
+        self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report repeated subscriptions too: each is counted
+        self._socket.rcvhwm = 1  # ZeroMQ stores all queued subscriptions before it reports the first one
         self._peers = Peers(self._socket, self._max_peers)
         self._peers.bound_frames(self._socket, 2 * len(self._topic))
         if self._bind is not None:
@@ -250,7 +254,7 @@ class KVEventPublisher:
         self._signal(b"")
 
     def _signal(self, what: bytes) -> None:
-        """Never blocks: at most one wake-up is pending, and once the thread has ended it is dropped."""
+        """Never blocks: at most one wake-up is pending. After the thread has ended, wake-ups are dropped."""
         with suppress(zmq.Again):
             self._waker.send(what, zmq.NOBLOCK)
 

@@ -25,7 +25,8 @@ AGE = "aoffload_snapshot_age_seconds"
 
 
 class SnapshotCollector(Collector):
-    """Shows snapshots: all values of a scrape are read at one moment, between two calls of what is watched."""
+    """A collector of snapshots. All values of a scrape are read at one moment, between two calls of the runtime or the
+    ledger."""
 
     def __init__(self, first: Snapshot, timeout_s: float) -> None:
         self._last = first
@@ -34,7 +35,7 @@ class SnapshotCollector(Collector):
 
     @abstractmethod
     def _snapshot(self) -> Snapshot:
-        """A new one if there is an answer within `timeout_s`, else the last one."""
+        """A new snapshot if there is an answer within `timeout_s`, otherwise the last one."""
 
     @abstractmethod
     def _now(self) -> float:
@@ -51,11 +52,11 @@ class SnapshotCollector(Collector):
 
 
 class MetricsCollector(SnapshotCollector):
-    """Shows `metrics`, one of the `observers` of `runtime`, to a registry. At most one per registry.
+    """Exports `metrics`, one of the `observers` of `runtime`, to a registry. At most one per registry.
 
     A scrape may come from any thread. All its values are read at one moment, in the event loop and between two calls of
-    the runtime, because the ledger has no locks. If the loop does not answer within `timeout_s`, the scrape shows the
-    values of the one before, and their age.
+    the runtime, because the ledger has no locks. If the loop does not answer within `timeout_s`, the scrape gets the
+    values of the previous one, and their age.
     """
 
     def __init__(self, runtime: OffloadRuntime, metrics: Metrics, timeout_s: float = 5.0) -> None:
@@ -83,7 +84,7 @@ class MetricsCollector(SnapshotCollector):
         return self._last
 
     def _ask_loop(self) -> Snapshot:
-        """Have the loop take the snapshot. Its errors are raised here: none may reach the worker."""
+        """Have the loop take the snapshot. Its errors are raised here, because none may reach the worker."""
         answered = threading.Event()
         errors: list[Exception] = []
 
@@ -109,11 +110,11 @@ class Lock(Protocol):
 
 
 class LedgerCollector(SnapshotCollector):
-    """Shows `metrics`, the observer of `ledger` or one of its `Observers`, to a registry. At most one per registry.
+    """Exports `metrics`, the observer of `ledger` or one of its `Observers`, to a registry. At most one per registry.
 
-    `lock` is what the program holds while it calls the ledger, which has no locks itself. A scrape may come from any
-    thread: it takes the lock and reads all its values at one moment. If it does not get it within `timeout_s`, it shows
-    the values of the one before, and their age.
+    `lock` is the lock that the program holds while it calls the ledger, which has no locks itself. A scrape may come
+    from any thread. It takes the lock and reads all its values at one moment. If it does not get the lock within
+    `timeout_s`, it exports the values of the previous scrape, and their age.
     """
 
     def __init__(self, ledger: AnyLedger, metrics: Metrics, lock: Lock, timeout_s: float = 5.0) -> None:

@@ -1,4 +1,4 @@
-"""All metrics as a table: name, kind, labels, meaning. docs/metrics.md says what to do about each."""
+"""All metrics as a table: name, kind, labels, meaning. docs/metrics.md says how to react to each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Kind(enum.Enum):
 
 
 class ShownWith(enum.Enum):
-    """What has to be configured for a metric to be there."""
+    """The configuration that a metric needs to be exported."""
 
     ANYTHING = "anything"
     LOWER_TIERS = "a tier below host memory"
@@ -30,11 +30,11 @@ class ShownWith(enum.Enum):
 @attrs.frozen
 class Family:
     name: str
-    """As it is queried: counters end in `_total`."""
+    """The name in queries: names of counters end in `_total`."""
     kind: Kind
     labels: Mapping[str, tuple[str, ...]]
-    """Every value that each label can have, so the number of time series is bounded. Tiers that are not configured are
-    not shown."""
+    """All values of each label, so the number of time series is bounded. Tiers that are not configured are not
+    exported."""
     help: str
     shown_with: ShownWith = ShownWith.ANYTHING
 
@@ -52,12 +52,12 @@ def reason_of(reason: str) -> str:
 
 
 _STAYS = ("matched", "pinned", "allocated", "loading", "draining", "requeued", "stranded", "running", "preempted")
-"""The states that a request stays in. It passes through the others within one call, which no scrape sees. MATCHED is
-one only in a `HostCache`: the request was told to ask again."""
+"""The states that a request stays in. It passes through the others within one call, so no scrape sees them. A request
+stays in MATCHED only in a `HostCache`, after the answer "ask again"."""
 _DIRECTIONS = tuple(direction.value for direction in Direction)
 _TIERS = tuple(tier.name.lower() for tier in CACHE_TIERS)
 _LINKS = tuple(row.tier.name.lower() for row in TIERS if row.above is not None)
-"""The lower tier of each link: loads come from it, stores go to it."""
+"""The lower tier of each link: the source of a load, or the destination of a store."""
 LOWER = tuple(row.tier.name.lower() for row in TIERS if row.above not in (None, Tier.DEVICE))
 """Tiers below host memory."""
 _OUTCOMES = tuple(outcome.value for outcome in Outcome)

@@ -1,4 +1,4 @@
-"""Counts events as they happen. Plain numbers, written in the thread that calls the ledger."""
+"""Counts events as they happen, in plain numbers, in the thread that calls the ledger."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from .families import LABEL_VALUES, reason_of
 
 # -- histogram -------------------------------------------------------------------------------------------------------
 #
-# A histogram as plain numbers: adding a value costs one binary search, and a copy is read all at once.
+# A histogram in plain numbers: adding a value costs one binary search, and a copy of all counts is taken at once.
 
 SECONDS = (1e-5, 1e-4, 5e-4, 1e-3, 5e-3, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Bounds in seconds, from a turn of the event loop to a load that was given up and computed."""
 THROUGHPUT = (1e7, 1e8, 2.5e8, 5e8, 1e9, 2.5e9, 5e9, 1e10, 2e10, 4e10, 8e10)
-"""Bounds in bytes per second, from a disk's to a device link's."""
+"""Bounds in bytes per second, from the throughput of a disk to that of a device link."""
 
 
 @attrs.define
 class Histogram:
     bounds: tuple[float, ...]
-    """The highest value of each bucket but the last, which has no bound."""
+    """The highest value of each bucket except the last, which has no bound."""
     counts: list[int] = attrs.field(init=False)
     total: float = 0.0
 
@@ -67,7 +67,7 @@ class Histogram:
         return twin
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Each bound, and how many values were not above it."""
+        """Each bound, and the number of values that are not above it."""
         found: list[tuple[str, float]] = []
         num_below = 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
@@ -80,16 +80,16 @@ class Histogram:
 
 _S = RequestState
 Link = tuple[str, Tier]
-"""The direction, and the lower tier: loads come from it, stores go to it."""
+"""The direction, and the lower tier: the source of a load, or the destination of a store."""
 _SKIPPED = LABEL_VALUES["aoffload_skipped_store_blocks_total", "reason"]
 _OVER = (_S.DONE, _S.ABORTED)
 MAX_REPORTS = 1024
-"""The most reports kept without a settlement. A job that was given up and still reports leaves one behind."""
+"""Bound on reports without a settlement. A job that was given up leaves one if it still reports."""
 
 
 class Metrics:
-    """One of the `observers` of one runtime, or of one `Ledger`. `env` has its clock: give the runtime's, if that has
-    one of its own."""
+    """One of the `observers` of one runtime, or of one `Ledger`. `env` has its clock: pass the runtime's `env` if the
+    runtime has its own."""
 
     def __init__(self, env: Env | None = None) -> None:
         self.now = Env().now if env is None else check_type("env", env, Env).now
@@ -105,7 +105,7 @@ class Metrics:
         self.skipped_blocks: Counter[str] = Counter()
         stays = LABEL_VALUES["aoffload_request_seconds", "state"]
         self.hints: Counter[str] = Counter()
-        """Those that are over, by outcome."""
+        """Finished hints by outcome."""
         self.state_seconds = {state: Histogram(SECONDS) for state in stays}
         self.room_wait = Histogram(SECONDS)
         links = [link for row in TIERS if row.above is not None for link in (("load", row.tier), ("store", row.tier))]
@@ -115,9 +115,9 @@ class Metrics:
         self.is_cache_off = False
         """Whether a `CopyQueue` has turned the cache off."""
         self._since: dict[LedgerRequest, float] = {}
-        """When each live request entered its state."""
+        """The time at which each live request entered its state."""
         self._ready: dict[LedgerRequest, int] = {}
-        """Tokens that were ready when it began to run."""
+        """Number of tokens that were ready when the request began to run."""
         self._reports: deque[tuple[int, float]] = deque()
         """Job and time of each report, as the copy threads append them."""
         self._reported: dict[int, float] = {}
@@ -149,16 +149,17 @@ class Metrics:
             self.num_preempted += 1
 
     def _count_ready(self, event: RequestMoved) -> None:
-        """Count what it need not compute: hits that are ready after the load. Other ready tokens are a fork's copy."""
+        """Count the tokens that it does not compute: hits that are ready after the load. Other ready tokens are a
+        fork's copy."""
         record, ready, match = event.request, event.num_computed_tokens, event.match
-        on_device = min(ready, max(match.num_device_tokens, record.given_tokens))  # an engine's hit needs no unit
+        on_device = min(ready, max(match.num_device_tokens, record.given_tokens))  # an engine's hit may end in a unit
         self.tokens["device_hit"] += on_device
         self.tokens["host_hit"] += min(ready - on_device, match.num_host_tokens)
         self._ready[record] = ready
 
     def _count_computed(self, event: RequestMoved) -> None:
         ready = self._ready.pop(event.request, event.num_computed_tokens)
-        self.tokens["computed"] += max(0, event.num_computed_tokens - ready)  # a fork may be taken back further
+        self.tokens["computed"] += max(0, event.num_computed_tokens - ready)  # a fork may be invalidated further back
 
     def waited_for_blocks(self, event: WaitedForBlocks) -> None:
         self.room_wait.add(event.seconds)
@@ -183,7 +184,7 @@ class Metrics:
             self.throughput[link].add(completion.num_bytes / completion.duration_s)
 
     def completion_delivered(self, event: CompletionDelivered) -> None:
-        """In the copy thread."""
+        """Called in the copy thread."""
         self._reports.append((event.completion.job_id, self.now()))
 
     def _count_latency(self, link: Link, job_id: int) -> None:

@@ -42,7 +42,7 @@ class Snapshot:
 
 
 def snapshot_of_runtime(runtime: OffloadRuntime, metrics: Metrics) -> Snapshot:
-    """Read all values. In the event loop's thread, between two calls of the runtime."""
+    """Read all values. Call it in the event loop's thread, between two calls of the runtime."""
     found = runtime.statistics()
     verified = {"right": found.transfers.blocks_verified, "corrupt": found.transfers.blocks_corrupt}
     return _snapshot(
@@ -62,7 +62,7 @@ def snapshot_of_runtime(runtime: OffloadRuntime, metrics: Metrics) -> Snapshot:
 
 
 def snapshot_of_ledger(ledger: AnyLedger, metrics: Metrics) -> Snapshot:
-    """Read all values that a ledger without a runtime has. Between two calls of the ledger."""
+    """Read all values that a ledger without a runtime has. Call it between two calls of the ledger."""
     return _snapshot(
         metrics.now(),
         _counted(metrics, ledger),
@@ -106,13 +106,13 @@ def _counted(metrics: Metrics, ledger: AnyLedger) -> Iterator[tuple[str, Iterabl
 
 
 def _standing(ledger: AnyLedger, found: LedgerStatistics) -> Iterator[tuple[str, Iterable[Sample]]]:
-    """The present state of the ledger, and what its observers have lost."""
+    """The present state of the ledger, and the number of events that its observers have lost."""
     live = Counter(record.state.value for record in ledger.live_requests.values())
     yield "aoffload_requests", _each("aoffload_requests", "state", live)
     yield "aoffload_requests_waiting", _one(found.num_waiting)
     present = [tier for tier in ledger.cache.tiers if not tier.is_absent]
     yield "aoffload_blocks", [sample for tier in present for sample in _occupancy(tier, tier.statistics())]
-    ours = [tier for tier in present if not tier.is_outside]  # of an engine's pool we know nothing
+    ours = [tier for tier in present if not tier.is_outside]  # the state of an engine's pool is not known here
     pools = [Sample((tier.tier.name.lower(),), tier.pool.num_blocks) for tier in ours]
     yield "aoffload_pool_blocks", pools
     yield "aoffload_evicted_blocks_total", _evicted(ours, found.eviction)
@@ -152,7 +152,7 @@ def _evicted(tiers: Iterable[TierBlocks], found: EvictionStatistics | None) -> I
 
 
 def _learned(found: EvictionStatistics) -> Iterator[tuple[str, Iterable[Sample]]]:
-    """What eviction that learns does, and what it remembers."""
+    """Decisions and memory of learned eviction."""
     named = [(each.tier.name.lower(), each) for each in found.tiers]
     learned = [Sample((name,), each.rule is EvictionRule.LEARNED) for name, each in named]
     yield "aoffload_eviction_learned", learned
@@ -164,7 +164,7 @@ def _learned(found: EvictionStatistics) -> Iterator[tuple[str, Iterable[Sample]]
 
 
 def _ages(ledger: AnyLedger) -> Iterator[tuple[str, Iterable[Sample]]]:
-    """How long the oldest of its kind has been there; 0 where there is none, or no clock yet."""
+    """The age of the oldest request in each state, and of similar objects; 0 if there is none, or no clock yet."""
     states = "aoffload_oldest_request_seconds"
     yield states, _each(states, "state", ledger.reports.oldest_by_state())
     yield "aoffload_oldest_wait_seconds", _one(ledger.reports.oldest_wait_s())
@@ -176,12 +176,12 @@ def _one(value: float) -> list[Sample]:
 
 
 def _each(name: str, label: str, values: Mapping[str, float]) -> list[Sample]:
-    """A sample for every value of the label, zeros too: a rate needs a point to begin at."""
+    """A sample for every value of the label, zeros too, because a rate needs a first sample."""
     return [Sample((value,), values.get(value, 0)) for value in LABEL_VALUES[name, label]]
 
 
 def _lower(runtime: OffloadRuntime, found: RuntimeStatistics) -> Iterator[tuple[str, Iterable[Sample]]]:
-    """What a runtime knows of its tiers below host memory."""
+    """The runtime's figures for tiers below host memory."""
     disk, remote = runtime._session.disk, runtime._session.remote
     works = runtime._session.lower_tiers
     if not works:
@@ -207,7 +207,7 @@ def _lower(runtime: OffloadRuntime, found: RuntimeStatistics) -> Iterator[tuple[
 
 
 def _tiers_of(ledger: AnyLedger) -> set[str]:
-    """Those that it is configured with."""
+    """Names of the configured tiers."""
     return {tier.name.lower() for tier in ledger.jobs.tiers}
 
 

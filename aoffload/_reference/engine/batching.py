@@ -1,4 +1,4 @@
-"""Decides what the engine computes next, from its sequences alone."""
+"""Decides what the engine computes next, from the state of its sequences."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # Head starts (layer-wise overlap): compute the first slice of a prompt while its cached prefix is still loading.
 #
 # Each layer waits for its own region only, so the first layers compute while the KV of later layers is being copied.
-# Nothing is committed or sent to the client before the load is over. If the load brings fewer tokens than expected, the
-# result is dropped and the prompt is computed from where the load ended.
+# Nothing is committed or sent to the client before the load has ended. If the load brings fewer tokens than expected,
+# the result is dropped, and the prompt is computed from the first token that is not loaded.
 
 
 class HeadStartState(enum.Enum):
@@ -40,7 +40,7 @@ class HeadStartState(enum.Enum):
 class HeadStart:
     """One load and the prompt slice that follows it. Used in the event loop's thread only.
 
-    The client's task waits for the load; meanwhile the engine loop may compute the slice.
+    The client's task waits for the load. Meanwhile the engine loop may compute the slice.
     """
 
     request: Request
@@ -52,24 +52,27 @@ class HeadStart:
     state: HeadStartState = HeadStartState.WAITING
     result: SliceResult | None = None
     error: Exception | None = None
-    """What the model raised, unless that was `RegionNotLoaded`."""
+    """The error of the model, unless it was `RegionNotLoaded`."""
     fences: LayerFences = NOTHING_TO_WAIT_FOR
     """The fences that its layers wait for."""
     _is_over: anyio.Event = attrs.field(factory=anyio.Event)
 
     @property
     def can_begin(self) -> bool:
-        """Whether a step may compute the slice now. False once the load is over: no head start is needed then."""
+        """Whether a step may compute the slice now. False after the load has ended, because no head start is needed
+        then."""
         is_loading = self.state is HeadStartState.WAITING and self.request.state is RequestState.LOADING
         return is_loading and self.pending.can_start
 
     @property
     def is_arriving(self) -> bool:
-        """Whether the first region is there, or queued on a GPU: a forward that begins now waits only for this copy."""
+        """Whether the first region is loaded, or queued on a GPU: a forward that begins now waits only for this
+        copy."""
         return self.pending.region(0).is_given
 
     def begin(self) -> SequenceSlice | None:
-        """The slice to compute; call inside a step of `pending`. None: it would begin off the grid or lacks room."""
+        """The slice to compute. Call it inside a step of `pending`. None: the slice would begin off the grid or lacks
+        blocks."""
         table = self.table_of(self.pending.block_ids, self.pending.num_expected_tokens)
         stop = table.stop_of(table.start, len(self.prompt))
         if table.start != table.num_ready or stop > table.num_tokens:
@@ -109,13 +112,13 @@ class HeadStart:
 
 
 class PrefillStart(enum.Enum):
-    """When the first slice of a prompt is computed if its cached prefix has to be loaded."""
+    """The moment to compute the first slice of a prompt whose cached prefix has to be loaded."""
 
     LOADED = "loaded"
-    """When the whole prefix is loaded."""
+    """After the whole prefix is loaded."""
     BY_LAYER = "by layer"
     """While the prefix is loading: each layer waits for its own region. The runtime needs `layer_regions`, and the
-    model has to wait as `PagedModel.forward` says."""
+    model has to wait as described at `PagedModel.forward`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -128,11 +131,11 @@ class EngineOptions:
     decode_rows: int = 8
     """Rows of a decode step, padded with dummies."""
     max_running: int = 8
-    """Requests in the engine at a time; further ones queue, first come, first served."""
+    """Requests in the engine at a time. Further ones queue, first come, first served."""
     prefill_start: PrefillStart = PrefillStart.LOADED
     reuse_decoded: bool = False
     """Commit all computed tokens, also the last, shorter slice of a prompt and decoded tokens. Their KV differs in a
-    few bits from what the same tokens give in a whole slice."""
+    few bits from the KV of the same tokens in a whole slice."""
 
     def __attrs_post_init__(self) -> None:
         for field in ("block_size", "prefill_tokens", "decode_rows", "max_running"):
@@ -154,7 +157,7 @@ class EngineOptions:
 
 @attrs.frozen(eq=False)
 class Step:
-    """One forward: `slices[i]` belongs to `sequences[i]`; slices after the last sequence are padding."""
+    """One forward: `slices[i]` belongs to `sequences[i]`. Slices after the last sequence are padding."""
 
     sequences: Sequence[RunningSequence]
     slices: Sequence[SequenceSlice]
@@ -195,7 +198,7 @@ class LineUp:
 
     @contextmanager
     def entered(self, head: HeadStart) -> Iterator[None]:
-        """Inside this block a step may begin `head`; leaving the block, however that happens, abandons it."""
+        """Inside this block a step may begin `head`. Leaving the block, for any reason, abandons it."""
         self.head_starts.append(head)
         try:
             yield
@@ -204,11 +207,12 @@ class LineUp:
             head.give_up("its client has left")
 
     def next_step(self) -> Step | HeadStart | None:
-        """The next slice of the oldest prompt that has room, else a decode step, else None.
+        """The next slice of the oldest prompt that has its blocks, else a decode step, else None.
 
-        Prompts go first, because clients wait for their first token. That cannot starve decoding: the places in the
-        engine are bounded. A head start comes after the prompts whose prefix is loaded: before the decode step if its
-        own copy has begun, else after it, because the copies queued before its own may take any time.
+        Prompts go first, because clients wait for their first token. That cannot starve decoding, because the number of
+        requests in the engine is bounded. A head start comes after the prompts whose prefix is loaded. It comes before
+        the decode step if its own copy has begun. Otherwise it comes after it, because the copies queued before its own
+        may take any time.
         """
         for sequence in self.prefilling:
             if sequence.is_ready:
@@ -227,7 +231,7 @@ class LineUp:
         return Step(sequences, slices + [self.dummy] * (self.options.decode_rows - len(slices)))
 
     def has_moved_on(self, sequence: RunningSequence) -> None:
-        """After a step: if its prompt is done, move it to the end of `decoding`, so that sequences take turns."""
+        """After a step: if its prompt is complete, move it to the end of `decoding`, so that sequences take turns."""
         if sequence in self and not sequence.is_prefilling:
             self.take_out(sequence)
             self.decoding.append(sequence)

@@ -12,7 +12,7 @@ from .paged import PagedBatch, paged_attention
 
 @attrs.frozen(kw_only=True)
 class DecoderConfig:
-    """Sizes of the decoder; the default has 6.6 million weights and 3 KiB of KV per token."""
+    """Sizes of the decoder. The default has 6.6 million weights and 3 KiB of KV per token."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -27,9 +27,9 @@ class DecoderConfig:
     initializer_range: float = 0.06
     """Standard deviation of the weights. With the usual 0.02 random models degenerate to a few tokens."""
     logit_std: float = 0.4
-    """About the standard deviation of the logits (the output layer sees vectors of unit mean square)."""
+    """Approximate standard deviation of the logits (the output layer gets vectors of unit mean square)."""
     dtype: torch.dtype = torch.float32
-    """Of weights, activations and KV; logits are float32 in any case."""
+    """Dtype of weights, activations and KV. Logits are always float32."""
 
     @property
     def num_weights(self) -> int:
@@ -47,7 +47,7 @@ ONE_BILLION = DecoderConfig(
 
 @attrs.frozen(eq=False)
 class DecoderLayer:
-    """Weights of one layer, as `torch.nn.functional.linear` wants them: [out, in]."""
+    """Weights of one layer, in the layout of `torch.nn.functional.linear`: [out, in]."""
 
     attention_norm: torch.Tensor
     qkv: torch.Tensor
@@ -58,7 +58,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A `PagedModel`. Without dropout or biases, input and output embeddings untied.
+    """A `PagedModel` without dropout or biases. Input and output embeddings are not tied.
 
     On the device `meta`, weights have shapes and no values.
     """
@@ -70,7 +70,7 @@ class Decoder:
         self.end_token_ids: frozenset[int] = frozenset()
         self.groups: tuple[LayerGroup, ...] = (LayerGroup("full", tuple(range(config.num_layers))),)
         self.device = torch.device(device)
-        # Drawn on the CPU, so that a seed means the same weights on every device.
+        # Drawn on the CPU, so that a seed gives the same weights on every device.
         generator = torch.Generator().manual_seed(seed)
 
         def draw(num_out: int, num_in: int, std: float = config.initializer_range) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Decoder:
         return torch.zeros(shape, dtype=config.dtype, device=self.device)
 
     def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor:
-        """See `PagedModel.forward`. Positions go up to `max_positions`; beyond, torch raises `IndexError`."""
+        """See `PagedModel.forward`. Positions must be below `max_positions`, or torch raises `IndexError`."""
         with torch.inference_mode():
             hidden = self.embedding[batch.input_ids]
             cos, sin = self.cos[batch.positions], self.sin[batch.positions]
@@ -139,7 +139,7 @@ class Decoder:
 
 
 def _rotary_tables(config: DecoderConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [max_positions, 1, head_dim]. Looked up, so the batch's shape cannot change their bits."""
+    """Cosines and sines [max_positions, 1, head_dim]. A table, so that the batch's shape cannot change their bits."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     angles = torch.arange(config.max_positions)[:, None] * config.rope_theta**-exponents
     angles = torch.cat((angles, angles), dim=-1)[:, None]

@@ -1,20 +1,21 @@
-"""A small continuous-batching engine around the runtime: the reference for people who write their own.
+"""A small continuous-batching engine around the runtime, as a reference for engines of your own.
 
     async with PagedEngine(model, runtime, kv_cache) as engine:
         generation = await engine.generate(token_ids, max_new_tokens=16)
 
-Clients and engine share a line-up that only the event loop's thread uses. A client's task owns its request: it waits
-for room, loads, puts its sequence into the line-up and waits for its end. Wherever it is cancelled, it takes the
-sequence out synchronously and leaves its `async with`. The engine loop is one task: it picks a step, holds the step's
-blocks with `runtime.step` while a worker thread computes, and hands the results to the requests that are still live.
+Clients and engine share a `LineUp` of sequences, which only the event loop's thread uses. A client's task owns its
+request: it waits for blocks, loads, adds its sequence to the `LineUp` and waits until the sequence has ended. If it is
+cancelled at any point, it removes the sequence synchronously and leaves its `async with`. The engine loop is one task.
+It picks a step, holds the step's blocks with `runtime.step` while a worker thread computes, and passes the results to
+the requests that are still live.
 
-With windowed groups a request gets its room slice by slice, because blocks that leave a window are freed meanwhile, and
-at most `MAX_PREFILLING` prompts are in progress (see `tries` for what happens when all of them wait). Otherwise a
-request gets all its room at once.
+With windowed groups a request gets its blocks slice by slice, because blocks that leave a window are freed meanwhile,
+and at most `MAX_PREFILLING` prompts are in progress (see `tries` for the case that all of them wait). Otherwise a
+request gets all its blocks at once.
 
-With `PrefillStart.BY_LAYER` a prompt's first slice is computed while its prefix is being loaded (see `head_start`).
+With `PrefillStart.BY_LAYER` a prompt's first slice is computed while its prefix is being loaded (see `HeadStart`).
 
-Results are comparable bit for bit because prompts are computed one slice per forward on a fixed grid, only whole
+Results are comparable bit for bit, because prompts are computed one slice per forward on a fixed grid, only whole
 slices are committed (unless `reuse_decoded`), hits end on the grid, and decoding always computes the same number of
 rows.
 """
@@ -47,10 +48,11 @@ if TYPE_CHECKING:
     from ..._runtime.runtime import OffloadRuntime
 
 MAX_PREFILLING = 2
-"""Prompts in progress with windowed groups: one computes, one loads. More would only hold part of their room."""
+"""Prompts in progress with windowed groups: one computes, one loads. More of them would only hold some of their blocks
+and wait for the rest."""
 
 MAX_ALONE = 3
-"""How often a request that has the device to itself may find no room; after that it will never have enough."""
+"""How often a request may lack blocks although no other request holds any. After that, it will never get enough."""
 
 
 def _ignore(_: int) -> None:
@@ -62,9 +64,9 @@ def _never(_: int) -> bool:
 
 
 class PagedEngine:
-    """Generates greedily with `model`. KV is kept in `kv_cache`, whose leading blocks `runtime` owns.
+    """Generates greedily with `model`. KV is stored in `kv_cache`, whose leading blocks `runtime` owns.
 
-    `kv_cache` has at least `options.num_scratch_blocks` rows more than the runtime was given:
+    `kv_cache` has at least `options.num_scratch_blocks` rows more than the runtime uses:
 
         kv_cache = model.new_kv_cache(num_blocks + options.num_scratch_blocks, options.block_size)
         OffloadRuntime(config, kv_cache[:num_blocks])                   # or layer_regions(kv_cache[:num_blocks])
@@ -126,7 +128,7 @@ class PagedEngine:
             num_blocks_at_peak=self._loop.peaks.num_positions,
         )
 
-    # -- life -----------------------------------------------------------------------------------------------------
+    # -- start and end --------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> PagedEngine:
         self._tasks = anyio.create_task_group()
@@ -138,7 +140,7 @@ class PagedEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """Wait for the running forward; calls of `generate` that are not done raise `EngineClosed`."""
+        """Wait for the running forward. Unfinished calls of `generate` raise `EngineClosed`."""
         assert self._tasks is not None
         self._loop.close()
         self._tasks.cancel_scope.cancel()
@@ -160,11 +162,12 @@ class PagedEngine:
         on_token: Callable[[int], None] = _ignore,
         until: Callable[[int], bool] = _never,
     ) -> Generation:
-        """Up to `max_new_tokens` tokens after `token_ids`, greedily. `deadline_s` counts from the grant of a place.
+        """Generate up to `max_new_tokens` tokens after `token_ids`, greedily. `deadline_s` counts from the admission to
+        the engine.
 
-        Raises `RequestAborted` when the runtime cancelled the request or its deadline passed, `StepFailed` when its
-        forward failed, `EngineClosed`, and what `OffloadRuntime.request` and `allocate` raise. `on_token` is called
-        with each token, then `until`; if that returns True, the token was the last one. What they raise is raised here.
+        Raises `RequestAborted` if the runtime cancelled the request or its deadline passed, `StepFailed` if its forward
+        failed, `EngineClosed`, and the errors of `OffloadRuntime.request` and `allocate`. `on_token` is called with
+        each token, then `until`. If `until` returns True, the token was the last one. Their exceptions are raised here.
         """
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise InvalidArgument("max_new_tokens", f"must be a positive integer, got {max_new_tokens!r}")
@@ -187,7 +190,7 @@ class PagedEngine:
                         return generation
 
     async def _try(self, ask: Ask, place: PromptPlace, arrived: float) -> Generation | None:
-        """One try. None: try again, because the request made way or its hit ended off the grid."""
+        """One try. None: try again, because the request gave up its blocks or its hit ended off the grid."""
         request = self.runtime.request(
             ask.tokens,
             ask.request_id,
@@ -215,24 +218,25 @@ class PagedEngine:
     async def _allocate(self, one: Try) -> None:
         room = self._first_room(one)
         await one.request.allocate(num_tokens=room)
-        if self._first_room(one) > room:  # more was cached when its turn came than when it arrived
+        if self._first_room(one) > room:  # more was cached at admission than at arrival
             with suppress(OutOfBlocks):
                 one.request.extend_nowait(self._first_room(one))
 
     def _first_room(self, one: Try) -> int:
-        """Tokens to have room for before the load."""
+        """Number of tokens that need blocks before the load."""
         if not self._is_windowed:
             return one.ask.num_tokens
         return min(one.request.match.num_tokens + self.options.prefill_tokens, one.ask.num_tokens)
 
     async def _load(self, one: Try, place: PromptPlace) -> RunningSequence | None:
-        """Load the cached prefix. None: it ended off the grid; the next try limits its hit to the grid point before."""
+        """Load the cached prefix. None: it ended off the grid, so the next try limits its hit to the grid point
+        before."""
         request = one.request
         if self.options.prefill_start is PrefillStart.BY_LAYER:
             num_ready, head_start = await self._load_by_layer(one)
         else:
             num_ready, head_start = await request.load(), None
-        # Block ids are final only now: a load that failed may have taken other blocks.
+        # Block ids are final only now, because a failed load may have taken other blocks.
         table = self._table(request.block_ids, num_ready)
         if table.start != num_ready and len(table.block_ids) > 1:
             # A window that is complete at `num_ready` may be incomplete at the grid point before it.
@@ -250,7 +254,7 @@ class PagedEngine:
         )
 
     async def _load_by_layer(self, one: Try) -> tuple[int, SliceResult | None]:
-        """As `Request.load`; also the first slice's result, if the engine loop computed it meanwhile."""
+        """As `Request.load`. Also returns the first slice's result, if the engine loop computed it meanwhile."""
         early = one.request.load_nowait()
         if early.is_over:
             return await early.wait(), None
@@ -272,7 +276,8 @@ class PagedEngine:
         )
 
     async def _finish(self, sequence: RunningSequence, one: Try) -> None:
-        """Hand the sequence to the engine loop and wait for its end; take it out again, also when cancelled."""
+        """Pass the sequence to the engine loop and wait until it has ended. Remove it from the loop, also when
+        cancelled."""
         self._check_open()
         self._line_up.put_in(sequence)
         if sequence.head_start is not None:
@@ -291,14 +296,14 @@ class PagedEngine:
             raise sequence.error
 
     async def _wait_for_room(self, sequence: RunningSequence, one: Try) -> None:
-        """Queue in the runtime's line for the next slice's room. The caller repeats this while there is none."""
+        """Queue in the runtime for the next slice's blocks. The caller repeats this until it has them."""
         was_alone = self._rivals.is_alone(one)
         try:
             await sequence.request.extend(sequence.wanted_room)
         except OutOfBlocks as error:
             self._check_open()
-            # Only waiting requests hold room. A request that is alone may hold private copies of blocks that others
-            # have cached meanwhile; its next try uses the cached ones.
+            # Only waiting requests hold blocks. A request that is alone may hold private copies of blocks that others
+            # have cached meanwhile. Its next try uses the cached ones.
             one.ask.num_alone += was_alone and self._rivals.is_alone(one)
             if not error.retryable or one.ask.num_alone > MAX_ALONE:
                 raise

@@ -1,4 +1,4 @@
-"""Which layers of a model share a block table, so that the blocks of all groups have one size."""
+"""Groups of layers that share a block table, chosen so that the blocks of all groups have one size."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class LayerPlace:
-    """Where a layer keeps its keys and values: `kv_cache[block_id, slot]`, by the block table of group `group`."""
+    """The place of a layer's keys and values: `kv_cache[block_id, slot]`, by the block table of group `group`."""
 
     group: int
     slot: int
     window: int | None
-    """Tokens that a token of this layer reads, itself included; None: itself and all tokens before it."""
+    """Number of tokens that a token of this layer reads, itself included. None: itself and all tokens before it."""
 
 
 @attrs.frozen
@@ -42,10 +42,10 @@ class LayerGroup:
 
 
 def group_layers(kinds: Sequence[AttentionKind]) -> tuple[LayerGroup, ...]:
-    """The groups of a model whose layer `i` has the attention `kinds[i]`; kinds in the order they first occur.
+    """The groups of a model whose layer `i` has the attention `kinds[i]`, with the kinds in order of first occurrence.
 
-    All groups have the same number of layers, so a block takes the same bytes in each of them and one pool serves all.
-    That number is the greatest common divisor of the kinds' layer counts.
+    All groups have the same number of layers, so a block has the same number of bytes in each of them, and one pool
+    serves all. That number is the greatest common divisor of the kinds' layer counts.
 
         kinds      s s s s s f s s s s s f          s: sliding, f: full
         group      0 0 1 1 2 5 2 3 3 4 4 5          two layers each
@@ -77,7 +77,7 @@ def kv_cache_groups(groups: Iterable[LayerGroup], block_size: int) -> list[KVCac
 
 
 def check_groups(groups: Sequence[LayerGroup], configured: Sequence[GroupLike], block_size: int) -> None:
-    """Raise `ConfigError` unless a runtime with groups `configured` keeps all KV that a model with `groups` reads."""
+    """Raise `ConfigError` unless a runtime with groups `configured` retains all KV that a model with `groups` reads."""
     if len(configured) != len(groups):
         raise ConfigError("groups", f"are {len(configured)} in the runtime, {len(groups)} in the model")
     for mine, theirs in zip(groups, configured, strict=True):
@@ -94,7 +94,7 @@ def _name_of(kind: AttentionKind) -> str:
 
 # -- layer fences ----------------------------------------------------------------------------------------------------
 #
-# Regions and fences by layer: each layer of a forward waits for its own KV while that of later layers loads.
+# Regions and fences by layer: each layer of a forward waits for its own KV while the KV of later layers loads.
 
 
 def layer_regions(kv_cache: torch.Tensor) -> list[KVRegion]:
@@ -102,36 +102,39 @@ def layer_regions(kv_cache: torch.Tensor) -> list[KVRegion]:
 
         OffloadRuntime(config, layer_regions(kv_cache[:num_blocks]))
 
-    The memory layout does not change: a block of region `i` is `kv_cache[block_id, i]`, and the next block lies one
-    row further. A row is still copied as one piece, unless a load is to arrive layer by layer. With several groups a
-    slot holds one layer of each. Raises `RegionError` if the bytes of a slot do not lie together.
+    The memory layout does not change: a block of region `i` is `kv_cache[block_id, i]`, and the next block is one row
+    further. A row is still copied as one piece, unless a load has to arrive layer by layer. With several groups a slot
+    holds one layer of each. Raises `RegionError` if the bytes of a slot are not contiguous.
     """
     return [KVRegion.of(slot) for slot in kv_cache.unbind(1)]
 
 
 @attrs.frozen
 class LayerFences:
-    """One fence for each slot of the KV tensor's rows: behind it a forward may read the slot. Empty: all is there."""
+    """One fence for each slot of the KV tensor's rows. After it has passed, a forward may read the slot. Empty:
+    everything is loaded."""
 
     slots: tuple[LoadedRegion, ...] = ()
 
     @classmethod
     def of(cls, regions: Sequence[LoadedRegion], num_slots: int) -> LayerFences:
-        """From the regions of a load that `layer_regions` made. Regions in another number say nothing about layers:
-        every layer then waits for all of them."""
+        """From the regions of a load that `layer_regions` made. If their number differs from `num_slots`, they do not
+        correspond to layers, so every layer waits for all of them."""
         if len(regions) == num_slots:
             return cls(tuple(regions))
         jobs = [job for region in regions for job in region.jobs]
         return cls((attrs.evolve(regions[0], jobs=tuple(dict.fromkeys(jobs))),) * num_slots)
 
     def wait_for(self, place: LayerPlace) -> None:
-        """Wait for the loaded KV of a layer, in the forward's thread: on a CPU sleep until it is there, on a GPU sleep
-        until its copy is queued and have the current stream wait. `RegionNotLoaded` if it never comes."""
+        """Wait for the loaded KV of a layer, in the forward's thread. On a CPU it blocks until the KV is loaded. On a
+        GPU it blocks until the copy is queued, and has the current stream wait. `RegionNotLoaded` if the KV never
+        comes."""
         if self.slots:
             self.slots[place.slot].wait()
 
     def give_up(self, error: str) -> None:
-        """Have threads that wait for a copy to begin raise `RegionNotLoaded` now. Copies already begun are unharmed.
+        """Have threads that wait for a copy to begin raise `RegionNotLoaded` now. It does not affect copies that have
+        begun.
 
         Call from any thread.
         """

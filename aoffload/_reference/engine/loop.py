@@ -32,7 +32,7 @@ class EngineClosed(AoffloadError):  # noqa: N818 - reads as what it is at the ca
 
 
 class StepFailed(AoffloadError):  # noqa: N818
-    """The forward of a step failed. Raised for every request of that step and no other; `__cause__` says why."""
+    """The forward of a step failed. Raised for every request of that step and no other. `__cause__` has the reason."""
 
     def __init__(self, request_ids: Sequence[str], cause: Exception) -> None:
         super().__init__(f"the step of {', '.join(request_ids)} failed: {type(cause).__name__}: {cause}")
@@ -59,16 +59,16 @@ class EngineStatistics:
     num_head_starts: int
     """Prompts whose first slice was computed while their cached prefix was still loading."""
     num_head_starts_used: int
-    """Those of them whose result was used: the load succeeded, and the client was still there."""
+    """Number of head starts whose result was used: the load succeeded, and the client was still connected."""
     num_made_way: int
-    """Tries that gave up their room to an older request and began again."""
+    """Tries that gave up their blocks to an older request and began again."""
     peak_pinned_blocks: int
     """Peak of `num_pinned`, the runtime's count of device blocks in use."""
     peak_null_blocks: int
     """Peak of the blocks saved by windows: null entries in the block tables of live requests."""
     num_blocks_at_peak: int
-    """All entries of those tables at that peak, null ones included: the blocks they would take without windows. A
-    prefix shared by two requests counts in both."""
+    """All entries of those tables at that peak, null ones included: the number of blocks that they would need without
+    windows. A prefix shared by two requests counts in both."""
 
 
 @attrs.define(eq=False)
@@ -96,14 +96,14 @@ class Peaks:
 
 @attrs.define(eq=False)
 class Forward:
-    """One forward: made and finished in the event loop's thread, run in a worker thread."""
+    """One forward. It is made and finished in the event loop's thread, and run in a worker thread."""
 
     model: PagedModel
     kv_cache: torch.Tensor
     block_size: int
     slices: Sequence[SequenceSlice]
     num_rows: int
-    """Rows whose token is wanted; further rows are padding."""
+    """Rows whose token is used. Further rows are padding."""
     fences: LayerFences = NOTHING_TO_WAIT_FOR
     """The fences that its layers wait for."""
     outputs: list[RowOutput] = attrs.field(factory=list)
@@ -112,7 +112,7 @@ class Forward:
     _running: threading.Lock = attrs.field(factory=threading.Lock)
 
     def run(self) -> None:
-        """Compute, unless `finish` came first. Whatever the model raises is kept in `error`."""
+        """Compute, unless `finish` was called first. An exception of the model is stored in `error`."""
         with self._running:
             if self._finished:
                 return
@@ -122,11 +122,11 @@ class Forward:
                 self.error = error
 
     def finish(self) -> None:
-        """Ensure that no thread computes after this call. Blocks only if the wait for the thread was cut short.
+        """Ensure that no thread computes after this call. It blocks only if the wait for the thread was cut short.
 
         Awaiting the thread is shielded, but a native `asyncio.Task.cancel()` breaks every shield, and a step must not
-        release its blocks while a forward still writes into them. The forward's fences are given up first: a load that
-        it waits for may need this thread in order to end.
+        release its blocks while a forward still writes into them. The forward's fences are given up first, because a
+        load that it waits for may need this thread in order to end.
         """
         if not self._running.acquire(blocking=False):
             self.fences.give_up("nobody waits for the forward any more")
@@ -150,7 +150,7 @@ def _digest(row: torch.Tensor) -> bytes:
 
 @attrs.define(eq=False)
 class EngineLoop:
-    """The engine's task, and the state that it shares with the clients' tasks: line-up and counters."""
+    """The engine's task, and the state that it shares with the clients' tasks: sequences and counters."""
 
     model: PagedModel
     runtime: OffloadRuntime
@@ -170,11 +170,11 @@ class EngineLoop:
     _work: anyio.Event = attrs.field(factory=anyio.Event)
 
     def wake(self) -> None:
-        """Wake the loop: the line-up has changed."""
+        """Wake the loop after a change of its sequences."""
         self._work.set()
 
     def close(self) -> None:
-        """Take in no further sequences, and abandon head starts; a forward that waits for a load raises."""
+        """Accept no further sequences, and abandon head starts. A forward that waits for a load raises."""
         self.is_closed = True
         for head in self.line_up.head_starts:
             head.give_up("the engine is closed")
@@ -197,7 +197,7 @@ class EngineLoop:
 
     async def _run(self, step: Step) -> None:
         forward = Forward(self.model, self.kv_cache, self.options.block_size, step.slices, len(step.sequences))
-        # A client may leave at any time; the step holds its blocks until the thread is done with them.
+        # A client may leave at any time. The step holds its blocks until the thread has ended.
         with self.runtime.step([sequence.request for sequence in step.sequences]):
             tables = [sequence.table for sequence in self.line_up] if self.is_windowed else []
             self.peaks.observe(self.runtime.statistics().device.num_pinned, tables)
@@ -237,7 +237,7 @@ class EngineLoop:
                 self.num_prefilled += len(part.token_ids)
             else:
                 self.num_decoded += len(part.token_ids)
-            # A client that has left or was cancelled gets nothing: its blocks may belong to another request.
+            # A client that has left or was cancelled gets nothing, because its blocks may belong to another request.
             if sequence in self.line_up and sequence.is_live:
                 try:
                     self._advance(sequence, len(part.token_ids), output, now)
@@ -261,7 +261,7 @@ class EngineLoop:
             sequence.end()
 
     def _make_room(self, sequence: RunningSequence) -> None:
-        """Give it room for its next slice. If there is none, its client wakes and queues for it."""
+        """Get blocks for its next slice. If there are none, wake its client, which queues for them."""
         if sequence.needs_room:
             try:
                 sequence.request.extend_nowait(sequence.wanted_room)

@@ -14,14 +14,14 @@ MODEL_NAMES = ("tiny", "1b", "llama", "qwen3", "gemma3", "gpt-oss")
 
 
 def load_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") -> PagedModel:
-    """Make `"tiny"` or `"1b"` (plain torch; `1b` in bfloat16, for a GPU), another of `MODEL_NAMES` (transformers),
-    or load a local directory.
+    """Make `"tiny"` or `"1b"` (plain torch; `1b` in bfloat16, for a GPU), another of `MODEL_NAMES` (transformers), or
+    load a local directory.
 
-    The named ones have weights drawn from `seed`, the same on every device and torch's own generator untouched.
-    A directory is what `save_pretrained` writes, a config and safetensors; nothing is ever downloaded. Raises
-    `InvalidArgument` naming `model` for anything else, and `MissingExtra` if transformers is needed but not installed.
-    A model of transformers is first compared with its own forward. If block tables and windows do not compute the same,
-    `ConfigError` names `model` and gives the reason.
+    A named model has weights drawn from `seed`. They are the same on every device, and torch's own generator is not
+    used. A directory contains a config and safetensors, as `save_pretrained` writes them. Nothing is ever downloaded.
+    Raises `InvalidArgument` naming `model` for anything else, and `MissingExtra` if transformers is needed but not
+    installed. A model of transformers is first compared with its own forward. If block tables and windows do not
+    compute the same, `ConfigError` names `model` and gives the reason.
     """
     if name == "tiny":
         return Decoder(DecoderConfig(), seed=seed, device=device)

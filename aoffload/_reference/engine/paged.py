@@ -1,7 +1,7 @@
 """Packed batches over block tables.
 
-Only a model's linear layers compute on the packed tokens; attention runs per sequence. For bitwise equal results, keep
-the number of packed tokens fixed: prefill one sequence in slices on a fixed grid, pad decoding to a fixed batch.
+Only a model's linear layers compute on the packed tokens. Attention runs per sequence. For bitwise equal results, keep
+the number of packed tokens fixed: prefill one sequence in slices on a fixed grid, and pad decoding to a fixed batch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .layers import NOTHING_TO_WAIT_FOR, LayerFences, LayerGroup, LayerPlace
 class SequenceSlice:
     """One sequence's part of a packed forward: compute `token_ids` at the positions from `start` on.
 
-    `block_ids` holds the sequence's block tables, one for each group of the model, as `Request.block_ids` does: the
-    rows of the KV tensor for positions [0, start + len(token_ids)). A longer table is fine; its further blocks
-    are not touched. KV of the positions before `start` must be there already, or arrive behind the batch's fences; in a
-    group with a window, only KV inside the window.
+    `block_ids` holds the sequence's block tables, one for each group of the model, like `Request.block_ids`: the rows
+    of the KV tensor for positions [0, start + len(token_ids)). Further blocks of a longer table are ignored. The KV of
+    positions before `start` must be loaded already, or be loaded when the batch's fences have passed. In a group with a
+    window, this holds only for KV inside the window.
     """
 
     token_ids: Sequence[int]
@@ -43,7 +43,7 @@ class Span:
     tables: tuple[torch.Tensor, ...]
     """For each group int64 [ceil(kv_len / block_size)], the blocks that hold positions [0, kv_len)."""
     _masks: dict[tuple[int, int | None], torch.Tensor] = attrs.field(factory=dict)
-    """Made by the first layer of an attention kind, shared by the others."""
+    """Made by the first layer of an attention kind, and shared by the others."""
 
     @property
     def start(self) -> int:
@@ -55,10 +55,10 @@ class Span:
         return 0 if window is None else max(0, self.start - window + 1)
 
     def mask(self, group: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive mask [queries * group, kv_len - first_key(window)]: 0 where a query may look, -inf elsewhere.
+        """Additive mask [queries * group, kv_len - first_key(window)]: 0 where a query reads a key, -inf elsewhere.
 
-        Each position has one row for each of its `group` query heads. None for a single position: it sees all keys.
-        SDPA's own `is_causal` is aligned to the top left, so it is wrong as soon as a prefix is cached.
+        Each position has one row for each of its `group` query heads. None for a single position, which reads all keys.
+        SDPA's own `is_causal` is aligned to the top left, so it is wrong if a prefix is cached.
         """
         if self.stop - self.first == 1:
             return None
@@ -91,7 +91,7 @@ class PagedBatch:
     block_size: int
     spans: tuple[Span, ...]
     fences: LayerFences = NOTHING_TO_WAIT_FOR
-    """What each layer waits for before it reads KV."""
+    """The fences that each layer waits for before it reads KV."""
 
     @property
     def num_tokens(self) -> int:
@@ -112,8 +112,8 @@ class PagedBatch:
         """Pack `slices` (at least one, none empty) for tensors on `device`.
 
         Raises `InvalidArgument` for a slice without tokens, a negative position or id, a table that is too short, or
-        another number of tables than the first slice has. Two slices may name one block only if neither reads what the
-        other writes (dummies that share a scratch block).
+        another number of tables than the first slice has. Two slices may name one block only if neither of them reads
+        data that the other writes (dummies that share a scratch block).
         """
         if not slices:
             raise InvalidArgument("slices", "is empty")
@@ -128,7 +128,7 @@ class PagedBatch:
         blocks = [np.concatenate([each.slot_blocks[group] for each in packed]) for group in range(num_groups)]
         stops = np.cumsum([len(each.ids) for each in packed])
         tables = [table for each in packed for table in each.tables]
-        # All integers travel to the device as one array: a copy for each of them costs more than the bytes.
+        # All integers go to the device as one array, because a copy for each of them costs more than the bytes.
         pieces = [tokens, where, where % block_size, stops - 1, *blocks, *tables]
         flat = torch.from_numpy(np.concatenate(pieces)).to(device)
         views = torch.split(flat, [len(piece) for piece in pieces])
@@ -162,7 +162,7 @@ class _Packed:
 
 
 class PagedModel(Protocol):
-    """A decoder whose keys and values live in a paged tensor that its caller owns."""
+    """A decoder whose keys and values are in a paged tensor that its caller owns."""
 
     vocab_size: int
     groups: tuple[LayerGroup, ...]
@@ -173,19 +173,20 @@ class PagedModel(Protocol):
     """Tokens that end an answer; empty if the model has none."""
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
-        """Zeros [num_blocks, layers of a group, 2, block_size, num_kv_heads, head_dim], the model's dtype and device.
+        """Zeros [num_blocks, layers of a group, 2, block_size, num_kv_heads, head_dim], in the model's dtype and on its
+        device.
 
-        Block-major, so that all layers of a block are one contiguous piece: a transfer is then one copy per block. A
-        row belongs to one group at a time; the block tables decide which.
+        Block-major, so that all layers of a block are contiguous. A transfer is then one copy per block. A row belongs
+        to one group at a time, as the block tables say.
         """
         ...
 
     def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor:
-        """Write the batch's keys and values into `kv_cache`; return logits [num_sequences, vocab_size], float32.
+        """Write the batch's keys and values into `kv_cache`. Return logits [num_sequences, vocab_size], float32.
 
         Logits are those after each slice's last token. Before a layer reads KV, it calls `batch.fences.wait_for` with
-        its place, as `paged_attention` does: KV before a slice may still be loading. Enters `torch.inference_mode`
-        itself, because that mode is local to a thread and a forward belongs in a worker thread.
+        its place, as `paged_attention` does, because KV before a slice may still be loading. Enters
+        `torch.inference_mode` itself, because that mode is local to a thread and a forward belongs in a worker thread.
         """
         ...
 
@@ -206,7 +207,7 @@ def _check(where: str, ids: np.ndarray, start: int, tables: Sequence[np.ndarray]
 #
 # The attention function of all models here.
 #
-# Each sequence is attended on its own, with shapes that depend only on that sequence. A row's result is therefore
+# Attention runs on each sequence alone, with shapes that depend only on that sequence. A row's result is therefore
 # independent of the other sequences in the batch, bit for bit.
 
 
@@ -221,14 +222,14 @@ def paged_attention(
     scaling: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write this layer's keys and values by slot, then attend each sequence to its own blocks, causally.
+    """Write this layer's keys and values by slot. Then run causal attention of each sequence over its own blocks.
 
-    `query` [T, num_heads, head_dim]; `key`, `value` [T, num_kv_heads, head_dim], rotated already; `kv_cache`
+    `query` [T, num_heads, head_dim]; `key`, `value` [T, num_kv_heads, head_dim], already rotated; `kv_cache`
     [num_blocks, layers of a group, 2, block_size, num_kv_heads, head_dim]. `sinks` [num_heads] is, for each head, the
     score of an extra key without a value: it takes weight from all others. Returns [T, num_heads, head_dim].
 
     Waits for this layer's part of a load, see `PagedBatch.fences`. Reads only blocks with a token that a query of the
-    batch may look at. Blocks before a window are not read: they may be null or belong to another request.
+    batch may read. Blocks before a window are not read: they may be null or belong to another request.
     """
     layer_cache = kv_cache[:, place.slot]
     slots = layer_cache.transpose(1, 2)
@@ -249,8 +250,8 @@ def _gather(layer_cache: torch.Tensor, span: Span, place: LayerPlace) -> tuple[t
     first_block = first_key // block_size
     table = span.tables[place.group][first_block:]
     gathered = (layer_cache[:, which].index_select(0, table).view(-1, num_kv_heads, head_dim) for which in (0, 1))
-    # Exactly these rows: their neighbours may be unwritten or outside the window, and a NaN there would survive its
-    # weight of zero.
+    # Exactly these rows, because their neighbours may be unwritten or outside the window, and a NaN there would survive
+    # its weight of zero.
     start, stop = (position - first_block * block_size for position in (first_key, span.kv_len))
     keys, values = (rows[start:stop].transpose(0, 1)[None] for rows in gathered)
     return keys, values
@@ -265,10 +266,10 @@ def _attend(
     scaling: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One sequence: `query` [Q, num_heads, head_dim] → the same shape.
+    """Attention of one sequence: `query` [Q, num_heads, head_dim] → the same shape.
 
-    The query heads that share a key head become rows of the query axis: no key is repeated, and decoding, whose query
-    axis would be one row, is several times faster.
+    The query heads that share a key head become rows of the query axis. So no key is repeated. Decoding, whose query
+    axis would be one row, becomes several times faster.
     """
     num_queries, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
@@ -294,7 +295,7 @@ def _attend_with_sinks(
 ) -> torch.Tensor:
     """Adds one column of scores, `sink_of_row` [..., R, 1], which counts in the softmax's sum and has no value.
 
-    Written out, because SDPA has no sinks, nor a mask per head that costs nothing.
+    Written in plain operations, because SDPA has neither sinks nor a mask per head without extra cost.
     """
     scores = rows @ keys.transpose(-1, -2) * scaling
     if mask is not None:

@@ -1,12 +1,12 @@
-"""The proof at loading that a model of transformers computes the same over paged KV as by its own forward.
+"""Checks, when a model of transformers is loaded, that it computes the same over paged KV as by its own forward.
 
-A config says how a model attends, but it may leave something out. So the model runs a few dozen tokens twice. By its
+A config describes a model's attention, but it may omit something. So the model runs a few dozen tokens twice. By its
 own forward, it computes each sequence at once. Over paged KV, it computes two sequences in one batch, in two slices and
 then one decoded token. The proof compares the input of every layer, the output of its attention, and the logits. Over
-paged KV, each layer gets the input that it had in the model's own forward, once the comparison is made. Otherwise the
-rounding error would grow from layer to layer, until a mixture of experts sends a token to another expert. Then the
-second slice runs again over negated KV. It must fail the comparison in every layer, because a comparison that passes
-with wrong KV proves nothing.
+paged KV, after the comparison, each layer gets the input that it had in the model's own forward. Otherwise the rounding
+error would grow from layer to layer, until a mixture of experts sends a token to another expert. Then the second slice
+runs again over negated KV. It must fail the comparison in every layer, because a comparison that passes with wrong KV
+proves nothing.
 
 A few dozen tokens do not reach the end of a long window. So the proof also takes the rule of each layer's mask, which
 transformers states as a function of two positions, and calls it for positions up to the model's limit.
@@ -34,7 +34,7 @@ BLOCK_SIZE = 4
 MOST_TOKENS, OTHER_TOKENS = 30, 12
 """Tokens of the two sequences. The first one is shorter if the model has fewer positions."""
 TOLERANCE = 1e-3
-"""In float32: the largest error of any token, as a share of the size of what is compared."""
+"""In float32: the largest error of any token, relative to the norm that `_off` uses."""
 ROUNDINGS = 8
 """In half precision: the largest error of the median token, in units of the last place of 1. Single tokens may differ
 more, because rounding may decide between two experts that have nearly equal scores."""
@@ -59,7 +59,7 @@ class Provable(Protocol):
     max_positions: int
 
     def own_attention(self) -> AbstractContextManager[None]:
-        """A block in which `model` uses the attention of transformers."""
+        """A context in which `model` uses the attention of transformers."""
 
     def attention_calls(self, batch: PagedBatch, kv_cache: torch.Tensor) -> dict[int, AttentionCall]:
         """Run a forward, and return the attention call of each layer."""
@@ -70,7 +70,8 @@ class Provable(Protocol):
 
 
 def prove(served: Provable) -> None:
-    """Raise `ConfigError` naming `model` unless `served` computes over paged KV what its model computes by itself."""
+    """Raise `ConfigError` naming `model` unless `served` computes the same over paged KV as its model does by
+    itself."""
     try:
         with torch.inference_mode():
             probe = _Probe.of(served)
@@ -101,7 +102,7 @@ class _Probe:
     served: Provable
     sequences: tuple[list[int], ...]
     ends: tuple[tuple[int, int, int], ...]
-    """Where the slices of each sequence end: two slices of a prompt, then one decoded token."""
+    """Ends of each sequence's slices: two slices of a prompt, then one decoded token."""
     tables: tuple[list[list[int]], ...]
     """The block tables of each sequence, one for each group."""
     layers: dict[int, tuple[Any, Any]] = attrs.field(init=False)
@@ -115,7 +116,7 @@ class _Probe:
         ids = _ordinary_ids(served)
         drawn = torch.randint(len(ids), (sum(sizes),), generator=torch.Generator().manual_seed(1)).tolist()
         tokens = [ids[index] for index in drawn]
-        # The tables are interleaved, so that no block id follows from the position in the sequence.
+        # The tables are interleaved, so that block ids do not follow from positions in the sequence.
         num_tables, num_blocks = 2 * len(served.groups), -(-MOST_TOKENS // BLOCK_SIZE)
         tables = [[1 + at + num_tables * block for block in range(num_blocks)] for at in range(num_tables)]
         return cls(
@@ -188,7 +189,7 @@ class _Probe:
         for number, what in enumerate(("the first slice", "the second slice", "a decoded token")):
             for place, errors in self._errors(number, own, kv_cache).items():
                 error = float(errors.max() if tolerance == TOLERANCE else errors.median())
-                if not error <= tolerance:  # not a number, perhaps
+                if not error <= tolerance:  # true for NaN, too
                     raise ConfigError(
                         "model",
                         f"computes something else over paged KV than by itself: {place}, {what}, is off by {error:.2g} "
@@ -257,8 +258,8 @@ def _off(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 def _watched(
     layers: Mapping[int, tuple[Any, Any]], forced: Mapping[Any, torch.Tensor]
 ) -> Iterator[tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]]:
-    """Record the inputs of layers and the outputs of their attention in the block. `forced` replaces the inputs of its
-    layers."""
+    """Record the inputs of layers and the outputs of their attention inside the `with` block. `forced` replaces the
+    inputs of its layers."""
     inputs: dict[Any, torch.Tensor] = {}
     outputs: dict[Any, torch.Tensor] = {}
 
@@ -283,8 +284,8 @@ def _watched(
 
 
 def _ordinary_ids(served: Provable) -> list[int]:
-    """The token ids to which no config gives a special meaning, such as padding or an image. All ids, if none is
-    left."""
+    """The token ids to which no config gives a special meaning, such as padding or an image. If none is left, all
+    ids."""
     configs = (served.model.config, served.model.config.get_text_config())
     named = [value for config in configs for name, value in vars(config).items() if "token_i" in name]
     special = {each for value in named for each in (value if isinstance(value, (list, tuple)) else [value])}

@@ -1,4 +1,4 @@
-"""A sequence in the engine: how far it is computed, its next slice, its results."""
+"""A sequence in the engine: its progress, its next slice, its results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def _ignore() -> None:
 
 @attrs.frozen
 class RowOutput:
-    """What one row of a forward gave: the greedy token, and SHA-256 of the float32 logits it was taken from."""
+    """The result of one row of a forward: the greedy token, and SHA-256 of the float32 logits that it was chosen
+    from."""
 
     token_id: int
     logits_digest: bytes
@@ -31,7 +32,7 @@ class RowOutput:
 
 @attrs.frozen
 class SliceResult:
-    """The result of a slice that was computed before its sequence was in the line-up."""
+    """The result of a slice that was computed before its sequence was in the `LineUp`."""
 
     part: SequenceSlice
     output: RowOutput
@@ -39,22 +40,22 @@ class SliceResult:
 
 @attrs.frozen(kw_only=True)
 class Generation:
-    """One finished request. Times are the engine's clock, in seconds; all but `arrived_s` are those of its last try.
+    """One finished request. Times are the engine's clock, in seconds. All but `arrived_s` are times of its last try.
 
-    `num_device_tokens + num_host_tokens + num_computed_tokens == num_prompt_tokens`: where the prompt's KV came from.
+    `num_device_tokens + num_host_tokens + num_computed_tokens == num_prompt_tokens`: the sources of the prompt's KV.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     logits_digests: tuple[bytes, ...]
-    """SHA-256 of the logits behind each token; the first is of the prompt's last token."""
+    """SHA-256 of the logits from which each token was chosen. The first logits follow the prompt's last token."""
     num_prompt_tokens: int
     num_device_tokens: int
     num_host_tokens: int
     num_computed_tokens: int
     arrived_s: float
     admitted_s: float
-    """When its blocks were granted."""
+    """The time at which its blocks were granted."""
     first_token_s: float
     finished_s: float
 
@@ -63,10 +64,10 @@ class Generation:
 class PromptTable:
     """Block tables for a sequence whose first `num_ready` tokens are on the device, in slices on a fixed grid.
 
-    Blocks before `num_ready` are shared and never written. When `num_ready` is not on the grid (a load that failed
-    half-way), the first slice still starts at the grid point before it, or its bits would differ from those of other
-    requests; KV that it computes again below `num_ready` goes to the engine's scratch blocks. That is for models with
-    one group; with several a sequence begins on the grid.
+    Blocks before `num_ready` are shared and never written. If `num_ready` is not on the grid (a load that failed
+    half-way), the first slice still starts at the grid point before it. Otherwise its bits would differ from those of
+    other requests. KV that it computes again below `num_ready` goes to the engine's scratch blocks. That is for models
+    with one group; with several a sequence begins on the grid.
 
         grid            |               |               |
         num_ready                 ^
@@ -83,12 +84,12 @@ class PromptTable:
 
     @property
     def start(self) -> int:
-        """The first position that is computed."""
+        """The first position to compute."""
         return self.num_ready - self.num_ready % self.grid
 
     @property
     def num_tokens(self) -> int:
-        """Positions that have room."""
+        """Number of positions that have blocks."""
         return len(self.block_ids[0]) * self.block_size
 
     @property
@@ -98,7 +99,7 @@ class PromptTable:
 
     @property
     def num_nulls(self) -> int:
-        """Null entries of the block tables: blocks before the window of their group."""
+        """Null entries of the block tables, for blocks before the window of their group."""
         return sum(table.count(NULL_BLOCK) for table in self.block_ids)
 
     def for_slice(self, start: int) -> Sequence[Sequence[int]]:
@@ -110,7 +111,7 @@ class PromptTable:
         return [[*table[:first], *self.scratch_ids[: stop - first], *table[stop:]]]
 
     def stop_of(self, start: int, num_tokens: int) -> int:
-        """Where the slice that starts at `start` ends, in a prompt of `num_tokens`."""
+        """The end of the slice that starts at `start`, in a prompt of `num_tokens`."""
         return min(start + self.grid, num_tokens)
 
 
@@ -118,8 +119,8 @@ class PromptTable:
 class RunningSequence:
     """A request between its load and its last token. Used in the event loop's thread only.
 
-    Positions [0, num_computed) have their KV on the device. While `num_computed` is inside the prompt the sequence
-    prefills; then each decode step computes the last token and appends the next.
+    Positions [0, num_computed) have their KV on the device. While `num_computed` is inside the prompt, the sequence
+    prefills. Then each decode step computes the last token and appends the next.
     """
 
     request: Request
@@ -127,18 +128,18 @@ class RunningSequence:
     max_new_tokens: int
     table: PromptTable
     tell: Callable[[int], bool]
-    """Tells the client of a token; returns whether that was the last one."""
+    """Passes a token to the client. Returns whether that was the last one."""
     num_computed: int
     on_prompt_done: Callable[[], None] = _ignore
     head_start: SliceResult | None = None
-    """The result of its first slice, if that was computed while its load was under way."""
+    """The result of its first slice, if that was computed during its load."""
     token_ids: list[int] = attrs.field(factory=list)
     logits_digests: list[bytes] = attrs.field(factory=list)
     first_token_s: float = 0.0
     error: Exception | None = None
     is_over: bool = False
     attention: anyio.Event = attrs.field(factory=anyio.Event)
-    """Wakes the client: the sequence is over, or has to wait for room."""
+    """Wakes the client: the sequence has ended, or has to wait for blocks."""
 
     @property
     def is_prefilling(self) -> bool:
@@ -146,7 +147,8 @@ class RunningSequence:
 
     @property
     def is_live(self) -> bool:
-        """Over neither for the engine nor for the runtime: a request may be cancelled before its client's task runs."""
+        """Whether neither the engine nor the runtime has ended it. A request may be cancelled before its client's task
+        runs."""
         return not self.is_over and self.request.state is RequestState.RUNNING
 
     @property
@@ -156,7 +158,7 @@ class RunningSequence:
 
     @property
     def needs_room(self) -> bool:
-        """Whether the next slice needs more room than its table has."""
+        """Whether the next slice needs more blocks than its table has."""
         stop = self.num_computed + 1
         if self.is_prefilling:
             stop = self.table.stop_of(self.num_computed, len(self.prompt))
@@ -164,7 +166,7 @@ class RunningSequence:
 
     @property
     def wanted_room(self) -> int:
-        """Tokens to have room for: up to the next grid point, or all of the sequence."""
+        """Number of tokens that need blocks: up to the next grid point, or the whole sequence."""
         next_point = self.num_computed - self.num_computed % self.table.grid + self.table.grid
         return min(next_point, len(self.prompt) + self.max_new_tokens)
 
@@ -176,14 +178,14 @@ class RunningSequence:
     def num_reusable(self) -> int:
         """Prompt tokens that may be committed: whole slices.
 
-        The last slice is shorter and gives other bits than the same tokens in a whole slice of a longer prompt. If it
-        were committed, that prompt would use the cached blocks in place of its own, and the bits of later hits would
-        depend on the order of the requests.
+        The last slice is shorter, so its bits differ from those of the same tokens in a whole slice of a longer prompt.
+        If it were committed, that prompt would use the cached blocks in place of its own, and the bits of later hits
+        would depend on the order of the requests.
         """
         return max(self.table.num_ready, self.num_computed - self.num_computed % self.table.grid)
 
     def next_slice(self) -> SequenceSlice:
-        """What the next forward computes of this sequence: a slice of the prompt, or the last token."""
+        """The next part of this sequence to compute: a slice of the prompt, or the last token."""
         start = self.num_computed
         if self.is_prefilling:
             stop = self.table.stop_of(start, len(self.prompt))
@@ -191,7 +193,7 @@ class RunningSequence:
         return SequenceSlice([self.token_ids[-1]], start, self.table.block_ids)
 
     def advance(self, num_tokens: int, output: RowOutput, now: float) -> bool:
-        """Take in a step's result; True if it brought a token: the last slice of a prompt, or a decode step."""
+        """Record a step's result. True if it brought a token: the last slice of a prompt, or a decode step."""
         self.num_computed += num_tokens
         if self.is_prefilling:
             return False
@@ -202,7 +204,7 @@ class RunningSequence:
         return True
 
     def take_tables(self) -> None:
-        """Take the request's block tables anew: they have grown, or entries have become null."""
+        """Read the request's block tables again: they have grown, or entries have become null."""
         self.table = attrs.evolve(self.table, block_ids=self.request.block_ids)
 
     def record(self, arrived_s: float, admitted_s: float, finished_s: float) -> Generation:
@@ -224,14 +226,14 @@ class RunningSequence:
         )
 
     def end(self, error: Exception | None = None) -> None:
-        """End it, complete or with an error, and wake its client. Only the first call counts."""
+        """End it, complete or with an error, and wake its client. Only the first call has an effect."""
         if not self.is_over:
             self.error = error
             self.is_over = True
             self.attention.set()
 
     async def wait_for_attention(self) -> None:
-        """Wait until it is over or needs room. Code that changes either sets `attention`."""
+        """Wait until it has ended or needs blocks. Code that changes either sets `attention`."""
         if not self.is_over and not self.needs_room:
             self.attention = anyio.Event()
             await self.attention.wait()

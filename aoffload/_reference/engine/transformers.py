@@ -54,8 +54,8 @@ _SEEDED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MAX_POSITIONS = 2**31 - 1
 """`max_positions` of models that name no limit."""
-# Attention arguments that paged_attention may ignore. Any other one is refused, since ignoring it gives wrong tokens.
-# Arguments that ask for another output, such as the scores of a router, are refused, too.
+# Attention arguments that paged_attention may ignore. Any other one is refused, because ignoring it would give wrong
+# tokens. Arguments that request another output, such as the scores of a router, are refused, too.
 _KNOWN_ARGUMENTS = {"is_causal", "dropout", "position_ids", "use_cache", "logits_to_keep"}
 # Types of rotary frequencies that are the same at every length. "dynamic" and "longrope" frequencies depend on the
 # longest position so far, so a cached key would not be a function of its prefix. The proof is too short to notice that,
@@ -69,13 +69,13 @@ class TransformersModel:
     def __init__(self, model: Any) -> None:
         """Take over `model`, a `PreTrainedModel`: its attention implementation is changed, its weights are not.
 
-        Raises `ConfigError` naming `model` if block tables and windows do not describe its attention.
+        Raises `ConfigError` naming `model` if block tables and windows cannot express its attention.
         """
         try:
             self._read_config(model, model.config.get_text_config())
         except AoffloadError:
             raise
-        except Exception as error:  # transformers refuses to name one value where layers have different ones
+        except Exception as error:  # transformers cannot give one value for layers that differ
             raise ConfigError("model", f"has a config that does not fit all its layers: {first_line(error)}") from error
         _import_transformers()
         self._own_attention = model.config._attn_implementation
@@ -116,7 +116,7 @@ class TransformersModel:
             "eos_token_id": None,
         }
         config = getattr(transformers, config_class)(**(shared | others))
-        # The constructor draws weights from the global generator; put it back as it was.
+        # The constructor draws weights from the global generator, so restore its state afterwards.
         with torch.random.fork_rng(devices=[]):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _draw_weights(model, sizes, seed)
@@ -124,7 +124,7 @@ class TransformersModel:
         if has_experts:
             try:
                 model.set_experts_implementation("grouped_mm")
-            except ImportError as error:  # torch is too old for it
+            except ImportError as error:  # this torch is too old for it
                 raise ConfigError("model", f"{name!r} has experts: {error}") from error
         seeded = cls(model.to(device))
         seeded._has_row_experts = has_experts
@@ -132,18 +132,18 @@ class TransformersModel:
 
     @classmethod
     def from_directory(cls, directory: str, *, device: torch.device | str = "cpu") -> TransformersModel:
-        """Load what `save_pretrained` wrote, config and safetensors: no pickle, no code from the directory, no network.
+        """Load config and safetensors that `save_pretrained` wrote: no pickle, no code from the directory, no network.
 
-        On a CPU the weights become float32, elsewhere they keep their type. Raises `InvalidArgument` naming `model` if
-        the directory can't be read or its model can't compute, `ConfigError` if weights are missing or the attention is
-        not supported.
+        On a CPU the weights become float32, elsewhere they retain their type. Raises `InvalidArgument` naming `model`
+        if the directory can't be read or its model can't compute, `ConfigError` if weights are missing or the attention
+        is not supported.
         """
         transformers = _import_transformers()
         try:
             return cls._of_directory(transformers, directory, device)
         except AoffloadError:
             raise
-        except Exception as error:  # whatever transformers and torch make of files that are cut off, or lie
+        except Exception as error:  # any error of transformers and torch for truncated or wrong files
             raise InvalidArgument("model", f"{directory!r} can't be loaded: {first_line(error)}") from error
 
     @classmethod
@@ -190,7 +190,8 @@ class TransformersModel:
         """See `PagedModel.forward`."""
         if self._has_row_experts:
             # A grouped product multiplies all tokens of an expert together, so a row's bits depend on the other rows.
-            # One product per token avoids that, but copies the experts' weights: cheap for few tokens of a small model.
+            # One product per token avoids that, but it copies the experts' weights, which is cheap for few tokens of a
+            # small model.
             each_alone = batch.num_tokens == batch.num_sequences
             self.model.set_experts_implementation("batched_mm" if each_alone else "grouped_mm")
         return self._run(batch, kv_cache)[0]
@@ -234,9 +235,9 @@ def _attention_function(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each layer: query [1, heads, T, head_dim] → [1, T, heads, head_dim].
+    """The function that transformers calls in each layer: query [1, heads, T, head_dim] → [1, T, heads, head_dim].
 
-    Raises `ConfigError` naming `model` for whatever `paged_attention` would not heed.
+    Raises `ConfigError` naming `model` for every argument that `paged_attention` would ignore.
     """
     if paged_batch is None or paged_kv_cache is None or paged_places is None or paged_calls is None:
         raise ConfigError("model", "does not pass the arguments of a forward on to its layers' attention")
@@ -295,7 +296,7 @@ def _import_transformers() -> Any:
 
 
 def _draw_weights(model: Any, sizes: DecoderConfig, seed: int) -> None:
-    """Draw all weights but the norms from `seed`. Norms are neutral already: one or zero, depending on the model."""
+    """Draw all weights except the norms from `seed`. Norms are neutral already: one or zero, depending on the model."""
     generator = torch.Generator().manual_seed(seed)
     head = model.get_output_embeddings().weight
     with torch.no_grad():
@@ -305,13 +306,14 @@ def _draw_weights(model: Any, sizes: DecoderConfig, seed: int) -> None:
             if weight is head:
                 std = sizes.logit_std / sizes.hidden_size**0.5
             else:
-                # Sinks compete with scores; drawn as small as the weights, they would all be nearly equal.
+                # Sinks compete with scores. If they were as small as the weights, they would all be nearly equal.
                 std = 1.0 if name.endswith("sinks") else sizes.initializer_range
             weight.normal_(0.0, std, generator=generator)
 
 
 def _attention_kinds(text: Any) -> list[AttentionKind]:
-    """What each layer of a config reads. Raises `ConfigError` naming `model` for what a block table can't describe."""
+    """The attention kind of each layer of a config. Raises `ConfigError` naming `model` for attention that a block
+    table can't express."""
     window = getattr(text, "sliding_window", None)
     layer_types = getattr(text, "layer_types", None)
     if layer_types is None:

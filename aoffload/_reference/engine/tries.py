@@ -1,9 +1,10 @@
-"""A client's tries, usually one: when no request can proceed, the youngest one gives up its room and starts again.
+"""The tries of one client, usually one. If no request can proceed, the youngest one gives up its blocks and starts
+again.
 
-Requests that get their room piece by piece can together hold all blocks while each waits for more. The runtime reports
-this with a retryable `OutOfBlocks` from `extend`. The request that came last then releases all its blocks, so the first
-one always proceeds; the next try finds the committed tokens in the cache. Greedy tokens are bit for bit the same in
-every try, so a client is told only those that no earlier try has told.
+Requests that get their blocks slice by slice can together hold all blocks while each waits for more. The runtime
+reports this with a retryable `OutOfBlocks` from `extend`. The request that came last then releases all its blocks, so
+the first one always proceeds. The next try finds the committed tokens in the cache. Greedy tokens are bit for bit the
+same in every try, so a client gets only tokens that no earlier try has delivered.
 """
 
 from __future__ import annotations
@@ -50,24 +51,25 @@ class Ask:
     until: Callable[[int], bool] = _never
     max_hit_tokens: int | None = None
     num_alone: int = 0
-    """Times that it found no room although no other request held any."""
+    """Number of times that it lacked blocks although no other request held any."""
     _expires_at: float | None = None
     _num_told: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and answer."""
+        """Tokens of prompt and answer."""
         return len(self.prompt) + self.max_new_tokens
 
     def remaining_s(self) -> float | None:
-        """Seconds until its deadline, which counts from the first call; None without one."""
+        """Seconds until its deadline, which counts from the first call. None without one."""
         if self.deadline_s is None or self._expires_at is None:
             self._expires_at = None if self.deadline_s is None else anyio.current_time() + float(self.deadline_s)
             return self.deadline_s
         return max(0.0, self._expires_at - anyio.current_time())
 
     def listener(self) -> Callable[[int], bool]:
-        """The token callback of one try; True at the last token. Passes on only tokens that no earlier try has told."""
+        """The token callback of one try. True at the last token. It passes on only tokens that no earlier try has
+        delivered."""
         count = 0
 
         def tell(token_id: int) -> bool:
@@ -77,7 +79,7 @@ class Ask:
                 self._num_told = count
                 self.on_token(token_id)
                 if self.until(token_id):
-                    self.max_new_tokens = count  # also for another try: this one may be made to give way before it ends
+                    self.max_new_tokens = count  # also for another try, as this one may be cancelled before it ends
             return count == self.max_new_tokens
 
         return tell
@@ -90,22 +92,23 @@ class Try:
     has_made_way: bool = False
     has_left: anyio.Event = attrs.field(factory=anyio.Event)
     is_served: anyio.Event = attrs.field(factory=anyio.Event)
-    """Set when it has its room or has ended. The try that made way waits until then, lest it take the room back."""
+    """Set when it has its blocks or has ended. The try that gave up its blocks waits until then, because it could take
+    them back otherwise."""
     _made_way_for: Try | None = None
 
     @property
     def is_to_be_repeated(self) -> bool:
-        """Whether it ended to make way, and for no other reason."""
+        """Whether it ended only because it gave up its blocks."""
         return self.has_made_way and self.request.reason == MADE_WAY
 
     def make_way(self, needy: Try) -> None:
-        """Cancel the request in favour of `needy`; its task then starts another try."""
+        """Cancel the request in favour of `needy`. Its task then starts another try."""
         self.has_made_way = True
         self._made_way_for = needy
         self.request.cancel(MADE_WAY)
 
     async def wait_to_return(self) -> None:
-        """Wait until the try that it made way for has its room or has ended."""
+        """Wait until the try for which it gave up its blocks has blocks or has ended."""
         if self._made_way_for is not None and self._made_way_for is not self:
             await self._made_way_for.is_served.wait()
 
@@ -128,11 +131,11 @@ class Rivals:
             one.has_left.set()
 
     def is_alone(self, needy: Try) -> bool:
-        """Whether no other try holds room."""
+        """Whether no other try holds blocks."""
         return all(one is needy for one in self._tries if one.request.state in _HOLDS_ROOM)
 
     async def have_one_make_way(self, needy: Try) -> None:
-        """Cancel the youngest try that holds room, perhaps `needy` itself, and wait until it has ended.
+        """Cancel the youngest try that holds blocks, perhaps `needy` itself, and wait until it has ended.
 
         One at a time: while one try is ending, no other is cancelled.
         """
@@ -151,7 +154,8 @@ class Rivals:
 
 @attrs.define(eq=False)
 class PromptPlace:
-    """One of the places for prompts in progress, held until the prompt is done or the `async with` block is left."""
+    """One of the places for prompts in progress, held until the prompt is complete or the `async with` block is
+    left."""
 
     _places: anyio.Semaphore
     _is_held: bool = False

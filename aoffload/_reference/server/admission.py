@@ -1,4 +1,4 @@
-"""How many requests the server admits, and until when."""
+"""Admission of requests: how many the server serves at a time, and whether it still accepts new ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # -- readings --------------------------------------------------------------------------------------------------------
 #
-# Bodies that are being read: bounded in time and in sum, and ended when the server is shut down.
+# Bodies that are being read. Their time and their total size are bounded, and they end when the server shuts down.
 
 MAX_READING_BYTES = 64 * 2**20
 READ_TIMEOUT_S = 30.0
@@ -31,12 +31,12 @@ class _Reading:
     body: bytearray = attrs.field(factory=bytearray)
     num_bytes: int = 0
     refusal: Callable[[], ApiError] = too_slow
-    """Why it ends, should its scope be cancelled."""
+    """The error if its scope is cancelled."""
 
 
 @attrs.define(eq=False)
 class Readings:
-    """Reads bodies. Together they hold at most `max_bytes`: the oldest unfinished one gives way.
+    """Reads bodies. Together they hold at most `max_bytes`. Beyond that, the oldest unfinished one is refused.
 
     A client that sends at any normal speed has finished its body long before it is the oldest one.
     """
@@ -53,7 +53,7 @@ class Readings:
         return len(self._open)
 
     async def read(self, receive: Receive, most_bytes: int) -> bytes | None:
-        """The body. None: it is longer than `most_bytes`; it was still read to its end, because a client that is still
+        """The body. None: it is longer than `most_bytes`. It was still read to its end, because a client that is still
         sending may not read an error. Raises `HungUp`, or `ApiError` if the body takes too long or has to give way."""
         if self._refusal is not None:
             raise self._refusal()
@@ -79,10 +79,10 @@ class Readings:
             if message["type"] == "http.disconnect":
                 raise HungUp
             if reading not in self._open:
-                raise reading.refusal()  # its body is gone
+                raise reading.refusal()  # its body was dropped
             part = message.get("body", b"")
             if len(body) + len(part) > most_bytes:
-                most_bytes = -1  # also for whatever follows
+                most_bytes = -1  # also for the rest of the body
                 self._count(reading, -reading.num_bytes)
                 body.clear()
             else:
@@ -122,28 +122,28 @@ def _gives_way() -> ApiError:
 class ServerState(enum.Enum):
     OPEN = "ok"
     DRAINING = "draining"
-    """Admitted requests get their answers; new ones are refused."""
+    """Admitted requests get their answers. New ones are refused."""
     ENDING = "ending"
     """Admitted requests are ended with 503."""
 
 
 @attrs.define(eq=False)
 class Admission:
-    """Counts admitted requests: running, waiting for the engine, or being sent their answer."""
+    """Counts admitted requests: running, waiting for the engine, or sending their answer."""
 
     max_inside: int
     readings: Readings = attrs.field(factory=Readings)
-    """Bodies that are being read: what comes before admission."""
+    """Bodies that are being read, before admission."""
     num_inside: int = attrs.field(default=0, init=False)
     num_refused: int = attrs.field(default=0, init=False)
-    """Requests refused with 429, because there were too many."""
+    """Requests refused with 429, because the server had too many."""
     state: ServerState = attrs.field(default=ServerState.OPEN, init=False)
     _ending: anyio.Event = attrs.field(factory=anyio.Event, init=False)
     _empty: anyio.Event = attrs.field(factory=anyio.Event, init=False)
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Hold a place for the duration of the block; `ApiError` with 429 or 503 if there is none."""
+        """Hold a place for the duration of the block. `ApiError` with 429 or 503 if there is none."""
         if self.state is not ServerState.OPEN:
             raise _shut_down()
         if self.num_inside >= self.max_inside:
@@ -158,7 +158,7 @@ class Admission:
                 self._empty.set()
 
     def drain(self) -> None:
-        """Refuse requests from here on, those with half a body among them."""
+        """Refuse requests from now on, also those whose body is half read."""
         if self.state is ServerState.OPEN:
             self.state = ServerState.DRAINING
             self.readings.end(_shut_down)

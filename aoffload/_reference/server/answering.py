@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class Stops:
-    """Lets a text through up to the first of `stops`, which it drops.
+    """Passes a text on up to the first of `stops`, which it drops.
 
-    Text that may be the beginning of a stop string is held back until that is known.
+    Text that may be the beginning of a stop string is held back until it is known whether it is.
     """
 
     stops: tuple[str, ...]
@@ -43,7 +43,7 @@ class Stops:
     _held: str = ""
 
     def feed(self, text: str) -> str:
-        """Add `text`; returns the text that can be shown now and was not before."""
+        """Add `text`. Returns the text that can be shown now and could not before."""
         if self.was_met:
             return ""
         text = self._held + text
@@ -57,13 +57,13 @@ class Stops:
         return text[: len(text) - num_held]
 
     def finish(self) -> str:
-        """The text is over: returns what was held back, which was no stop string."""
+        """The text has ended: returns the text that was held back, because it was no stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are a beginning of `stop`."""
+    """Number of characters at the end of `text` that are a beginning of `stop`."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
@@ -94,7 +94,7 @@ class Flow:
         return "stop" if self.stops.was_met else self._finish_reason
 
     def take(self, token_id: int) -> bool:
-        """Take a token; returns whether it is the last one."""
+        """Take a token. Returns whether it is the last one."""
         if token_id in self.end_token_ids:
             self._finish_reason = "stop"
             return True
@@ -102,7 +102,7 @@ class Flow:
         return self.stops.was_met
 
     def finish(self) -> None:
-        """Add the text that was held back: no further token comes."""
+        """Add the text that was held back, because no further token comes."""
         self._put(self.stops.feed(self.speller.finish()))
         self._put(self.stops.finish())
         self.close()
@@ -119,7 +119,7 @@ class Flow:
         return text
 
     async def next_text(self) -> str:
-        """Wait for more text: that of one token, or of several if the reader is slower. Empty: the text is over."""
+        """Wait for more text: that of one token, or of several if the reader is slower. Empty: the text has ended."""
         while not self._pieces and not self._is_over:
             self._news = anyio.Event()
             await self._news.wait()
@@ -138,7 +138,7 @@ class Flow:
 
 @attrs.define(eq=False)
 class Stream:
-    """Sends text while more is generated. A slow reader holds up no other request and keeps no blocks."""
+    """Sends text while more is generated. A slow reader blocks no other request and holds no blocks."""
 
     flow: Flow
     wire: Wire
@@ -167,7 +167,8 @@ class Stream:
         await self._send_end(found)
 
     async def _send_text(self) -> None:
-        """Send the text. The opening goes with the first piece; until then an error can still have its own status."""
+        """Send the text. The opening is sent with the first piece. Until then an error can still have its own
+        status."""
         opening = self.wire.first()
         while text := await self.flow.next_text():
             for value in [*opening, self.wire.piece(text)]:
@@ -186,14 +187,14 @@ class Stream:
 
 # -- visit -----------------------------------------------------------------------------------------------------------
 #
-# A client's visit: work that runs while the client is connected and has time left.
+# The work for one client, which runs while the client is connected and has time left.
 
 
 class Visit:
     """Runs work for a client in a task group, until it is done, the client leaves, time is up or the server ends.
 
-    A task that reads from the connection notices that the client disconnects. The work is then cancelled where it
-    waits, and the engine's request releases its blocks at that moment.
+    A task that reads from the connection notices that the client disconnects. Then the work is cancelled at its current
+    await, and the engine's request releases its blocks at that moment.
     """
 
     def __init__(self, receive: Receive, admission: Admission, timeout_s: float) -> None:
@@ -225,7 +226,7 @@ class Visit:
 
     async def _hung_up(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
-            pass  # the end of the body may come in a message of its own
+            pass  # the end of the body may come in a separate message
 
     async def _out_of_time(self) -> None:
         await anyio.sleep(self._timeout_s)
@@ -244,7 +245,7 @@ LONG_TEXT = 8192
 
 @attrs.frozen(kw_only=True)
 class Service:
-    """What both endpoints share."""
+    """Objects that both endpoints share."""
 
     engine: PagedEngine
     tokenizer: Tokenizer
@@ -254,7 +255,7 @@ class Service:
     max_body_bytes: int
     answer_timeout_s: float
     rules: Rules = attrs.field(factory=Rules)
-    """Who may ask."""
+    """The rules of access."""
     tokenizing: anyio.CapacityLimiter = attrs.field(factory=lambda: anyio.CapacityLimiter(1))
     """One thread at a time: tokenizers of transformers are not thread-safe."""
 
@@ -332,7 +333,8 @@ class Answering:
 
 
 def _check_content_type(scope: Scope) -> None:
-    """Refuse other types than JSON: a web page of anybody's can have a browser send those without asking."""
+    """Refuse types other than JSON. A web page can have a browser send those to this server without the user's
+    consent."""
     found = [value for name, value in scope["headers"] if name == b"content-type"]
     if [value.partition(b";")[0].strip().lower() for value in found] != [b"application/json"]:
         raise ApiError(415, "content-type: must be application/json", code="unsupported_media_type")

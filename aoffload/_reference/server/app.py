@@ -1,4 +1,4 @@
-"""The ASGI application: its routes, and errors of one shape for everything else."""
+"""The ASGI application: its routes, and errors of one shape for all other requests."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def make_app(service: Service) -> Starlette:
         middleware=[Middleware(Gate, rules=service.rules)],
         exception_handlers={ApiError: _say, HTTPException: _say_http, Exception: _say_internal},
     )
-    app.router.redirect_slashes = False  # it would redirect to whatever host the client has named
+    app.router.redirect_slashes = False  # it would redirect to any host that the client names
     return app
 
 
 class _Text(Response):  # type: ignore[misc]  # starlette has no types here
-    """An answer that needs no admission, so its client has little time to make room for it: whoever asks on and reads
-    nothing would keep the connection for ever."""
+    """An answer that needs no admission. Its client has little time to read it. Otherwise a client that sends requests
+    and reads nothing would occupy the connection for ever."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with anyio.move_on_after(FAREWELL_S):
@@ -60,7 +60,7 @@ class _Text(Response):  # type: ignore[misc]  # starlette has no types here
 
 
 class _Json(JSONResponse, _Text):  # type: ignore[misc]
-    """The same as JSON."""
+    """The same with JSON."""
 
 
 @attrs.frozen
@@ -100,7 +100,7 @@ async def _say(_: Request, error: Exception) -> Response:
 
 
 async def _say_http(request: Request, error: Exception) -> Response:
-    """Errors of the routing: 404 and 405."""
+    """Errors of the routing, 404 and 405."""
     assert isinstance(error, HTTPException)
     message = f"{request.method:.20} {request.url.path:.200}: {error.detail}"
     found = ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None)

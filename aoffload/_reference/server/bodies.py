@@ -13,19 +13,19 @@ from .tokenizer import Message, Tokenizer
 
 # -- fields ----------------------------------------------------------------------------------------------------------
 #
-# The fields of a body: each is read by name and type, and unread fields are refused by name.
+# The fields of a body. Each is read by name and type, and unread fields are refused by name.
 
 MAX_SHOWN = 100
-"""Characters of what a client has sent that an error repeats."""
+"""Most characters of a client's value that an error repeats."""
 Value = TypeVar("Value")
 Default = TypeVar("Default")
 Reader = Callable[[str, object], Value]
-"""Takes the place of a value in the body, and the value; raises `ApiError`."""
+"""Takes the path of a value in the body, and the value. Raises `ApiError`."""
 
 
 @attrs.define(eq=False)
 class Fields:
-    """An object of the body. `where` is its place: "" for the body itself. null counts as missing."""
+    """An object of the body. `where` is its path: "" for the body itself. null counts as missing."""
 
     _values: Mapping[str, object]
     _where: str = ""
@@ -65,11 +65,11 @@ class Fields:
         return self.required(name, read)
 
     def ignored(self, *names: str) -> None:
-        """Accept fields that never change an answer, whatever they hold."""
+        """Accept fields that never change an answer, whatever their values are."""
         self._unread.difference_update(names)
 
     def neutral(self, name: str, *values: object) -> None:
-        """Accept a field that is not supported only with one of `values`, which leave the answer as it is."""
+        """Accept an unsupported field only with one of `values`, which do not change the answer."""
         value = self._values.get(name)
         if value is not None and not any(_is_same(value, neutral) for neutral in values):
             known = ", ".join(json.dumps(neutral) for neutral in (*values, None))
@@ -85,7 +85,7 @@ class Fields:
 
 
 def text(param: str, value: object) -> str:
-    """A `Reader` of strings that are text: a lone surrogate has no bytes."""
+    """A `Reader` of strings that can be encoded. A lone surrogate cannot."""
     if not isinstance(value, str):
         raise bad_field(param, f"must be a string, not {_type_name(value)}")
     if not is_text(value):
@@ -139,7 +139,7 @@ def _short(value: int) -> str:
 
 
 def _is_same(value: object, neutral: object) -> bool:
-    """1 and 1.0 are the same, 1 and true are not."""
+    """Whether both are the same value: 1 and 1.0 are, 1 and true are not."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -159,7 +159,7 @@ def _type_name(value: Any) -> str:
 
 # -- prompts ---------------------------------------------------------------------------------------------------------
 #
-# What a prompt may be: a text, token ids, or a chat.
+# The kinds of prompts: a text, token ids, or a chat.
 
 
 class Prompt(Protocol):
@@ -216,13 +216,14 @@ MAX_SALT_CHARACTERS = 1024
 COMPLETION_TOKENS = 16
 """OpenAI's own default."""
 CHAT_TOKENS = 256
-"""OpenAI's default is the rest of the context. Room is granted before a request begins, so more has to be asked for."""
+"""OpenAI's default is the rest of the context. Here blocks are granted before a request begins, so longer answers have
+to be requested."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 @attrs.frozen
 class Limits:
-    """What bodies are checked against."""
+    """Limits that bodies have to respect."""
 
     model_name: str
     vocab_size: int
@@ -239,7 +240,7 @@ class Wish:
     prompt: Prompt
     prompt_field: str
     max_tokens: int | None
-    """None: as many as `default_tokens`."""
+    """None: `default_tokens`."""
     max_tokens_field: str
     default_tokens: int
     stop: tuple[str, ...]
@@ -252,7 +253,7 @@ class Wish:
     is_stored: bool
 
     def num_new_tokens(self, num_prompt_tokens: int, limits: Limits) -> int:
-        """The most tokens of its answer; `ApiError` naming the field that is too long."""
+        """The maximum length of its answer. `ApiError` naming the field that is too long."""
         left = limits.num_tokens - num_prompt_tokens
         if left < 1:
             problem = f"has {num_prompt_tokens} tokens; with one of the answer, {limits.num_tokens} fit"
@@ -331,13 +332,13 @@ def _read_model(fields: Fields, limits: Limits) -> None:
 
 
 def no_model(name: str, known: str) -> ApiError:
-    """404: there is one model, and this is not its name."""
+    """404: there is one model, and it has another name."""
     message = f"model: there is no {name!r:.100} here, only {known!r}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
 def _refuse_sampling(fields: Fields) -> None:
-    """Refuse sampling options: there is one answer, and it is greedy."""
+    """Refuse sampling options, because there is one answer, and it is greedy."""
     for name, *neutral in (
         ("n", 1), ("temperature", 0), ("top_p", 1), ("top_k", 0, -1, 1), ("min_p", 0), ("repetition_penalty", 1),
         ("presence_penalty", 0), ("frequency_penalty", 0), ("logit_bias", {}), ("min_tokens", 0),

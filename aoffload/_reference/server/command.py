@@ -43,7 +43,8 @@ _OPTIONS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status. The process ignores both from then on: it is to end."""
+    """Serve until SIGTERM or SIGINT. Returns the exit status. After one of them, the process ignores both, because it
+    is ending."""
     options = parse_options(arguments)
     torch.set_num_threads(options.num_threads)
     try:
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser = make_parser()
         parser.exit(
             2, f"{parser.prog}: error: {by_option(error, _OPTIONS)}\n"
-        )  # `error` puts two dozen lines before it
+        )  # `error` prints two dozen lines of usage first
     return 0
 
 
@@ -69,7 +70,7 @@ def _write_tokenizer(options: ServerOptions) -> None:
 
 
 def _listen(options: ServerOptions) -> None:
-    with ExitStack() as files:  # all that may be refused, before the model is loaded, which takes long
+    with ExitStack() as files:  # everything that may be refused, before the model is loaded, which takes long
         sock = files.enter_context(bind(options.host, options.port))
         log = files.enter_context(LogFile(options.log)) if options.log is not None else None
         files.enter_context(bounded_logs())
@@ -84,7 +85,7 @@ async def _serve(options: ServerOptions, sock: socket.socket, log: LogFile | Non
     signals = EndSignals()
     model = load_model(options.model, seed=options.seed, device=options.device)
     async with open_service(options, model, make_logger(log)) as service:
-        gc.freeze()  # these objects stay: scanning them again and again blocks the loop for 200 ms at a time
+        gc.freeze()  # these objects stay, and scanning them repeatedly blocks the loop for 200 ms at a time
         max_open = max_connections_here(options.max_connections)
         connections = Connections(max_open, options.max_unread_bytes, options.read_timeout_s)
         listener = Listener(make_app(service), service.admission, sock, connections)
@@ -97,7 +98,7 @@ async def _serve(options: ServerOptions, sock: socket.socket, log: LogFile | Non
 
 
 async def _drain_on_signal(signals: EndSignals, listener: Listener, admission: Admission, timeout_s: float) -> None:
-    """Drain at the first signal; a second one ends the drain at once."""
+    """Drain at the first signal. A second one ends the drain at once."""
     await signals.wait(1)
     async with anyio.create_task_group() as group:
 

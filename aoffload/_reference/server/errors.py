@@ -9,11 +9,11 @@ from ...errors import AoffloadError, InvalidArgument, OutOfBlocks, RequestAborte
 from ..engine.loop import EngineClosed
 
 LOGGER = "aoffload.server"
-"""The logger of `logging` that has what clients are not told."""
+"""The logger of `logging` for details that clients do not get."""
 logger = logging.getLogger(LOGGER)
 
 RETRY_AFTER_S = 1
-"""How long a refused client is told to wait: about as long as an answer takes, so there should be room again."""
+"""The value of `Retry-After`: about as long as an answer takes, so that the server should accept requests again."""
 
 
 class HungUp(Exception):  # noqa: N818 - reads as what it is at the call
@@ -21,7 +21,7 @@ class HungUp(Exception):  # noqa: N818 - reads as what it is at the call
 
 
 class ApiError(Exception):
-    """`param` names the field at fault; None: no field is. `retry_after_s` becomes a header."""
+    """`param` names the field at fault. None: no field is. `retry_after_s` becomes a header."""
 
     def __init__(
         self,
@@ -73,17 +73,17 @@ def too_many() -> ApiError:
 
 
 def too_slow() -> ApiError:
-    """408: the body is not there yet."""
+    """408: the body is not complete in time."""
     return ApiError(408, "the body did not come in time", code="timeout")
 
 
 def internal() -> ApiError:
-    """500: what went wrong concerns other requests or this machine, so only the log says it."""
+    """500: the cause concerns other requests or this machine, so only the log has it."""
     return ApiError(500, "internal error", kind="server_error", code="internal_error")
 
 
 def error_of(error: AoffloadError, prompt_field: str) -> ApiError:
-    """The client's error for an error of the engine. `prompt_field` is the field with its prompt."""
+    """The client's error for an error of the engine. `prompt_field` is the name of the field with the prompt."""
     if isinstance(error, InvalidArgument):
         return bad_field(prompt_field if error.argument == "token_ids" else error.argument, error.problem)
     if isinstance(error, OutOfBlocks):

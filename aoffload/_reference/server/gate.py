@@ -1,4 +1,4 @@
-"""Who may ask: an API key, and for a server on loopback the names that it answers to."""
+"""Access control: an API key, and for a server on loopback the host names that it answers to."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 # -- keys ------------------------------------------------------------------------------------------------------------
 #
-# Where the API key comes from. It is in no message and in no `repr`.
+# The source of the API key. The key is in no message and in no `repr`.
 
 VARIABLE = "AOFFLOAD_API_KEY"
 MAX_KEY_BYTES = 4096
 
 
 def find_key(option: str | None, file: Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The key of an option, a file (its first line) or the environment, in this order; None if there is none.
+    """The key of an option, a file (its first line) or the environment, in this order. None if there is none.
 
     Raises `InvalidArgument` naming `api_key` or `api_key_file` for a key that no header can carry.
     """
@@ -61,19 +61,19 @@ def _checked(argument: str, key: str) -> str:
 # -- gate ------------------------------------------------------------------------------------------------------------
 
 OPEN_PATHS = frozenset({"/health"})
-"""Need no key: what asks whether a server lives has none."""
+"""Paths that need no key, because health probes have none."""
 
 
 @attrs.frozen(kw_only=True)
 class Rules:
-    """What every request is checked against."""
+    """The rules for every request."""
 
     api_key: str | None = attrs.field(default=None, repr=False)
     """None: no key is needed."""
     hosts: frozenset[str] | None = None
     """Names besides those of loopback that `Host` and `Origin` may have. None: any.
 
-    On loopback a firewall is no help: a web page that somebody on this machine looks at can reach the server, under its
+    A firewall does not protect a server on loopback: a web page in a browser on this machine can reach it, under its
     own name (`Host`, after DNS rebinding) or across origins (`Origin`).
     """
 
@@ -103,13 +103,13 @@ class Rules:
     def _check_key(self, values: list[bytes]) -> None:
         assert self.api_key is not None
         scheme, _, given = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
-        is_same = hmac.compare_digest(given.strip(), self.api_key.encode())  # takes as long for any key of that length
+        is_same = hmac.compare_digest(given.strip(), self.api_key.encode())  # same time for any key of that length
         if scheme.lower() != b"bearer" or not is_same:
             raise ApiError(401, "authorization: the API key is missing or wrong", code="invalid_api_key")
 
 
 class Gate:
-    """ASGI middleware: lets a request in, or answers it."""
+    """ASGI middleware that passes a request on, or answers it with an error."""
 
     def __init__(self, app: ASGIApp, rules: Rules) -> None:
         self._app = app
@@ -127,8 +127,8 @@ class Gate:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, is only reached from this machine."""
-    if host in ("localhost", "localhost."):  # with a dot, nothing is appended to it
+    """Whether `host`, a name or an address, can only be reached from this machine."""
+    if host in ("localhost", "localhost."):  # with a dot, the resolver appends nothing to it
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

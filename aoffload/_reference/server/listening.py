@@ -1,4 +1,4 @@
-"""Runs an application in uvicorn and shuts it down: connections, signals, and what may be logged."""
+"""Runs an application in uvicorn and shuts it down: connections, signals, and the log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # -- connections -----------------------------------------------------------------------------------------------------
 #
-# Connections of clients, bounded before a request is admitted: in number, in time, and in bytes that nobody reads.
+# Connections of clients before a request is admitted. They are bounded in number, in time, and in unread bytes.
 
 MAX_CONNECTIONS = 1024
 MAX_UNREAD_BYTES = 16 * 2**20
@@ -42,18 +42,19 @@ MAX_UNREAD_BYTES = 16 * 2**20
 
 @attrs.define(eq=False)
 class Connections:
-    """The open connections. One too many takes the place of the one that has kept the server waiting longest."""
+    """The open connections. When there are too many, the one that has kept the server waiting longest is closed."""
 
     max_open: int = MAX_CONNECTIONS
     max_unread_bytes: int = MAX_UNREAD_BYTES
-    """Of answers that are complete for the server: bytes that clients have not read yet."""
+    """Bound on the unread bytes of answers that are complete for the server."""
     timeout_s: float = READ_TIMEOUT_S
-    """A header has to be complete after that time, and some of a complete answer read."""
+    """Time limit for a complete header, and for reading more of a complete answer."""
     num_cut: int = attrs.field(default=0, init=False)
     """Connections ended because of these bounds."""
     _open: set[Connection] = attrs.field(factory=set, init=False)
     _waiting: OrderedDict[Connection, None] = attrs.field(factory=OrderedDict, init=False)
-    """Those without a whole request, the longest first: idle, sending a header or a body, or reading an answer."""
+    """Those without a whole request, the longest waiting first: idle, sending a header or a body, or reading an
+    answer."""
     _is_closed: bool = attrs.field(default=False, init=False)
     _empty: anyio.Event = attrs.field(factory=anyio.Event, init=False)
 
@@ -64,7 +65,7 @@ class Connections:
         return connection in self._open
 
     def protocol(self, **options: Any) -> Connection:
-        """What uvicorn calls for each connection that it accepts."""
+        """Called by uvicorn for each connection that it accepts."""
         return Connection(self, **options)
 
     def enter(self, connection: Connection) -> None:
@@ -80,24 +81,24 @@ class Connections:
             self._empty.set()
 
     def has_request(self, connection: Connection) -> None:
-        """Its request is complete: it is not kept waiting any more."""
+        """Its request is complete, so its deadline ends."""
         self._waiting.pop(connection, None)
 
     def is_answered(self, connection: Connection) -> None:
-        """Its answer is complete; what of it was not read counts from here on."""
+        """Its answer is complete. The unread part counts from now on."""
         self._waiting[connection] = None
         self._waiting.move_to_end(connection)
         if connection.num_unread_bytes:
             self._bound_unread()
 
     def cut(self, connection: Connection) -> None:
-        """Close it at once, whatever it was about to be told."""
+        """Close it at once, even if an answer is due."""
         self.num_cut += 1
         self.leave(connection)
         connection.transport.abort()
 
     async def close(self, timeout_s: float) -> None:
-        """Close all of them, and refuse further ones. What was answered may be read for up to `timeout_s`."""
+        """Close all connections, and refuse further ones. Clients may read complete answers for up to `timeout_s`."""
         self._is_closed = True
         for connection in tuple(self._open):
             connection.shutdown()  # now, or once its answer is complete
@@ -146,8 +147,8 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn has no types her
         super().connection_lost(error)
 
     async def _attend(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. A response that was begun and not finished ends the connection at once: nobody reads it,
-        and closing it in order would wait for that."""
+        """Answer one request. A response that was begun and not finished closes the connection at once: no client reads
+        it, and an orderly close would wait for one."""
         self._drop_deadline()
         self._num_answering += 1
         is_whole = False
@@ -172,7 +173,7 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn has no types her
                 self._connections.is_answered(self)
         if not is_whole:
             self.transport.abort()
-            await asyncio.sleep(0)  # until uvicorn has heard of it
+            await asyncio.sleep(0)  # until uvicorn has noticed it
 
     def _set_deadline(self) -> None:
         self._drop_deadline()
@@ -186,7 +187,7 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn has no types her
 
     def _is_late(self) -> None:
         if 0 < self.num_unread_bytes < self._num_unread:
-            self._set_deadline()  # its client reads, if slowly
+            self._set_deadline()  # its client reads, though slowly
         else:
             self._connections.cut(self)
 
@@ -200,7 +201,7 @@ QUEUE = 2048
 ACCEPTED_AT_ONCE = 4
 """Connections accepted in one turn of the loop. They are counted some turns later and have descriptors by then."""
 RESERVED_FILES = 32
-"""Descriptors kept for everything else, beside those that are open already."""
+"""Descriptors reserved for everything else, besides those that are open already."""
 MAX_HEADER_BYTES = 16 * 1024
 
 
@@ -222,13 +223,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def max_connections_here(wanted: int) -> int:
-    """`wanted`, or as many connections as this process may have descriptors for."""
+    """`wanted`, or fewer if this process may not open that many descriptors."""
     try:
         import resource
 
         num_open = len(os.listdir("/proc/self/fd" if Path("/proc/self/fd").is_dir() else "/dev/fd"))
     except (ImportError, OSError):
-        return wanted  # a system without such a limit, or one that does not tell
+        return wanted  # a system without such a limit, or without a way to read it
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return wanted
@@ -239,7 +240,7 @@ class _Uvicorn(uvicorn.Server):  # type: ignore[misc]  # has no types here
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for sock in sockets or ():
-            sock.listen(QUEUE)  # asyncio uses one number for this queue and for what it accepts at once
+            sock.listen(QUEUE)  # asyncio uses one number for this queue and for the number accepted at once
 
 
 class Listener:
@@ -273,7 +274,7 @@ class Listener:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serve until `drain` is done, then close the socket. Reports `started` once clients can connect."""
+        """Serve until `drain` has ended, then close the socket. Reports `started` once clients can connect."""
         self._socket.listen(QUEUE)  # clients that connect before uvicorn has begun wait in the kernel
         task_status.started()
         try:
@@ -282,7 +283,7 @@ class Listener:
             self._socket.close()
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, let admitted ones finish for up to `timeout_s`, end the rest; then stop serving."""
+        """Refuse new requests, let admitted ones finish for up to `timeout_s`, and end the rest. Then stop serving."""
         self._admission.drain()
         with anyio.move_on_after(timeout_s):
             await self._admission.wait_empty()
@@ -295,15 +296,15 @@ class Listener:
 
 # -- signals ---------------------------------------------------------------------------------------------------------
 #
-# SIGTERM and Ctrl-C for a process that ends on them, however many come.
+# SIGTERM and Ctrl-C for a process that ends on the first one, however often they come.
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 
 class EndSignals:
-    """Takes SIGTERM and SIGINT from when it is made, in a running event loop, to the end of the process.
+    """Handles SIGTERM and SIGINT from its construction, in a running event loop, to the end of the process.
 
-    The old handlers are not put back: a signal that comes while the process ends would kill it, and its exit status
+    The old handlers are not restored: a signal that comes while the process ends would kill it, and its exit status
     would not be 0.
     """
 
@@ -315,13 +316,13 @@ class EndSignals:
             signal.signal(number, self._take)
 
     async def wait(self, num_signals: int) -> None:
-        """Wait until so many signals have come in all."""
+        """Wait until `num_signals` signals have come in all."""
         while self._num_seen < num_signals:
             self._news = anyio.Event()
             await self._news.wait()
 
     def ignore(self) -> None:
-        """Nothing listens for them any more, and none of them harms."""
+        """From now on, signals are ignored."""
         for number in NUMBERS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -335,14 +336,14 @@ class EndSignals:
 
 # -- quiet -----------------------------------------------------------------------------------------------------------
 #
-# Bounds what clients can make the process write to its log.
+# Bounds on the log messages that clients can cause.
 
 LOGGERS = ("uvicorn.error", "asyncio", LOGGER)
 MAX_LINES = 5
 PERIOD_S = 60.0
 MAX_KINDS = 256
 MAX_KIND = 32
-"""Characters of a message that say its kind; asyncio puts addresses behind them."""
+"""Characters of a message that identify its kind. asyncio appends addresses after them."""
 
 
 @attrs.define
@@ -353,8 +354,8 @@ class _Count:
 
 @attrs.define(eq=False)
 class BoundedLog:
-    """A filter of `logging`: of each message at most `MAX_LINES` in `PERIOD_S`; the next one says how many were not
-    written."""
+    """A filter of `logging`: it passes at most `MAX_LINES` of each kind of message in `PERIOD_S`. The next one says how
+    many were dropped."""
 
     clock: Callable[[], float] = time.monotonic
     _counts: dict[tuple[str, str], _Count] = attrs.field(factory=dict, init=False)
@@ -375,7 +376,7 @@ class BoundedLog:
 
 @contextmanager
 def bounded_logs() -> Iterator[None]:
-    """Bound the loggers of the server and of what it is built on, for the duration of the block."""
+    """Bound the loggers of the server and of its libraries, for the duration of the block."""
     bound = BoundedLog()
     loggers = [logging.getLogger(name) for name in LOGGERS]
     for logger in loggers:

@@ -23,7 +23,8 @@ class Metrics(Protocol):
     def watch(self, runtime: OffloadRuntime) -> None: ...
 
     def scrape(self) -> tuple[bytes, str]:
-        """Text for Prometheus and its content type; `ApiError` with 501 without metrics. In the loop's thread."""
+        """Text for Prometheus and its content type. `ApiError` with 501 without metrics. Call it in the loop's
+        thread."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""From options to a service: tokenizer, runtime and engine, open for the duration of a block."""
+"""Makes a service from options: tokenizer, runtime and engine, open for the duration of a block."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ async def open_service(options: ServerOptions, model: PagedModel, logger: Any = 
 def _new_kv_cache(model: PagedModel, num_rows: int) -> torch.Tensor:
     try:
         return model.new_kv_cache(num_rows, BLOCK_SIZE)
-    except (MemoryError, RuntimeError) as error:  # what torch raises
+    except (MemoryError, RuntimeError) as error:  # the errors of torch
         problem = str(error).partition("\n")[0]
         raise ConfigError("num_device_blocks", f"{num_rows} blocks can't be had: {problem:.200}") from error
 
 
 def limits_of(options: ServerOptions, model: PagedModel) -> Limits:
-    """The limits of one request: what the model supports and what fits on the device.
+    """The limits of one request: the model's maximum, or the tokens that fit on the device.
 
-    With several groups a request takes blocks of each group, except before that group's window.
+    With several groups a request needs blocks of each group, except before that group's window.
     """
     room = _num_device_blocks(options, model) // len(model.groups) * BLOCK_SIZE
     most = min(model.max_positions, room)
@@ -83,7 +83,7 @@ def limits_of(options: ServerOptions, model: PagedModel) -> Limits:
 
 
 def tokenizer_of(options: ServerOptions, model: PagedModel) -> Tokenizer:
-    """The tokenizer in the model's directory if there is one, else the byte-level one."""
+    """The tokenizer in the model's directory if there is one, otherwise the byte-level one."""
     if options.model not in MODEL_NAMES:
         found = PretrainedTokenizer.of_directory(options.model, model.end_token_ids)
         if found is not None:
@@ -117,7 +117,8 @@ def _config_of(options: ServerOptions, model: PagedModel) -> OffloadConfig:
 
 
 def _identity(options: ServerOptions) -> str:
-    """What the KV depends on. What outlives the server is found by one whose model has the same files."""
+    """The identity of the KV, from the files of the model. A later server with the same files can use KV that outlives
+    this one."""
     is_kept = options.disk is not None or options.remote is not None
     if not is_kept or options.model in MODEL_NAMES:
         return options.model

@@ -24,18 +24,18 @@ class ServerOptions:
     model: str = "llama"
     """A name of `MODEL_NAMES`, or a local directory."""
     served_name: str | None = None
-    """Name of the model for clients; None: its own name, or that of its directory."""
+    """Name of the model for clients. None: its own name, or that of its directory."""
     seed: int = 0
     device: str = "cpu"
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any free port."""
     api_key: str | None = attrs.field(default=None, repr=False)
-    """What clients send as `Authorization: Bearer`; None: nothing is asked for."""
+    """The key that clients send as `Authorization: Bearer`. None: no key is needed."""
     api_key_file: Path | None = None
-    """A file that has the key, for the command."""
+    """A file with the key, for the command."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names that clients may call the server by. A server on loopback always answers to those of loopback."""
+    """Names in the URLs that clients may use. A server on loopback always accepts those of loopback."""
     requires_salt: bool = False
     """Refuse requests without a `cache_salt`."""
     num_device_blocks: int | None = None
@@ -44,34 +44,35 @@ class ServerOptions:
     """None: 32,768 tokens for each group of layers. 0: no offload."""
     store: str = "eager"
     load: str = "always"
-    """What of a hit in host memory is loaded: all, or what costs less than computing it."""
+    """How much of a hit in host memory to load: `always` all of it, or only tokens that load faster than they
+    compute."""
     eviction: str = "lru"
     disk: Path | None = None
-    """The directory of a disk tier, which a later server finds warm."""
+    """The directory of a disk tier. A later server can use its contents."""
     disk_size: str = "16GiB"
     remote: str | None = None
-    """The URL of a store, which other servers use, too."""
+    """The URL of a store, which other servers may share."""
     remote_secret: Path | None = None
-    """A file with the secret of what is there."""
+    """A file with the secret for the store's contents."""
     max_running: int = 16
     """Requests in the engine at a time."""
     max_requests: int = 256
-    """Requests in the server at a time; further ones are refused with 429."""
+    """Requests in the server at a time. Further ones are refused with 429."""
     max_tokens: int | None = None
-    """Prompt and answer of one request; None: what the model and the device have room for."""
+    """Prompt and answer of one request. None: the most that the model supports and that fits on the device."""
     max_body_bytes: int = 2**20
     max_reading_bytes: int = MAX_READING_BYTES
-    """Of all bodies that are not complete."""
+    """Bound on the bytes of all incomplete bodies."""
     max_connections: int = 1024
-    """Fewer, where the process may not open as many descriptors."""
+    """Fewer if the process may not open that many descriptors."""
     max_unread_bytes: int = 2**24
-    """Of complete answers that clients have not read."""
+    """Bound on the unread bytes of complete answers."""
     read_timeout_s: float = READ_TIMEOUT_S
-    """How long a client may take to send a header, to send a body, or to read nothing of its answer."""
+    """Time limit for a client to send a header, to send a body, or to read more of its answer."""
     answer_timeout_s: float = 600.0
     """From the end of the body to the last byte read by the client."""
     drain_timeout_s: float = 30.0
-    """How long admitted requests may take to finish after SIGTERM."""
+    """Time for admitted requests to finish after SIGTERM."""
     num_threads: int = 1
     """Threads of torch."""
     log: Path | None = None
@@ -144,7 +145,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
-    """The options, or a message and exit status 2."""
+    """The options. For invalid ones, it prints a message and exits with status 2."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     check_goes_with(parser, options, {"disk_size": "disk", "remote_secret": "remote"})

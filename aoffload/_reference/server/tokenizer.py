@@ -15,7 +15,7 @@ from .errors import bad_field
 
 NUM_BYTES = 256
 SPECIALS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-"""Markers of the parts of a chat. They have ids of their own, which no text is encoded as."""
+"""Markers of the parts of a chat. They have ids of their own, and no text is encoded as one of them."""
 SYLLABLES = tuple(consonant + vowel for consonant in "bdklmnrstv" for vowel in "aeiou")
 
 
@@ -34,7 +34,7 @@ class Speller(Protocol):
         ...
 
     def finish(self) -> str:
-        """The text that is left, with replacement characters for incomplete ones."""
+        """The remaining text, with replacement characters for incomplete ones."""
         ...
 
 
@@ -47,21 +47,22 @@ class Tokenizer(Protocol):
         ...
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a chat, up to where the assistant's answer begins. `ApiError` if the model cannot render it."""
+        """The tokens of a chat, up to the beginning of the assistant's answer. `ApiError` if the model cannot render
+        it."""
         ...
 
     def speller(self) -> Speller: ...
 
 
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token, id 0 to 255; four ids mark the parts of a chat.
+    """Every byte of UTF-8 is a token, id 0 to 255. Four ids mark the parts of a chat.
 
-    The other ids of the vocabulary, which a model with random weights picks as often as any, spell words: with them
-    one sees whether two answers differ. No text is encoded as them.
+    The other ids of the vocabulary, which a model with random weights picks as often as any, spell words. They make it
+    visible whether two answers differ. No text is encoded as them.
     """
 
     def __init__(self, vocab_size: int) -> None:
-        """Raises `ConfigError` naming `vocab_size` if that has no room for the bytes and the parts of a chat."""
+        """Raises `ConfigError` naming `vocab_size` if it is too small for the bytes and the parts of a chat."""
         if vocab_size < NUM_BYTES + len(SPECIALS):
             raise ConfigError("vocab_size", f"must be at least {NUM_BYTES + len(SPECIALS)}, got {vocab_size}")
         self.vocab_size = vocab_size
@@ -116,7 +117,7 @@ def word(number: int) -> str:
 #
 # The byte-level tokenizer as files: a directory that `AutoTokenizer.from_pretrained` loads without a network.
 #
-# For programs that count or make tokens on the client's side, load generators above all.
+# It is for programs that count or make tokens on the client's side, such as load generators.
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -127,7 +128,7 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(tokenizer: ByteTokenizer, directory: str | Path, *, max_tokens: int) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`; makes the directory if it is missing.
+    """Write `tokenizer.json` and `tokenizer_config.json`. Creates the directory if it is missing.
 
     The files encode text as the server does, except for the four markers of a chat, which the server encodes as plain
     text. Programs read `max_tokens` as the longest prompt. Raises `InvalidArgument` naming `directory`.
@@ -187,7 +188,7 @@ def _vocabulary(tokenizer: ByteTokenizer) -> dict[str, int]:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in such files: itself if it is visible, else one from 256 on."""
+    """The character for each byte in such files: the byte's own if it is visible, otherwise one from 256 on."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(NUM_BYTES) if byte not in seen]
     return [chr(byte if byte in seen else NUM_BYTES + hidden.index(byte)) for byte in range(NUM_BYTES)]
@@ -200,7 +201,7 @@ def _byte_characters() -> list[str]:
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 """A directory with a tokenizer has at least one of these."""
 MAX_HELD = 8
-"""Text that ends in an incomplete character is held back for fewer tokens than this, then shown as it is."""
+"""Text that ends in an incomplete character is held back for fewer tokens than this, and then shown as it is."""
 REPLACEMENT = "\ufffd"
 
 
@@ -222,7 +223,7 @@ class PretrainedTokenizer:
         try:
             found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
             found.decode(found.encode("a"))
-        except Exception as error:  # whatever transformers makes of files that are cut off, or lie
+        except Exception as error:  # any error of transformers for truncated or wrong files
             problem = f"{type(error).__name__}: {error}".partition("\n")[0]
             told = f"the tokenizer in {str(directory)!r} can't be loaded: {problem:.300}"
             raise ConfigError("model", told) from error
@@ -250,10 +251,11 @@ class PretrainedTokenizer:
 
 
 class _Window:
-    """Decodes the last few tokens again with each new one: how a token is spelled depends on the one before it.
+    """Decodes the last few tokens again with each new one, because the spelling of a token depends on the one before
+    it.
 
-    ids         ... | first .. shown | shown .. end
-    text              said already     new, once it ends in a whole character
+        ids         ... | first .. shown | shown .. end
+        text              returned before  new, after it ends in a whole character
     """
 
     def __init__(self, tokenizer: Any) -> None:

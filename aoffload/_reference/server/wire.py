@@ -1,4 +1,4 @@
-"""Answers on the wire: their JSON objects, in the shape of OpenAI's API, and the response that carries them."""
+"""Answers on the wire: their JSON objects, in the shape of OpenAI's API, and the HTTP response."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: Mapping[str, Any]) -> bytes:
-    """One event. JSON in ASCII has no line break and no partial character, whatever the text holds."""
+    """One event. JSON in ASCII has no line break and no partial character, whatever the text is."""
     return b"data: " + json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n\n"
 
 
@@ -38,14 +38,14 @@ def event(value: Mapping[str, Any]) -> bytes:
 
 @attrs.frozen
 class Wire(ABC):
-    """One answer's objects: the whole answer, or a stream of pieces of it. All of them name its id and its model."""
+    """One answer's objects: the whole answer, or a stream of its pieces. Each object has the answer's id and model."""
 
     model_name: str
     answer_id: str
     created: int
 
     PREFIX: ClassVar[str]
-    """What the ids of answers begin with."""
+    """Prefix of the ids of answers."""
     KIND: ClassVar[str]
     """The kind of object that a stream consists of."""
 
@@ -64,7 +64,7 @@ class Wire(ABC):
     def piece(self, text: str, finish_reason: str | None = None) -> dict[str, Any]: ...
 
     def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """The token counts of the whole answer, for clients that ask for them."""
+        """The token counts of the whole answer, for clients that request them."""
         return self._around(self.KIND, [], usage)
 
     def _around(
@@ -135,7 +135,7 @@ def _choice(finish_reason: str | None, **content: Any) -> dict[str, Any]:
 # One HTTP response: a JSON object or a stream of events, and an error at any point.
 
 FAREWELL_S = 1.0
-"""Seconds that a client has to make room for an error, or for an answer that needs no admission."""
+"""Seconds that a client has to read enough for an error to be sent, or an answer that needs no admission."""
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
@@ -162,7 +162,8 @@ class Reply:
         await self._more(body, False)
 
     async def event(self, value: Mapping[str, Any]) -> None:
-        """Send one event of a stream. The first one begins the response; before it an error can have its own status."""
+        """Send one event of a stream. The first one begins the response. Before it, an error can have its own
+        status."""
         await self._begin_stream()
         await self._more(event(value), True)
 

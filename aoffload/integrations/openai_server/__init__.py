@@ -1,6 +1,6 @@
 """An HTTP server with OpenAI's API around the engine: `python -m aoffload.integrations.openai_server`.
 
-Starlette is imported with `make_app` only.
+Starlette is imported only with `make_app`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `make_app` when it is used: only it needs starlette."""
+    """Import `make_app` on first use, because it needs starlette."""
     if name == "make_app":
         with needed("server", "make_app"):
             from ..._reference.server.app import make_app

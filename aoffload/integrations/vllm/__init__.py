@@ -1,6 +1,6 @@
-"""The vLLM connector: host memory behind vLLM's own prefix cache. See docs/vllm.md.
+"""The vLLM connector: host memory as a tier below vLLM's own prefix cache. See docs/vllm.md.
 
-vLLM is imported with `AoffloadConnector` only, which vLLM itself asks for.
+vLLM is imported only with `AoffloadConnector`, which vLLM itself looks up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def register() -> None:
     """Make `kv_connector="AoffloadConnector"` known to vLLM. Entry point of the group `vllm.general_plugins`."""
     with _vllm():
         factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
-    if "AoffloadConnector" not in factory._registry:  # vLLM loads plugins once in each process, or again
+    if "AoffloadConnector" not in factory._registry:  # vLLM may load plugins more than once in a process
         factory.register_connector("AoffloadConnector", __name__, "AoffloadConnector")
 
 
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
 
 @contextmanager
 def _vllm() -> Iterator[None]:
-    """A block for imports from vLLM. It raises `MissingExtra` if vLLM is not installed, and `UnsupportedVersion` if the
-    installed version lacks the module."""
+    """A context for imports from vLLM. It raises `MissingExtra` if vLLM is not installed, and `UnsupportedVersion` if
+    the installed version lacks the module."""
     with needed("vllm", "AoffloadConnector", SUPPORTED):
         yield

@@ -37,7 +37,7 @@ async function readTrace(raw) {
   return trace;
 }
 
-// Below host memory, only what a runtime has or copies to.
+// Tiers below host memory appear only if a runtime has them or copies to them.
 function shownTiers(trace) {
   return trace.tiers.filter(({ name, pool }) => {
     const isCopied = trace.usedLinks.some((at) => trace.links[at].tier === name);
@@ -45,7 +45,7 @@ function shownTiers(trace) {
   });
 }
 
-// For each timeline: where its moves are, when it began and ended, and its longest state.
+// For each timeline: the place of its moves, its begin and end, and its longest state.
 function addMoveRanges(trace) {
   const { timelines, moves } = trace;
   const count = timelines.number.length;
@@ -105,7 +105,7 @@ function isStep(trace, timeline) {
   return trace.kinds[trace.timelines.kind[timeline]] === "step";
 }
 
-// Requests and steps that are not over, those that are open for the longest first.
+// Requests and steps that have not ended, longest open first.
 function openTimelines(trace) {
   const { outcome, kind, startS, stopS } = trace.timelines;
   const unfinished = trace.words.indexOf("unfinished");

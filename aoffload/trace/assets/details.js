@@ -1,4 +1,4 @@
-// What is said about a request or a job: beside the pointer, and below the panels. Text only, never markup.
+// The details of a request or a job, beside the pointer and below the panels. Text only, never markup.
 
 const FACT_NAMES = {
   num_tokens: "prompt tokens",
@@ -54,7 +54,7 @@ function timelineTip(trace, timeline, atS) {
   return lines.join("\n");
 }
 
-// What an unfinished request does, or how much an open step holds.
+// The activity of an unfinished request, or the blocks that an open step holds.
 function openText(trace, timeline) {
   const { timelines } = trace;
   const now = intervalsOf(trace, timeline).pop();
@@ -63,7 +63,7 @@ function openText(trace, timeline) {
   return now ? `${title}: ${now.state} for ${durationText(now.stopS - now.startS)}` : title;
 }
 
-// Why blocks are stored that no request waits for, by the tier that they go to.
+// Reasons for stores that no request waits for, by destination tier.
 const WHY_STORED = {
   host: "about to be evicted from the device",
   disk: "about to be evicted from host memory, or asked for twice",

@@ -1,5 +1,5 @@
 "use strict";
-// How times, durations, counts and sizes are written.
+// Formats of times, durations, counts and sizes.
 
 function threeDigits(value) {
   return value >= 99.95 ? value.toFixed(0) : value >= 9.995 ? value.toFixed(1) : value.toFixed(2);
@@ -35,7 +35,7 @@ function shareText(part, whole) {
   return whole ? `${Math.round((100 * part) / whole)} %` : "0 %";
 }
 
-// The step between two marks of the axis: a round number, at least so many seconds.
+// The step between two marks of the axis: a round number of at least that many seconds.
 function roundStep(seconds) {
   const power = 10 ** Math.floor(Math.log10(seconds));
   for (const factor of [1, 2, 5]) if (factor * power >= seconds) return clockStep(factor * power);

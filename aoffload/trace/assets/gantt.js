@@ -3,7 +3,7 @@
 const TALLEST = 22;
 const LOWEST = 4;
 
-// Which bars are in a lane, in the order of time; bars of one lane never overlap.
+// The bars of each lane, in the order of time. Bars of one lane never overlap.
 class LaneIndex {
   constructor(numLanes, bars, lanes, startS, stopS) {
     this.offsets = new Uint32Array(numLanes + 1);
@@ -26,7 +26,7 @@ class LaneIndex {
     return low;
   }
 
-  // The bar nearest to that time, at most so many seconds off; -1 if there is none.
+  // The bar nearest to that time, within that many seconds; -1 if there is none.
   nearest(lane, atS, tolerance, isShown) {
     let [best, distance] = [-1, tolerance];
     for (let at = this.seek(lane, atS - tolerance); at < this.offsets[lane + 1]; at++) {
@@ -102,7 +102,7 @@ class Gantt {
   }
 }
 
-// Requests, prefetches, fetches, demotions, pins and steps, by state; an abort ends in red, what is not over with an open end.
+// Requests, prefetches, fetches, demotions, pins and steps, by state. An abort ends in red, an unfinished timeline with an open end.
 class TimelinePainter {
   constructor(trace, view) {
     Object.assign(this, { trace, view });

@@ -119,7 +119,7 @@ function fillHeader(trace) {
   $("counts").textContent = outcomeCounts(trace);
 }
 
-// What is not over stands first: it may be stuck.
+// Unfinished timelines come first, because they may be stuck.
 function fillOpen(page) {
   const { trace } = page;
   const { startS, stopS } = trace.timelines;
@@ -139,7 +139,7 @@ function fillOpen(page) {
   $("open").querySelector("ol").replaceChildren(...lines);
 }
 
-// Alarms, storage that is left alone, orders of eviction that begin to rule: one line each, that leads to its time.
+// Alarms, disabled storage, switches of the eviction order: one line each, with a link to its time.
 function fillNotes(page) {
   const { notes, num_notes_left_out: rest, runtimes } = page.trace;
   $("notes").hidden = !notes.length;
@@ -156,7 +156,7 @@ function fillNotes(page) {
   $("notes").querySelector("ol").replaceChildren(...lines);
 }
 
-// Counts of requests; prefetches, demotions and pins are drawn among them, but not counted.
+// Counts of requests. Prefetches, demotions and pins are drawn among them, but not counted.
 function outcomeCounts(trace) {
   const { kind, outcome } = trace.timelines;
   const requests = trace.kinds.indexOf("request");

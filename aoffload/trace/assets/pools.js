@@ -1,4 +1,4 @@
-// How full the pools are: one plot for each tier, in blocks.
+// The occupancy of the pools: one plot for each tier, in blocks.
 
 const MEASURES = {
   tables: ["running", "in tables of requests and prefetches"],
@@ -7,7 +7,7 @@ const MEASURES = {
   filling: ["pinned", "being copied there"],
 };
 
-// Of the device, what is in tables and being loaded; of every other tier, what copies fill.
+// For the device, blocks in tables and blocks being loaded. For every other tier, blocks that copies fill.
 function measureOf(name) {
   if (name === "device_tables") return MEASURES.tables;
   if (name === "device_filling") return MEASURES.loading;

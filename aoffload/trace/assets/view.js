@@ -1,4 +1,4 @@
-// The time range on the screen; all panels share it.
+// The time range on the screen, which all panels share.
 
 const MARGIN_SHARE = 0.02;
 const SHORTEST_S = 1e-5;
