@@ -8,6 +8,7 @@ __all__ = ["CALL_MUTANTS"]
 
 ADMISSION, PINS, LOADS = "aoffload._kernel.waiting", "aoffload._kernel.leases", "aoffload._kernel.loads"
 INVALIDATION = "aoffload._extensions.invalidation"
+COPIES = "tests/core/test_invalidated_copies.py"
 
 OWN_RUNS_ONLY = """\
         own = published_by(self.cache, request, start)
@@ -72,9 +73,27 @@ CALL_MUTANTS = (
         test="tests/core/test_components.py::test_a_refused_extension_keeps_what_the_load_would_adopt",
     ),
     Mutant(
+        "copy of an earlier load publishes what was invalidated",
+        "aoffload._kernel.cache",
+        "        for job in unsettled:\n            brought",
+        "        for job in {part.incoming for run in withdrawn for part in run.parts if part.incoming}:\n"
+        "            brought",
+        "what turns out to be wrong is published by no copy under way",
+        test=f"{COPIES}::test_no_copy_under_way_publishes_what_was_invalidated "
+        f"{COPIES}::test_no_copy_into_a_window_publishes_what_was_invalidated",
+    ),
+    Mutant(
+        "copy of an earlier load publishes after a reset of its tier",
+        "aoffload._kernel.cache",
+        "if job.plan.destination is tier and job.epoch == self.epoch:",
+        "if job in {part.incoming for run in self.index.runs.values() for part in run.parts_in(tier)}:",
+        "a reset of a tier reaches every copy to it",
+        test=f"{COPIES}::test_no_copy_under_way_publishes_what_was_invalidated",
+    ),
+    Mutant(
         "another's part of a wrong run left findable",
         INVALIDATION,
-        "        self.cache.withdraw_all(wrong)\n",
+        "        self.cache.withdraw_all(wrong, self.jobs.unsettled.values())\n",
         OWN_RUNS_ONLY,
         "what was computed on wrong bytes is a miss, in models of windows alone, too",
         also=(Patch(INVALIDATION, "\n        if component.width\n", "\n"),),

@@ -69,8 +69,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "launched stores publish what was taken back",
         ENGINE,
-        "self.cache.withdraw_all(wrong)",
-        "self.cache.withdraw_all([run for run in wrong if run.parts[BELOW].blocks])",
+        "self.cache.withdraw_all(wrong, self.jobs.unsettled.values())",
+        "self.cache.withdraw_all([run for run in wrong if run.parts[BELOW].blocks], self.jobs.unsettled.values())",
         "what a failed forward has written is never found",
         test=f"{TAKEN_BACK}test_launched_stores_of_what_is_taken_back_never_publish",
     ),

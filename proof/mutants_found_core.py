@@ -300,8 +300,8 @@ _WORKER = (
     Mutant(
         "a store that is wrong once it has landed behind another is found by a restart",
         "aoffload._kernel.cache",
-        "            if job.parked is not None:  # it has landed",
-        "            if False:  # it has landed",
+        "        if job.parked is not None:  # it has landed",
+        "        if False:  # it has landed",
         "what turns out to be wrong is found by no restart",
         test=_BEHIND + "[True]",
     ),

@@ -55,6 +55,7 @@ class Invalidation(LedgerExtension):
     def on_attach(self, ledger: CoreLedger) -> None:
         self._ledger, self.hooks = ledger, ledger.hooks
         self.cache, self.request_leases, self.admission = ledger.cache, ledger.request_leases, ledger.admission
+        self.jobs = ledger.jobs
 
     # -- the verb -------------------------------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ class Invalidation(LedgerExtension):
         # blocks.
         wrong = dict.fromkeys(self._runs_from(request, first_published(self.cache, request, start), ()))
         tainted = self._taint(wrong, others, {request: from_token})
-        self.cache.withdraw_all(wrong)
+        self.cache.withdraw_all(wrong, self.jobs.unsettled.values())
         matched = [other for other in others if other in tainted or _leases_any(other, wrong)]
         for hook in self.hooks.on_withdrawn:  # a hook may split runs of `wrong`
             hook()

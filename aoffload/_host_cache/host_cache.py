@@ -544,7 +544,7 @@ class HostCache(AnyLedger):
         others = [other for other in others if other is not request]
         tainted = [other for other in others if self._may_have_read(other, request, from_token)]
         queued = self._queued_after(wrong)
-        self.cache.withdraw_all(wrong)  # first: releasing leases may merge runs
+        self.cache.withdraw_all(wrong, self.jobs.unsettled.values())  # first: releasing leases may merge runs
         settled = [job for one in queued if not one.is_settled for job in self.jobs.discard(one)]
         for hook in self.hooks.on_withdrawn:
             hook()

@@ -206,8 +206,8 @@ class CacheBase:
         self.hooks.report_error = lambda error: moves.note(WorkerFailed(error))
 
     def _fail(self) -> None:
-        """Raise the error of a hook. The call returns no plans, so discard all queued jobs, because no caller would
-        launch them."""
+        """Raise the error of a hook. The call returns no plans, and no caller would launch its jobs. So discard all
+        queued jobs, also those of earlier calls."""
         error = self.hooks.take_error()
         assert error is not None
         wakes: list[Callable[[], object]] = []
@@ -387,9 +387,10 @@ class CacheBase:
     def reset(self, tier: Tier | None = None) -> None:
         """Forget all cached blocks, or those of `tier`. Every pin ends, unless only a tier below the host is reset.
 
-        No request begins to compute with KV from before the reset. The reset drops the match of a request without
-        blocks. If the load of a request is not over, the request loses its device hit, its load ends with no tokens,
-        and the request computes from its first token (with a `HostCache`: from the end of the engine's own hit). A
+        After a reset of all tiers or of the device, no request begins to compute with KV from before it. The reset
+        drops the match of a request without blocks. If the load of a request is not over, the request loses its device
+        hit, its load ends with no tokens, and the request computes from its first token (with a `HostCache`: from the
+        end of the engine's own hit). After a reset of a lower tier alone, such a load continues: its KV is not wrong. A
         request whose load is over, or that computes without a load, keeps its blocks and goes on, unless its caller has
         not learned yet that the load is over: see `lost_to_reset`. Requests from before the reset publish and store
         nothing any more, unless only a tier below the device is reset."""
@@ -404,7 +405,7 @@ class CacheBase:
         if tier is None:
             self.cache.reset()
         else:
-            self.cache.reset_tier(tier)
+            self.cache.reset_tier(tier, self.jobs.unsettled.values())
         for hook in self.hooks.on_reset:
             hook(tier)
         if tier is None or tier in HIT_TIERS:  # matches have no leases in other tiers

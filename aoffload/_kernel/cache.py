@@ -128,7 +128,7 @@ class ComponentManager:
     def lacking(self, run: Run, source: Tier, tier: Tier, start: int, stop: int) -> list[Stretch]:
         """Units of `[start, stop)` on the path of `run` that `source` holds and `tier` neither holds nor will get; last
         first. In a prefix, also the units before `start`, back to the first run of which `tier` holds or will get
-        units, because it then has all units before them, too."""
+        units, because it then has all units before them, too, unless one was corrupt."""
         found: list[Stretch] = []
         here, there, goes_on = self.places[source], self.places[tier], self.is_prefix
         current: Run | None = run
@@ -500,9 +500,13 @@ class PrefixCache:
         if (watcher := self.tiers[-1].watcher) is not None:
             watcher.all_cleared(self.epoch)
 
-    def reset_tier(self, tier: Tier) -> None:
+    def reset_tier(self, tier: Tier, unsettled: Iterable[Job]) -> None:
         """Make all blocks of one tier unfindable: unpinned blocks are freed at once, pinned ones when their lease ends.
-        The epoch stays, because the runs remain in the other tiers."""
+        The epoch stays, because the runs remain in the other tiers. Of the `unsettled` jobs, all that there are, those
+        to this tier publish nothing."""
+        for job in unsettled:
+            if job.plan.destination is tier and job.epoch == self.epoch:
+                self._invalidate(job)
         runs = list(self.index.runs.values())
         for run in runs:
             for part in run.parts_in(tier):
@@ -512,15 +516,8 @@ class PrefixCache:
             self.tidy(run)
 
     def withdraw_part(self, part: Part) -> None:
-        """Make the blocks of `part` unfindable: they are freed or, if it is pinned, become a tombstone. Jobs in flight
-        to it publish nothing."""
-        job, tier = part.incoming, self.tiers[part.tier]
-        while job is not None and job.stop > part.run.start:
-            job.epoch = NoEpoch.INVALIDATED
-            if job.parked is not None:  # it has landed, so a restart could find its blocks
-                tier.invalidated(job.plan.destination_ids)
-            job = job.predecessor
-        part.incoming = None  # these jobs add nothing any more
+        """Make the blocks of `part` unfindable: they are freed or, if it is pinned, become a tombstone."""
+        tier, part.incoming = self.tiers[part.tier], None
         first, stop = part.first, part.stop
         if part.blocks and not part.num_references:
             tier.make_pinned(part)  # takes it out of the eviction order
@@ -530,19 +527,34 @@ class PrefixCache:
         if first < stop and part.run.epoch == self.epoch:  # else a reset has reported it already
             tier.part_changed(part, first, stop)
 
-    def withdraw_all(self, wrong: Iterable[Run]) -> None:
+    def withdraw_all(self, wrong: Iterable[Run], unsettled: Iterable[Job]) -> None:
         """Withdraw the `wrong` runs, of any epoch, and all runs after them in the index, whichever request has computed
-        them. A run after a wrong one would be findable again once the wrong one is computed anew."""
+        them. A run after a wrong one would be findable again once the wrong one is computed anew. Of the `unsettled`
+        jobs, all that there are, those that bring units of these runs publish nothing.
+
+        `Part.incoming` does not lead to all of them: a job that copies again from a gap on replaces the jobs that bring
+        the units after the gap."""
         for tier in self.tiers:
             tier.free_blocks_invalidated()
         heads = set(wrong)
         after = [run for run in self.index.runs.values() if not heads.isdisjoint(run.path())] if heads else []
+        withdrawn = heads.union(after)
+        for job in unsettled:
+            brought = stretches(job.run, job.start, job.stop) if job.destination_lease is not None else ()
+            if any(run in withdrawn for run, _, _ in brought):
+                self._invalidate(job)
         for run in (*(run for run in wrong if run.epoch != self.epoch), *after):
             for part in run.parts:
                 self.tiers[part.tier].invalidated(part.blocks)
                 self.withdraw_part(part)
         for run in after:
             self.tidy(run)
+
+    def _invalidate(self, job: Job) -> None:
+        """Let an unsettled job publish nothing."""
+        job.epoch = NoEpoch.INVALIDATED
+        if job.parked is not None:  # it has landed, so a restart could find its blocks
+            self.tiers[job.plan.destination].invalidated(job.plan.destination_ids)
 
 
 def _between(run: Run, start: int, stop: int) -> list[Run]:

@@ -155,8 +155,8 @@ class Commits:
         self, request: LedgerRequest, first: int, stop: int, *, is_last: bool = False
     ) -> tuple[TransferPlan, ...]:
         """Plan the stores on the path of `request` up to unit `stop`, which the policy wants: the units from `first`
-        on, and those before it that the host lacks. The docstring of this module says
-        what is stored when."""
+        on, and those before it that the host lacks. The docstring of this module says what is
+        stored when."""
         lease = request.leases.get(Tier.DEVICE)
         if lease is None or not request.store_limit:
             return ()

@@ -87,7 +87,8 @@ class LedgerExtension:
         """`request` now has block tables."""
 
     def on_load_over(self, request: LedgerRequest) -> None:
-        """The load of `request` is over. Its tables have null blocks for units that the load has not brought."""
+        """The load of `request` is over. Its tables have null blocks for units that the load has not brought. Called
+        again at the end of the step if the request is DRAINING."""
 
     def ask_commit(self, request: LedgerRequest, num_computed_tokens: int) -> None:
         """`request` is about to commit. Raise to refuse the commit."""

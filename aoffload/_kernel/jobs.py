@@ -17,7 +17,7 @@ job as unproven: its requests go on, and its destination stays in quarantine unt
 What a completion may be, and what `JobBook.settle` makes of it:
 
     landed          all blocks are published
-    failed, refused over for certain: the proven front is published, the other blocks are freed
+    failed, refused over for certain: the proven front, if any, is published, and the other blocks are freed
     corrupt         over for certain, and some bytes differ from what was stored. As failed; in addition, the units of a
                     load whose source is wrong become misses. The source of a store stays: requests compute with it
     contradictory   such as landed with fewer blocks than the plan, or with corrupt blocks among the proven ones. It
@@ -37,8 +37,10 @@ the units before its own, and a predecessor knows its followers. When a job is s
 followers are settled, and the other followers inherit its predecessor. If a job brings less than planned, its followers
 find a gap before their first unit and publish nothing.
 
-`Part.incoming` names the job that was planned last for a part; `predecessor` leads to the others. So a match or a load
-sees what is on its way, and a second load shares the job instead of copying again.
+`Part.incoming` names the job that was planned last for a part, and `predecessor` leads from it to others. So a second
+load finds the jobs that bring its units, and shares them instead of copying again. The chain may miss jobs: if a copy
+has failed, a load copies again from the gap on, and replaces the `incoming` of the parts after the gap. Then the same
+units are copied twice. Code that needs all jobs, such as an invalidation, goes through `JobBook.unsettled`.
 
 A job publishes nothing if the index was reset since it was planned (its epoch is old), or if its blocks were withdrawn
 (`NoEpoch.INVALIDATED`). It keeps its leases to the end all the same.

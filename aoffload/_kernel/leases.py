@@ -5,6 +5,7 @@ load. A request has at most one lease a tier, on a path of the index:
 
     state of the request | device lease                     | host lease
     PINNED, ALLOCATED    | up to `published` (device hit)   | up to `hit_stop`, if it ends after the device hit
+    (waiting, not head)  | none                             | none
     LOADING, DRAINING    | up to the end of the load        | the same, until the load is over
     RUNNING              | up to `published`, which grows   | none
     PREEMPTED            | none                             | up to `published` at the preemption

@@ -37,8 +37,8 @@ class RequestOptions(TypedDict, total=False):
     max_hit_tokens: int | None
     """Maximum hit. None (the default): no limit. At least one token is always left to compute."""
     hit_alignment: int
-    """The hit is rounded down to a multiple of this number of tokens. Default: 1. A load that falls short may end
-    at any unit."""
+    """The hit is rounded down to a multiple of this number of tokens. Default: 1. A load that falls
+    short, or that is limited, may end at any unit."""
     reads_cache: bool
     """False: use no hit. Default: True."""
     store: StoreScope | str

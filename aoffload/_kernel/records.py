@@ -98,7 +98,8 @@ class Part:
         """Number of leases that pin this run in the tier and component of the part. At zero the blocks are evictable,
         and the part is in the eviction order if it has any."""
         self.incoming = incoming
-        """The unsettled job that was planned last to add to this part. Earlier ones are found through `predecessor`."""
+        """The unsettled job that was planned last to add to this part. Most earlier ones are found through
+        `predecessor`."""
         self.tombstones: tuple[Tombstone, ...] = ()
         """Unfindable blocks that references still protect; freed with the last reference."""
         self.last_use = 0

@@ -398,8 +398,7 @@ class Admission:
 
     def _has_blocks(self, request: LedgerRequest, num_units: int) -> bool:
         """Whether blocks for tables of `num_units` are available. If only the request's own pins after its device hit
-        (`reserve`) are in the way, it is matched again without them: no request waits for its own pins. If False,
-        nothing has changed."""
+        (`reserve`) are in the way, it is matched again without them: no request waits for its own pins."""
         if self.num_missing(request, num_units) <= self.num_available:
             return True
         if request.reserve is None:

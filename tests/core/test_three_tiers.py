@@ -365,7 +365,7 @@ def _seldom(parts: Parts, chance: random.Random) -> None:
     match chance.randrange(6):
         case 0 if chance.random() < 0.3:
             tier = chance.choice(TIERS[1:])
-            parts.cache.reset_tier(tier)
+            parts.cache.reset_tier(tier, parts.jobs.unsettled.values())
             parts.admission.match_again(parts.live)
         case 1 if chance.random() < 0.2:
             parts.cache.reset()
@@ -375,7 +375,7 @@ def _seldom(parts: Parts, chance: random.Random) -> None:
         case 3 if chance.random() < 0.5 and (below := [part for part in parts.parts() if part.tier is DISK]):
             parts.content[DISK, chance.choice(chance.choice(below).blocks)] = ROT
         case 4 if runs and not parts.live:
-            parts.cache.withdraw_all([chance.choice(runs)])
+            parts.cache.withdraw_all([chance.choice(runs)], parts.jobs.unsettled.values())
         case _:
             queued = [job for job in parts.jobs.unsettled.values() if job.state is JobState.QUEUED and not job.claims]
             for job in reversed(queued):

@@ -184,7 +184,7 @@ def test_a_pin_that_is_not_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.pure("plants a defect in the core")
 def test_what_was_taken_back_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed forward whose blocks stay findable is found by who reads them."""
-    monkeypatch.setattr(PrefixCache, "withdraw_all", lambda self, wrong: None)
+    monkeypatch.setattr(PrefixCache, "withdraw_all", lambda self, wrong, unsettled: None)
     assert found(2000).violation.partition(":")[0] in (
         "bytes taken back",
         "integrity",
