@@ -11,10 +11,10 @@ MATCHES, BLOCKS = "aoffload._host_cache.matches", "aoffload._host_cache.matches"
 ARRIVALS, OFFERS = "aoffload._host_cache.matches", "aoffload._host_cache.offers"
 OWNED = "tests/core/test_engine_owned.py::"
 PENDING = "tests/core/test_engine_pending.py::"
-TAKEN_BACK = "tests/core/test_engine_taken_back.py::"
+TAKEN_BACK = "tests/core/test_engine_invalidation.py::"
 CALLS, SESSION, WORKER = "aoffload._runtime.request", "aoffload._runtime.session", "aoffload._runtime.worker"
 RUNTIME = "tests/shell/test_engine_runtime.py::"
-LOST = "tests/core/test_engine_lost.py::"
+LOST = "tests/core/test_engine_failed_loads.py::"
 REFUSALS = "tests/core/test_engine_refusals.py::"
 
 ENGINE_MUTANTS = (

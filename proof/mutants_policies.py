@@ -9,7 +9,7 @@ __all__ = ["POLICY_MUTANTS"]
 WATERMARK, HIT_COUNTS = "aoffload._extensions.watermark", "aoffload._eviction.counts"
 CACHE, COMMITS = "aoffload._kernel.cache", "aoffload._kernel.commits"
 
-SMALL_HOST = "tests/core/test_small_host.py::"
+SMALL_HOST = "tests/core/test_host_thrashing.py::"
 
 POLICY_MUTANTS = (
     Mutant(

@@ -11,7 +11,7 @@ CACHE, PINS = "aoffload._kernel.cache", "aoffload._kernel.leases"
 LOADS, ADMISSION, PREEMPTION = "aoffload._kernel.loads", "aoffload._kernel.waiting", "aoffload._extensions.preemption"
 RECORDS, BASE = "aoffload._kernel.records", "aoffload._kernel.base"
 CACHE_TRANSFERS, INVALIDATION = "aoffload._extensions.prefetch", "aoffload._extensions.invalidation"
-TAKEN_BACK = "tests/core/test_taken_back.py"
+TAKEN_BACK = "tests/core/test_invalidation.py"
 
 _WINDOWS = (
     Mutant(

@@ -12,7 +12,7 @@ from aoffload.testing import FAULTS
 
 from . import report_mutants, report_programs
 from .awaits import NEVER_THERE, missed, waits
-from .lines import Line, at_least, table
+from .report_lines import Line, at_least, table
 from .scenarios import SCENARIOS
 
 __all__ = ["Report"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from .lines import Line, table
+from .report_lines import Line, table
 from .verdicts import TWIN
 
 __all__ = ["Fate", "fates", "lines", "mutant_table"]

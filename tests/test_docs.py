@@ -40,7 +40,7 @@ from aoffload._observe import log as telemetry
 from aoffload._runtime.handles import Handle
 from aoffload.host_cache import EngineRequest
 from aoffload.ledger import Build, LedgerExtension
-from proof import house
+from proof import architecture
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aoffload"
@@ -269,13 +269,13 @@ def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
 
 def test_the_house_is_drawn_as_it_is() -> None:
     """The drawing in docs/architecture.md has the rooms, floors and imports of the package, and its lines of code but
-    for a tenth. `python -m proof.house --write docs/architecture.md` draws it anew."""
+    for a tenth. `python -m proof.architecture --write docs/architecture.md` draws it anew."""
     text = ARCHITECTURE.read_text()
-    assert house.is_current(text)
-    drawn = text.split(house.BEGIN)[1].split(house.END)[0]
-    assert not house.is_current(text.replace(drawn, drawn.replace(" _kernel ", " _kernal ", 1)))
-    assert not house.is_current(text.replace(drawn, re.sub(r"(_kernel +│) +[\d,]+", r"\1  9,900", drawn)))
-    assert {room.num_lines > 0 and bool(room.phrase) for room in house.rooms()} == {True}
+    assert architecture.is_current(text)
+    drawn = text.split(architecture.BEGIN)[1].split(architecture.END)[0]
+    assert not architecture.is_current(text.replace(drawn, drawn.replace(" _kernel ", " _kernal ", 1)))
+    assert not architecture.is_current(text.replace(drawn, re.sub(r"(_kernel +│) +[\d,]+", r"\1  9,900", drawn)))
+    assert {room.num_lines > 0 and bool(room.phrase) for room in architecture.rooms()} == {True}
 
 
 def test_members_that_the_page_about_the_inside_names_exist() -> None:

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from proof.lines import Line
 from proof.mutants_disk import DISK_MUTANTS
 from proof.planting import Ending, in_child, preload
+from proof.report_lines import Line
 from proof.workers import share_out
 
 FEWEST_LIVES = 2

@@ -25,9 +25,9 @@ from aoffload._tiers.disk.plans import RestoredRun
 from aoffload._tiers.disk.slots import DiskOutcome, DiskSlots
 from aoffload._tiers.disk.table import data_sum
 
+from .hanging_calls import Strand
+from .prompts import Key, Path, World
 from .simulated_disk import SimulatedDisk
-from .strands import Strand
-from .world import Key, Path, World
 
 __all__ = ["Broken", "Life", "TurnedOff", "hold", "open_slots"]
 

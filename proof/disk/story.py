@@ -12,8 +12,8 @@ import attrs
 from aoffload.errors import ConfigError
 
 from .life import Broken, Life, TurnedOff, hold, open_slots
+from .prompts import World
 from .simulated_disk import Crash, DiskFault, IOCall, SimulatedDisk
-from .world import World
 
 __all__ = ["Story", "every_call", "told"]
 

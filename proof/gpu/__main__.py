@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from .environment import CONNECTIONS
-from .keeping import REPORT, Kept, keeping
 from .parts import PARTS, PHASES, PROBE_S, SMALL, Part, limits_of
 from .report import PartReport
+from .results import REPORT, Kept, keeping
 from .running import GRACE_S, Clock, Ends, ends_within, run_process
 
 __all__ = ["look", "main", "run_parts"]

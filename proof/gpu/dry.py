@@ -20,10 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from .__main__ import DRY, look, run_parts
-from .keeping import Kept
 from .parts import PARTS, SMALL, Part, limits_of
 from .readings import ALL_TESTS
 from .report import PartReport
+from .results import Kept
 
 __all__ = ["build_stub", "fake_environment", "main", "problems"]
 

@@ -32,7 +32,7 @@ from .explore import (
     run_program,
 )
 from .program import Call, Face, GroupShape, Outcome, Program, World, draw_world
-from .shortening import as_test
+from .shrinking import as_test
 from .vocabulary import calls_of
 
 __all__ = [

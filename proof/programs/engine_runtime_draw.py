@@ -12,7 +12,7 @@ from aoffload._kernel.states import RequestState
 
 from .program import Call, World, without_laziness
 from .runtime_draw import STATES, Drawing, draw_runtime_world
-from .runtime_odds import ENGINE_ODDS
+from .runtime_weights import ENGINE_ODDS
 
 __all__ = ["EngineDrawing", "draw_engine_options", "draw_engine_world"]
 

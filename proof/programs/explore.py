@@ -19,6 +19,7 @@ from aoffload.testing.violations import Violation
 
 from .engine_draw import EngineDraw
 from .engine_machine import EngineMachine
+from .extensions import KernelDraw, KernelMachine, MeddledEngineMachine, MeddledMachine
 from .ledger_machine import LedgerMachine
 from .ledger_sequences import LedgerSequences
 from .machine import Machine
@@ -36,8 +37,7 @@ from .program import (
     with_learning,
     without_laziness,
 )
-from .seam import KernelDraw, KernelMachine, MeddledEngineMachine, MeddledMachine
-from .shortening import shorten
+from .shrinking import shorten
 
 __all__ = [
     "Broken",

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from proof.lines import Line
+from proof.report_lines import Line
 
 from .server import SIZE_BYTES, Journal, serve_until_killed
 

@@ -18,8 +18,8 @@ def ours(name: str = "AoffloadConnector", module: str = "aoffload.integrations.v
 
 
 def meddled(name: str, **extra: Any) -> dict[str, Any]:
-    """One of the connectors of `proof.vllm.meddled`."""
-    return ours(name, "proof.vllm.meddled", **extra)
+    """One of the connectors of `proof.vllm.faulty_connectors`."""
+    return ours(name, "proof.vllm.faulty_connectors", **extra)
 
 
 OURS = ours()

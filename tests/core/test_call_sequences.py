@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 from driving import ROOT, prompt
-from tagged import Tagged
+from tagged_memory import Tagged
 
 from aoffload import FullAttention, KVCacheGroup, OutOfBlocks, RequestState, SlidingWindow, Tier
 from aoffload.ledger import LedgerRequest, Outcome, PinState, Prefix, TransferPlan

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pytest
-from walk import UNIT, Walk
+from random_walk import UNIT, Walk
 
 NUM_WALKS = 100
 NUM_WALKS_WITH_WINDOWS = 75

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_walk import walks
+from engine_random_walk import walks
 
 MUST_HAPPEN = (
     "engine hit", "hit", "pending", "pending ended", "loading", "load landed", "load failed", "load corrupt",

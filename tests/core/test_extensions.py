@@ -31,7 +31,7 @@ from aoffload._kernel.pools import ExtentPool, LeastRecentlyUsed, TierBlocks
 from aoffload._kernel.records import Job
 from aoffload.errors import CommitError, WrongState
 from aoffload.ledger import Build, ExtensionError, JobState, LedgerExtension, Outcome, Prefix, Root, TransferPlan
-from proof.programs.meddler import Meddler
+from proof.programs.random_extension import Meddler
 
 A, B = prompt(1, 10), prompt(2, 10)
 PASSED_ON = ("ask_admit", "ask_commit", "report_job")

@@ -14,9 +14,9 @@ from driving import Driven, prompt
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from public_methods import verbs_of
 from remote_driving import remote_tier
 from test_match_machine import WHICH, MatchMachine
-from verbs import verbs_of
 
 from aoffload._common.prefix import Prefix, Root
 from aoffload._extensions.assembly import Ledger

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import attrs
 import numpy as np
+from committed_prefixes import Author, MayHit, Text
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from may_hit import Author, MayHit, Text
 
 from aoffload._common.prefix import KeySpan, Prefix, Root
 from aoffload._config.config import OffloadConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from following import Follower, OldBlockStored, decode, decode_old, really_cached
+from event_subscriber import Follower, OldBlockStored, decode, decode_old, really_cached
 
 from aoffload import (
     ChunkedLocal,

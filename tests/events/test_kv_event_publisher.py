@@ -14,9 +14,9 @@ import anyio
 import pytest
 import torch
 import zmq
-from following import Follower, really_cached
+from event_subscriber import Follower, really_cached
+from random_walk import Walk
 from test_kv_event_format import ledger_of, serve
-from walk import Walk
 
 from aoffload import (
     ConfigError,

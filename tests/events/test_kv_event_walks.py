@@ -6,9 +6,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from engine_walk import EngineWalk
-from following import Follower, really_cached
-from walk import Walk
+from engine_random_walk import EngineWalk
+from event_subscriber import Follower, really_cached
+from random_walk import Walk
 
 from aoffload import Ledger, Tier
 from aoffload._kernel.cache import PrefixCache

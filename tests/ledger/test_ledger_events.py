@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from following import Follower, Hash, really_cached
-from stepping import PROGRAMS, EngineSteps, OwnSteps, Program
+from event_subscriber import Follower, Hash, really_cached
+from step_programs import PROGRAMS, EngineSteps, OwnSteps, Program
 
 from aoffload import Ledger
 from aoffload._observe.kv_events.changes import Changes

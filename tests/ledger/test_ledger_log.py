@@ -14,7 +14,7 @@ import pytest
 from engine_driving import EngineDriven
 from page_data import column, columns, page_data
 from prometheus_client import CollectorRegistry
-from stepping import PROGRAMS, EngineSteps, OwnSteps, Program, Seen
+from step_programs import PROGRAMS, EngineSteps, OwnSteps, Program, Seen
 
 from aoffload import DiskTier, IntegrityError, InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, Tier
 from aoffload.demo.logs import make_logger

@@ -11,7 +11,7 @@ import pytest
 from engine_driving import EngineDriven
 from prometheus_client import CollectorRegistry
 from scraping import GUARD_S, Scrape
-from stepping import PROGRAMS, EngineSteps, Program, Seen
+from step_programs import PROGRAMS, EngineSteps, Program, Seen
 
 from aoffload import InvalidArgument, RequestState, Tier
 from aoffload._observe.metrics.families import FAMILIES, ShownWith

@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from made_traces import BLOCK_TOKENS, conversations, write_trace
+from synthetic_traces import BLOCK_TOKENS, conversations, write_trace
 
 from aoffload.plan.command import main
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from proof.gpu.__main__ import _parsed, _warn, run_parts
-from proof.gpu.keeping import Kept, keeping
 from proof.gpu.parts import LONG, PARTS, PHASES, Figure, Part, limits_of
 from proof.gpu.readings import Reading
+from proof.gpu.results import Kept, keeping
 from proof.gpu.running import GRACE_S, LAST_WORDS, Ended, Ends, ends_within, run_process
 
 ROOT = Path(__file__).parent.parent.parent

@@ -33,7 +33,7 @@ from proof.programs import (
     replay_program,
     run_program,
 )
-from proof.programs.shortening import shorten
+from proof.programs.shrinking import shorten
 
 PLAIN = World((GroupShape("full", 0, 2),), 13, 8, 1000, "eager")
 

@@ -13,7 +13,7 @@ from aoffload._runtime.request import Request
 from proof.programs import GroupShape, Program, World, as_test, call, check_program, run_program
 from proof.programs.program import Call, Face
 from proof.programs.runtime_face import draw_and_run
-from proof.programs.shortening import shorten
+from proof.programs.shrinking import shorten
 
 MOST_CALLS = 12
 """Of a shortened program."""

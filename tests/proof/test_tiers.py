@@ -14,7 +14,7 @@ from aoffload._tiers.disk.slots import DiskOutcome, DiskSlots
 from proof.disk.simulated_disk import DiskFault
 from proof.tiers import kills
 from proof.tiers.engine import WrongBytes
-from proof.tiers.failing import KINDS, one_run
+from proof.tiers.failing_calls import KINDS, one_run
 from proof.tiers.server import SIZE_BYTES
 
 

@@ -12,7 +12,7 @@ from serving import GUARD_S, prompt, turns
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
 from disk_serving import Hanging, assert_quiet, of_slab, on_the_disk_only, simulated, with_disk
-from hanging import goes_on_after, serving_until
+from hanging_calls import goes_on_after, serving_until
 
 from aoffload._transfer.rates import FRESH_S
 

@@ -12,7 +12,7 @@ from serving import GUARD_S, config, prompt, turns
 pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 pytest.importorskip("cryptography", reason="the extra `remote` is not installed")
 
-from hanging import goes_on_after, serving_until
+from hanging_calls import goes_on_after, serving_until
 from remote_serving import (
     CELL_TOKENS,
     SECRET,

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import attrs
 from engine_doubles import BLOCK, PAGE_BYTES, LoraManager, Manager, Request, kv_tensor
-from vllm_described import kv_cache_config, vllm_config
+from vllm_configs import kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
 from aoffload._vllm.messages import Commands

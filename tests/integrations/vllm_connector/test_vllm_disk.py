@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, counted, held
-from vllm_described import kv_cache_config, vllm_config
+from vllm_configs import kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
 from aoffload import ConfigError, Tier
@@ -368,7 +368,7 @@ def test_a_local_model_needs_no_namespace(disk: Callable[..., SmallEngine], tmp_
     for weights in (b"one", b"one", b"two"):
         (model / "model.safetensors").write_bytes(weights)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("vllm_described.MODEL", str(model))
+            patch.setattr("vllm_configs.MODEL", str(model))
             engine = disk(namespace="")
         found.append(counted(engine, "restored_blocks"))
         run(engine, Request("first", TEXT))

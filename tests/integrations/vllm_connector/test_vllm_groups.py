@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_doubles import BLOCK, TEXT, Manager, Pool, Request
 from small_engine import SmallEngine, counted, held
-from vllm_described import HEADS
+from vllm_configs import HEADS
 from vllm_doubles import interface, vllm_importable
 
 from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow

@@ -11,7 +11,7 @@ import attrs
 import pytest
 from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, counted, held
-from vllm_described import kv_cache_config, vllm_config
+from vllm_configs import kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
 from aoffload import ConfigError, Tier

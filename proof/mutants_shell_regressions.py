@@ -20,7 +20,7 @@ _SILENT = "a mistake is not silent"
 _PREEMPT = "preempting what has ended harms nobody"
 _TESTS = "tests/shell/test_abandoned_runtimes.py::test_"
 _ELSEWHERE = "tests/shell/test_other_threads.py::test_"
-_ERRORS = "tests/shell/test_what_errors_say.py::test_"
+_ERRORS = "tests/shell/test_error_messages.py::test_"
 
 _RUNTIMES = (
     Mutant(

@@ -22,7 +22,7 @@ from aoffload import KVCacheGroup, OffloadConfig, RemoteTier, Request, Tier
 from aoffload._tiers.remote.memory import Removals
 from aoffload.stores import RedisStore
 from benchmarks.redis_servers import NoServerError, RedisServer
-from proof.lines import Line
+from proof.report_lines import Line
 
 from .engine import BLOCK_TOKENS, NUMBERS, ByteEngine, WrongBytes, tokens_of
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, TypeAlias
 
-from walk import UNIT, groups_of
+from random_walk import UNIT, groups_of
 
 from aoffload import HostCache, KVCacheGroup, OffloadConfig, OutOfBlocks, RequestState, SelectiveStore, Tier
 from aoffload._common.prefix import TOKEN_BYTES

@@ -7,8 +7,8 @@ from .planting import Mutant
 __all__ = ["STUCK_MUTANTS"]
 
 SLOW, SITUATION = "aoffload._runtime.worker", "aoffload._extensions.explain"
-HANGS = "tests/trace/test_stuck.py"
-WAITS = "tests/core/test_situation.py"
+HANGS = "tests/trace/test_hanging_programs.py"
+WAITS = "tests/core/test_diagnosis.py"
 
 STUCK_MUTANTS: tuple[Mutant, ...] = (
     Mutant(

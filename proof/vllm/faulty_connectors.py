@@ -1,4 +1,4 @@
-"""The connector with a transport that meddles: classes that `kv_connector_module_path="proof.vllm.meddled"` names.
+"""Connectors with a faulty transport, for `kv_connector_module_path="proof.vllm.faulty_connectors"`.
 
 What a class does is in its code. There is no key and no variable by which a server could be told to.
 """
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from aoffload.integrations.vllm import AoffloadConnector
 
-from .meddling import Ending, MeddlingTransport
+from .faulty_transport import Ending, MeddlingTransport
 
 __all__ = ["AllFail", "Counted", "FailOnSecondRank", "HalfFail", "SomeHang", "SomeUnproven"]
 

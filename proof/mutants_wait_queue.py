@@ -16,7 +16,7 @@ _LINE = (
         "self.capacity, self.num_least(waiter))",
         "self.capacity)",
         "no hang: who can never fit hears so at once, wherever in the line",
-        test="tests/core/test_rare_turns.py::test_who_can_never_fit_after_its_own_load_hears_so_behind_others",
+        test="tests/core/test_rare_paths.py::test_who_can_never_fit_after_its_own_load_hears_so_behind_others",
     ),
     Mutant(
         "hold and wait",
@@ -199,7 +199,7 @@ _WAKING = (
         f"                    waiter.wake()\n{_GRANT}",
         "the grant is in the waiter before anybody is woken",
         also=(Patch(ADMISSION, _MORE, f"                waiter.wake()\n{_MORE}"),),
-        test="tests/core/test_line.py::test_the_grant_is_there_before_anybody_is_woken",
+        test="tests/core/test_wait_queue.py::test_the_grant_is_there_before_anybody_is_woken",
     ),
     Mutant(
         "no wake-up with a failure",
@@ -230,7 +230,7 @@ _WAKING = (
         "if device.pool.num_free == before and not self._ask_blocks():",
         "if not self._ask_blocks():",
         "who is first is never kept waiting by its own pins",
-        test="tests/core/test_line.py::test_who_is_first_lets_go_of_what_nobody_finds_any_more",
+        test="tests/core/test_wait_queue.py::test_who_is_first_lets_go_of_what_nobody_finds_any_more",
     ),
     Mutant(
         "no pump after the head is cancelled",

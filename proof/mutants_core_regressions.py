@@ -83,7 +83,7 @@ _UNDONE = "a call that raises has changed nothing, so it may be repeated"
 _MISBEHAVE = "tests/core/test_observers_misbehave.py"
 _PLUGINS = "tests/shell/test_plugins_raise.py"
 _BEHIND = (
-    "tests/core/test_found_by_programs.py::"
+    "tests/core/test_program_regressions.py::"
     "test_a_store_that_has_landed_behind_another_is_found_by_no_restart_once_it_is_wrong"
 )
 
@@ -286,7 +286,7 @@ _WORKER = (
         "        if is_current and run is not None:\n",
         "        if run is not None:\n",
         "no request begins with KV from before a reset",
-        test="tests/core/test_found_by_programs.py::"
+        test="tests/core/test_program_regressions.py::"
         "test_a_load_that_a_reset_ends_brings_nothing_that_others_have_published",
     ),
     Mutant(
@@ -311,7 +311,7 @@ _WORKER = (
         "        for reader, first in tainted.items() if self.hooks.on_invalidated else ():\n",
         "        for reader, first in ():\n",
         "what turns out to be wrong is removed from the store",
-        test="tests/core/test_found_by_programs.py::"
+        test="tests/core/test_program_regressions.py::"
         "test_what_a_fork_has_brought_to_a_store_is_removed_with_what_it_copied[False]",
     ),
     Mutant(
@@ -320,7 +320,7 @@ _WORKER = (
         "now = 0.0 if self.moves.clock is None else self.moves.clock()",
         "now = 0.0",
         "ages say since when",
-        test="tests/core/test_situation.py::test_the_age_of_a_copy_counts_from_its_planning",
+        test="tests/core/test_diagnosis.py::test_the_age_of_a_copy_counts_from_its_planning",
     ),
 )
 

@@ -1,7 +1,7 @@
 """The drawing of the package in docs/architecture.md: its rooms by floor, with lines of code and what they import.
 
-    python -m proof.house                                prints the drawing
-    python -m proof.house --write docs/architecture.md   replaces the drawing in that page
+    python -m proof.architecture                                prints the drawing
+    python -m proof.architecture --write docs/architecture.md   replaces the drawing in that page
 
 The floors are those of `tests/test_layers.py`, and the imports are read from the source. A line of code is neither
 empty, nor a comment, nor part of a docstring. Numbers of lines are rounded to two digits.
@@ -24,7 +24,10 @@ from tests.test_layers import FACES, FLOORS, MODULES, PACKAGE, dotted, imports, 
 __all__ = ["BEGIN", "END", "PAGE", "Room", "drawing", "is_current", "page_with", "rooms"]
 
 PAGE = Path(__file__).parents[1] / "docs/architecture.md"
-BEGIN, END = "<!-- house: python -m proof.house --write docs/architecture.md -->\n", "<!-- end of house -->\n"
+BEGIN, END = (
+    "<!-- drawing: python -m proof.architecture --write docs/architecture.md -->\n",
+    "<!-- end of drawing -->\n",
+)
 TOLERANCE = 0.1
 """The share by which the lines of a room may differ from those in the page before the page is out of date."""
 PHRASE_WIDTH = 46

@@ -7,7 +7,7 @@ from .planting import Mutant
 __all__ = ["CHOICE_MUTANTS"]
 
 RULE, COSTS, RATES = "aoffload._extensions.load_choice", "aoffload._runtime.costs", "aoffload._transfer.rates"
-TESTS, SHELL = "tests/core/test_choice.py", "tests/shell/test_load_costs.py"
+TESTS, SHELL = "tests/core/test_load_choice.py", "tests/shell/test_load_costs.py"
 VLLM, IN_VLLM = "aoffload._vllm.computing", "tests/integrations/vllm_connector/test_vllm_choice.py"
 HOST_CACHE = "aoffload._host_cache.host_cache"
 

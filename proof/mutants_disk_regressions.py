@@ -9,7 +9,7 @@ __all__ = ["FOUND_DISK_MUTANTS"]
 DISK = "aoffload._tiers.disk"
 FORGETTING, TABLE, SLOTS = f"{DISK}.plans", f"{DISK}.table", f"{DISK}.slots"
 LANES, POSIX = f"{DISK}.lanes", f"{DISK}.files"
-ON_DISK, ROOM = "tests/transfer/test_disk_forgetting.py", "tests/transfer/test_disk_room.py"
+ON_DISK, ROOM = "tests/transfer/test_disk_invalidation.py", "tests/transfer/test_disk_space.py"
 STORIES = "tests/proof/test_disk_stories.py::test_no_story_in_which_erasures_fail_breaks_a_law"
 IDLE = "tests/core/test_disk_stores.py::test_an_idle_ledger_comes_to_rest"
 

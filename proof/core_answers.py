@@ -1,8 +1,8 @@
-"""What a program can see of a core beside its answers, as the core that this process has shows it: a line each.
+"""Prints the observable behaviour of this process's build of the core, one line for each check.
 
-`python -P proof/asked.py`, with a folder in `PYTHONPATH` that has `proof`. If this folder has `aoffload`, too, its core
-answers, else that of the environment. Odd arguments to every call of a ledger, in several states; its values and
-records, copied, compared, pickled and written to; plug-ins.
+Run `python -P proof/core_answers.py` with a folder in `PYTHONPATH` that contains `proof`. If the folder contains
+`aoffload` as well, the checks use that package, otherwise the installed one. The checks pass invalid arguments to every
+call of a ledger in several states, copy, compare, pickle and modify its values and records, and run plug-ins.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import aoffload.ledger as public
 from aoffload import Ledger
 from aoffload._kernel.extension import HOOKS
 from aoffload.ledger import Completion, LedgerExtension, Outcome, Prefix, is_compiled
-from proof.asked_plugs import plug_ins
-from proof.asked_worlds import ODD, ROOT, SITUATIONS, TOKENS, WORLDS, said
+from proof.core_ledgers import ODD, ROOT, SITUATIONS, TOKENS, WORLDS, said
+from proof.core_plugins import plug_ins
 from proof.programs.state_digest import state_digest
 
 # -- arguments --------------------------------------------------------------------------------------------------------

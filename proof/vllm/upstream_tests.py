@@ -18,7 +18,7 @@ from .verdicts import SAID_AGAIN, Case, count, missed, table
 __all__ = ["main"]
 
 OUT = Path("build/vllm")
-FOLDER = OUT / "their_tests"
+FOLDER = OUT / "upstream_tests"
 VERSION = "0.32.0"
 WANTED = ("test_scheduler.py", "test_integration.py")
 INSIDE = f"vllm-{VERSION}/tests/v1/simple_kv_offload"
@@ -59,10 +59,10 @@ def _extract(archive: Path) -> None:
 def scheduler_tests(folder: Path) -> list[Row]:
     """vLLM's tests of its scheduler; and ours of what they are about that read attributes of its manager."""
     began_s = time.monotonic()
-    cases = _run(folder, "--pyargs", "test_scheduler.py", "proof.vllm.said_again")
+    cases = _run(folder, "--pyargs", "test_scheduler.py", "proof.vllm.manager_behaviour")
     ours = [case for case in cases if case.function in SAID_AGAIN.values()]
     theirs = [case for case in cases if case not in ours]
-    (OUT / "their_tests.md").write_text(f"# vLLM's own tests\n\n{table(theirs)}\n")
+    (OUT / "upstream_tests.md").write_text(f"# vLLM's own tests\n\n{table(theirs)}\n")
     took_s = time.monotonic() - began_s
     row = Row("vLLM's test_scheduler.py", took_s=took_s, found=count(theirs))
     said = Row("what they read in vLLM's manager, as behaviour", took_s=took_s, found=count(ours))

@@ -16,10 +16,10 @@ import anyio.lowlevel
 import attrs
 import pytest
 from anyio.abc import TaskGroup, TaskStatus
+from hanging_programs import NUM_BLOCKS, START_S, Stuck, a_forward_hangs, a_task_holds_all, jumping, logger_into, stuck
 from page_data import column, columns, page_data
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from stuck import NUM_BLOCKS, START_S, Stuck, a_forward_hangs, a_task_holds_all, jumping, logger_into, stuck
 
 from aoffload import OffloadRuntime, OutOfBlocks, RequestState
 from aoffload._extensions.status import Holder, WaitsFor
@@ -426,7 +426,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_what_the_page_shows_is_what_its_programs_print(
+def test_the_page_shows_what_its_programs_print(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], anyio_backend: Any
 ) -> None:
     """Both programs, and the trace of both logs; a minute passes at once."""

@@ -17,7 +17,7 @@ from .verdicts import Case
 __all__ = ["cases_of", "main", "row_of"]
 
 OUT = Path("build/vllm")
-FOLDER = OUT / "our_tests"
+FOLDER = OUT / "connector_tests"
 TESTS = Path("tests/integrations/vllm_connector")
 INI = """[pytest]
 addopts = -q --strict-markers --strict-config

@@ -1,6 +1,6 @@
 """What vLLM's tests of its own manager are about, where they look into it: said as behaviour, over vLLM's block pool.
 
-Run by `proof.vllm.their_tests`, with pytest and the plugin `proof.vllm.adapter`.
+Run by `proof.vllm.upstream_tests`, with pytest and the plugin `proof.vllm.adapter`.
 """
 
 from __future__ import annotations

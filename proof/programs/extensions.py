@@ -14,8 +14,8 @@ from .fingerprint import with_handles
 from .ledger_draw import LedgerDraw
 from .ledger_laws import Laws
 from .ledger_machine import LedgerMachine
-from .meddler import Meddler
 from .program import Call, World
+from .random_extension import Meddler
 
 __all__ = ["KernelDraw", "KernelMachine", "MeddledEngineMachine", "MeddledMachine"]
 

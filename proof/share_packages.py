@@ -1,5 +1,5 @@
 """Lets an environment without packages of its own use those of this one, all but aoffload:
-`python proof/beside.py build/compiled`.
+`python proof/share_packages.py build/compiled`.
 
 Beside it comes `tree`, links to all of the clone but the package: who works there imports the one that is installed.
 """

@@ -12,7 +12,7 @@ from serving import GUARD_S, Engine, prompt, turns
 pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 pytest.importorskip("cryptography", reason="the extra `remote` is not installed")
 
-from hanging import serving_until
+from hanging_calls import serving_until
 from remote_serving import (
     HangingStore,
     Later,

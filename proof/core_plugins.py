@@ -1,4 +1,4 @@
-"""Plug-ins that raise, and that return odd values: of `proof/asked.py`."""
+"""Plug-ins that raise, and that return odd values: of `proof/core_answers.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aoffload import Ledger
 from aoffload._kernel.extension import HOOKS
 from aoffload.ledger import LedgerExtension, Prefix
 
-from .asked_worlds import ADDRESS, ODD, ROOT, TOKENS, WORLDS, land, said, serve
+from .core_ledgers import ADDRESS, ODD, ROOT, TOKENS, WORLDS, land, said, serve
 from .programs.state_digest import state_digest
 
 HERE = Path(__file__).parent

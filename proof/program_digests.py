@@ -1,9 +1,10 @@
-"""Programs of one face, as the core that this process has runs them: for each a line with a digest of all its calls.
+"""Runs programs of one face on this process's build of the core, and prints a digest of the calls of each program.
 
-`python -P proof/walk.py FACE FIRST_SEED NUM_PROGRAMS`, with a folder in `PYTHONPATH` that has `proof.programs`. If this
-folder has `aoffload`, too, its core runs, else that of the environment. `--each` prints every call instead. `--answers`
-compares answers, plans and statistics alone: two versions of the source may name fields and arguments differently, and
-word errors differently. `--faces` in place of a face prints the faces that there are.
+Run `python -P proof/program_digests.py FACE FIRST_SEED NUM_PROGRAMS` with a folder in `PYTHONPATH` that contains
+`proof.programs`. If the folder contains `aoffload` as well, its core runs the programs, otherwise the installed one.
+`--each` prints every call instead of a digest. `--answers` covers only answers, plans and statistics, because two
+versions of the source may differ in the names of fields and arguments and in the texts of errors. `--faces` prints the
+names of the faces.
 """
 
 from __future__ import annotations

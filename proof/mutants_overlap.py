@@ -7,7 +7,7 @@ from .planting import Mutant
 __all__ = ["EARLY_MUTANTS"]
 
 EARLY, COPIES = "aoffload._extensions.overlap", "aoffload._transfer.copy_queue"
-TEST = "tests/core/test_early_starts.py::"
+TEST = "tests/core/test_overlap.py::"
 
 EARLY_MUTANTS = (
     Mutant(
@@ -56,7 +56,7 @@ EARLY_MUTANTS = (
         "        if request.num_steps:\n            if request.load",
         "        if not request.tables:\n            if request.load",
         "a step holds what it touches, also when the load of its request fails",
-        test="tests/core/test_early_starts.py::test_a_forward_keeps_what_it_writes_when_there_is_no_room_to_go_on",
+        test="tests/core/test_overlap.py::test_a_forward_keeps_what_it_writes_when_there_is_no_room_to_go_on",
     ),
     Mutant(
         "a failed load kept when its step is over",

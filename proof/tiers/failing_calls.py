@@ -13,7 +13,7 @@ import torch
 from aoffload import ConfigError, DiskTier, KVCacheGroup, OffloadConfig, Tier
 from aoffload._transfer.local import LocalTransport
 from aoffload.errors import TransferRefused
-from proof.lines import Line
+from proof.report_lines import Line
 
 from ..disk.simulated_disk import DiskFault, SimulatedDisk
 from .engine import BLOCK_TOKENS, ByteEngine, WrongBytes, tokens_of

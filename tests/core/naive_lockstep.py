@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 from naive import DEVICE, HOST, Job, Naive, Request, Tier
-from naive_line import NaiveLine, Waiting
+from naive_wait_queue import NaiveLine, Waiting
 
 from aoffload._common.prefix import KeySpan, Prefix, Root
 from aoffload._config.config import OffloadConfig

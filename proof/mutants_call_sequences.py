@@ -113,7 +113,7 @@ CALL_MUTANTS = (
         LINE_LEFT,
         WAITS_ON,
         "who is first in line and alone gets its room, or hears that there is none",
-        test="tests/core/test_found_by_programs.py::test_who_can_never_fit_hears_so_though_its_hit_made_it_seem_to",
+        test="tests/core/test_program_regressions.py::test_who_can_never_fit_hears_so_though_its_hit_made_it_seem_to",
     ),
     Mutant(
         "a bad entry kept after a reset of the device",
@@ -136,7 +136,7 @@ CALL_MUTANTS = (
                 "        slide_windows(self.cache, request, after_load=True)\n        return [load.wake]\n",
             ),
         ),
-        test="tests/core/test_early_starts.py::test_windows_are_moved_on_where_a_load_falls_short_under_a_step",
+        test="tests/core/test_overlap.py::test_windows_are_moved_on_where_a_load_falls_short_under_a_step",
     ),
     Mutant(
         "blocks under a step taken back with their author",

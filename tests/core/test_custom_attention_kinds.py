@@ -10,8 +10,8 @@ from typing import Any
 
 import attrs
 import pytest
+import random_walk
 import test_window_match
-import walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,12 +85,12 @@ def test_kinds_that_keep_the_rules_hit_as_by_search(kind: Reads, seed: int) -> N
 @given(kind=steps(), seed=st.integers(0, 2**32))
 def test_kinds_that_keep_the_rules_read_what_was_written(kind: Reads, seed: int) -> None:
     """A random walk over the calls of a ledger with a group of that kind: what is read has the tag of its prefix."""
-    groups = [KVCacheGroup("drawn", kind, walk.UNIT), KVCacheGroup("half", kind, walk.UNIT // 2)]
+    groups = [KVCacheGroup("drawn", kind, random_walk.UNIT), KVCacheGroup("half", kind, random_walk.UNIT // 2)]
     if seed % 2:
-        groups[1] = KVCacheGroup("full", FullAttention(), walk.UNIT)
+        groups[1] = KVCacheGroup("full", FullAttention(), random_walk.UNIT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(walk, "groups_of", lambda _: groups)
-        walked = walk.Walk(seed, with_windows=True, is_plain=True)
+        patch.setattr(random_walk, "groups_of", lambda _: groups)
+        walked = random_walk.Walk(seed, with_windows=True, is_plain=True)
     assert walked.run(120)
 
 

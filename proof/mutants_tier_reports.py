@@ -13,7 +13,7 @@ WORKER_REMOTE = "aoffload._vllm.worker"
 STORE_TESTS = "tests/integrations/vllm_connector/test_vllm_remote.py::"
 TESTS = "tests/integrations/vllm_connector/test_vllm_disk.py::"
 TIERS = "tests/trace/test_trace_tiers.py::"
-SEEN = "tests/shell/test_tiers_seen.py::"
+SEEN = "tests/shell/test_tier_reports.py::"
 
 SEEN_MUTANTS: tuple[Mutant, ...] = (
     Mutant(

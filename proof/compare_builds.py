@@ -1,7 +1,9 @@
-"""What a program can see of two builds of the core: `python -m proof.alike --beside build/compiled/bin/python`.
+"""Compares the behaviour of two builds of the core.
 
-Both answer the same questions (`proof/asked.py`), and what is not answered alike is printed; but for what is expected,
-which is counted, with the reason.
+    python -m proof.compare_builds --beside build/compiled/bin/python
+
+Both builds run `proof/core_answers.py`. Each difference between their outputs is printed, except for expected
+differences, which are counted with the reason.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ LINE = re.compile(r"(?<=\.py):\d+")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m proof.alike", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m proof.compare_builds", description=__doc__)
     parser.add_argument("--beside", type=Path, required=True, metavar="PYTHON", help="that has the compiled core")
     parser.add_argument("--parts", nargs="*", default=[], help="arguments, rooms, values, plug-ins; all by default")
     given = parser.parse_args()
-    script = ROOT / "proof" / "asked.py"
+    script = ROOT / "proof" / "core_answers.py"
     builds = Build(script=script), Build(given.beside.absolute(), script)
     num_asked, num_unlike, expected = Counter[str](), 0, Counter[str]()
     for mine, theirs in zip(*(build.read(build.start(*given.parts)) for build in builds), strict=True):

@@ -9,7 +9,7 @@ __all__ = ["FOUND_REMOTE_MUTANTS"]
 REMOTE = "aoffload._tiers.remote"
 LANES, REMOVALS = f"{REMOTE}.lanes", f"{REMOTE}.memory"
 TRANSPORT = "tests/transfer/test_remote_transport.py::test_"
-TAKEN_BACK = "tests/shell/test_remote_taken_back.py::test_"
+TAKEN_BACK = "tests/shell/test_remote_invalidation.py::test_"
 CONNECTING = "tests/shell/test_remote_connecting.py::test_"
 
 _LATE = "what this process has invalidated it never hits again, whenever its put arrives"
