@@ -1,4 +1,4 @@
-"""Whatever an engine that keeps its blocks calls, in whatever order."""
+"""Random walks over all calls of `HostCache`: each request reads the right bytes or computes them."""
 
 from __future__ import annotations
 

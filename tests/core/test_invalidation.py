@@ -1,17 +1,27 @@
-"""What a failed forward committed, taken back from under who was preempted, and after a tier was reset."""
+"""`invalidate`: KV that a failed forward committed, also with preempted requests and after the reset of a tier."""
 
 from __future__ import annotations
 
 import pytest
 from driving import Driven, prompt
 
-from aoffload import ChunkedLocal, FullAttention, InvalidArgument, KVCacheGroup, OutOfBlocks, SlidingWindow, WrongState
+from aoffload import (
+    ChunkedLocal,
+    CommitError,
+    FullAttention,
+    InvalidArgument,
+    KVCacheGroup,
+    OutOfBlocks,
+    SlidingWindow,
+    WrongState,
+)
 from aoffload._common.tiers import Tier
 from aoffload._kernel.records import LedgerRequest
 from aoffload._kernel.states import RequestState
 
 S = RequestState
 A = prompt(1, 20)
+PROMPT = prompt(1, 17)
 GROUPS = {
     "full": [KVCacheGroup("full", block_size=4)],
     "chunks": [KVCacheGroup("chunks", ChunkedLocal(64), 4)],
@@ -157,3 +167,142 @@ def test_a_refused_resume_changes_nothing(num_tokens: object) -> None:
     assert driven.picture() == before and request.state is S.PREEMPTED
     driven.ledger.preemption.resume(request, 24)
     assert request.state is S.PINNED
+
+
+def test_invalidate_takes_back_what_a_failed_forward_committed() -> None:
+    """Its own blocks are private again, on every tier nothing of it is found; computing and committing again works."""
+    driven = Driven(16)
+    request = driven.running(PROMPT)
+    driven.land(driven.commit(request, 8))
+    driven.land(driven.commit(request, 17))
+    table = list(request.table)
+    assert driven.ledger.invalidation.invalidate(request, 8) == ()
+    driven.ledger.check_integrity()
+    assert request.num_computed_tokens == 8
+    assert driven.hit(PROMPT) == (8, 0)
+    assert driven.ledger.statistics().host.num_free == 14, "host copies go too"
+    stores = driven.commit(request, 17)
+    assert list(request.table) == table
+    assert driven.hit(PROMPT) == (16, 0)
+    driven.land([*stores, *driven.release(request)])
+    driven.evict_device()
+    assert driven.hit(PROMPT) == (0, 16)
+
+
+def test_invalidate_in_the_middle_of_a_block_takes_the_whole_block() -> None:
+    """A block is right or it is not: no partial block stays findable."""
+    driven = Driven(16)
+    request = driven.running(PROMPT)
+    driven.commit(request)
+    driven.ledger.invalidation.invalidate(request, 6)
+    assert driven.hit(PROMPT) == (4, 0)
+    assert request.num_computed_tokens == 6
+
+
+def test_who_matched_the_wrong_bytes_is_named() -> None:
+    """Holders of a tainted prefix, and of what they computed on it, are returned; whoever matched less is not."""
+    driven = Driven(32)
+    wrong = driven.running(PROMPT)
+    driven.commit(wrong, 8)
+    fine = driven.running(prompt(1, 9))
+    driven.commit(wrong, 17)
+    tainted = driven.running([*PROMPT, *prompt(2, 12)])
+    driven.commit(tainted, 24)
+    grandchild = driven.running([*PROMPT, *prompt(2, 12)])
+    assert grandchild.match.num_device_tokens == 24
+    assert set(driven.ledger.invalidation.invalidate(wrong, 8)) == {tainted, grandchild}
+    driven.ledger.check_integrity()
+    assert driven.hit([*PROMPT, *prompt(2, 12)]) == (8, 0)
+    assert driven.commit(tainted) == [], "it publishes and stores nothing any more"
+    assert driven.hit([*PROMPT, *prompt(2, 12), 5]) == (8, 0)
+    for request in (tainted, grandchild):
+        driven.release(request, "prefix_invalidated")
+    driven.commit(fine)
+    driven.commit(wrong)
+    assert driven.hit([*PROMPT, *prompt(2, 12)]) == (16, 0)
+    for request in (fine, wrong):
+        driven.release(request)
+
+
+@pytest.mark.parametrize("turn", ["pinned", "first in line", "granted"])
+def test_who_has_only_matched_wrong_bytes_matches_again(turn: str) -> None:
+    """Nothing was read yet, so nobody is aborted: the wrong blocks are computed instead, and no count is lost."""
+    driven = Driven(16)
+    wrong = driven.running(PROMPT)
+    driven.commit(wrong, 16)
+    matched = driven.admit(PROMPT)
+    filler = driven.allocated(prompt(6, 44))
+    waiter = None if turn == "pinned" else driven.ledger.queue_allocation(matched)
+    if turn == "granted":
+        driven.release(filler)
+        assert waiter is not None and waiter.granted is not None
+    assert driven.ledger.invalidation.invalidate(wrong, 8) == ()
+    driven.ledger.check_integrity()
+    if turn != "granted":
+        driven.release(filler)
+    if waiter is None:
+        driven.ledger.allocate_nowait(matched)
+    else:
+        driven.ledger.accept(waiter)
+    assert driven.ledger.plan_load(matched) == ()
+    assert (matched.num_computed_tokens, len(matched.table)) == (8, 5)
+    assert not set(matched.table[2:]) & set(wrong.table)
+    driven.ledger.check_integrity()
+
+
+def test_what_somebody_gone_computed_on_wrong_bytes_is_taken_back() -> None:
+    """Blocks that a finished request computed on a wrong prefix are not found once the prefix is right again."""
+    driven = Driven(32)
+    wrong = driven.running(PROMPT)
+    driven.commit(wrong)
+    driven.serve([*PROMPT[:16], *prompt(2, 9)])
+    assert driven.hit([*PROMPT[:16], *prompt(2, 9)]) == (24, 0)
+    driven.ledger.invalidation.invalidate(wrong, 0)
+    driven.ledger.check_integrity()
+    driven.commit(wrong)
+    assert driven.hit([*PROMPT[:16], *prompt(2, 9)]) == (16, 0)
+    driven.release(wrong)
+    driven.evict_device()
+    assert driven.hit([*PROMPT[:16], *prompt(2, 9)])[1] <= 16
+
+
+def test_what_is_in_flight_from_a_failed_forward_publishes_nothing() -> None:
+    """A store of wrong bytes may land: nobody finds it."""
+    driven = Driven(16)
+    request = driven.running(PROMPT)
+    (store,) = driven.launch(driven.commit(request))
+    driven.ledger.invalidation.invalidate(request, 0)
+    driven.end(store)
+    driven.release(request, "cancelled")
+    assert driven.hit(PROMPT) == (0, 0)
+    assert driven.ledger.statistics().host.num_free == 16
+
+
+def test_tokens_sampled_by_a_failed_forward_are_forgotten() -> None:
+    """The token it was given stays, the ones sampled from it go: what is generated instead has a digest of its own."""
+    driven = Driven(16)
+    request = driven.running(prompt(1, 6))
+    driven.commit(request, 6, [900])
+    driven.commit(request, 7, [901])
+    driven.commit(request, 8, [902])
+    driven.ledger.invalidation.invalidate(request, 7)
+    assert request.sequence.num_tokens == 8  # six, 900, and 901, which was sampled from what is right
+    driven.ledger.invalidation.invalidate(request, 6)
+    assert request.sequence.num_tokens == 7
+    driven.commit(request, 7, [801])
+    driven.commit(request, 8, [802])
+    assert driven.hit([*prompt(1, 6), 900, 801, 5]) == (8, 0)
+    assert driven.hit([*prompt(1, 6), 900, 901, 5]) == (4, 0)
+
+
+def test_nothing_of_others_is_taken_back() -> None:
+    """What was a hit can't be invalidated, nor what was never computed."""
+    driven = Driven(16)
+    driven.serve(prompt(1, 8))
+    request = driven.running(PROMPT)
+    driven.commit(request, 12)
+    for from_token in (7, 13):
+        with pytest.raises(CommitError, match="from_token"):
+            driven.ledger.invalidation.invalidate(request, from_token)
+    driven.ledger.invalidation.invalidate(request, 8)
+    assert driven.hit(PROMPT) == (8, 0)

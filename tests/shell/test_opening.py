@@ -19,13 +19,14 @@ from serving import (
     Checkpoints,
     Engine,
     TagBlocks,
+    TensorBlocks,
     at_every_checkpoint,
     config,
     prompt,
     turns,
 )
 
-from aoffload import ConfigError, OffloadRuntime
+from aoffload import ConfigError, OffloadRuntime, RuntimeClosed
 from aoffload._transfer.transport import PinProgress
 from aoffload.transport import Env
 
@@ -299,3 +300,14 @@ async def test_a_task_that_gives_up_before_its_thread_has_begun() -> None:
     await asyncio.wait([task])
     env.functions[0]()
     assert transport.threads == []
+
+
+async def test_a_call_before_or_after_its_block_is_refused() -> None:
+    """The error says whether the runtime is not open yet or already closed."""
+    runtime = OffloadRuntime(config(4), TensorBlocks(5).tensors)
+    with pytest.raises(RuntimeClosed, match="is not open: use it inside"):
+        runtime.lookup([1, 2, 3])
+    async with runtime:
+        runtime.lookup([1, 2, 3])
+    with pytest.raises(RuntimeClosed, match="is closed: its `async with` block is over"):
+        runtime.lookup([1, 2, 3])

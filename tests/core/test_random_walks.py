@@ -1,3 +1,5 @@
+"""Random walks over all calls of `Ledger`: each request reads the right bytes or computes them."""
+
 from __future__ import annotations
 
 from collections import Counter
