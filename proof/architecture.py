@@ -1,4 +1,4 @@
-"""The drawing of the package in docs/architecture.md: its rooms by floor, with lines of code and what they import.
+"""The drawing of the package in docs/architecture.md: its packages by floor, with lines of code and imports.
 
     python -m proof.architecture                                prints the drawing
     python -m proof.architecture --write docs/architecture.md   replaces the drawing in that page
@@ -21,7 +21,7 @@ import attrs
 
 from tests.test_layers import FACES, FLOORS, MODULES, PACKAGE, dotted, imports, is_in
 
-__all__ = ["BEGIN", "END", "PAGE", "Room", "drawing", "is_current", "page_with", "rooms"]
+__all__ = ["BEGIN", "END", "PAGE", "Package", "drawing", "is_current", "page_with", "packages"]
 
 PAGE = Path(__file__).parents[1] / "docs/architecture.md"
 BEGIN, END = (
@@ -29,7 +29,7 @@ BEGIN, END = (
     "<!-- end of drawing -->\n",
 )
 TOLERANCE = 0.1
-"""The share by which the lines of a room may differ from those in the page before the page is out of date."""
+"""The share by which the lines of a package may differ from those in the page before the page is out of date."""
 PHRASE_WIDTH = 46
 FACE = "public names"
 PHRASES = {
@@ -66,11 +66,11 @@ PHRASES = {
     "transfer": "moves bytes: copy queue, lanes, backends, ranks",
     "vllm": "the connector for vLLM",
 }
-"""What is in a room, by the last part of its name without underscores."""
+"""The contents of a package, by the last part of its name without underscores."""
 
 
 @attrs.frozen
-class Room:
+class Package:
     floor: int
     name: str
     phrase: str
@@ -79,13 +79,13 @@ class Room:
     """The floors that it imports from, its own included."""
 
 
-def rooms() -> list[Room]:
-    """All rooms, the highest floor first. Names of one floor are one room if they are in one folder, or if they are all
-    public names."""
-    return [room for number in reversed(range(len(FLOORS))) for room in _rooms_of(number)]
+def packages() -> list[Package]:
+    """All packages, the highest floor first. Modules of one floor are one entry if they are in one folder, or if all
+    define public names."""
+    return [entry for number in reversed(range(len(FLOORS))) for entry in _packages_of(number)]
 
 
-def _rooms_of(floor: int) -> Iterator[Room]:
+def _packages_of(floor: int) -> Iterator[Package]:
     grouped: dict[str, list[str]] = {}
     for name in FLOORS[floor].split():
         grouped.setdefault(FACE if name in FACES else name.partition(".")[0], []).append(name)
@@ -95,7 +95,7 @@ def _rooms_of(floor: int) -> Iterator[Room]:
         below = {number for number, name in places if name and name not in names}
         lines = sum(len(_code_lines(PACKAGE / path)) for path in paths)
         name = names[0].replace(".", "/") if len(names) == 1 else title
-        yield Room(floor, name, _phrase(title, names), lines, frozenset(below))
+        yield Package(floor, name, _phrase(title, names), lines, frozenset(below))
 
 
 def _place(module: str) -> tuple[int, str]:
@@ -132,14 +132,14 @@ def _code_lines(path: Path) -> set[int]:
     return found
 
 
-def drawing(found: Iterable[Room]) -> str:
-    """The floors from above. The last column has the numbers of the floors that a room imports from."""
-    rows = [("", "room", "lines", "what is there", "imports from floors")]
-    for room in found:
-        floors = range(max(room.below, default=-1) + 1)
-        below = " ".join(str(one) if one in room.below else "·".rjust(len(str(one))) for one in floors)
-        first, *more = textwrap.wrap(room.phrase, PHRASE_WIDTH)
-        rows.append((str(room.floor), room.name, f"{_rounded(room.num_lines):,}", first, below))
+def drawing(found: Iterable[Package]) -> str:
+    """The floors from above. The last column has the numbers of the floors that a package imports from."""
+    rows = [("", "package", "lines", "what is there", "imports from floors")]
+    for entry in found:
+        floors = range(max(entry.below, default=-1) + 1)
+        below = " ".join(str(one) if one in entry.below else "·".rjust(len(str(one))) for one in floors)
+        first, *more = textwrap.wrap(entry.phrase, PHRASE_WIDTH)
+        rows.append((str(entry.floor), entry.name, f"{_rounded(entry.num_lines):,}", first, below))
         rows += [("", "", "", line, "") for line in more]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     bars = ["─" * (width + 2) for width in widths]
@@ -170,17 +170,17 @@ LINES = re.compile(r"^(│[^│]*│[^│]*│) +([\d,]+) │", re.MULTILINE)
 def is_current(text: str) -> bool:
     """Whether a page has the drawing of the package as it is, but for lines of code that differ by less than
     `TOLERANCE`."""
-    found = rooms()
+    found = packages()
     shown = [int(number.replace(",", "")) for _, number in LINES.findall(text.split(BEGIN)[1].split(END)[0])]
     ours = LINES.sub(r"\1", page_with(text, drawing(found)))
     return ours == LINES.sub(r"\1", text) and all(
-        abs(room.num_lines - number) <= max(10, room.num_lines * TOLERANCE)
-        for room, number in zip(found, shown, strict=True)
+        abs(entry.num_lines - number) <= max(10, entry.num_lines * TOLERANCE)
+        for entry, number in zip(found, shown, strict=True)
     )
 
 
 def main(arguments: list[str]) -> None:
-    shown = drawing(rooms())
+    shown = drawing(packages())
     match arguments:
         case []:
             print(shown, end="")

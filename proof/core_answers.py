@@ -24,7 +24,7 @@ import aoffload.ledger as public
 from aoffload import Ledger
 from aoffload._kernel.extension import HOOKS
 from aoffload.ledger import Completion, LedgerExtension, Outcome, Prefix, is_compiled
-from proof.core_ledgers import ODD, ROOT, SITUATIONS, TOKENS, WORLDS, said
+from proof.core_ledgers import LEDGERS, ODD_VALUES, ROOT, SITUATIONS, TOKENS, outcome_of
 from proof.core_plugins import plug_ins
 from proof.programs.state_digest import state_digest
 
@@ -38,11 +38,11 @@ def odd_arguments() -> Iterator[tuple[str, str]]:
         for name, parameters in public_calls(Ledger):
             call = attrgetter(name)
             needed = [one.name for one in parameters if one.default is one.empty]
-            for odd, (number, value) in ((one.name, odd) for one in parameters for odd in enumerate(ODD)):
-                ledger, record = made or getattr(WORLDS[world], state)()
+            for odd, (number, value) in ((one.name, odd) for one in parameters for odd in enumerate(ODD_VALUES)):
+                ledger, record = made or getattr(LEDGERS[world], state)()
                 before = before or state_digest(ledger)
                 given = {one: usual(one, ledger, record) for one in needed} | {odd: value}
-                outcome, after = said(partial(called, call, ledger, given)), state_digest(ledger)
+                outcome, after = outcome_of(partial(called, call, ledger, given)), state_digest(ledger)
                 yield f"{world} {state} {name} {odd} {number}", f"{outcome} {after}"
                 made, before = ((ledger, record), after) if after == before else (None, "")
 
@@ -52,7 +52,7 @@ FOR_EXTENSIONS = {
     "report_errors", "sequence_of", "waits_for",
 }  # fmt: skip
 """Calls of a ledger that its extensions make."""
-FOR_ROOMS = {
+FOR_HANDLES = {
     "invalidation": {"forget", "has_read", "keep", "remember"},
     "preemption": {"may_preempt"},
     "reports": {"fetching", "oldest_by_state", "oldest_step_s", "oldest_wait_s", "step", "wait_for_room"},
@@ -67,7 +67,7 @@ def public_calls(kind: type) -> Iterator[tuple[str, list[inspect.Parameter]]]:
     for name, handle in inspect.getmembers(kind, lambda member: isinstance(member, property)):
         returned = typing.get_type_hints(handle.fget)["return"]
         if isinstance(returned, type) and issubclass(returned, LedgerExtension):
-            for verb, parameters in calls_of(returned, {*HOOKS, *FOR_ROOMS.get(name, ())}):
+            for verb, parameters in calls_of(returned, {*HOOKS, *FOR_HANDLES.get(name, ())}):
                 yield f"{name}.{verb}", parameters
 
 
@@ -105,12 +105,12 @@ def usual(name: str, ledger: Ledger, record: Any) -> Any:
     return values[name]
 
 
-def odd_rooms() -> Iterator[tuple[str, str]]:
+def odd_pool_sizes() -> Iterator[tuple[str, str]]:
     """A ledger that is made with odd values."""
     for name in list(inspect.signature(Ledger).parameters)[2:]:
-        for number, value in enumerate(ODD):
+        for number, value in enumerate(ODD_VALUES):
             given = {"num_device_blocks": 24, name: value}
-            yield f"Ledger {name} {number}", said(lambda: Ledger(WORLDS["plain"].config, **given))  # noqa: B023
+            yield f"Ledger {name} {number}", outcome_of(lambda: Ledger(LEDGERS["plain"].config, **given))  # noqa: B023
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def odd_rooms() -> Iterator[tuple[str, str]]:
 
 def things() -> Iterator[tuple[str, Any]]:
     """What the calls of a ledger hand out, by the names of their classes."""
-    world = WORLDS["plain"]
+    world = LEDGERS["plain"]
     ledger, record = world.running()
     found: dict[str, Any] = {}
     pin, prefix = ledger.pins.hold(Prefix.of(ROOT, TOKENS[:16])), Prefix.of(ROOT, TOKENS[:12])
@@ -179,13 +179,13 @@ def values() -> Iterator[tuple[str, str]]:
     """Text, equality, hash, copies, pickles, and what can be written."""
     for name, thing in things():
         for word, ask in ASKED.items():
-            yield f"{name} {word}", said(partial(ask, thing))
+            yield f"{name} {word}", outcome_of(partial(ask, thing))
         for field in fields_of(thing):
             if hasattr(thing, field):
-                yield f"{name}.{field}", said(partial(getattr, thing, field))
-                yield f"{name}.{field} deleted", said(partial(deleted, thing, field))
+                yield f"{name}.{field}", outcome_of(partial(getattr, thing, field))
+                yield f"{name}.{field} deleted", outcome_of(partial(deleted, thing, field))
                 for value in (None, "x", 1.5, True):
-                    yield f"{name}.{field} = {value!r}", said(partial(written, thing, field, value))
+                    yield f"{name}.{field} = {value!r}", outcome_of(partial(written, thing, field, value))
 
 
 def written(thing: Any, field: str, value: Any) -> str:
@@ -202,7 +202,7 @@ def deleted(thing: Any, field: str) -> str:
     return "was deleted"
 
 
-PARTS = {"arguments": odd_arguments, "rooms": odd_rooms, "values": values, "plug-ins": plug_ins}
+PARTS = {"arguments": odd_arguments, "rooms": odd_pool_sizes, "values": values, "plug-ins": plug_ins}
 
 
 def main(*parts: str) -> None:

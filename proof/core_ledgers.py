@@ -32,14 +32,14 @@ class Count(enum.IntEnum):
     TWO = 2
 
 
-class Said(str):
+class Text(str):
     """A text of another class."""
 
 
-ODD: tuple[Any, ...] = (
+ODD_VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 5, 17, 40, 41, 2**31, 2**63, 2**70, -(2**70), Small(4), Count.TWO, np.int64(4),
     np.bool_(True), 1.0, 1.5, -0.0, math.nan, math.inf, np.float64(2.5), decimal.Decimal(3), 4j, "", "4",
-    "prompt", Said("all"), b"", b"4", (), [], [3], (1, 2), [[1, 2]], [[1.5]], [1.5], [True], [2**40], {}, {1}, range(3),
+    "prompt", Text("all"), b"", b"4", (), [], [3], (1, 2), [[1, 2]], [[1.5]], [1.5], [True], [2**40], {}, {1}, range(3),
     array("i", [7]), np.arange(3), object, object(), len, Root("other"), Prefix.of(ROOT, TOKENS), aoffload.Tier.HOST,
     ...,
 )  # fmt: skip
@@ -48,13 +48,13 @@ ODD: tuple[Any, ...] = (
 class Nowhere:
     """A store that nobody asks: a ledger does not."""
 
-    def _unasked(self, *_: object) -> Any:
+    def _refuse(self, *_: object) -> Any:
         raise NotImplementedError
 
-    exist = get = put = remove = node_of = close = _unasked
+    exist = get = put = remove = node_of = close = _refuse
 
 
-class Worlds:
+class LedgersInStates:
     """Ledgers in one state each, with a request."""
 
     def __init__(self, **options: Any) -> None:
@@ -108,10 +108,10 @@ class Worlds:
 
 STATES = ("pinned", "allocated", "loading", "running", "preempted", "waiting", "over")
 RICH = ("pinned", "running")
-WORLDS = {
-    "plain": Worlds(),
-    "windows": Worlds(windows=True),
-    "learned": Worlds(
+LEDGERS = {
+    "plain": LedgersInStates(),
+    "windows": LedgersInStates(windows=True),
+    "learned": LedgersInStates(
         eviction="learned",
         disk=DiskTier("/none", size=1 << 20),
         remote=RemoteTier(Nowhere(), cell_bytes=2),
@@ -137,7 +137,7 @@ def serve(ledger: Ledger, tokens: list[int]) -> None:
     land(ledger, ledger.release(record))
 
 
-def said(make: Callable[[], Any]) -> str:
+def outcome_of(make: Callable[[], Any]) -> str:
     """What a call answers, or how it refuses."""
     try:
         found = make()

@@ -15,7 +15,7 @@ from aoffload import Ledger
 from aoffload._kernel.extension import HOOKS
 from aoffload.ledger import LedgerExtension, Prefix
 
-from .core_ledgers import ADDRESS, ODD, ROOT, TOKENS, WORLDS, land, said, serve
+from .core_ledgers import ADDRESS, LEDGERS, ODD_VALUES, ROOT, TOKENS, land, outcome_of, serve
 from .programs.state_digest import state_digest
 
 HERE = Path(__file__).parent
@@ -82,17 +82,17 @@ def _raising(error: type[BaseException]) -> Callable[..., Any]:
 def plug_ins() -> Iterator[tuple[str, str]]:
     """One call of each plug-in raises, or returns an odd value, while a request is served."""
     does: list[tuple[str, Any]] = [(error.__name__, _raising(error)) for error in ERRORS]
-    does += [(f"gives {number}", lambda *_, odd=odd: odd) for number, odd in enumerate(ODD)]
+    does += [(f"gives {number}", lambda *_, odd=odd: odd) for number, odd in enumerate(ODD_VALUES)]
     for what, value in does:
-        yield f"clock {what}", said(partial(Ledger, WORLDS["plain"].config, 24, clock=value))
+        yield f"clock {what}", outcome_of(partial(Ledger, LEDGERS["plain"].config, 24, clock=value))
         for state in ("pinned", "running", "waiting"):
-            ledger, record = getattr(WORLDS["plain"], state)()
+            ledger, record = getattr(LEDGERS["plain"], state)()
             yield f"wake {what} {state}", f"{traced(partial(_woken, ledger, record, value))} {_left(ledger)}"
             for call in ("num_free", "num_blocks", "take", "give", "free_ids"):
-                ledger, record = getattr(WORLDS["plain"], state)(device_pool=Pool())
+                ledger, record = getattr(LEDGERS["plain"], state)(device_pool=Pool())
                 yield f"pool {call} {what} {state}", _plugged(ledger, record, ledger.cache.tiers[0].pool, call, value)
             for call in ("part_changed", "all_cleared"):
-                ledger, record = getattr(WORLDS["plain"], state)()
+                ledger, record = getattr(LEDGERS["plain"], state)()
                 ledger.watch(watcher := Watcher())
                 yield f"watcher {call} {what} {state}", _plugged(ledger, record, watcher, call, value)
             for hook in HOOKS:
@@ -119,7 +119,7 @@ def _served(ledger: Ledger, record: Any) -> str:
 
 def _extended(kind: type[LedgerExtension], state: str) -> str:
     """What is left of a ledger with that extension."""
-    ledger, record = getattr(WORLDS["plain"], state)(extensions=[kind()])
+    ledger, record = getattr(LEDGERS["plain"], state)(extensions=[kind()])
     return f"{traced(partial(_served, ledger, record))} {ledger.next_lapse} {_left(ledger)}"
 
 
@@ -151,4 +151,4 @@ def _file(name: str) -> str:
 
 def _left(ledger: Ledger) -> str:
     """What the ledger is afterwards."""
-    return f"{said(ledger.check_integrity)} {said(lambda: state_digest(ledger))}"
+    return f"{outcome_of(ledger.check_integrity)} {outcome_of(lambda: state_digest(ledger))}"

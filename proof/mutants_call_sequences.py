@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .planting import Mutant, Patch
 
-__all__ = ["CALL_MUTANTS"]
+__all__ = ["CALL_SEQUENCE_MUTANTS"]
 
 ADMISSION, PINS, LOADS = "aoffload._kernel.waiting", "aoffload._kernel.leases", "aoffload._kernel.loads"
 INVALIDATION = "aoffload._extensions.invalidation"
@@ -52,7 +52,7 @@ WAITS_ON = """\
                 break
 """
 
-CALL_MUTANTS = (
+CALL_SEQUENCE_MUTANTS = (
     Mutant(
         "matched again to see whether there is room",
         ADMISSION,

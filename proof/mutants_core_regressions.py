@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from .planting import Mutant, Patch
 
-__all__ = ["FOUND_CORE_MUTANTS"]
+__all__ = ["CORE_REGRESSION_MUTANTS"]
 
 _BETWEEN = "no request begins with KV from before a reset"
 
@@ -324,4 +324,4 @@ _WORKER = (
     ),
 )
 
-FOUND_CORE_MUTANTS: tuple[Mutant, ...] = _RESETS + _OBSERVERS + _WORKER
+CORE_REGRESSION_MUTANTS: tuple[Mutant, ...] = _RESETS + _OBSERVERS + _WORKER

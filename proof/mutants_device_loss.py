@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from .planting import Mutant
 
-__all__ = ["LOSS_MUTANTS"]
+__all__ = ["DEVICE_LOSS_MUTANTS"]
 
 OPENING, SESSION, COPIES = "aoffload._runtime.runtime", "aoffload._runtime.session", "aoffload._transfer.copy_queue"
 
-LOSS_MUTANTS: tuple[Mutant, ...] = (
+DEVICE_LOSS_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "device not asked when a copy is in doubt",
         COPIES,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from .planting import Mutant
 
-__all__ = ["STUCK_MUTANTS"]
+__all__ = ["DIAGNOSIS_MUTANTS"]
 
 SLOW, SITUATION = "aoffload._runtime.worker", "aoffload._extensions.explain"
 HANGS = "tests/trace/test_hanging_programs.py"
 WAITS = "tests/core/test_diagnosis.py"
 
-STUCK_MUTANTS: tuple[Mutant, ...] = (
+DIAGNOSIS_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "slow wait is looked at too early",
         SLOW,

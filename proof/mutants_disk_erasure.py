@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .planting import Mutant, Patch
 
-__all__ = ["DISK_PROOF_MUTANTS"]
+__all__ = ["DISK_ERASURE_MUTANTS"]
 
 TIERS, WORK, SLOTS = "aoffload._tiers.disk.rules", "aoffload._tiers.disk.loop", "aoffload._tiers.disk.slots"
 FREED = "tests/core/test_disk_stores.py::test_slots_that_were_freed_may_hold_what_is_taken_back"
@@ -16,7 +16,7 @@ def _mutant(name: str, module: str, old: str, new: str, promise: str, test: str 
     return Mutant(f"disk proof: {name}", module, old, new, promise, test=test, **options)  # type: ignore[arg-type]
 
 
-DISK_PROOF_MUTANTS: tuple[Mutant, ...] = (
+DISK_ERASURE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "given up, stored all the same",
         SLOTS,

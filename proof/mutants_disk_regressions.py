@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .planting import Mutant
 
-__all__ = ["FOUND_DISK_MUTANTS"]
+__all__ = ["DISK_REGRESSION_MUTANTS"]
 
 DISK = "aoffload._tiers.disk"
 FORGETTING, TABLE, SLOTS = f"{DISK}.plans", f"{DISK}.table", f"{DISK}.slots"
@@ -155,4 +155,4 @@ _IDLE = (
     ),
 )
 
-FOUND_DISK_MUTANTS = _ERASURES + _FORKS + _IDLE
+DISK_REGRESSION_MUTANTS = _ERASURES + _FORKS + _IDLE

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from .planting import Mutant
 
-__all__ = ["SEAM_MUTANTS"]
+__all__ = ["EXTENSION_MUTANTS"]
 
 BASE, HOOKS, LEDGER, COMMITS = (f"aoffload._kernel.{room}" for room in ("base", "hooks", "ledger", "commits"))
 TESTS = "tests/core/test_extensions.py::test_"
 
-SEAM_MUTANTS = (
+EXTENSION_MUTANTS = (
     Mutant(
         "error of a hook breaks the change off",
         HOOKS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .planting import Mutant
 
-__all__ = ["LINK_MUTANTS"]
+__all__ = ["IN_FLIGHT_MUTANTS"]
 
 OFFERS, HOST_CACHE = "aoffload._host_cache.offers", "aoffload._host_cache.host_cache"
 HOPS, QUEUE = "aoffload._transfer.copy_queue", "aoffload._transfer.copy_queue"
@@ -16,7 +16,7 @@ _STEP = "all that a step computes is stored, and a load needs no more steps than
 _TESTS, _STEPS = "tests/core/test_engine_deferred.py::test_", "tests/ledger/test_copy_queue.py::test_"
 _VLLM_TESTS = "tests/integrations/vllm_connector/test_vllm_"
 
-LINK_MUTANTS = (
+IN_FLIGHT_MUTANTS = (
     Mutant(
         "deferred KV is wrong, and only its own request is asked",
         OFFERS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .planting import Mutant
 
-__all__ = ["LEARNED_MUTANTS"]
+__all__ = ["LEARNED_EVICTION_MUTANTS"]
 
 ORDER, HINTS, SHADOWS = "aoffload._eviction.learned", "aoffload._eviction.hints", "aoffload._eviction.learned"
 TESTS = "tests/core/test_learned_eviction.py::test_"
@@ -15,7 +15,7 @@ def _met_by(test: str, name: str, module: str, old: str, new: str, promise: str)
     return Mutant(f"learned: {name}", module, old, new, promise, test=TESTS + test)
 
 
-LEARNED_MUTANTS: tuple[Mutant, ...] = (
+LEARNED_EVICTION_MUTANTS: tuple[Mutant, ...] = (
     _met_by(
         "worth_falls_with_age_and_rises_with_use",
         "a class that is worth less than the one below it",

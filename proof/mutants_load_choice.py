@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .planting import Mutant
 
-__all__ = ["CHOICE_MUTANTS"]
+__all__ = ["LOAD_CHOICE_MUTANTS"]
 
 RULE, COSTS, RATES = "aoffload._extensions.load_choice", "aoffload._runtime.costs", "aoffload._transfer.rates"
 TESTS, SHELL = "tests/core/test_load_choice.py", "tests/shell/test_load_costs.py"
@@ -16,7 +16,7 @@ def _mutant(name: str, module: str, old: str, new: str, promise: str, test: str)
     return Mutant(f"load or compute: {name}", module, old, new, promise, test=test)
 
 
-CHOICE_MUTANTS: tuple[Mutant, ...] = (
+LOAD_CHOICE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "what computes delays nobody",
         RULE,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from .planting import Mutant
 
-__all__ = ["FOUND_MODEL_MUTANTS"]
+__all__ = ["MODEL_LOADING_MUTANTS"]
 
 PROVING, MODELS = "aoffload._reference.engine.proving", "aoffload._reference.engine.transformers"
 TESTS = "tests/integrations/test_model_types.py::"
 _PROVEN = "a model is served if it gives over paged KV what it gives by itself"
 
-FOUND_MODEL_MUTANTS = (
+MODEL_LOADING_MUTANTS = (
     Mutant(
         "proof compares nothing",
         PROVING,

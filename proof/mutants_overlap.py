@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from .planting import Mutant
 
-__all__ = ["EARLY_MUTANTS"]
+__all__ = ["OVERLAP_MUTANTS"]
 
 EARLY, COPIES = "aoffload._extensions.overlap", "aoffload._transfer.copy_queue"
 TEST = "tests/core/test_overlap.py::"
 
-EARLY_MUTANTS = (
+OVERLAP_MUTANTS = (
     Mutant(
         "a load taken for landed, however it ended",
         EARLY,

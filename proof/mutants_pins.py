@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .planting import Mutant, Patch
 
-__all__ = ["KEEPING_MUTANTS"]
+__all__ = ["PIN_MUTANTS"]
 
 KEEPING, CACHE_TRANSFERS, ADMISSION = (
     "aoffload._extensions.pins",
@@ -16,7 +16,7 @@ TRANSFERS = "aoffload._extensions.transfers"
 
 TRANSFERS_AMONG_REQUESTS = ("keeping", "pinned_full", "kept_windows")
 
-KEEPING_MUTANTS = (
+PIN_MUTANTS = (
     Mutant(
         "wait for a transfer that is deaf",
         SHELL,

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from .planting import Mutant
 
-__all__ = ["FOUND_REMOTE_MUTANTS"]
+__all__ = ["REMOTE_REGRESSION_MUTANTS"]
 
 REMOTE = "aoffload._tiers.remote"
 LANES, REMOVALS = f"{REMOTE}.lanes", f"{REMOTE}.memory"
 TRANSPORT = "tests/transfer/test_remote_transport.py::test_"
-TAKEN_BACK = "tests/shell/test_remote_invalidation.py::test_"
+INVALIDATION = "tests/shell/test_remote_invalidation.py::test_"
 CONNECTING = "tests/shell/test_remote_connecting.py::test_"
 
 _LATE = "what this process has invalidated it never hits again, whenever its put arrives"
 _OTHERS = "what arrives after its removal is removed again, for others who share the store"
 _FIRST = "the first request of a process hits"
 
-FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
+REMOTE_REGRESSION_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "remote late: no number is revoked",
         REMOVALS,
@@ -39,7 +39,7 @@ FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
         "        if number is not None and self.removals.has_revoked(job.label, number):\n",
         "        if False:\n",
         _LATE,
-        test=f"{TAKEN_BACK}a_put_that_has_failed_and_arrives_late_is_no_hit",
+        test=f"{INVALIDATION}a_put_that_has_failed_and_arrives_late_is_no_hit",
     ),
     Mutant(
         "remote late: what is being written is not revoked",
@@ -87,7 +87,7 @@ FOUND_REMOTE_MUTANTS: tuple[Mutant, ...] = (
         "        is_refused = self.remote.refuses(Direction.STORE)  # removals are tried again with it\n",
         "        is_refused = not self.is_on or self.remote.refuses(Direction.STORE)\n",
         _OTHERS,
-        test=f"{TAKEN_BACK}a_removal_that_fails_after_a_reset_is_tried_again",
+        test=f"{INVALIDATION}a_removal_that_fails_after_a_reset_is_tried_again",
     ),
     Mutant(
         "remote: the first question connects",

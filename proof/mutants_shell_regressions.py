@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from .planting import Mutant
 
-__all__ = ["FOUND_SHELL_MUTANTS"]
+__all__ = ["SHELL_REGRESSION_MUTANTS"]
 
 LIFE, OPENING, RUNTIME = "aoffload._runtime.runtime", "aoffload._runtime.runtime", "aoffload._runtime.runtime"
 SESSION_LIFE, BLOCK, REQUEST = "aoffload._runtime.session", "aoffload._runtime.request", "aoffload._runtime.request"
@@ -294,4 +294,4 @@ _NOT_SILENT = (
     ),
 )
 
-FOUND_SHELL_MUTANTS = _RUNTIMES + _OTHER_THREADS + _PREEMPTING + _ERRORS_SAY + _NOT_SILENT
+SHELL_REGRESSION_MUTANTS = _RUNTIMES + _OTHER_THREADS + _PREEMPTING + _ERRORS_SAY + _NOT_SILENT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .planting import Mutant
 
-__all__ = ["SEEN_MUTANTS"]
+__all__ = ["TIER_REPORT_MUTANTS"]
 
 DISK = "aoffload._vllm.disk"
 FETCHES = "aoffload._vllm.lower"
@@ -15,7 +15,7 @@ TESTS = "tests/integrations/vllm_connector/test_vllm_disk.py::"
 TIERS = "tests/trace/test_trace_tiers.py::"
 SEEN = "tests/shell/test_tier_reports.py::"
 
-SEEN_MUTANTS: tuple[Mutant, ...] = (
+TIER_REPORT_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "vLLM disk: a fetch without an end",
         FETCHES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from .planting import Mutant, Patch
 
-__all__ = ["FOUND_VLLM_MUTANTS"]
+__all__ = ["VLLM_REGRESSION_MUTANTS"]
 
 OURS = "aoffload._vllm"
 KEYS, SCHEDULER, ADAPTERS = f"{OURS}.requests", f"{OURS}.scheduler", f"{OURS}.adapters"
@@ -23,7 +23,7 @@ _COPIES = "a copy is made only while the adapter has the weights that it was pla
 _FORWARD = "a forward over what other weights have computed does not count"
 _EARLY = "what cannot work is refused before weights are loaded, with a way out"
 
-FOUND_VLLM_MUTANTS = (
+VLLM_REGRESSION_MUTANTS = (
     Mutant(
         "vLLM: a salt does not count with an adapter",
         KEYS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .planting import Mutant, Patch
 
-__all__ = ["LINE_MUTANTS"]
+__all__ = ["WAIT_QUEUE_MUTANTS"]
 
 ADMISSION, WAITING, BASE = "aoffload._kernel.waiting", "aoffload._kernel.waiting", "aoffload._kernel.base"
 INVALIDATION = "aoffload._extensions.invalidation"
@@ -353,4 +353,4 @@ _STEPS = (
     ),
 )
 
-LINE_MUTANTS: tuple[Mutant, ...] = _LINE + _WAKING + _STEPS
+WAIT_QUEUE_MUTANTS: tuple[Mutant, ...] = _LINE + _WAKING + _STEPS

@@ -131,13 +131,18 @@ class Report:
         return table(("scenario", "distinct traces", "what it is about"), rows)
 
     def _fault_table(self) -> str:
-        fates: dict[str, Counter[str]] = {kind: Counter() for kind in FAULTS}
+        outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in FAULTS}
         for part in self.campaign:
             for kind, counts in part["fates"].items():
-                fates[kind].update(counts)
+                outcomes[kind].update(counts)
         faults = _sum(self.campaign, "faults")
         rows = [
-            (kind.name, kind.about, str(faults[kind.name]), *(str(fates[kind.name][fate]) for fate in "DRAX"))
+            (
+                kind.name,
+                kind.about,
+                str(faults[kind.name]),
+                *(str(outcomes[kind.name][letter]) for letter in "DRAX"),
+            )
             for kind in FAULTS.values()
         ]
         return table(("fault", "what happens", "runs", "D", "R", "A", "X"), rows)

@@ -275,7 +275,7 @@ def test_the_house_is_drawn_as_it_is() -> None:
     drawn = text.split(architecture.BEGIN)[1].split(architecture.END)[0]
     assert not architecture.is_current(text.replace(drawn, drawn.replace(" _kernel ", " _kernal ", 1)))
     assert not architecture.is_current(text.replace(drawn, re.sub(r"(_kernel +│) +[\d,]+", r"\1  9,900", drawn)))
-    assert {room.num_lines > 0 and bool(room.phrase) for room in architecture.rooms()} == {True}
+    assert {entry.num_lines > 0 and bool(entry.phrase) for entry in architecture.packages()} == {True}
 
 
 def test_members_that_the_page_about_the_inside_names_exist() -> None:

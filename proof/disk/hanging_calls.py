@@ -8,10 +8,10 @@ from typing import Any
 
 from .simulated_disk import Crash
 
-__all__ = ["Strand"]
+__all__ = ["HangingCall"]
 
 
-class Strand:
+class HangingCall:
     """Runs `work` until it ends or parks itself. `done` is called with its result, in the caller's thread."""
 
     def __init__(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:

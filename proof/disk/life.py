@@ -25,7 +25,7 @@ from aoffload._tiers.disk.plans import RestoredRun
 from aoffload._tiers.disk.slots import DiskOutcome, DiskSlots
 from aoffload._tiers.disk.table import data_sum
 
-from .hanging_calls import Strand
+from .hanging_calls import HangingCall
 from .prompts import Key, Path, World
 from .simulated_disk import SimulatedDisk
 
@@ -82,9 +82,9 @@ class Life:
         self.unlabelled: set[Key] = set()
         self.free: list[int] = []
         self.rows = list(range(world.num_host))
-        self.parked: list[tuple[Strand, Job]] = []
+        self.parked: list[tuple[HangingCall, Job]] = []
         self.running: Job | None = None
-        self.strand: Strand | None = None
+        self.strand: HangingCall | None = None
         """The one that runs, if a thread of its own does what is done now."""
         self.has_lost = False
         """Whether a write was told as done and was not."""
@@ -308,7 +308,7 @@ class Life:
             done(work())
             self.running = None
             return
-        self.strand = Strand(work, done)
+        self.strand = HangingCall(work, done)
         if self.rng.random() < 0.2 or not self.strand.step():  # it waits behind a call that hangs, or hangs itself
             self._give_up(job)
             self.parked.append((self.strand, job))

@@ -18,7 +18,7 @@ from .readings import Reading
 from .report import PartReport, Report
 from .running import Ends
 
-__all__ = ["ARCHIVE", "REPORT", "Kept", "keeping"]
+__all__ = ["ARCHIVE", "REPORT", "Results", "saving"]
 
 REPORT = "report.md"
 ARCHIVE = "gpu.tgz"
@@ -39,7 +39,7 @@ class Went:
     """None: it has not run."""
 
 
-class Kept:
+class Results:
     """`work` has a file for each part. `out`, if it is given, has two files only: the report, and an archive of all."""
 
     def __init__(
@@ -141,7 +141,7 @@ def _replace(file: Path, write: Callable[[Path], Any]) -> None:
     written.replace(file)
 
 
-def keeping(keep: Callable[[], object], ends: Ends, every_s: float = EVERY_S) -> Ends:
+def saving(keep: Callable[[], object], ends: Ends, every_s: float = EVERY_S) -> Ends:
     """`ends`, and a call of `keep` after each `every_s` that the process runs on."""
 
     def wait(process: Any, seconds: float) -> bool:

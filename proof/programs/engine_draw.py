@@ -103,7 +103,7 @@ class EngineDraw(RemoteDraw, JobDraw):
     def _sequence(self) -> Call:
         world, evicts = self.machine.world, [Call("evict")]
         if world.cell_units and (not world.num_disk_blocks or self.rng.random() < 0.5):
-            tells = self.out_and_back if self.rng.random() < 0.5 else self.out_and_wrong
+            tells = self.store_and_fetch if self.rng.random() < 0.5 else self.store_and_invalidate_in_remote_store
             first, *self._ahead = tells(evicts, allocates=False)
         else:
             first, *self._ahead = self.down_and_up(evicts, restarts=False)
@@ -114,7 +114,7 @@ class EngineDraw(RemoteDraw, JobDraw):
         client, rng = self._one(), self.rng
         if client is None:
             return None
-        if client.is_told:
+        if client.must_end:
             return Call("release", {"who": client.name, "reason": "prefix_invalidated"})
         if client.record.state is _S.MATCHED:
             return Call("ask", {"who": client.name})

@@ -58,7 +58,7 @@ class EngineLaws(Laws):
 
     def _readable(self) -> None:
         for client in self._machine.clients.values():
-            if client.record.state is RequestState.RUNNING and not client.is_told:
+            if client.record.state is RequestState.RUNNING and not client.must_end:
                 self._machine.read(client, client.tables, client.num_computed)
 
     def _progress(self, call: Call) -> None:

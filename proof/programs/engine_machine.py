@@ -165,7 +165,7 @@ class EngineMachine(EngineState, Machine):
     ) -> str:
         """A forward up to token `stop`, which samples `new`. `offers`: the result is offered at once."""
         client = self.clients.get(who)
-        if client is None or client.record.state not in (_S.PINNED, _S.RUNNING) or client.is_told:
+        if client is None or client.record.state not in (_S.PINNED, _S.RUNNING) or client.must_end:
             return "skipped"
         start = client.num_computed
         stop = max(start, client.record.num_computed_tokens, min(stop, len(client.text.tokens) + len(new)))
@@ -232,7 +232,7 @@ class EngineMachine(EngineState, Machine):
 
     def _go_back(self, client: EngineClient, start: int) -> None:
         client.num_computed = min(client.num_computed, start)
-        client.is_told |= not self.own.go_back(client, start)  # it has to leave if what it would read is not there
+        client.must_end |= not self.own.go_back(client, start)  # it has to leave if what it would read is not there
         del client.marks[start:]
 
     def _nobody_else_has_it(self, author: EngineClient) -> None:
@@ -242,7 +242,7 @@ class EngineMachine(EngineState, Machine):
             for block in blocks:
                 for cell in block:
                     found |= cell.marks
-            if client is not author and not client.is_told and found & self.bytes.invalid:
+            if client is not author and not client.must_end and found & self.bytes.invalid:
                 raise Violation("not told", f"{client.name} goes on with what a failed forward has left")
 
     def do_release(self, who: str, reason: str = "closed_early") -> str:
@@ -250,7 +250,7 @@ class EngineMachine(EngineState, Machine):
         if (client := self.clients.pop(who, None)) is None:
             return "skipped"
         self.take(self.ledger.release(client.record, reason))
-        self.own.let_go(client)
+        self.own.free(client)
         self._ended.append(who)
         self._forget_ended()
         return str(client.record.state.name)

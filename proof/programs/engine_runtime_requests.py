@@ -46,7 +46,7 @@ class EngineServed(Served):
     @property
     def is_asking(self) -> bool:
         """Whether it may ask again, or load: it has computed nothing."""
-        return self.request.state in _ASKING and not self.has_computed and not self.is_told
+        return self.request.state in _ASKING and not self.has_computed and not self.must_end
 
     @property
     def is_answered(self) -> bool:
@@ -57,7 +57,7 @@ class EngineServed(Served):
     def may_compute(self) -> bool:
         self.look()
         is_ready = self.request.state is RequestState.RUNNING or self.is_answered
-        return is_ready and not self.is_told and not self.is_spent
+        return is_ready and not self.must_end and not self.is_spent
 
     def take_hit(self, fewer: int) -> int:
         """Name what the engine's own cache has now in place of what the tables name."""
@@ -132,7 +132,7 @@ class EngineServed(Served):
     def has_written(self) -> None:
         """A forward is over: its whole blocks hit from now on."""
         is_of_before = self.born != self.engine.num_resets  # some of its KV is of old weights
-        if not self.is_told and not self.is_spent and not is_of_before:
+        if not self.must_end and not self.is_spent and not is_of_before:
             self.own.cache(self, self.num_written(self.chain))
 
     def offered(self, num_computed: int) -> None:

@@ -87,7 +87,7 @@ class EngineStage(Stage):
     def left(self, served: Served) -> None:
         assert isinstance(served, EngineServed)
         super().left(served)
-        self.own.let_go(served)
+        self.own.free(served)
         if self.pool.prefixes.get(served.name) == served.prefix and not self._is_deferred(served.name):
             del self.pool.prefixes[served.name]
 

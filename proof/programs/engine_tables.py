@@ -78,7 +78,7 @@ class EngineTables:
         self.drop(client.tables)
         client.tables = tables
 
-    def let_go(self, client: HasTables) -> None:
+    def free(self, client: HasTables) -> None:
         self.change(client, [])
 
     def grow(self, client: HasTables, num_tokens: int, skipped_before: int = 0) -> bool:

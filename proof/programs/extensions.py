@@ -15,9 +15,9 @@ from .ledger_draw import LedgerDraw
 from .ledger_laws import Laws
 from .ledger_machine import LedgerMachine
 from .program import Call, World
-from .random_extension import Meddler
+from .random_extension import RandomExtension
 
-__all__ = ["KernelDraw", "KernelMachine", "MeddledEngineMachine", "MeddledMachine"]
+__all__ = ["KernelDraw", "KernelMachine", "ExtendedEngineMachine", "ExtendedMachine"]
 
 
 class KernelMachine(LedgerMachine):
@@ -50,51 +50,51 @@ class KernelDraw(LedgerDraw):
         return call
 
 
-class MeddledLaws(Laws):
+class ExtendedLaws(Laws):
     def _progress(self, call: Call) -> None:
         """A hook may have given blocks back in a call that does not look at the wait queue. The next call does."""
         self._ledger.end_call()
         super()._progress(call)
 
 
-class MeddledMachine(LedgerMachine):
-    LAWS = MeddledLaws
+class ExtendedMachine(LedgerMachine):
+    LAWS = ExtendedLaws
     HOOKS_CHANGE = True
 
     def __init__(self, world: World, **options: Any) -> None:
-        self._meddler = Meddler(world.num_device_blocks)
+        self._extension = RandomExtension(world.num_device_blocks)
         super().__init__(world, **options)
 
     def _open(self, world: World) -> Ledger:
-        self._meddler = Meddler(world.num_device_blocks)
+        self._extension = RandomExtension(world.num_device_blocks)
         ledger = Ledger(
-            world.config(), world.num_device_blocks, block_bytes=1, observer=self.recorder, extensions=[self._meddler]
+            world.config(), world.num_device_blocks, block_bytes=1, observer=self.recorder, extensions=[self._extension]
         )
         with_handles(ledger)
         return ledger
 
     def do_cancel_cache_transfers(self) -> str:
         said = super().do_cancel_cache_transfers()
-        self._meddler.is_over = True
-        self._meddler.let_go()
+        self._extension.is_over = True
+        self._extension.return_all()
         return said
 
 
-class MeddledEngineMachine(EngineMachine):
+class ExtendedEngineMachine(EngineMachine):
     HOOKS_CHANGE = True
 
     def _open(self, world: World) -> HostCache:  # type: ignore[override]
         super()._open(world)  # makes the pool
-        self._meddler = Meddler(world.num_device_blocks)
+        self._extension = RandomExtension(world.num_device_blocks)
         cache = HostCache(
             world.config(), world.num_device_blocks, self.pool.told(), clock=lambda: self.now, observer=self.recorder,
-            extensions=[self._meddler],
+            extensions=[self._extension],
         )  # fmt: skip
         with_handles(cache)
         return cache
 
     def do_cancel_cache_transfers(self) -> str:
         said = super().do_cancel_cache_transfers()
-        self._meddler.is_over = True
-        self._meddler.let_go()
+        self._extension.is_over = True
+        self._extension.return_all()
         return said

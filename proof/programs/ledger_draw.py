@@ -112,7 +112,7 @@ class LedgerDraw(RemoteDraw, JobDraw):
         if client is None:
             return None
         record, rng, who = client.record, self.rng, client.name
-        if client.is_told:
+        if client.must_end:
             return Call("release", {"who": who, "reason": "prefix_invalidated"})
         if record.waiter is not None:
             return Call("accept", {"who": who}) if record.waiter.is_over else None

@@ -76,7 +76,7 @@ class Laws:
         """Every running request could go on with the right bytes, unless it was told to abort."""
         for client in self._machine.clients.values():
             record = client.record
-            if record.state is RequestState.RUNNING and not client.is_told and not _in_doubt(record):
+            if record.state is RequestState.RUNNING and not client.must_end and not _in_doubt(record):
                 tables = self._ledger.block_ids(record)
                 self._machine.read(client, tables, record.num_computed_tokens)
 

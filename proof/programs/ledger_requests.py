@@ -181,7 +181,7 @@ class RequestCalls(StepCalls):
             sampled_marks=client.text.sampled_marks[:],
         )
         self.clients[child] = Client(
-            child, fork.request, text, client.num_prompt, client.is_told, client.born, oldest=client.oldest
+            child, fork.request, text, client.num_prompt, client.must_end, client.born, oldest=client.oldest
         )
         self.features.add("fork")
         return f"{fork.copies}" + self._tables(self.clients[child])
@@ -192,7 +192,7 @@ class RequestCalls(StepCalls):
         told = self.ledger.invalidation.invalidate(client.record, from_token)
         self._forget(client, from_token, told)
         for other in self.clients.values():
-            if other is not client and not other.is_told and other.text.marks & self.bytes.invalid:
+            if other is not client and not other.must_end and other.text.marks & self.bytes.invalid:
                 raise Violation("not told", f"{other.name} goes on with what a failed forward has sampled")
         for step in self.steps.values():
             for forward in step.forwards:

@@ -26,16 +26,20 @@ class LedgerSequences(LedgerDraw):
         super().__init__(rng, machine)
         self._ahead: list[Step] = []
         self._sequences: tuple[Callable[[], list[Step]], ...] = (
-            self._kept_and_wanted,
+            self._pin_and_request,
             self._forked,
             self._reset_between,
         )
         if machine.world.num_host_blocks:
-            self._sequences += (self._away_and_back,) * 4
+            self._sequences += (self._demote_and_load,) * 4
         if machine.world.num_disk_blocks:
-            self._sequences += (self._down_and_up,) * 4 + (self._down_and_wrong,)
+            self._sequences += (self._store_and_fetch_from_disk,) * 4 + (self._store_and_invalidate_on_disk,)
         if machine.world.cell_units:
-            self._sequences += (self._away_and_back,) * 4 + (self._out_and_back,) * 6 + (self._out_and_wrong,) * 7
+            self._sequences += (
+                (self._demote_and_load,) * 4
+                + (self._store_and_fetch,) * 6
+                + (self._store_and_invalidate_in_remote_store,) * 7
+            )
             self.outcomes = rng.choice(((12, 2, 2, 1), (4, 2, 2, 2), (1, 1, 1, 1)))
         has_more = machine.world.num_disk_blocks or machine.world.cell_units
         often = (0.03, 0.06, 0.12, 0.3) if has_more else (0.0, 0.03, 0.06, 0.12)
@@ -60,7 +64,7 @@ class LedgerSequences(LedgerDraw):
 
     # -- sequences ----------------------------------------------------------------------------------------------------
 
-    def _away_and_back(self) -> list[Step]:
+    def _demote_and_load(self) -> list[Step]:
         """A prompt goes to the host, and one or two requests want it again, which find more or less of it there."""
         rng, policy = self.rng, self.machine.world.store_policy
         served, known = self._served()
@@ -119,7 +123,7 @@ class LedgerSequences(LedgerDraw):
         )
         return [*sequence, *rng.choice(afterwards)]
 
-    def _kept_and_wanted(self) -> list[Step]:
+    def _pin_and_request(self) -> list[Step]:
         """A prompt is pinned. A request wants it and most of the room, and no other request holds room that it could
         wait for. Or the cache is reset while the request waits."""
         rng, (served, known) = self.rng, self._served()
@@ -181,17 +185,17 @@ class LedgerSequences(LedgerDraw):
         between = self.rng.choice(([], [is_preempted], [goes_on], [goes_on, is_preempted], [is_preempted]))
         return [forks, *between, was_wrong]
 
-    def _down_and_up(self) -> list[Step]:
+    def _store_and_fetch_from_disk(self) -> list[Step]:
         return [_call(one.name, one.args) for one in self.down_and_up([self._evict()], restarts=True)]
 
-    def _down_and_wrong(self) -> list[Step]:
-        return [_call(one.name, one.args) for one in self.down_and_wrong()]
+    def _store_and_invalidate_on_disk(self) -> list[Step]:
+        return [_call(one.name, one.args) for one in self.store_and_invalidate_on_disk()]
 
-    def _out_and_back(self) -> list[Step]:
-        return self._with_room_now(self.out_and_back([Call("evict")], allocates=True))
+    def _store_and_fetch(self) -> list[Step]:
+        return self._with_room_now(self.store_and_fetch([Call("evict")], allocates=True))
 
-    def _out_and_wrong(self) -> list[Step]:
-        return self._with_room_now(self.out_and_wrong([Call("evict")], allocates=True))
+    def _store_and_invalidate_in_remote_store(self) -> list[Step]:
+        return self._with_room_now(self.store_and_invalidate_in_remote_store([Call("evict")], allocates=True))
 
     def _with_room_now(self, sequence: list[Call]) -> list[Step]:
         """How much is to be evicted is known when it is."""

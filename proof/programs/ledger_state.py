@@ -38,7 +38,7 @@ class Client:
     """A `LedgerRequest`, or a `HostCacheRequest`."""
     text: Text
     num_prompt: int
-    is_told: bool = False
+    must_end: bool = False
     """It has to be aborted: what it has read was invalidated. Its bytes are not checked any more."""
     born: int = 0
     """The version of the weights when it was admitted."""
@@ -144,7 +144,7 @@ class LedgerState:
         del client.text.prefixes[len(client.text.tokens) + 1 :]
         del client.text.sampled_marks[max(0, from_token + 1 - client.num_prompt) :]
         for record in told:
-            self.clients[record.request_id].is_told = True
+            self.clients[record.request_id].must_end = True
 
     def written_by(self, forward: Forward) -> list[int]:
         """The blocks that a forward writes to."""

@@ -12,13 +12,13 @@ from aoffload._kernel.extension import LedgerExtension
 from aoffload._kernel.records import Job, Lease, LedgerRequest, Run
 from aoffload._kernel.tokens import TokenSequence
 
-__all__ = ["Meddler"]
+__all__ = ["RandomExtension"]
 
 MOST = 6
 """Leases and stretches of blocks that it holds at most."""
 
 
-class Meddler(LedgerExtension):
+class RandomExtension(LedgerExtension):
     """Leases, releases, cuts, splits, takes and gives. It holds nothing that another owner waits for: `ask_blocks`
     makes it give everything back."""
 
@@ -62,7 +62,7 @@ class Meddler(LedgerExtension):
         elif act == "give" and self._blocks:
             cache.give(*self._blocks.pop(rng.randrange(len(self._blocks))))
 
-    def let_go(self) -> bool:
+    def return_all(self) -> bool:
         """Give everything back. Returns whether there was something."""
         held = bool(self._leases or self._blocks)
         while self._leases:
@@ -129,7 +129,7 @@ class Meddler(LedgerExtension):
         return self._rng.random() < 0.1
 
     def ask_blocks(self) -> bool:
-        return self.let_go()
+        return self.return_all()
 
     def ask_next_lapse(self) -> float:
         return self._rng.random()

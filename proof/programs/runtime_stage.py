@@ -29,7 +29,7 @@ from .load_choice import RANDOM, RandomLoadChoice
 from .program import Program
 from .runtime_bytes import ProgramEngine
 from .runtime_requests import Served
-from .runtime_state import Told, picture
+from .runtime_state import RecordedEvents, picture
 from .state_digest import state_digest
 
 __all__ = ["Role", "Stage"]
@@ -74,7 +74,7 @@ class Stage:
 
     def begin(self) -> ProgramEngine:
         """A runtime of its own, on what is on the disk."""
-        self.told, self.recorder = Told(), Recorder()
+        self.told, self.recorder = RecordedEvents(), Recorder()
         self.engine = engine = self._engine()
         self.told.answered = engine.answered
         self.runtime = engine.runtime
@@ -258,7 +258,7 @@ class Stage:
     def check_told(self) -> None:
         """Requests that have computed on invalidated tokens were told, and nothing invalidated can be found."""
         for served in self.live:
-            if served.is_misled and not served.is_told:
+            if served.is_misled and not served.must_end:
                 raise Violation("not told", f"{served.name} has computed on what was taken back")
         self.engine.check_findable()
 

@@ -19,7 +19,7 @@ from aoffload._kernel.waiting import WaitQueue
 from aoffload._runtime.runtime import AnyRuntime
 from aoffload.testing.violations import Violation
 
-__all__ = ["Told", "picture"]
+__all__ = ["RecordedEvents", "picture"]
 
 
 def picture(ledger: AnyLedger) -> tuple[Any, ...]:
@@ -57,7 +57,7 @@ def _of_request(record: LedgerRequest) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-class Told:
+class RecordedEvents:
     """Remembers what it was told, as an observer and as a watcher of blocks."""
 
     def __init__(self) -> None:

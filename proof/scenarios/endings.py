@@ -96,7 +96,7 @@ async def abandoned(sim: Simulation) -> None:
             client = serve(sim, engine, f"r{index}", tokens(index % 2, 7))
             client.may_abort = ("cancelled", "somebody said so")
 
-        async def meddle(client: Client) -> None:
+        async def cancel_others(client: Client) -> None:
             for index in (1, 2, 2, 9):
                 await sim.jitter()
                 engine.runtime.cancel(f"r{index}", "somebody said so")
@@ -151,7 +151,7 @@ async def abandoned(sim: Simulation) -> None:
                 engine.runtime.commit_step([Computed(other, 5), Computed(one, 5)])
                 engine.note_commit(one, first, first.tokens, 5)
 
-        sim.spawn("meddle", meddle)
+        sim.spawn("meddle", cancel_others)
         sim.spawn("drop", drop)
         sim.spawn("drop_all", drop_all)
         sim.spawn("raises", raises)

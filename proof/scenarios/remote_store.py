@@ -12,7 +12,7 @@ from aoffload.testing.faults import REMOTE_FAULTS
 from aoffload.testing.tag_remote import TagStore
 
 from .common import after, bystanders, canceller, expect, serve, tokens
-from .disk import fetches_first, fetches_in_vain, forget, put_away, spoils
+from .disk import fetches_first, fetches_in_vain, forget, serve_and_evict, spoils
 from .table import scenario
 
 PROMPT = tokens(1, 9)
@@ -40,7 +40,7 @@ async def only_in_store(sim: Simulation) -> None:
     """Two requests want what only the store has: they share its cells, and both hit."""
     engine = sim.runtime(num_device_blocks=16, num_host_blocks=16, store=store_of(sim), max_fetch_share=0.5)
     async with engine.runtime:
-        await put_away(sim, engine, PROMPT)
+        await serve_and_evict(sim, engine, PROMPT)
         before = num_loaded(engine)
         twins = [serve(sim, engine, f"twin{number}", (*PROMPT, number)) for number in range(2)]
         bystanders(sim, engine, 2)
@@ -58,7 +58,7 @@ async def gone_in_between(sim: Simulation) -> None:
         num_device_blocks=16, num_host_blocks=16, store=store, cell_units=2, max_fetch_share=0.5, verify=True
     )
     async with engine.runtime:
-        await put_away(sim, engine, PROMPT, tokens(2, 9))
+        await serve_and_evict(sim, engine, PROMPT, tokens(2, 9))
 
         async def evicts(client: Client) -> None:
             for _ in range(3):
@@ -78,7 +78,7 @@ async def fetched_from_store(sim: Simulation) -> None:
     with patch("aoffload._tiers.remote.loop.MUCH_TO_HASH", 3):
         engine = sim.runtime(num_device_blocks=16, num_host_blocks=12, store=store_of(sim), max_fetch_share=0.5)
         async with engine.runtime:
-            await put_away(sim, engine, PROMPT)
+            await serve_and_evict(sim, engine, PROMPT)
             sim.spawn("fetches first", partial(fetches_first, sim, engine, (*PROMPT, 7)))
             sim.spawn("in vain", partial(fetches_in_vain, sim, engine, (*PROMPT, 8)))
             serve(sim, engine, "late", (*PROMPT, 8))
@@ -96,7 +96,7 @@ async def store_that_hangs(sim: Simulation) -> None:
         close_timeout_s=5.0,
     )  # fmt: skip
     async with engine.runtime:
-        await put_away(sim, engine, PROMPT)
+        await serve_and_evict(sim, engine, PROMPT)
         for number in range(4):
             deadline_s = sim.random.choice((0.01, 0.1, 0.6)) if number % 2 else None
             client = serve(sim, engine, f"r{number}", (*PROMPT, number), deadline_s=deadline_s)
@@ -132,7 +132,7 @@ async def closed_on_a_store(sim: Simulation) -> None:
     """A runtime closes with questions, loads, stores and removals under way. Another process goes on with the store."""
     engine = sim.runtime(num_device_blocks=16, num_host_blocks=12, store=store_of(sim), close_timeout_s=3.0)
     async with engine.runtime:
-        await put_away(sim, engine, PROMPT)
+        await serve_and_evict(sim, engine, PROMPT)
         if takes_back := sim.random.random() < 0.5:
             spoiling = sim.spawn("spoils", partial(spoils, sim, engine))
             spoiling.may_abort = ("prefix_invalidated",)
@@ -185,7 +185,7 @@ async def reset_with_a_store(sim: Simulation) -> None:
     """A reset while requests wait for the store: what comes from there later is of before, and nobody gets it."""
     engine = sim.runtime(num_device_blocks=12, num_host_blocks=10, store=store_of(sim), max_fetch_share=0.5)
     async with engine.runtime:
-        await put_away(sim, engine, PROMPT)
+        await serve_and_evict(sim, engine, PROMPT)
         for number in range(3):
             serve(sim, engine, f"r{number}", (*PROMPT, number))
         await sim.jitter()

@@ -55,32 +55,32 @@ def each_call_failed(kinds: tuple[DiskFault, ...] = KINDS, step: int = 1) -> Ite
 def one_run(kind: DiskFault, number: int, backend: str) -> tuple[int, bool]:
     """Two processes on one disk, whose call `number` fails so: how many calls there were, and whether both opened."""
     disk = SimulatedDisk(random.Random(number), 2 * SIZE_BYTES)
-    let_go = threading.Event()
+    resume = threading.Event()
     disk.fault = lambda call: kind if call.number == number else None
     opened: list[bool] = []
     serving: list[bool] = []
-    disk.hang = lambda call: _wait(let_go) if serving else None  # who opens waits for the disk as long as it takes
+    disk.hang = lambda call: _wait(resume) if serving else None  # who opens waits for the disk as long as it takes
 
     async def both() -> None:
         with anyio.fail_after(LIMIT_S):
             for life in range(2):
                 serving.clear()
-                opened.append(await _live(disk, life, let_go, serving))
+                opened.append(await _live(disk, life, resume, serving))
 
     try:
         anyio.run(both, backend=backend)
     except TimeoutError:
         raise StuckError(f"not over within {LIMIT_S:g} s") from None
     finally:
-        let_go.set()
+        resume.set()
     return disk.num_calls, all(opened)
 
 
-def _wait(let_go: threading.Event) -> None:
-    let_go.wait(LIMIT_S)
+def _wait(resume: threading.Event) -> None:
+    resume.wait(LIMIT_S)
 
 
-async def _live(disk: SimulatedDisk, life: int, let_go: threading.Event, serving: list[bool]) -> bool:
+async def _live(disk: SimulatedDisk, life: int, resume: threading.Event, serving: list[bool]) -> bool:
     """Serve while the disk fails. False: it could not be opened, which was said by name."""
     engine = ByteEngine(40)
     runtime = engine.run_with(_config())
@@ -91,7 +91,7 @@ async def _live(disk: SimulatedDisk, life: int, let_go: threading.Event, serving
         async with runtime:
             serving.append(True)
             await _serve_all(engine, life)
-            let_go.set()  # what hangs ends late, or closing would wait for it
+            resume.set()  # what hangs ends late, or closing would wait for it
     except ConfigError as error:
         if error.argument not in ("path", "size"):
             raise

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from aoffload.integrations.vllm import AoffloadConnector
 
-from .faulty_transport import Ending, MeddlingTransport
+from .faulty_transport import Ending, FailingTransport
 
 __all__ = ["AllFail", "Counted", "FailOnSecondRank", "HalfFail", "SomeHang", "SomeUnproven"]
 
@@ -17,15 +17,15 @@ __all__ = ["AllFail", "Counted", "FailOnSecondRank", "HalfFail", "SomeHang", "So
 class Counted(AoffloadConnector):  # type: ignore[misc]
     """Ends every load well."""
 
-    transport: MeddlingTransport
+    transport: FailingTransport
     first: ClassVar[int] = 0
-    """Loads from this one on are meddled with."""
+    """The number of the first load that fails."""
     number: ClassVar[int] = 0
     """How many are."""
     ending: ClassVar[Ending] = Ending.WELL
 
-    def make_transport(self, regions: Any) -> MeddlingTransport:
-        self.transport = MeddlingTransport(super().make_transport(regions), self.ending_of)
+    def make_transport(self, regions: Any) -> FailingTransport:
+        self.transport = FailingTransport(super().make_transport(regions), self.ending_of)
         return self.transport
 
     def ending_of(self, load: int) -> Ending:

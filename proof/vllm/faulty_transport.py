@@ -10,7 +10,7 @@ import attrs
 
 from aoffload.ledger import Completion, Direction, Outcome, TransferPlan
 
-__all__ = ["Ending", "MeddlingTransport"]
+__all__ = ["Ending", "FailingTransport"]
 
 
 class Ending(enum.Enum):
@@ -27,14 +27,14 @@ class Ending(enum.Enum):
     """Nothing is heard of it; it writes and ends with `release`."""
 
 
-class MeddlingTransport:
+class FailingTransport:
     """`inner`, with every load ended as `ending_of(number of loads before it)` says."""
 
     def __init__(self, inner: Any, ending_of: Callable[[int], Ending]) -> None:
         self.inner, self._ending_of = inner, ending_of
         self.num_loads = self.num_stores = 0
         self.blocks_loaded = self.blocks_stored = 0
-        self.num_meddled = 0
+        self.num_failed_loads = 0
         self._late: list[TransferPlan] = []
         self._halved: set[int] = set()
 
@@ -47,7 +47,7 @@ class MeddlingTransport:
 
     def _over(self, completion: Completion) -> None:
         if completion.job_id in self._halved:
-            completion = attrs.evolve(completion, outcome=Outcome.FAILED, error="meddled with")
+            completion = attrs.evolve(completion, outcome=Outcome.FAILED, error="failed on purpose")
         self._deliver(completion)
 
     def launch(self, plan: TransferPlan, after: Any) -> None:
@@ -59,7 +59,7 @@ class MeddlingTransport:
         ending = self._ending_of(self.num_loads)
         self.num_loads += 1
         self.blocks_loaded += plan.num_blocks
-        self.num_meddled += ending is not Ending.WELL
+        self.num_failed_loads += ending is not Ending.WELL
         self._end(plan, after, ending)
 
     def _end(self, plan: TransferPlan, after: Any, ending: Ending) -> None:
@@ -71,11 +71,11 @@ class MeddlingTransport:
             ids = {"source_ids": plan.source_ids[:half], "destination_ids": plan.destination_ids[:half]}
             self.inner.launch(attrs.evolve(plan, **ids), after)
         elif ending in (Ending.FAILED, Ending.HALF):
-            self._deliver(Completion(plan.job_id, Outcome.FAILED, error="meddled with"))
+            self._deliver(Completion(plan.job_id, Outcome.FAILED, error="failed on purpose"))
         else:
             self._late.append(plan)
             if ending is Ending.UNPROVEN:
-                self._deliver(Completion(plan.job_id, Outcome.UNPROVEN, error="meddled with"))
+                self._deliver(Completion(plan.job_id, Outcome.UNPROVEN, error="failed on purpose"))
 
     def release(self) -> int:
         """Let everything that is still under way write its bytes, and prove it. Returns the number of loads."""

@@ -192,7 +192,7 @@ class EngineWalk:
         client = self.one_of(S.MATCHED, S.PINNED)
         if client is None:
             return
-        self.let_go(client)
+        self.free(client)
         num_hit = self.hit_in_the_engine(client)
         name = client.record.request_id
         before = client.record.match
@@ -401,7 +401,7 @@ class EngineWalk:
         self.counts["found"] += len(list(filter(None, found)))
         return found
 
-    def let_go(self, client: Client) -> None:
+    def free(self, client: Client) -> None:
         for tables in (client.hits, client.tables):
             for block_id in [block_id for table in tables for block_id in table if block_id]:
                 self.pool.leave(block_id)
@@ -411,7 +411,7 @@ class EngineWalk:
         if client.record.state is S.RUNNING and reason == "closed_early" and client.num_offered:
             self.offer(client, is_last=True)
         self.clients.remove(client)
-        self.let_go(client)  # the engine reuses them at once, but for those that are held
+        self.free(client)  # the engine reuses them at once, but for those that are held
         assert self.ledger.release(client.record, reason) == ()
 
     def reads_right(self, client: Client) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 from naive import DEVICE, HOST, Job, Naive, Request, Tier
-from naive_wait_queue import NaiveLine, Waiting
+from naive_wait_queue import NaiveWaitQueue, Waiting
 
 from aoffload._common.prefix import KeySpan, Prefix, Root
 from aoffload._config.config import OffloadConfig
@@ -66,7 +66,7 @@ class Lockstep:
         self.unit, self.width = self.ledger.layout.unit_tokens, self.ledger.layout.width
         tiers = Tier(self.num_device, self.width), Tier(self.num_host, self.width)
         self.naive = Naive(*tiers, self.unit)
-        self.line = NaiveLine(self.naive, self._someone_holds_room)
+        self.line = NaiveWaitQueue(self.naive, self._someone_holds_room)
         _count_calls(self.ledger.cache, self.seen)
 
     def _someone_holds_room(self) -> bool:

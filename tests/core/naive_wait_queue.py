@@ -18,7 +18,7 @@ class Waiting:
 
 
 @attrs.define(eq=False)
-class NaiveLine:
+class NaiveWaitQueue:
     naive: Naive
     someone_else_holds_room: Callable[[], bool]
     allocating: list[Waiting] = attrs.field(factory=list)

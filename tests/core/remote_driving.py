@@ -96,7 +96,7 @@ class Remote(Driven):
         self.ledger.reset(Tier.HOST)
         self.ledger.check_integrity()
 
-    def told(self, tokens: list[int], **options: Any) -> int:
+    def num_stored_tokens(self, tokens: list[int], **options: Any) -> int:
         """The tokens that the store has of a prompt, as a question would tell."""
         found = 0
         for cell in self.cells(tokens, **options):
@@ -106,7 +106,7 @@ class Remote(Driven):
         return found
 
     def fetch(self, tokens: list[int], num_tokens: int | None = None, **options: Any) -> Any:
-        num_tokens = self.told(tokens, **options) if num_tokens is None else num_tokens
+        num_tokens = self.num_stored_tokens(tokens, **options) if num_tokens is None else num_tokens
         fetch = self.ledger.fetches.fetch(self.prefix(tokens, **options), num_remote_tokens=num_tokens)
         self.ledger.check_integrity()
         return fetch

@@ -231,7 +231,7 @@ def test_a_request_in_line_is_not_matched_by_a_fetch() -> None:
     assert waits.match.num_host_tokens == 8 * BLOCK
 
 
-def in_line_behind(disk: Disk, head: LedgerRequest, tokens: list[int]) -> Waiter:
+def queued_after(disk: Disk, head: LedgerRequest, tokens: list[int]) -> Waiter:
     """A request that has fetched, and waits for room behind `head`."""
     found = disk.admit(tokens)
     fetch = disk.ledger.fetches.fetch(
@@ -245,7 +245,7 @@ def in_line_behind(disk: Disk, head: LedgerRequest, tokens: list[int]) -> Waiter
     return waiter
 
 
-def line_of(disk: Disk) -> tuple[LedgerRequest, LedgerRequest]:
+def full_device_with_queue(disk: Disk) -> tuple[LedgerRequest, LedgerRequest]:
     """A request that has all the room, and the head of the line for it. Neither is cached anywhere."""
     running = disk.running(prompt(2, 8 * BLOCK), store="none")
     head = disk.admit(prompt(3, 8 * BLOCK), store="none")
@@ -265,8 +265,8 @@ def test_what_was_fetched_stays_while_its_request_waits_for_room(windows: bool) 
     disk = Disk(num_device=19 if windows else 10, num_host=24 if windows else 16, groups=groups)
     for tokens in (TOKENS, *OTHERS):
         disk.on_disk_only(tokens)
-    running, head = line_of(disk)
-    waiter = in_line_behind(disk, head, TOKENS)
+    running, head = full_device_with_queue(disk)
+    waiter = queued_after(disk, head, TOKENS)
     for other in OTHERS:
         disk.fetched(other)
     disk.release(head, "cancelled")
@@ -284,8 +284,8 @@ def test_requests_in_line_keep_no_more_than_the_share_of_all_fetches() -> None:
     disk = Disk(num_device=10, max_fetch_share=0.5)
     for tokens in (TOKENS, *OTHERS):
         disk.on_disk_only(tokens)
-    running, head = line_of(disk)
-    waiters = [in_line_behind(disk, head, each) for each in (TOKENS, OTHERS[0])]
+    running, head = full_device_with_queue(disk)
+    waiters = [queued_after(disk, head, each) for each in (TOKENS, OTHERS[0])]
     assert disk.ledger.statistics().host.num_pinned == 8
     disk.fetched(OTHERS[1])
     for request in (head, running):
@@ -302,8 +302,8 @@ def test_what_was_fetched_is_let_go_with_its_request_or_its_cache(how: str) -> N
     """Whoever leaves the line leaves nothing pinned, and what is forgotten is kept for nobody."""
     disk = Disk(num_device=10)
     disk.on_disk_only(TOKENS)
-    running, head = line_of(disk)
-    waiter = in_line_behind(disk, head, TOKENS)
+    running, head = full_device_with_queue(disk)
+    waiter = queued_after(disk, head, TOKENS)
     if how == "release":
         disk.release(waiter.request, "cancelled")
     elif how == "invalidate":

@@ -79,22 +79,22 @@ def test_giving_up_a_load_leaves_its_blocks_to_the_copies() -> None:
     landed, launched, queued, last = driven.load(request, into, wake=lambda: woken.append("it"))
     driven.launch([landed, launched])
     driven.end(landed)
-    asker = driven.pending(A, woken)
+    retried = driven.pending(A, woken)
     driven.ledger.abandon_load(request)
     driven.check()
     assert (request.state, request.num_computed_tokens, request.num_lost_tokens) == (S.RUNNING, 4, 12)
     assert request.retry_max_hit_tokens == 4 and woken == ["it", "asker"]
     assert driven.held() == [into[0][1]] == list(launched.destination_ids)
     assert not driven.launch([queued, last])
-    assert driven.ask(asker)[2] == "pending", "its first block has landed"
+    assert driven.ask(retried)[2] == "pending", "its first block has landed"
     tables = [[into[0][0], *driven.fresh(16)[0]]]
     driven.compute(A, tables, 4)
     assert not driven.wrong(A, tables, 0, 16)
     driven.end(launched)
     assert driven.held() == []
     driven.land(driven.offer(request, 17, tables))
-    assert driven.ask(asker, 16) == (16, 0, "hit")
-    for one in (request, asker):
+    assert driven.ask(retried, 16) == (16, 0, "hit")
+    for one in (request, retried):
         driven.release(one)
     driven.assert_at_rest()
     assert loaded(driven, A) == 16
@@ -164,9 +164,9 @@ def test_who_waits_for_a_load_that_brings_the_pause_is_woken() -> None:
     driven, woken = EngineDriven(max_quarantined_share=0.0), list[str]()
     driven.serve(A)
     _, (plan,) = driven.loading(A)
-    asker = driven.pending(A, woken)
+    retried = driven.pending(A, woken)
     driven.end(plan, Outcome.UNPROVEN)
-    assert woken == ["asker"] and driven.ask(asker) == (0, 0, "miss")
+    assert woken == ["asker"] and driven.ask(retried) == (0, 0, "miss")
 
 
 def test_each_crossing_is_said_once() -> None:
@@ -203,12 +203,12 @@ def test_a_ledger_says_until_when_it_answers_pending() -> None:
     driven.serve(A)
     driven.now = 0.1
     bringer, _ = driven.loading(A)
-    asker = driven.pending(A, woken)
-    until = driven.ledger.pending_until(asker)
+    retried = driven.pending(A, woken)
+    until = driven.ledger.pending_until(retried)
     assert until == 0.1 + 3.0 and driven.ledger.pending_until(bringer) == float("inf")
     driven.now = 2.0
-    driven.ask(asker)
-    assert driven.ledger.pending_until(asker) == until
+    driven.ask(retried)
+    assert driven.ledger.pending_until(retried) == until
     driven.now = until
-    assert driven.ask(asker) == (0, 16, "hit") and driven.ledger.pending_until(asker) == float("inf")
-    assert driven.ledger.lookup(Prefix.of(asker.sequence.root, A)).num_host_tokens == 16
+    assert driven.ask(retried) == (0, 16, "hit") and driven.ledger.pending_until(retried) == float("inf")
+    assert driven.ledger.lookup(Prefix.of(retried.sequence.root, A)).num_host_tokens == 16

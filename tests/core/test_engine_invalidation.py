@@ -150,11 +150,11 @@ def test_who_is_pending_asks_again_and_finds_what_is_right() -> None:
     request, tables = driven.computed(A)
     driven.land(driven.offer(request, 17, tables))
     bringer, plans = driven.loading(A)
-    asker = driven.pending(A, woken)
+    retried = driven.pending(A, woken)
     assert driven.invalidate(request, 8) == [bringer]
     driven.land(plans)
     driven.release(bringer, "read what was wrong")
-    assert woken == ["asker"] and driven.ask(asker) == (0, 8, "hit")
+    assert woken == ["asker"] and driven.ask(retried) == (0, 8, "hit")
 
 
 # -- resets -------------------------------------------------------------------------------------------------------
@@ -185,10 +185,10 @@ def test_a_reset_in_the_middle_of_a_load(tier: Tier | None, is_launched: bool) -
     plans = driven.load(request, tables)
     if is_launched:
         driven.launch(plans)
-    asker = driven.pending(A, woken)
+    retried = driven.pending(A, woken)
     driven.reset(tier)
     driven.serve(B)
-    assert driven.ask(asker) == (0, 0, "miss")
+    assert driven.ask(retried) == (0, 0, "miss")
     driven.launch(plans)
     driven.end(plans[0])
     assert request.num_computed_tokens == (0 if tier is None else 16)
@@ -201,7 +201,7 @@ def test_a_reset_in_the_middle_of_a_load(tier: Tier | None, is_launched: bool) -
     assert sources(stores) == ([] if tier is None else [tables[0][:4]])
     driven.land(stores)
     driven.release(request)
-    driven.release(asker)
+    driven.release(retried)
     assert driven.hit(A) == (0 if tier is None else 16)
     driven.assert_at_rest()
 

@@ -85,7 +85,7 @@ decode = msgspec.msgpack.Decoder(Batch).decode
 decode_old = msgspec.msgpack.Decoder(OldBatch).decode
 
 
-class Follower:
+class EventSubscriber:
     """Rebuilds what is cached from batches. What it can't believe, it asserts."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Follower:
             parent = block_hash
 
 
-def really_cached(ledger: Ledger) -> dict[Block, tuple[int, ...]]:
+def cached_blocks(ledger: Ledger) -> dict[Block, tuple[int, ...]]:
     """The same, read from the index and hashed from the first token on, block by block."""
     layout, found = ledger.layout, dict[Block, tuple[int, ...]]()
     for run in ledger.cache.index.runs.values():

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from event_subscriber import Follower, OldBlockStored, decode, decode_old, really_cached
+from event_subscriber import EventSubscriber, OldBlockStored, cached_blocks, decode, decode_old
 
 from aoffload import (
     ChunkedLocal,
@@ -103,12 +103,12 @@ def test_adapter_spans_and_salt_are_extra_keys() -> None:
     assert {event.lora_name for event in stored[1:]} == {"adapter"}
     hashes = [block_hash for event in stored for block_hash in event.block_hashes]
     assert len(set(hashes)) == 6
-    follower = Follower()
+    follower = EventSubscriber()
     follower.apply(told(ledger, lambda: None))
     changes = Changes(ledger, 1000, lambda: None)
     changes.begin()
     follower.apply(EventEncoder(ledger.layout, EventFormat(), 0).batch(changes.take(1000), 0.0))
-    assert follower.cached == really_cached(ledger)
+    assert follower.cached == cached_blocks(ledger)
 
 
 def test_keys_in_bytes_are_hexadecimal() -> None:
@@ -163,7 +163,7 @@ def test_a_long_run_that_is_evicted_unit_by_unit_is_not_hashed_from_the_start_ea
     encoder = EventEncoder(ledger.layout, EventFormat(), 0)
     changes = Changes(ledger, 10_000, lambda: None)
     changes.begin()
-    follower = Follower()
+    follower = EventSubscriber()
     follower.apply(encoder.batch(changes.take(10_000), 0.0))
     hashed: list[int] = []
     digests = encoder._digests
@@ -172,5 +172,5 @@ def test_a_long_run_that_is_evicted_unit_by_unit_is_not_hashed_from_the_start_ea
     for length in range(101, 399, 3):
         serve(ledger, Prefix.of(Root("m", str(length)), list(range(4 * 3))))
         follower.apply(encoder.batch(changes.take(10_000), 0.0))
-    assert follower.cached == really_cached(ledger)
+    assert follower.cached == cached_blocks(ledger)
     assert sum(hashed) < 3500, "an update for each removal of hundreds of units would be above 20,000"

@@ -14,7 +14,7 @@ import anyio
 import pytest
 import torch
 import zmq
-from event_subscriber import Follower, really_cached
+from event_subscriber import EventSubscriber, cached_blocks
 from random_walk import Walk
 from test_kv_event_format import ledger_of, serve
 
@@ -41,7 +41,7 @@ class Subscriber:
     """Follows as routers do: by number, and a gap is filled by asking. Drops what it is told to drop."""
 
     def __init__(self, context: zmq.Context[Any], publisher: KVEventPublisher, topic: str = "") -> None:
-        self.follower = Follower()
+        self.follower = EventSubscriber()
         self.next_number = 0
         self.num_gaps = 0
         self.dropped: set[int] = set()
@@ -96,7 +96,7 @@ class Subscriber:
                 self.receive()
             else:
                 self.ask()
-        assert self.follower.cached == really_cached(ledger)
+        assert self.follower.cached == cached_blocks(ledger)
 
 
 def wait_until_idle(publisher: KVEventPublisher) -> int:

@@ -411,12 +411,12 @@ async def test_closing_wakes_who_still_waits() -> None:
                 with pytest.raises(EngineClosed):
                     await bench.engine.generate(prompt_of(1), 3)
 
-            async def let_go() -> None:
+            async def finish() -> None:
                 bench.model.may_end.set()
 
             outside.start_soon(ask)
             await reached(bench.model.began)
-            outside.start_soon(let_go)
+            outside.start_soon(finish)
             await bench.engine.__aexit__(None, None, None)
             with pytest.raises(EngineClosed):
                 await bench.engine.generate(prompt_of(2), 3)

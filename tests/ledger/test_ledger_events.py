@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from event_subscriber import Follower, Hash, really_cached
+from event_subscriber import EventSubscriber, Hash, cached_blocks
 from step_programs import PROGRAMS, EngineSteps, OwnSteps, Program
 
 from aoffload import Ledger
@@ -18,7 +18,7 @@ from aoffload.ledger import Prefix, Root
 each_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
 
 
-class Router(Follower):
+class Router(EventSubscriber):
     """Follows a ledger's events, and answers from them alone how much of a prompt it would find."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -84,7 +84,7 @@ def test_events_replay_to_what_a_look_up_finds(program: Program) -> None:
             if rng.random() > 0.1:
                 return
             router.catch_up()
-            assert router.cached == really_cached(steps.ledger)
+            assert router.cached == cached_blocks(steps.ledger)
             media = {medium for medium, _, _ in router.cached}
             assert media <= ({"GPU", "CPU"} if isinstance(steps, OwnSteps) else {"CPU"})
             for tokens in prompts(steps):

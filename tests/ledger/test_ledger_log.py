@@ -279,9 +279,9 @@ def test_a_request_that_asks_with_other_tokens_of_its_engine_s_is_one_timeline(t
         driven.release(request, "left")
     timelines = Timelines()
     scanned(path, timelines)
-    (asker,) = [one for one in timelines.found if one.name == "asker"]
-    assert asker.states == ["matched", "pinned", "matched", "pinned", "aborted"]
-    assert (asker.facts["num_device_tokens"], asker.facts["num_host_tokens"]) == (8, 8)
+    (retried,) = [one for one in timelines.found if one.name == "asker"]
+    assert retried.states == ["matched", "pinned", "matched", "pinned", "aborted"]
+    assert (retried.facts["num_device_tokens"], retried.facts["num_host_tokens"]) == (8, 8)
 
 
 def test_a_logger_that_raises_costs_its_event_and_nothing_else(tmp_path: Path) -> None:

@@ -156,13 +156,13 @@ def test_a_request_that_was_told_to_ask_again_is_shown_as_matched() -> None:
     registry.register(LedgerCollector(driven.ledger, metrics, threading.Lock()))
     driven.serve(range(16))
     request, plans = driven.loading(range(17))
-    asker = driven.pending(range(17), [])
+    retried = driven.pending(range(17), [])
     scrape = Scrape.of(registry)
     assert scrape.sum("aoffload_requests", state="matched") == scrape.sum("aoffload_requests", state="loading") == 1
     num_before = scrape.sum("aoffload_request_seconds_count", state="matched")
     driven.land(plans)
     driven.release(request, "left")
-    assert driven.ask(asker)[1] == 16
+    assert driven.ask(retried)[1] == 16
     scrape = Scrape.of(registry)
     assert scrape.sum("aoffload_requests", state="matched") == 0
     assert scrape.sum("aoffload_request_seconds_count", state="matched") == num_before + 1

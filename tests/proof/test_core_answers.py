@@ -9,7 +9,7 @@ from proof import core_answers
 
 def test_each_needed_argument_has_a_usual_value() -> None:
     """A call of a ledger or of a handle that is new, or has a new argument, is noticed here."""
-    ledger, record = core_answers.WORLDS["plain"].running()
+    ledger, record = core_answers.LEDGERS["plain"].running()
     for _, parameters in core_answers.public_calls(Ledger):
         for one in parameters:
             if one.default is one.empty:
@@ -27,7 +27,7 @@ def test_calls_on_handles_are_asked() -> None:
 
 def test_no_name_is_left_out_that_is_gone() -> None:
     """The names of calls that are not public are names of calls."""
-    ledger = core_answers.WORLDS["plain"].ledger()
+    ledger = core_answers.LEDGERS["plain"].ledger()
     assert all(callable(getattr(ledger, name)) for name in core_answers.FOR_EXTENSIONS)
-    for handle, names in core_answers.FOR_ROOMS.items():
+    for handle, names in core_answers.FOR_HANDLES.items():
         assert all(callable(getattr(getattr(ledger, handle), name)) for name in names), handle

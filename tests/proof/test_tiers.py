@@ -30,11 +30,11 @@ def test_wrong_bytes_from_the_disk_are_noticed(monkeypatch: pytest.MonkeyPatch) 
     """A disk that takes whatever it reads for what was stored there."""
     load = DiskSlots.load
 
-    def believing(self: DiskSlots, slots: Any, host_ids: Any) -> DiskOutcome:
+    def assuming_success(self: DiskSlots, slots: Any, host_ids: Any) -> DiskOutcome:
         load(self, slots, host_ids)
         return DiskOutcome(Outcome.LANDED, len(slots))
 
-    monkeypatch.setattr(DiskSlots, "load", believing)
+    monkeypatch.setattr(DiskSlots, "load", assuming_success)
 
     def lose_one_write_after_another() -> None:
         for number in range(40):

@@ -14,7 +14,7 @@ from serving import GUARD_S, Engine, turns
 class Hangs(Protocol):
     async def wait_for(self, num_calls: int = 1) -> None: ...
 
-    def let_go(self) -> None: ...
+    def resume(self) -> None: ...
 
 
 @asynccontextmanager
@@ -31,9 +31,9 @@ async def serving_until(hanging: Hangs, engine: Engine, token_ids: Sequence[int]
             group.start_soon(serve)
             await hanging.wait_for()
             yield found
-            hanging.let_go()
+            hanging.resume()
     finally:
-        hanging.let_go()
+        hanging.resume()
 
 
 async def goes_on_after(seconds: float, found: list[int]) -> None:

@@ -54,7 +54,7 @@ async def test_what_hangs_keeps_the_next_request_no_time() -> None:
                 assert engine.runtime.statistics().num_fetches_declined == 1
                 leap(10.05)
         finally:
-            hanging.let_go()
+            hanging.resume()
         await assert_quiet(engine.runtime)
 
 
@@ -70,7 +70,7 @@ async def test_a_slow_disk_is_not_fetched_from() -> None:
             await hanging.wait_for()
             leap(100.0)
         finally:
-            hanging.let_go()
+            hanging.resume()
         assert await pending.wait() == 16
         num_calls = disk.num_calls
         async with runtime.request(B) as request:
@@ -148,11 +148,11 @@ async def test_a_request_that_fetches_keeps_its_place_in_line() -> None:
                     group.start_soon(serve, "second", prompt(4, 17))
                     while not runtime.ledger.admission.queue.allocating:
                         await turns(1)
-                    hanging.let_go()
+                    hanging.resume()
                     while len(runtime.ledger.admission.queue.allocating) < 2:
                         await turns(1)
                     assert not order
         finally:
-            hanging.let_go()
+            hanging.resume()
         assert order == ["first", "second"]
         await assert_quiet(runtime)

@@ -69,7 +69,7 @@ async def test_a_store_that_ends_while_the_runtime_closes_leaves_nothing_wrong()
                 request.invalidate(0)
             group.start_soon(_let_go_when_closed, engine, hanging)
     finally:
-        hanging.let_go()
+        hanging.resume()
     assert store.num_puts == 2
     await emptied(store)
 
@@ -78,7 +78,7 @@ async def _let_go_when_closed(engine: Engine, hanging: HangingStore) -> None:
     with anyio.fail_after(GUARD_S):
         while engine.runtime._session.is_open:
             await turns(1)
-    hanging.let_go()
+    hanging.resume()
 
 
 async def test_a_put_that_has_failed_and_arrives_late_is_no_hit() -> None:

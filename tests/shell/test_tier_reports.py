@@ -62,7 +62,7 @@ async def test_a_request_that_waits_for_the_disk_says_so() -> None:
             assert look.get("aoffload_fetching_requests") == 1
             assert look.get("aoffload_fetching_tokens", tier="disk") == 24
             assert "fetching   1 requests: 24 tokens from disk" in list(lines(look, None))
-            hanging.let_go()
+            hanging.resume()
         look = scraped(registry)
         assert (look.get("aoffload_fetching_requests"), look.get("aoffload_fetches_total", outcome="done")) == (0, 1)
         landed = {"direction": "load", "outcome": "landed"}
@@ -82,7 +82,7 @@ async def test_a_request_that_waits_for_a_remote_store_says_so() -> None:
             await hanging.wait_for()
             assert str((await fetching(engine.runtime)).fetching[0]) == "24 tokens from remote"
             assert scraped(registry).get("aoffload_fetching_tokens", tier="remote") == 24
-            hanging.let_go()
+            hanging.resume()
         assert (
             scraped(registry).get("aoffload_jobs_finished_total", tier="remote", outcome="landed", direction="load")
             == 3

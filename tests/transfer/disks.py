@@ -113,7 +113,7 @@ class Hanging:
         for _ in range(num_calls):
             self._begun.get(timeout=GUARD_S)
 
-    def let_go(self) -> None:
+    def resume(self) -> None:
         self._go_on.set()
 
 

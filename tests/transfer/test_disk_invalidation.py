@@ -181,7 +181,7 @@ def test_what_a_store_under_way_was_to_replace_is_forgotten_with_the_rest(
             copies.disk.forget([])  # what slot 3 held is part of it
             if fails:
                 copies.transport.give_up(job_id)
-            hanging.let_go()
+            hanging.resume()
             assert copies.next().outcome is (Outcome.FAILED if fails else Outcome.LANDED)
             wait_forgotten(copies)
             assert LABELS[0].tokens not in [run.tokens[:16] for run in runs_left(open_disk, disk, copies, power=True)]

@@ -317,7 +317,7 @@ def test_questions_that_hang_are_failures(open_remote: Open) -> None:
         assert (store.num_calls, copies.remote.statistics().num_failures) == (num_calls, 2)
         assert late.empty()
     finally:
-        waiting.let_go()
+        waiting.resume()
     for _ in range(2):
         late.get(timeout=GUARD_S)
     copies.forget_memories()
