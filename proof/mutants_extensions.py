@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["EXTENSION_MUTANTS"]
 
-BASE, HOOKS, LEDGER, COMMITS = (f"aoffload._kernel.{room}" for room in ("base", "hooks", "ledger", "commits"))
+BASE, HOOKS, LEDGER, COMMITS = (f"aoffload._kernel.{package}" for package in ("base", "hooks", "ledger", "commits"))
 TESTS = "tests/core/test_extensions.py::test_"
 
 EXTENSION_MUTANTS = (

@@ -79,16 +79,16 @@ def dotted(path: Path) -> str:
     return ".".join(part for part in path.with_suffix("").parts if part != "__init__")
 
 
-def is_in(module: str, rooms: str) -> bool:
-    return any(module == room or module.startswith(f"{room}.") for room in rooms.split())
+def is_in(module: str, packages: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages.split())
 
 
 def floor_of(module: str) -> int:
     """The floor of the longest room name that begins `module`; -1 if no room has it."""
-    rooms = {room: number for number, names in enumerate(FLOORS) for room in names.split()}
+    packages = {package: number for number, names in enumerate(FLOORS) for package in names.split()}
     parts = module.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((rooms[name] for name in names if name in rooms), -1)
+    return next((packages[name] for name in names if name in packages), -1)
 
 
 CORE = [path for path in MODULES if is_in(dotted(path), PURE) and path.stem != "__init__"]
@@ -272,7 +272,7 @@ def test_a_field_is_written_in_one_room() -> None:
         if path.parts[0] != "_kernel":
             for field in written(path) & fields:
                 found.setdefault(".".join(path.with_suffix("").parts), set()).add(field)
-    assert {room: " ".join(sorted(fields)) for room, fields in found.items()} == WRITTEN_BY_FEATURES
+    assert {package: " ".join(sorted(fields)) for package, fields in found.items()} == WRITTEN_BY_FEATURES
 
 
 def written(path: Path) -> set[str]:

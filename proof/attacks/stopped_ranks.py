@@ -48,7 +48,7 @@ def _ranks(tree: Path) -> Iterator[tuple[Victim, list[int]]]:
         pids = [int(word) for word in victim.first_line.split()]
         if len(pids) != 2:
             victim.process.wait()
-            raise RuntimeError(victim.said)
+            raise RuntimeError(victim.stderr_text)
         try:
             yield victim, pids
         finally:

@@ -87,7 +87,7 @@ class EngineDraw(RemoteDraw, JobDraw):
             ))  # fmt: skip
         return args
 
-    def _twins(self) -> Call:
+    def _same_prompt(self) -> Call:
         """Several requests want a prompt that the host may have: one of them loads it."""
         rng, prompt = self.rng, self.prompts.identity()
         self.prompts.served(prompt["tokens"])

@@ -111,8 +111,8 @@ class EngineServed(Served):
         self.own.loaded(self, before, num_ready, is_whole=num_ready >= request.match.num_tokens)
         self.check_ready(num_ready)
 
-    def goes_back_to(self, num_ready: int) -> None:
-        super().goes_back_to(num_ready)
+    def fall_back_to(self, num_ready: int) -> None:
+        super().fall_back_to(num_ready)
         self.is_spent |= not self.own.go_back(self, num_ready)
 
     def check_match(self, *, is_first: bool) -> None:

@@ -46,7 +46,7 @@ class EngineStage(Stage):
 
         def blocks_on(memory: Memory) -> Any:
             self.pool = pool_of(world, memory)
-            return self.pool.told()
+            return self.pool.engine_blocks()
 
         engine = super()._engine(blocks_on=blocks_on)
         layout, nulls = engine.runtime.ledger.layout, world.num_device_blocks % 4 < 2

@@ -87,8 +87,8 @@ class ExtendedEngineMachine(EngineMachine):
         super()._open(world)  # makes the pool
         self._extension = RandomExtension(world.num_device_blocks)
         cache = HostCache(
-            world.config(), world.num_device_blocks, self.pool.told(), clock=lambda: self.now, observer=self.recorder,
-            extensions=[self._extension],
+            world.config(), world.num_device_blocks, self.pool.engine_blocks(), clock=lambda: self.now,
+            observer=self.recorder, extensions=[self._extension],
         )  # fmt: skip
         with_handles(cache)
         return cache

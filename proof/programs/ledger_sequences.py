@@ -78,7 +78,7 @@ class LedgerSequences(LedgerDraw):
         sequence += [_call("admit", {"who": name, **wanted}) for name in names]
         sequence += [_call("allocate", {"who": name}) for name in names]
         if rng.random() < 0.3:
-            sequence += self._twin(known)
+            sequence += self._same_prompt(known)
         if rng.random() < 0.2:
             sequence.append(partial(self._extend_further, names[0]))
         sequence += [_call("load", {"who": name}) for name in names]
@@ -87,7 +87,7 @@ class LedgerSequences(LedgerDraw):
             return [*sequence, partial(self._start_early, names[0]), _call("land"), self._end]
         return sequence + (self._in_vain(names[0], known) if ends < 0.6 else [])
 
-    def _twin(self, known: dict[str, Any]) -> list[Step]:
+    def _same_prompt(self, known: dict[str, Any]) -> list[Step]:
         """Another request computes the same first tokens, and may hold the rest of the room."""
         rng, who = self.rng, self._name("t")
         num_same = rng.randint(1, len(known["tokens"]))
@@ -106,7 +106,7 @@ class LedgerSequences(LedgerDraw):
         if is_early:
             sequence.append(partial(self._start_early, name))
         if rng.random() < 0.5:
-            sequence += self._twin(known)
+            sequence += self._same_prompt(known)
         if rng.random() < 0.4:
             who = self._name("r")
             sequence += [_call("admit", {"who": who, "tokens": [9]}), partial(self._squeeze, who)]
@@ -212,8 +212,8 @@ class LedgerSequences(LedgerDraw):
 
     def _squeeze(self, name: str) -> Call:
         """Allocate all the room there is, or one unit less."""
-        room = self.machine.ledger.statistics().device
-        units = (room.num_free + room.num_cached) // self.machine.ledger.layout.width
+        pool = self.machine.ledger.statistics().device
+        units = (pool.num_free + pool.num_cached) // self.machine.ledger.layout.width
         num_tokens = (units - self.rng.choice((0, 0, 1))) * self.machine.unit
         return Call("allocate", {"who": name, "num_tokens": max(1, num_tokens)})
 

@@ -134,7 +134,7 @@ class LedgerState:
     def _tables(self, client: Client) -> str:
         return f"{client.record.state.name} {self.ledger.block_ids(client.record)}"
 
-    def _forget(self, client: Client, from_token: int, told: Sequence[LedgerRequest]) -> None:
+    def _forget(self, client: Client, from_token: int, affected: Sequence[LedgerRequest]) -> None:
         """Mark as invalid what `client` has computed from `from_token` on, drop the tokens sampled behind it, and mark
         the requests that were told."""
         for marks in client.marks[from_token:]:
@@ -143,7 +143,7 @@ class LedgerState:
         del client.text.tokens[max(client.num_prompt, from_token + 1) :]
         del client.text.prefixes[len(client.text.tokens) + 1 :]
         del client.text.sampled_marks[max(0, from_token + 1 - client.num_prompt) :]
-        for record in told:
+        for record in affected:
             self.clients[record.request_id].must_end = True
 
     def written_by(self, forward: Forward) -> list[int]:

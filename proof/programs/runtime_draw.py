@@ -185,7 +185,7 @@ class Drawing(ArgumentDrawing, DiskDrawing):
             self._states[name] = odds.becomes[name_of]
         return Call(name_of, {"who": name, **args})
 
-    def _away(self, name: str) -> Call:
+    def _evict_prompt(self, name: str) -> Call:
         """Take prompts off the device: by a demotion, or by a request that fills it."""
         rng = self.rng
         is_only_way = self._director.program.world.store_policy == "off"

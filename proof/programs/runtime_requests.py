@@ -85,9 +85,9 @@ class Served:
     def accept_second_answer(self, num_ready: int) -> None:
         """Take a second answer of its load. After a reset, it may name fewer tokens than the first one."""
         if num_ready < self.num_ready:
-            self.goes_back_to(num_ready)
+            self.fall_back_to(num_ready)
 
-    def goes_back_to(self, num_ready: int) -> None:
+    def fall_back_to(self, num_ready: int) -> None:
         self.num_ready = num_ready
         del self.written[num_ready:]
 
@@ -196,7 +196,7 @@ class Served:
         self._now.add(forward)
 
     @property
-    def is_misled(self) -> bool:
+    def has_wrong_input(self) -> bool:
         """Whether something that it has computed was not right."""
         return any(forward.wrong_from < min(forward.stop, stop) for forward, stop in self.forwards.items())
 

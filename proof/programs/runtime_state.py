@@ -24,7 +24,7 @@ __all__ = ["RecordedEvents", "picture"]
 
 def picture(ledger: AnyLedger) -> tuple[Any, ...]:
     """Everything that a call may change, except counters and how the index is cut into runs."""
-    line = ledger.admission.queue if isinstance(ledger, Ledger) else WaitQueue()
+    wait_queue = ledger.admission.queue if isinstance(ledger, Ledger) else WaitQueue()
     return (
         [
             (tier.pool.num_free, tier.num_cached, tier.num_quarantined, _in_order(tier.order))
@@ -35,7 +35,7 @@ def picture(ledger: AnyLedger) -> tuple[Any, ...]:
         [(record.request_id, record.num_steps) for record in ledger.closing if record.num_steps],
         [(job.job_id, job.state, len(job.claims)) for job in ledger.jobs.unsettled.values()],
         [(pin.pin_id, pin.state) for pin in ledger.pins.held],
-        [(waiter.request.ticket, waiter.num_units) for waiter in (*line.extending, *line.allocating)],
+        [(waiter.request.ticket, waiter.num_units) for waiter in (*wait_queue.extending, *wait_queue.allocating)],
         len(ledger.transfers.under_way),
     )
 

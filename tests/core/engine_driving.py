@@ -137,9 +137,9 @@ class EngineDriven:
         return plans
 
     def invalidate(self, request: LedgerRequest, from_token: int) -> list[LedgerRequest]:
-        told = self.ledger.invalidate(request, from_token)
+        affected = self.ledger.invalidate(request, from_token)
         self.check()
-        return list(told)
+        return list(affected)
 
     def launch(self, plans: Iterable[TransferPlan]) -> list[TransferPlan]:
         return [plan for plan in plans if self.ledger.launch(plan.job_id)]

@@ -314,9 +314,9 @@ class EngineWalk:
         for group, table in zip(self.groups, client.tables, strict=True):
             for block_id in table[start // group.block_size :]:
                 self.pool.forget(block_id)
-        told = self.ledger.invalidate(client.record, start)
-        self.counts["told"] += len(told)
-        for other in [one for one in self.clients if one.record in told]:
+        affected = self.ledger.invalidate(client.record, start)
+        self.counts["told"] += len(affected)
+        for other in [one for one in self.clients if one.record in affected]:
             for table in other.tables:
                 for block_id in table:
                     if self.memory[Tier.DEVICE].get(block_id) in (WRONG, TORN):

@@ -17,7 +17,7 @@ class Tier:
         self.cached, self.pins, self.incoming = set(), Counter(), {}
         self.lru: dict[int, None] = {}  # cached and unpinned, oldest first
 
-    def room(self) -> int:
+    def num_available(self) -> int:
         return self.free + len(self.lru) * self.width
 
     def take(self, num_blocks: int) -> None:
@@ -66,7 +66,7 @@ class Naive:
 
     def take(self, r: Request, units: int) -> bool:
         present, device = r.units or r.published, self.tiers[DEVICE]
-        if (missing := max(0, units - present) * device.width) > device.room():
+        if (missing := max(0, units - present) * device.width) > device.num_available():
             return False
         device.take(missing)
         r.private, r.units = r.private + missing, max(units, present)
@@ -142,7 +142,7 @@ class Naive:
         for start in [i for i in missing if i > covered and i - 1 not in missing]:  # where a gap begins
             stop = next(i for i in range(start, len(keys) + 1) if i not in missing)
             host.pin(keys[:stop], instead_of=[])
-            if stored := min(stop - start, host.room() // host.width):
+            if stored := min(stop - start, host.num_available() // host.width):
                 host.take(stored * host.width)
                 self.plan(DEVICE, keys[: start + stored], start)
             host.pin([], instead_of=keys[:stop])

@@ -66,11 +66,11 @@ class Lockstep:
         self.unit, self.width = self.ledger.layout.unit_tokens, self.ledger.layout.width
         tiers = Tier(self.num_device, self.width), Tier(self.num_host, self.width)
         self.naive = Naive(*tiers, self.unit)
-        self.line = NaiveWaitQueue(self.naive, self._someone_holds_room)
+        self.wait_queue = NaiveWaitQueue(self.naive, self._someone_holds_room)
         _count_calls(self.ledger.cache, self.seen)
 
     def _someone_holds_room(self) -> bool:
-        waiting = [other.request for other in (*self.line.allocating, *self.line.extending)]
+        waiting = [other.request for other in (*self.wait_queue.allocating, *self.wait_queue.extending)]
         held = [client.request for client in self.clients if client.request not in waiting]
         return bool(self.naive.jobs or self.leaving) or any(r.units or r.held.get(DEVICE) for r in held)
 
@@ -103,9 +103,9 @@ class Lockstep:
         elif waits:
             queue = self.ledger.queue_allocation if client.state is RequestState.PINNED else self.ledger.queue_extension
             client.waiter = queue(client.record, num_tokens, lambda: None)
-            client.waiting = self.line.join(client.record.ticket, request, units)
+            client.waiting = self.wait_queue.join(client.record.ticket, request, units)
             self.seen["waits"] += client.waiting.state == "waiting"
-        elif self.line.extending or (self.line.allocating and not request.units):
+        elif self.wait_queue.extending or (self.wait_queue.allocating and not request.units):
             self._refused(client, num_tokens, retryable=True)
         elif self.naive.take(request, units):
             self._nowait(client, num_tokens)
@@ -144,12 +144,12 @@ class Lockstep:
         assert client.waiter is not None and client.waiting is not None
         waiter, client.waiter, waiting, client.waiting = client.waiter, None, client.waiting, None
         self.ledger.withdraw(waiter)
-        self.line.leave(waiting)
+        self.wait_queue.leave(waiting)
         if client.state is RequestState.PINNED:
-            self.line.unpin(client.request)
+            self.wait_queue.unpin(client.request)
             self.naive.pin(client.request)
             self._same_match(client)
-        self.line.pump()
+        self.wait_queue.pump()
         self.check()
 
     def load(self, client: Client, max_tokens: int | None) -> None:
@@ -162,7 +162,7 @@ class Lockstep:
         self.seen["shared loads"] += any(
             client.request in job.claims and len(job.claims) > 1 for job in self.naive.jobs
         )  # fmt: skip
-        self.line.pump()
+        self.wait_queue.pump()
         return self.check()
 
     def launch(self, job_id: int) -> None:
@@ -175,7 +175,7 @@ class Lockstep:
         self.ledger.settle(Completion(job_id, Outcome.LANDED))
         self.naive.land(job)
         self._conclude()
-        self.line.pump()
+        self.wait_queue.pump()
         self.check()
 
     def commit(self, client: Client, num_computed_tokens: int, new: list[int]) -> None:
@@ -185,7 +185,7 @@ class Lockstep:
         client.request.num_tokens = len(client.tokens)
         self.seen["decoded"] += len(new)
         self.naive.commit(client.request, num_computed_tokens)
-        self.line.pump()
+        self.wait_queue.pump()
         self.seen["duplicates"] += any(table.duplicates for table in client.record.tables)
         self.check()
 
@@ -200,7 +200,7 @@ class Lockstep:
         if client in self.leaving:
             self.leaving.remove(client)
             self.naive.release(client.request)
-        self.line.pump()
+        self.wait_queue.pump()
         self.check()
 
     def release(self, client: Client, reason: str) -> None:
@@ -211,13 +211,13 @@ class Lockstep:
         if done:
             self.naive.store(client.request, client.request.published)
         if client.waiting is not None:
-            self.line.leave(client.waiting)
+            self.wait_queue.leave(client.waiting)
         if client.step is None:
             self.naive.release(client.request)
         else:
             self.leaving.append(client)
         self._conclude()
-        self.line.pump()
+        self.wait_queue.pump()
         self.check()
 
     def _conclude(self) -> None:

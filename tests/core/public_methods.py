@@ -14,7 +14,7 @@ FOR_EXTENSIONS = {
     "rematch", "report_errors", "sequence_of", "waits_for",
 }  # fmt: skip
 """What a ledger has for the verbs of extensions."""
-FOR_ROOMS = {
+FOR_HANDLES = {
     "transfers.begin", "transfers.hit_of", "transfers.new_request", "transfers.over", "transfers.wait_for_jobs",
     "invalidation.forget", "invalidation.has_read", "invalidation.keep", "invalidation.remember",
     "preemption.may_preempt",
@@ -38,4 +38,4 @@ def verbs_of(face: type[AnyLedger]) -> dict[str, Callable[..., Any]]:
                 found |= {verb: call for verb, call in methods.items() if "._" not in verb and callable(call)}
         elif callable(value):
             found[name] = value
-    return {verb: call for verb, call in found.items() if verb not in FOR_EXTENSIONS | FOR_ROOMS}
+    return {verb: call for verb, call in found.items() if verb not in FOR_EXTENSIONS | FOR_HANDLES}

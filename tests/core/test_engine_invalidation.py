@@ -99,8 +99,8 @@ def test_who_may_have_read_it_is_told_and_stores_nothing_any_more() -> None:
     late = driven.admit([*tokens[:13], *B], 12, request_id="late", reads_cache=False)
     driven.load(late)
     elsewhere, theirs = driven.computed(B, request_id="elsewhere")
-    told = driven.invalidate(request, 9)
-    assert {one.request_id for one in told} == {"by cache", "by host", "late"}
+    affected = driven.invalidate(request, 9)
+    assert {one.request_id for one in affected} == {"by cache", "by host", "late"}
     driven.land(plans)
     for one in (by_cache, by_host, late):
         blocks = driven.fresh(64)

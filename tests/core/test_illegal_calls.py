@@ -700,8 +700,8 @@ class IllegalMachine(MatchMachine):
     @precondition(lambda self: self.ledger.admission.queue.allocating)
     @rule(which=WHICH)
     def accept_too_early(self, which: int) -> None:
-        line = self.ledger.admission.queue.allocating
-        waiter = line[which % len(line)]
+        wait_queue = self.ledger.admission.queue.allocating
+        waiter = wait_queue[which % len(wait_queue)]
         with refused(self.ledger, waiter, error=WrongState, says=("accept: ", repr(waiter))):
             self.ledger.accept(waiter)
 

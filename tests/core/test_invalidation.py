@@ -29,7 +29,7 @@ GROUPS = {
 }
 
 
-def held(driven: Driven, request: LedgerRequest) -> set[int]:
+def blocks_of(driven: Driven, request: LedgerRequest) -> set[int]:
     return {block_id for table in driven.ledger.block_ids(request) for block_id in table if block_id}
 
 
@@ -44,15 +44,15 @@ def test_who_runs_keeps_its_blocks_whatever_it_takes_back_after_a_reset(
     request = driven.running(A)
     driven.commit(request)
     driven.ledger.reset(Tier.DEVICE)
-    before = held(driven, request)
+    before = blocks_of(driven, request)
     for from_token in froms:
         driven.ledger.invalidation.invalidate(request, from_token)
         driven.ledger.check_integrity()
-    assert held(driven, request) == before
-    room = driven.ledger.admission.num_available
-    other = driven.admit(prompt(2, 4 * (room // driven.ledger.layout.width)))
+    assert blocks_of(driven, request) == before
+    num_available = driven.ledger.admission.num_available
+    other = driven.admit(prompt(2, 4 * (num_available // driven.ledger.layout.width)))
     driven.ledger.allocate_nowait(other)
-    assert held(driven, other).isdisjoint(before)
+    assert blocks_of(driven, other).isdisjoint(before)
     driven.release(other)
     driven.release(request)
     assert driven.ledger.statistics().device.num_free == 24
@@ -113,7 +113,7 @@ def test_who_was_resumed_has_all_its_room_when_its_match_is_taken_back(is_grante
     else:
         driven.ledger.accept(waiter)
     driven.ledger.check_integrity()
-    assert len(held(driven, resumed)) == 4 and held(driven, resumed).isdisjoint(held(driven, other))
+    assert len(blocks_of(driven, resumed)) == 4 and blocks_of(driven, resumed).isdisjoint(blocks_of(driven, other))
     driven.release(resumed)
     driven.release(other)
     assert driven.ledger.statistics().device.num_pinned == 0

@@ -84,12 +84,12 @@ def test_both_estimates_are_told() -> None:
 def test_a_choice_says_a_number_of_units(said: Any) -> None:
     """Whatever else a program's own says is refused, by name."""
 
-    class Says:
+    class FixedChoice:
         def stop(self, _: LoadOffer) -> int:
             return said  # type: ignore[no-any-return]
 
     with pytest.raises(InvalidArgument, match=r"^load_choice.stop: "):
-        chosen_stop(Says(), offer(1.0), 10)
+        chosen_stop(FixedChoice(), offer(1.0), 10)
 
 
 def test_names() -> None:

@@ -154,11 +154,11 @@ def test_work_on_a_load_that_fell_short_can_not_be_committed(outcome: Outcome) -
     end(driven, step)
     ready = num_landed * BLOCK
     assert request.state is RequestState.RUNNING and request.num_computed_tokens == ready
-    for told in (False, True):
+    for texts in (False, True):
         with pytest.raises(CommitError, match=rf"brought fewer tokens .* from token {ready} on") as refusal:
             driven.ledger.commit(request, 17)
         assert refusal.value.argument == "num_computed_tokens"
-        if not told:
+        if not texts:
             assert driven.ledger.overlap.begin_again(request) == ready
     with driven.ledger.step([request]):
         pass
@@ -358,12 +358,12 @@ def test_who_was_preempted_needs_not_hear_of_what_it_has_lost_anyway() -> None:
 
 def test_every_turn_of_an_early_start_is_told() -> None:
     """The trace says when a forward began early, and how that ended."""
-    told: list[str] = []
+    texts: list[str] = []
 
     class Witness:
         def observe(self, event: Event) -> None:
             if isinstance(event, OverlapMoved):
-                told.append(f"{event.old.name}>{event.new.name} {event.overlap.num_tokens}")
+                texts.append(f"{event.old.name}>{event.new.name} {event.overlap.num_tokens}")
 
     driven = on_host(observer=Witness())
     for outcome in (Outcome.LANDED, Outcome.FAILED):
@@ -373,7 +373,7 @@ def test_every_turn_of_an_early_start_is_told() -> None:
         driven.ledger.overlap.begin_again(request)
         driven.release(request)
         driven.evict_device()
-    assert told == ["NEW>SPECULATIVE 16", "SPECULATIVE>CONFIRMED 16", "NEW>SPECULATIVE 16", "SPECULATIVE>INVALID 16",
+    assert texts == ["NEW>SPECULATIVE 16", "SPECULATIVE>CONFIRMED 16", "NEW>SPECULATIVE 16", "SPECULATIVE>INVALID 16",
                     "INVALID>ACKNOWLEDGED 16"]  # fmt: skip
 
 
@@ -443,8 +443,8 @@ def test_windows_are_moved_on_where_a_load_falls_short_under_a_step() -> None:
     groups = [KVCacheGroup(f"g{number}", attention=kind, block_size=BLOCK) for number, kind in enumerate(kinds)]
     driven = on_host(56, groups=groups)
     request = driven.allocated(A)
-    room = driven.ledger.statistics().device.num_free + driven.ledger.statistics().device.num_cached
-    driven.allocated(prompt(2, (room // len(groups) - 1) * BLOCK), max_hit_tokens=0)
+    num_unpinned = driven.ledger.statistics().device.num_free + driven.ledger.statistics().device.num_cached
+    driven.allocated(prompt(2, (num_unpinned // len(groups) - 1) * BLOCK), max_hit_tokens=0)
     landed, failed = driven.launch(driven.ledger.plan_load(request))
     step = begin(driven, request)
     driven.end(landed)

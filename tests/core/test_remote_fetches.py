@@ -97,7 +97,7 @@ def test_only_what_was_told_is_loaded() -> None:
     assert remote.fetch(TOKENS, 0).plans == ()
     assert spans_of(remote.fetch(TOKENS, CELL).plans) == [(0, 4, ALL)]
     other = Remote()
-    other.there = remote.there
+    other.cells_stored = remote.cells_stored
     assert spans_of(other.fetch(TOKENS[: CELL + 3], 3 * CELL).plans) == [(0, 4, ALL)]
 
 

@@ -87,7 +87,7 @@ def test_what_the_store_has_is_not_stored() -> None:
     remote.in_store_only(TOKENS)
     remote.serve(TOKENS)
     assert remote.write_behind() == []
-    del remote.there[remote.cells(TOKENS)[1].digest]
+    del remote.cells_stored[remote.cells(TOKENS)[1].digest]
     assert remote.write_behind() == [], "nothing has changed that is known of here"
     remote.serve(TOKENS)
     assert spans_of(remote.write_behind()) == [(4, 8, ALL)]
@@ -396,7 +396,7 @@ def test_a_load_of_a_wrong_cell_publishes_nothing() -> None:
     remote.land(remote.write_behind())
     remote.ledger.reset(Tier.HOST)
     longer = [*TOKENS[:-1], *prompt(3, CELL), 7]
-    remote.there |= {cell.digest: cell for cell in remote.cells(longer)}
+    remote.cells_stored |= {cell.digest: cell for cell in remote.cells(longer)}
     plans = remote.launch(remote.fetch(longer).plans)
     assert len(plans) == 4
     invalidate(remote, request, CELL)

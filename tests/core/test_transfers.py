@@ -451,13 +451,13 @@ def test_no_room_after_a_failed_load_means_queueing_at_the_old_place() -> None:
     assert driven.ledger.plan_load(sharer) == ()  # gives its three blocks back and waits for the job
     filler = driven.allocated(prompt(9, 12))
     later = driven.admit(prompt(8, 16))
-    behind = driven.ledger.queue_allocation(later, None, lambda: None)
+    next_waiter = driven.ledger.queue_allocation(later, None, lambda: None)
     (load,) = driven.launch(plans)
     driven.end(load, Outcome.FAILED)
     assert first.state is RequestState.RUNNING, "the older one takes the blocks that the job has freed"
     assert sharer.state is RequestState.REQUEUED and sharer.waiter is not None
-    assert driven.ledger.admission.queue.allocating == [sharer.waiter, behind]
-    assert not behind.is_over
+    assert driven.ledger.admission.queue.allocating == [sharer.waiter, next_waiter]
+    assert not next_waiter.is_over
     driven.release(filler, "done")
     assert sharer.waiter.granted is not None
     driven.ledger.accept(sharer.waiter)

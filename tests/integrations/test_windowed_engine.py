@@ -131,11 +131,11 @@ async def test_the_last_token_stays_the_last_one_in_a_later_try() -> None:
         return token == 1
 
     ask = Ask(1, np.array([1]), [1], 5, None, {}, None, lambda _: None, until)
-    told = []
+    answers = []
     for _ in range(2):
         tell = ask.listener()
-        told.append([tell(token) for token in range(2)])
-    assert told == [[False, True], [False, True]]
+        answers.append([tell(token) for token in range(2)])
+    assert answers == [[False, True], [False, True]]
     assert asked == [0, 1]
     assert ask.max_new_tokens == 2
 
@@ -188,7 +188,7 @@ async def test_who_made_way_stays_away_until_the_other_has_its_room() -> None:
         for ticket, request in enumerate(requests)
     )
 
-    async def leave_when_asked() -> None:
+    async def leave_when_cancelled() -> None:
         with rivals.entered(younger):
             has_entered.set()
             await requests[1].cancelled.wait()
@@ -199,7 +199,7 @@ async def test_who_made_way_stays_away_until_the_other_has_its_room() -> None:
 
     async with anyio.create_task_group() as tasks:
         with rivals.entered(older):
-            tasks.start_soon(leave_when_asked)
+            tasks.start_soon(leave_when_cancelled)
             await has_entered.wait()
             assert not rivals.is_alone(older)
             await rivals.have_one_make_way(older)

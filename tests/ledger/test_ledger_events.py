@@ -47,9 +47,9 @@ class Router(EventSubscriber):
                 return stop
         return 0
 
-    def chain(self, tokens: Sequence[int], medium: str, behind: Sequence[Hash] = ()) -> list[Hash]:
-        """The hashes of the leading blocks of the first group; `behind`: of which these are known already."""
-        size, found = self.ledger.layout.groups[0].block_size, [*behind]
+    def chain(self, tokens: Sequence[int], medium: str, predecessors: Sequence[Hash] = ()) -> list[Hash]:
+        """The hashes of the leading blocks of the first group; `predecessors`: of which these are known already."""
+        size, found = self.ledger.layout.groups[0].block_size, [*predecessors]
         by_content = {
             (self.known[group, its_hash], content): its_hash
             for (its_medium, group, its_hash), content in self.cached.items()
@@ -93,7 +93,7 @@ def test_events_replay_to_what_a_look_up_finds(program: Program) -> None:
                     assert (found.num_device_tokens, found.num_host_tokens) == (0, router.hit(tokens, "CPU"))
                 else:
                     device = router.chain(tokens, "GPU")  # from its end on, the host may go on
-                    both = router.chain(tokens, "CPU", behind=device)
+                    both = router.chain(tokens, "CPU", predecessors=device)
                     assert (found.num_device_tokens, found.num_tokens) == (4 * len(device), 4 * len(both))
                 num_compared, num_found = num_compared + 1, num_found + (found.num_tokens > 0)
 

@@ -215,11 +215,11 @@ def test_a_copy_queue_reports_to_the_log_and_the_metrics(
     path, now, metrics = tmp_path / "log", 0.0, Metrics()
     with path.open("w") as file:
         log = LedgerLog(make_logger(file))
-        told = Observers(Seen(), log, metrics) if has_others else log
-        driven = EngineDriven(observer=told)
+        observers = Observers(Seen(), log, metrics) if has_others else log
+        driven = EngineDriven(observer=observers)
         log.ledger_opened(driven.ledger)
         config, transport = driven.ledger.config, Hanging()
-        queue = CopyQueue(driven.ledger, transport, config, clock=lambda: now, block_bytes=1, observer=told)
+        queue = CopyQueue(driven.ledger, transport, config, clock=lambda: now, block_bytes=1, observer=observers)
         request, tables = driven.computed(range(16))
         (plan,) = driven.offer(request, 16, tables)
         queue.submit([plan])
@@ -232,7 +232,7 @@ def test_a_copy_queue_reports_to_the_log_and_the_metrics(
             queue.deliver(Completion(99, Outcome.LANDED))
             queue.advance()
         assert not queue.is_accepting
-        lost = CopyQueue(driven.ledger, transport, config, clock=lambda: now, block_bytes=1, observer=told)
+        lost = CopyQueue(driven.ledger, transport, config, clock=lambda: now, block_bytes=1, observer=observers)
         transport.is_lost = True
         driven.release(request)
         other, tables = driven.computed(range(100, 116))

@@ -222,20 +222,20 @@ def test_latency_losses_and_a_cache_that_is_off_count_once_they_are_told() -> No
                 raise OSError("no")
 
     metrics, log = Metrics(), LedgerLog(Full())
-    told = Observers(log, Broken(), Observers(metrics))
-    driven = EngineDriven(observer=told)
+    observers = Observers(log, Broken(), Observers(metrics))
+    driven = EngineDriven(observer=observers)
     registry = CollectorRegistry()
     registry.register(LedgerCollector(driven.ledger, metrics, threading.Lock()))
     request, tables = driven.computed(range(16))
     (plan,) = driven.launch(driven.offer(request, 16, tables))
-    settle = told.hearing(driven.ledger.settle)
+    settle = observers.hearing(driven.ledger.settle)
     settle(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
-    told.observe(StoreSkipped(None, 3, "host_full"))
-    told.observe(CacheTurnedOff("the device is gone"))
+    observers.observe(StoreSkipped(None, 3, "host_full"))
+    observers.observe(CacheTurnedOff("the device is gone"))
     scrape = Scrape.of(registry)
     assert scrape.sum("aoffload_fence_latency_seconds_count", direction="store") == 1
     assert scrape.sum("aoffload_lost_log_events_total") == log.num_lost_events > 3
-    assert scrape.sum("aoffload_observer_failures_total") == told.num_failures == 1
+    assert scrape.sum("aoffload_observer_failures_total") == observers.num_failures == 1
     assert scrape.sum("aoffload_skipped_store_blocks_total", reason="host_full") == 3
     assert scrape.sum("aoffload_cache_off") == 1
     assert request.state is RequestState.RUNNING

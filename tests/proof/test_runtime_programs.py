@@ -59,10 +59,10 @@ def first_broken() -> Program:
 def test_a_reader_that_is_not_told_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has computed on what a failed forward wrote has to hear of it."""
 
-    def tells_nobody(self: Request, from_token: int) -> None:
+    def reports_nothing(self: Request, from_token: int) -> None:
         self._session.ledger.invalidation.invalidate(self._live(), from_token)
 
-    monkeypatch.setattr(Request, "invalidate", tells_nobody)
+    monkeypatch.setattr(Request, "invalidate", reports_nothing)
     assert_found({"not told", "wrong bytes"})
 
 

@@ -167,12 +167,12 @@ class Served:
     port: int
     clients: list[socket.socket] = attrs.field(factory=list)
 
-    def connect(self, said: bytes = b"") -> socket.socket:
+    def connect(self, data: bytes = b"") -> socket.socket:
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(GUARD_S)
         client.connect(("127.0.0.1", self.port))
-        client.sendall(said)
+        client.sendall(data)
         self.clients.append(client)
         return client
 
@@ -251,11 +251,11 @@ async def test_a_request_that_is_answered_makes_no_room() -> None:
 
 
 @on_sockets
-@pytest.mark.parametrize("said", [b"", HALF, HALF + b"\r\n\r\n" + HALF], ids=["nothing", "half", "a second half"])
-async def test_a_header_has_its_time(said: bytes) -> None:
+@pytest.mark.parametrize("data", [b"", HALF, HALF + b"\r\n\r\n" + HALF], ids=["nothing", "half", "a second half"])
+async def test_a_header_has_its_time(data: bytes) -> None:
     """A connection without a whole request is closed, also one that has had an answer."""
     async with served(Connections(timeout_s=0.05)) as server:
-        assert await is_cut(server.connect(said))
+        assert await is_cut(server.connect(data))
 
 
 @on_sockets

@@ -159,7 +159,7 @@ async def test_closing_writes_what_fits_once(num_prompts: int, num_slots: int) -
         assert await engine.serve(prompt(num_prompts - 1, 17)) == 16
 
 
-class GoingBack(Env):
+class ClockGoingBack(Env):
     """A clock that is set back again and again."""
 
     seconds = 0.0
@@ -171,7 +171,7 @@ class GoingBack(Env):
 
 async def test_a_clock_that_goes_back_costs_no_thread(tmp_path: Path) -> None:
     """Copies go on, of the device and of the disk."""
-    async with with_disk(tmp_path, env=GoingBack()) as engine:
+    async with with_disk(tmp_path, env=ClockGoingBack()) as engine:
         await on_the_disk_only(engine, A)
         assert await engine.serve(A) == 16
         await assert_quiet(engine.runtime)

@@ -117,12 +117,12 @@ async def test_what_is_fast_to_open_is_opened_in_place() -> None:
 
 async def test_every_piece_that_is_pinned_is_in_the_log() -> None:
     """Heard in the thread that opens, told in the loop, while it opens, in the context of the program."""
-    told = threading.Event()
+    is_logged = threading.Event()
     events: list[Any] = []
 
     def keep(_: Any, __: str, event: Any) -> Any:
         events.append((threading.get_ident(), event))
-        told.set()
+        is_logged.set()
         raise structlog.DropEvent
 
     logger = structlog.wrap_logger(None, processors=[structlog.contextvars.merge_contextvars, keep])
@@ -135,7 +135,7 @@ async def test_every_piece_that_is_pinned_is_in_the_log() -> None:
 
     async with anyio.create_task_group() as group:
         group.start_soon(live)
-        await until(told)
+        await until(is_logged)
         assert [event["event"] for _, event in events] == ["host_memory_page_locked"]
         transport.may_open.set()
     pinned = [event for _, event in events if event["event"] == "host_memory_page_locked"]

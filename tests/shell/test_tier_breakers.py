@@ -79,9 +79,9 @@ async def test_a_store_that_fails_is_one_line_in_the_log_and_so_is_its_end(
     assert main([str(file), "request", "without"]) == 0
     assert "does without what the remote store may have: it fails, and is left alone" in capsys.readouterr().out
     assert main([str(file)]) == 0
-    told = capsys.readouterr().out
-    assert "storage_left_alone: loads of the remote store" in told and "1 fetch skipped" in told
-    assert "is left alone for now" not in told, "a refused job is no failure of its own"
+    output = capsys.readouterr().out
+    assert "storage_left_alone: loads of the remote store" in output and "1 fetch skipped" in output
+    assert "is left alone for now" not in output, "a refused job is no failure of its own"
 
 
 async def test_a_store_that_answers_no_question_is_not_asked() -> None:
@@ -110,8 +110,8 @@ async def test_what_a_store_says_commands_no_terminal() -> None:
         for _ in range(3):
             await engine.serve(A, store="none")
             await forget_locally(engine)
-        told, _ = engine.runtime.explain().splitlines()[-2:]
-        assert told == "the remote store is left alone, no questions at node-0 for now: \\x1b[2J\\nnobody waits"
+        output, _ = engine.runtime.explain().splitlines()[-2:]
+        assert output == "the remote store is left alone, no questions at node-0 for now: \\x1b[2J\\nnobody waits"
 
 
 async def test_a_disk_that_fails_is_one_line_in_the_log_and_so_is_its_end() -> None:
@@ -128,8 +128,8 @@ async def test_a_disk_that_fails_is_one_line_in_the_log_and_so_is_its_end() -> N
         assert await runtime.fetches.fetch(A).wait() == 0
         async with runtime.request(A) as request:
             await request.allocate()
-        told = [(event["level"], event["for_s"]) for event in log.events("storage_left_alone")]
-        assert told == [("warning", 0.5), ("info", 1.0)]
+        output = [(event["level"], event["for_s"]) for event in log.events("storage_left_alone")]
+        assert output == [("warning", 0.5), ("info", 1.0)]
         assert "the disk is left alone, no loads for now: " in runtime.explain()
         assert runtime.explain().endswith("\nfetches from the disk skipped so far: 1")
         assert scraped(registry).get("aoffload_storage_left_alone", tier="disk", use="load") == 1

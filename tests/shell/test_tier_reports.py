@@ -145,7 +145,7 @@ async def test_the_log_of_a_fetch_names_who_waits(tmp_path: Path, capsys: pytest
     file = tmp_path / "log"
     file.write_text(log.getvalue())
     assert main([str(file), "request", "late"]) == 0
-    told = capsys.readouterr().out
-    assert "24 on the disk" in told and "waits for fetch-1 of 6 blocks from below host memory" in told
+    output = capsys.readouterr().out
+    assert "24 on the disk" in output and "waits for fetch-1 of 6 blocks from below host memory" in output
     assert main([str(file)]) == 0
     assert "1 fetch: 1 done" in capsys.readouterr().out

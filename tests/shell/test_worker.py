@@ -58,7 +58,7 @@ def directions(transport: ScriptedTransport) -> list[str]:
     return [launched.plan.direction.value for launched in transport.launched]
 
 
-async def land_everything(engine: Engine, transport: ScriptedTransport) -> None:
+async def land_all_jobs(engine: Engine, transport: ScriptedTransport) -> None:
     transport.auto = True
     while transport.in_flight.keys() - transport.lost:
         transport.land_all()
@@ -85,7 +85,7 @@ async def test_loads_go_before_stores() -> None:
         transport.land_all()
         await turns()
         assert directions(transport) == ["store", "load", "load", "store"]
-        await land_everything(engine, transport)
+        await land_all_jobs(engine, transport)
         await assert_at_rest(engine.runtime)
 
 
@@ -216,7 +216,7 @@ async def test_a_load_that_fails_is_a_miss(num_landed: int) -> None:
             assert request.block_ids[0] == table
             engine.check(request, LONG, 20)
             engine.runtime.check_integrity()
-        await land_everything(engine, transport)
+        await land_all_jobs(engine, transport)
         assert await engine.serve(LONG) == 20  # the host's copy was never wrong
         await assert_at_rest(engine.runtime)
 
@@ -262,7 +262,7 @@ async def test_corrupt_blocks_are_forgotten() -> None:
             transport.corrupt(job_id, 2)
             assert await pending.wait() == 8
             engine.check(request, LONG, 8)
-        await land_everything(engine, transport)
+        await land_all_jobs(engine, transport)
         assert engine.runtime.lookup(LONG).num_tokens == 8
         assert engine.runtime.lookup(A).num_host_tokens == 8
         assert await engine.serve(LONG) == 8
@@ -292,7 +292,7 @@ async def test_completions_that_come_twice_and_late() -> None:
         engine.runtime.worker.copies.deliver(Completion(987_654, Outcome.LANDED, 3))
         await turns()
         assert engine.runtime.statistics().num_late_completions == 5
-        await land_everything(engine, transport)
+        await land_all_jobs(engine, transport)
         assert await engine.serve(A) == 8
         assert await engine.serve(B) == 8
         await assert_at_rest(engine.runtime)

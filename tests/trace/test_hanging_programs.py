@@ -170,10 +170,11 @@ async def test_the_log_alone_names_the_step_that_hangs(written: Written, capsys:
     open_now = capsys.readouterr().out.partition("not over at 08:01:01.000, the longest first\n")[2].splitlines()
     assert same(open_now[0], "61.0 s step 1 holds 24 blocks of gone, which is over from 08:00:00.000")
     assert trace([log, "--until", str(START_S + 61), "request", "gone"]) == 0
-    told = capsys.readouterr().out
-    assert "aborted while running: the client left" in told
+    output = capsys.readouterr().out
+    assert "aborted while running: the client left" in output
     assert (
-        "Step 1 holds its blocks for 61.0 s and has not ended: the request is over, but its blocks are not free" in told
+        "Step 1 holds its blocks for 61.0 s and has not ended: the request is over, but its blocks are not free"
+        in output
     )
 
 

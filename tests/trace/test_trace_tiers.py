@@ -135,8 +135,8 @@ def test_a_log_that_ends_in_a_fetch_says_so(tmp_path: Path, capsys: pytest.Captu
     assert "fetching for 9.00 s, waits for what comes from below" in output_of(
         capsys, written, "summary", "--until", "1010"
     )
-    told = output_of(capsys, written, "request", "a", "--until", "1010")
-    assert "It is not over at 00:16:50.000: fetching for 9.00 s" in told
+    output = output_of(capsys, written, "request", "a", "--until", "1010")
+    assert "It is not over at 00:16:50.000: fetching for 9.00 s" in output
 
 
 def test_logs_of_before_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,15 +186,15 @@ def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys
         line(1008, "hint_given", hint_id=1, category="tool", num_tokens=16),
         line(1009, "hint_ended", hint_id=1, category="tool", outcome="lapsed"),
     )  # fmt: skip
-    told = output_of(capsys, written)
+    output = output_of(capsys, written)
     for expected in (
         "1  storage_left_alone: loads of the remote store at a:1: no",
         "1  storage_back: loads of the remote store at a:1",
         "1 fetch skipped: remote failed", "host evicts by the last use: began 1 time", "1 hint given: 1 lapsed",
     ):  # fmt: skip
-        assert expected in told
-    assert "failed: a:1 is left alone" not in told
-    assert re.search(r"load from remote +0 +0 +1 ", told), "dropped"
+        assert expected in output
+    assert "failed: a:1 is left alone" not in output
+    assert re.search(r"load from remote +0 +0 +1 ", output), "dropped"
     output_of(capsys, written, "html", page)
     data = page_data(page)
     assert [note["at_s"] for note in data["notes"]] == [1002, 1006, 1007]
@@ -227,6 +227,6 @@ def test_a_request_that_does_without_says_why(tmp_path: Path, capsys: pytest.Cap
         job(1003, "launched", 1, 5, "disk>host", request_id="a"),
         job(1004, "failed", 1, 5, "disk>host", request_id="a", outcome="refused", error="left alone"),
     )
-    told = output_of(capsys, written, "request", "a")
-    assert "does without what the disk may have: it fails, and is left alone" in told
-    assert "not begun, left alone" in told and "FAILED" not in told
+    output = output_of(capsys, written, "request", "a")
+    assert "does without what the disk may have: it fails, and is left alone" in output
+    assert "not begun, left alone" in output and "FAILED" not in output

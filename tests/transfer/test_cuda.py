@@ -453,9 +453,9 @@ def test_what_is_queued_when_the_device_is_lost_is_not_begun(open_copies: Callab
     assert has_begun.wait(GUARD_S)
     cuda.lose()
     may_copy.set()
-    told = [copies.next() for _ in range(3)]
-    assert [found.job_id for found in told] == [first, *others]
-    assert [found.outcome for found in told] == [Outcome.UNPROVEN, Outcome.FAILED, Outcome.FAILED]
+    ends = [copies.next() for _ in range(3)]
+    assert [found.job_id for found in ends] == [first, *others]
+    assert [found.outcome for found in ends] == [Outcome.UNPROVEN, Outcome.FAILED, Outcome.FAILED]
 
 
 def test_threads_that_a_lost_device_does_not_let_go_of_end_in_silence(open_copies: Callable[..., Copies]) -> None:

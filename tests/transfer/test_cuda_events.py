@@ -234,12 +234,12 @@ def test_a_region_that_never_comes_ends_the_wait(open_copies: Callable[..., Copi
 def test_fences_of_a_load_that_never_started_end_with_it() -> None:
     """Whoever waits is told, and nobody can end them twice."""
     fences = RegionFences(2)
-    told: list[str] = []
+    notes: list[str] = []
 
     def wait() -> None:
         with pytest.raises(RegionNotLoaded, match="discarded"):
             fences[1].synchronize()
-        told.append("so")
+        notes.append("so")
 
     waiting = threading.Thread(target=wait)
     waiting.start()
@@ -250,7 +250,7 @@ def test_fences_of_a_load_that_never_started_end_with_it() -> None:
     fences.give(0, PASSED)
     with pytest.raises(RegionNotLoaded):
         fences[0].query()
-    assert told == ["so"] and len(fences) == 2
+    assert notes == ["so"] and len(fences) == 2
 
 
 def test_a_transport_without_regions_gives_all_fences_at_the_end() -> None:

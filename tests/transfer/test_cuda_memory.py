@@ -337,7 +337,7 @@ def test_a_backend_that_cannot_open_lets_go_of_what_it_has_pinned() -> None:
     assert cuda.registered == {}
 
 
-class PinsWhenTold(SimulatedCuda):
+class PinsOnCall(SimulatedCuda):
     """Registers memory when a test lets it."""
 
     def __init__(self) -> None:
@@ -354,7 +354,7 @@ class PinsWhenTold(SimulatedCuda):
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
 async def test_a_runtime_that_pins_holds_up_nobody_and_leaves_nothing_pinned(leaves: bool) -> None:
     """The loop goes on meanwhile, the log has a line for each piece, and who is cancelled lets go of every page."""
-    cuda, scope = PinsWhenTold(), anyio.CancelScope()
+    cuda, scope = PinsOnCall(), anyio.CancelScope()
     pool = torch.zeros(9, MIB, dtype=torch.uint8)
     transport = LocalTransport(pool, partial(CudaBackend, options=on(cuda, max_piece_bytes=2 * MIB)))
     config = OffloadConfig(groups=[KVCacheGroup("full")], num_host_blocks=9)

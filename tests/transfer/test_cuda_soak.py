@@ -108,7 +108,7 @@ def test_a_forward_in_somebody_elses_block_is_noticed() -> None:
     owners = Owners(runtime, lambda block_ids: spoiled.append(list(block_ids)))
     pool = runtime.ledger.cache.tiers[Tier.DEVICE].pool
     taken = pool.take(3)
-    held = owners.held(Tier.DEVICE, taken)
+    held = owners.owned(Tier.DEVICE, taken)
     assert held.problem("it") == ""
     pool.give(taken)
     assert "no owner" in held.problem("it")

@@ -29,8 +29,8 @@ def test_a_log_of_lines_names_it_once_too() -> None:
     assert breaker.failed(0.0, REFUSED) is None
     move = breaker.failed(0.0, REFUSED)
     assert move is not None
-    told = in_words(StorageMove(Tier.REMOTE, Use.LOAD, "cache:6379", move))
-    assert told.count("cache:6379") == 1 and told.startswith("loads of the remote tier have failed 2 times")
+    text = in_words(StorageMove(Tier.REMOTE, Use.LOAD, "cache:6379", move))
+    assert text.count("cache:6379") == 1 and text.startswith("loads of the remote tier have failed 2 times")
     back = breaker.succeeded(1.0)
     assert back is not None
     assert in_words(StorageMove(Tier.REMOTE, Use.LOAD, "cache:6379", back)) == (

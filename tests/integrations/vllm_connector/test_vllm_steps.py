@@ -236,8 +236,8 @@ def test_a_worker_reports_each_end_once(warm: Callable[..., SmallEngine]) -> Non
     assert worker.take_reports() is None
     for number in (90, 91):
         worker.copies.end(Completion(number, Outcome.LANDED, 1))
-    told = worker.take_reports()
-    assert told is not None and [one.job_id for one in told.by_rank[0]] == [90, 91]
+    worker_reports = worker.take_reports()
+    assert worker_reports is not None and [one.job_id for one in worker_reports.by_rank[0]] == [90, 91]
     assert worker.take_reports() is None
 
 
