@@ -22,7 +22,7 @@ _S = RequestState
 WEIGHTS = {
     "admit": 5, "go_on": 14, "transfer": 8, "land": 2, "serve": 4, "evict": 1.5, "any_request": 1.5, "ask": 1,
     "invalidate": 0.9, "release": 1.2, "pin": 0.6, "unpin": 0.4, "lapse": 0.2, "reset": 0.4, "late": 0.6,
-    "stray": 0.4, "again": 0.2, "lookup": 0.2, "tick": 0.4, "wrong": 0.4, "twins": 0.8,
+    "stray": 0.4, "again": 0.2, "lookup": 0.2, "tick": 0.4, "wrong": 0.4, "same_prompt": 0.8,
     "decline": 2, "offer_deferred": 2,
 }  # fmt: skip
 CORE = ("admit", "go_on", "transfer", "land", "serve", "evict", "offer_deferred")

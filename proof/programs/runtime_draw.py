@@ -27,7 +27,7 @@ _MANY = {"leap": 250, "block": 250, "worker": 250, "log": 60}
 """Faults with many opportunities in a program."""
 OF_HINTS = 0.06
 """The share of the calls that are hints, where eviction learns."""
-SEQUENCES = ("away", "twins")
+SEQUENCES = ("evict_prompt", "same_prompt")
 """What is drawn for one client and is more than a call of its own."""
 STATES = {
     RequestState.QUEUED: "entered", RequestState.MATCHED: "entered", RequestState.PINNED: "entered",

@@ -55,7 +55,7 @@ KEEPING = (
     ("transfer_wait", 6), ("transfer_cancel", 6),
 )  # fmt: skip
 WHOLE = (
-    ("flush", 18), ("reset_device", 30), ("away", 24), ("reset", 8), ("reset_host", 8), ("lookup", 8),
+    ("flush", 18), ("reset_device", 30), ("evict_prompt", 24), ("reset", 8), ("reset_host", 8), ("lookup", 8),
     ("statistics", 4), ("report_queue", 4), ("report_compute", 4), ("integrity", 6), ("pause", 20),
 )  # fmt: skip
 ANY = (
@@ -105,7 +105,7 @@ RUNTIME_ODDS = Odds(NEXT, BECOMES, KEEPING, WHOLE, ANY, WRONG)
 
 ENGINE_ODDS = Odds(
     {
-        "none": (("request", 60), ("serve", 14), ("twins", 10), ("keep", 8), ("whole", 14), ("any", 3)),
+        "none": (("request", 60), ("serve", 14), ("same_prompt", 10), ("keep", 8), ("whole", 14), ("any", 3)),
         "pending": (("match_again", 70), ("match_again_nowait", 8), ("leave", 4), ("whole", 5), ("any", 5)),
         "entered": (
             ("load", 50), ("load_nowait", 18), ("match_again_nowait", 6), ("match_again", 3), ("step", 8), ("leave", 4),
@@ -123,7 +123,7 @@ ENGINE_ODDS = Odds(
     },
     (("pin", 30), ("unpin", 14)),
     (
-        ("evict", 36), ("offer_deferred", 30), ("away", 16), ("flush", 16), ("reset", 6), ("reset_host", 8),
+        ("evict", 36), ("offer_deferred", 30), ("evict_prompt", 16), ("flush", 16), ("reset", 6), ("reset_host", 8),
         ("reset_device", 2), ("lookup", 8), ("statistics", 4), ("report_queue", 4), ("report_compute", 4),
         ("integrity", 6), ("pause", 20),
     ),
