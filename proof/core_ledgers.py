@@ -1,4 +1,4 @@
-"""Ledgers to ask, in several states, and odd values to ask them with: of `proof/core_answers.py`."""
+"""Ledgers in several states, and unusual values, for `proof/core_answers.py`."""
 
 from __future__ import annotations
 

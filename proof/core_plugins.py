@@ -1,4 +1,4 @@
-"""Plug-ins that raise, and that return odd values: of `proof/core_answers.py`."""
+"""Plug-ins that raise or return unusual values, for `proof/core_answers.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Planted defects in what explains itself when nothing goes on. Each has a test of its own: they change no outcome."""
+"""Planted defects of diagnosis: reports on stalled requests. Each names a test, because these defects change no
+outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted defects of the disk in the core: what is stored there, fetched from there, and found after a restart."""
+"""Planted defects of the disk in the core: stores, fetches, and restores after a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted defects around what a failed forward has left on the disk, and what a reset has to erase there."""
+"""Planted defects of erasure on the disk: after a failed forward, and in a reset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted defects of what a runtime does with its disk."""
+"""Planted defects of the disk in a runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted defects of engine-owned blocks: which are held, what is stored of them, and which request waits for which."""
+"""Planted defects of engine-owned blocks: blocks held by jobs, stores, and requests that wait for each other."""
 
 from __future__ import annotations
 

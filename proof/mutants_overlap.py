@@ -1,4 +1,4 @@
-"""Planted defects of early starts: what a forward may read before its load is over, and what must not be committed."""
+"""Planted defects of steps that overlap a load: reads before the load is over, and commits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted defects of the store policies, and of a request's own limits on what is stored."""
+"""Planted defects of the store policies, and of a request's own limits on stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted defects of the remote store in the core: what is stored there, loaded from there, and taken back."""
+"""Planted defects of the remote store in the core: stores, loads, and invalidation."""
 
 from __future__ import annotations
 

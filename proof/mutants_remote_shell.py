@@ -1,4 +1,4 @@
-"""Planted defects of the gate of fetches, and of what a runtime does with a remote store."""
+"""Planted defects of the fetch gate, and of a remote store in a runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted defects of submission: what a copy waits for, in which order copies end, and what is copied at once."""
+"""Planted defects of submission: fences of copies, the order of completions, and concurrent copies."""
 
 from __future__ import annotations
 

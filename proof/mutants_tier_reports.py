@@ -1,4 +1,4 @@
-"""Planted defects in what vLLM and whoever looks make of tiers below host memory."""
+"""Planted defects in the handling of lower tiers by vLLM, and in reports on these tiers."""
 
 from __future__ import annotations
 

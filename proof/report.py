@@ -1,4 +1,4 @@
-"""The report of the proof: lines of figures, each with its target, and the tables behind them."""
+"""The report of the proof: figures with their targets, and the tables that they summarise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets an environment without packages of its own use those of this one, all but aoffload:
+"""Gives an environment without its own packages those of this one, except aoffload:
 `python proof/share_packages.py build/compiled`.
 
 Beside it comes `tree`, links to all of the clone but the package: who works there imports the one that is installed.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks` prints every row, or says what is missing."""
+"""`python -m benchmarks` prints every row, or names the missing package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `aoffload`, and what is said where an extra is missing."""
+"""The command `aoffload`, and its message when an extra is missing."""
 
 from __future__ import annotations
 

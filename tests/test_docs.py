@@ -1,4 +1,4 @@
-"""What the documentation says is there, and what it shows runs."""
+"""The documentation matches the package, and its examples run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples: short, whole programs that print what they say."""
+"""The examples: short, complete programs with the output that they describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefixes at the door: what is taken, what is refused by name, and digests that depend on content alone."""
+"""Prefixes: accepted and refused arguments, and digests that depend on content alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is released: built from this tree, and installed outside of it where there is only what it requires."""
+"""The wheel: built from this tree, and installed elsewhere with only its requirements."""
 
 from __future__ import annotations
 

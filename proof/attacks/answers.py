@@ -1,4 +1,4 @@
-"""Who is answered, and what an answer says."""
+"""Attacks on access: which requests are answered, and which information the answers reveal."""
 
 from __future__ import annotations
 

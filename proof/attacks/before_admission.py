@@ -1,4 +1,4 @@
-"""What clients can take before a request of theirs is admitted: descriptors, headers, bodies, unread answers."""
+"""Resources that clients can use before admission: descriptors, headers, bodies, unread answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator can do wrong, signals, and logs: on a full disk, of malformed requests, of many open requests."""
+"""Mistakes of an operator, signals, and logs: on a full disk, with malformed requests, with many open requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are stopped: by a debugger, by a full disk under them, by whoever may send signals."""
+"""Ranks stopped by a debugger, by a full disk, or by a signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that hang: each runs in a thread of its own, but only one thread runs at a time, so a seed is one story."""
+"""Calls that hang. Each has its own thread, but only one thread runs at a time, so a seed determines the story."""
 
 from __future__ import annotations
 

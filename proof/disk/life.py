@@ -1,4 +1,4 @@
-"""One life: a process that has the slots open, and the laws for what it is told and finds.
+"""One life: a process with open slots, and the laws for the results of its calls.
 
 bytes      a block that counts as loaded has the bytes of its prompt, none from before the last reset, and none that
            were invalidated, if the process lived until they were forgotten

@@ -1,4 +1,4 @@
-"""What a story is about: a few prompts that share beginnings, and the bytes that each block of theirs has."""
+"""The data of a story: a few prompts with common prefixes, and the bytes of each of their blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of runs in a folder: how each part went, what it wrote, and the report, which is made from these files.
+"""The results of runs in a folder: the status and the output of each part, and the report made from these files.
 
 A run of other parts adds to the folder, so the report has the figures of earlier runs, too. Every file is replaced as a
 whole, because the run may be killed at any moment.

@@ -1,4 +1,4 @@
-"""A request under a runtime, as an engine with blocks of its own sees it: block tables, and what a load has brought."""
+"""A request of a runtime over engine-owned blocks, seen by its engine: block tables, and results of loads."""
 
 from __future__ import annotations
 

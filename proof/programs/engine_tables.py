@@ -1,5 +1,5 @@
-"""What an engine with blocks of its own does with them: block tables that hit its prefix cache, grow, shrink, and lose
-what lies before a window. The same for a ledger's engine and for a runtime's."""
+"""Block tables of an engine with its own blocks: they hit its prefix cache, grow, shrink, and lose blocks before a
+window. Used over a `HostCache` and over a runtime."""
 
 from __future__ import annotations
 

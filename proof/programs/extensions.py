@@ -1,4 +1,4 @@
-"""Programs over both sides of the seam: the kernel alone, and ledgers with an extension that meddles at every hook."""
+"""Programs over the kernel alone, and programs over ledgers with `RandomExtension`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls about the disk, and what a simulated disk keeps of them: the records of its slots, over restarts."""
+"""Calls about the disk, and a simulated disk that keeps the records of its slots over restarts."""
 
 from __future__ import annotations
 

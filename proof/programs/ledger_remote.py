@@ -1,4 +1,4 @@
-"""Calls about a remote store, and what a simulated one keeps of them: cells by digest, which others lose and spoil."""
+"""Calls about a remote store, and a simulated store of cells by digest. Other servers remove and corrupt cells."""
 
 from __future__ import annotations
 

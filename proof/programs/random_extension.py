@@ -1,4 +1,4 @@
-"""An extension that does all that an extension may do, at every hook, at random."""
+"""An extension that makes random permitted calls at every hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A memory of tags in which every token records the forward that wrote it, and a forward what it has read.
+"""Simulated KV: each token records the forward that wrote it, and each forward records the tokens that it read.
 
 A block holds the tag of the prefix that ends in it, as in every simulation; and, token by token, the prefix that its KV
 stands for and the forward that has written it. Invalidating a forward makes everything wrong that was computed from it,

@@ -1,4 +1,4 @@
-"""The calls that a client of a program makes of requests: for room, loads, forwards, commits and preemption."""
+"""Calls of a client to a request: allocations, loads, forwards, commits and preemption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request of a program, as its engine sees it: its tokens, what is computed of them, and the forwards under way."""
+"""A request of a program, seen by its engine: its tokens, its computed tokens, and its running forwards."""
 
 from __future__ import annotations
 

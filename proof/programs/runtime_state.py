@@ -1,4 +1,4 @@
-"""What a refused call must not change; and what observers are told, compared with the ledger."""
+"""The state that a refused call must not change, and the reported events, compared with the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scenarios have in common: prompts, clients, and ways to make room."""
+"""Shared parts of the scenarios: prompts, clients, and ways to free blocks."""
 
 from __future__ import annotations
 

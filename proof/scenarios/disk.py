@@ -1,4 +1,4 @@
-"""A disk below the host: what only it has, what shares a fetch, what hangs, and what another process finds."""
+"""A disk below the host: hits on the disk alone, shared fetches, hanging calls, and restarts."""
 
 from __future__ import annotations
 

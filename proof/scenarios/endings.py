@@ -1,4 +1,4 @@
-"""Ends: resets, closing, deadlines, cancellations, abandonment."""
+"""Resets, closing, deadlines, cancellations, and abandoned requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forwards that were committed and turn out to have failed: what they wrote is invalidated, wherever it is."""
+"""Committed forwards that turn out to have failed: their KV is invalidated in every tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole worlds: mixed traffic, several groups, several runtimes, bad input."""
+"""Mixed traffic, several groups, several runtimes, and bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A remote store below the host, which others share: what only it has, what it says and does not have, what hangs."""
+"""A shared remote store below the host: hits in the store alone, missing cells, and hanging calls."""
 
 from __future__ import annotations
 

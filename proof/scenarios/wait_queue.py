@@ -1,4 +1,4 @@
-"""Not enough room: lines, growth, and waits that are given up."""
+"""Too few free blocks: wait queues, growth, and cancelled waits."""
 
 from __future__ import annotations
 

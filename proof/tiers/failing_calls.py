@@ -1,4 +1,4 @@
-"""The k-th call of the disk fails, in each way, for every k: requests go on, with right bytes or misses."""
+"""The k-th call of the disk fails, in each way and for every k: requests go on with right bytes or misses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real kills: a process that serves under load is killed, again and again, and the next one finds what it had."""
+"""Real kills: a serving process is killed repeatedly, and each new process checks the disk of the one before it."""
 
 from __future__ import annotations
 

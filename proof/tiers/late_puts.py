@@ -1,4 +1,4 @@
-"""Invalidations while puts reach a real Redis up to ten seconds late, long after they have failed: no wrong bytes."""
+"""Invalidations while failed puts reach a real Redis up to ten seconds late: no wrong bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transport that counts copies, and ends loads otherwise than they would."""
+"""A transport that counts copies, and makes loads fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's tests of its own manager are about, where they look into it: said as behaviour, over vLLM's block pool.
+"""Tests of behaviour over vLLM's block pool, in place of vLLM's tests that read the internals of its manager.
 
 Run by `proof.vllm.upstream_tests`, with pytest and the plugin `proof.vllm.adapter`.
 """

@@ -1,4 +1,4 @@
-"""What may hit, kept one prefix at a time: a set of committed prefixes. It knows of no runs, blocks, tiers or leases.
+"""The set of committed prefixes: the hits that a ledger may have. It knows no runs, blocks, tiers or leases.
 
 A prefix that was never committed must never hit. One that was may hit, as long as nobody took it back; it has to, as
 long as nothing was lost either (which is for the test to know).

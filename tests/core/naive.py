@@ -1,5 +1,6 @@
-"""The oracle: the same cache kept one block at a time. No runs, no splits, no merges; written from the design's rules.
-A key stands for the prefix that ends with one unit, `width` blocks. Every launched copy lands."""
+"""The reference model: the same cache, kept one block at a time, without runs, splits and merges.
+
+A key stands for the prefix that ends with one unit of `width` blocks. Every launched copy lands."""
 
 from __future__ import annotations
 

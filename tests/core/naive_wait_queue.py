@@ -1,4 +1,4 @@
-"""The line for room in front of the naive model: who waits, who keeps pins, who is served, who has to fail."""
+"""The wait queue of the naive model: which requests wait, which keep pins, which are served, and which fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain path: what a request costs where there is one group of full attention, counted in calls, not in seconds."""
+"""The number of Python calls for a request with one group of full attention."""
 
 from __future__ import annotations
 

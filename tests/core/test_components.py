@@ -1,4 +1,4 @@
-"""Components of limited reach: what is allocated, given back, matched, loaded and stored of them."""
+"""Sliding-window and chunked components: allocation, frees, matches, loads and stores."""
 
 from __future__ import annotations
 

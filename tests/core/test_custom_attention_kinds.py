@@ -1,5 +1,5 @@
-"""What the index takes for granted of an attention kind: kinds that keep it hit as by a search over all lengths, and
-others are refused."""
+"""Rules that an attention kind must follow: kinds that follow them hit as in an exhaustive search, and others are
+refused."""
 
 from __future__ import annotations
 

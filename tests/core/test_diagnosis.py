@@ -1,4 +1,4 @@
-"""Who waits for what, since when, and who holds it: for each thing that a request can wait for."""
+"""Reports on waiting requests: the reason, the age, and the holders of blocks, for each kind of wait."""
 
 from __future__ import annotations
 

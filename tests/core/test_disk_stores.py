@@ -1,4 +1,5 @@
-"""Stores on the disk: what the host is about to evict goes down first, whole prefixes, labelled, within a budget."""
+"""Stores on the disk: blocks are stored before their eviction from the host, in whole prefixes, labelled, and within a
+budget."""
 
 from __future__ import annotations
 

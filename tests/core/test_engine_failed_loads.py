@@ -1,5 +1,4 @@
-"""Blocks that an engine keeps: loads that fall short or are given up, what a next try needs, and how much quarantine
-may take."""
+"""Engine-owned blocks: partial and abandoned loads, retries, and the limit on quarantined blocks."""
 
 from __future__ import annotations
 

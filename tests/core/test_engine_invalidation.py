@@ -1,4 +1,4 @@
-"""Blocks that an engine keeps: what is taken back because it was wrong, and resets."""
+"""Engine-owned blocks: invalidation of wrong KV, and resets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that an engine keeps: what is stored of them and loaded into them, and which of them jobs hold.
+"""Engine-owned blocks: stores from them, loads into them, and blocks held by jobs.
 
 Who waits for whom is in test_engine_pending.py, what is taken back in test_engine_invalidation.py, what is refused in
 test_engine_refusals.py, and every call in any order in test_engine_walks.py.

@@ -1,4 +1,4 @@
-"""Extensions of a program: what they may do, and what happens to one that misbehaves."""
+"""Extensions of a program: permitted calls, and the handling of an extension that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host that cannot keep what live requests hold: what it evicts is stored again once, not at every commit."""
+"""A host that is smaller than the KV of live requests: evicted blocks are stored again once, not at every commit."""
 
 from __future__ import annotations
 

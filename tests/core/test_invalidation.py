@@ -1,4 +1,4 @@
-"""`invalidate`: KV that a failed forward committed, also with preempted requests and after the reset of a tier."""
+"""`invalidate` on KV that a failed forward committed, also with preempted requests and after the reset of a tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What eviction that learns promises: what it learns, that a prefix loses its tail first, the guard, and hints."""
+"""Learned eviction: the estimates, suffixes that are evicted before their prefixes, the guard, and hints."""
 
 from __future__ import annotations
 

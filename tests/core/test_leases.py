@@ -1,4 +1,4 @@
-"""Leases, allocation by all or nothing, and what a request may never read or write."""
+"""Leases, all-or-nothing allocation, and blocks that a request may not read or write."""
 
 from __future__ import annotations
 

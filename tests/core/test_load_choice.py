@@ -1,4 +1,4 @@
-"""Load or compute, in numbers: what the rule compares, and what a choice may say."""
+"""Load or compute: the comparison of the default rule, and the values that a load choice may return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps that a load waits for: all that have touched its destinations, and none after the last of them."""
+"""The fences of a load: all steps that used its destinations, and no later ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Steps that begin while their load is under way: what they may read, and what becomes of it when the load ends
-otherwise."""
+"""Steps that overlap a load: the blocks that they may read, and loads that fail or land only in part."""
 
 from __future__ import annotations
 

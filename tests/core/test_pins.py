@@ -1,4 +1,4 @@
-"""What a program keeps, fetches ahead and sends away, through the synchronous face."""
+"""Pins, prefetches and demotions through the synchronous API."""
 
 from __future__ import annotations
 

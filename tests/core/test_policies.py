@@ -1,4 +1,4 @@
-"""What each store policy promises, on the ledger; and what one request may read and have stored."""
+"""The guarantees of each store policy on a ledger, and the limits of one request on reads and stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences of calls that programs have found, as they were printed: each broke a law once."""
+"""Sequences of calls that random programs found. Each broke a law once."""
 
 from __future__ import annotations
 

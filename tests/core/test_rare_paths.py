@@ -1,4 +1,4 @@
-"""Rare turns that simulated runs seldom take: what planted defects have shown to need a test by name."""
+"""Rare paths that simulated runs seldom take, each tested by name because of a planted defect."""
 
 from __future__ import annotations
 

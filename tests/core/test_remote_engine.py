@@ -1,4 +1,4 @@
-"""A remote store behind a ledger whose device blocks belong to an engine: the same calls, the same promises."""
+"""A remote store below a `HostCache`: the same calls and guarantees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetches from a remote store: whole cells behind what is here, one job each, shared, bounded, never wrong."""
+"""Fetches from a remote store: whole cells after the local prefix, one job for each cell, shared, and bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that arrive while the core computes."""
+"""Signals during calls of the core."""
 
 from __future__ import annotations
 

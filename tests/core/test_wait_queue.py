@@ -1,4 +1,4 @@
-"""The line for room: who is served first, who keeps pins, who has to fail, and one way out of everything."""
+"""The wait queue: the order of service, pins of waiting requests, requests that must fail, and cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A subscriber that knows nothing of aoffload: the published format, and a set of blocks for each medium and group.
+"""A subscriber that knows only the published format, and keeps a set of blocks for each medium and group.
 
 The structs say what is published: kinds, fields and their order, defaults. Whoever decodes strictly decodes like this.
 """

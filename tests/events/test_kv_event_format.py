@@ -1,4 +1,4 @@
-"""The wire format, event by event, and what identifies a block beside its tokens."""
+"""The wire format of each KV event, and the keys that identify a block besides its tokens."""
 
 from __future__ import annotations
 

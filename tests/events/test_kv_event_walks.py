@@ -1,4 +1,4 @@
-"""What is told is what is cached: after every call of random walks over the whole ledger."""
+"""The published KV events equal the cached blocks after every call of random walks."""
 
 from __future__ import annotations
 

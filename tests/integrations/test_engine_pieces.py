@@ -1,4 +1,4 @@
-"""The engine's decisions: what the next forward computes, and where it writes."""
+"""The engine's decisions: the tokens of the next forward, and the blocks that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that are begun while their prefix is being loaded: the same answers, sooner, and nobody harmed."""
+"""Prompts that start before their load is over: the answers are the same and come sooner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with windows: what lies before a window is never looked at, and everything else is as in the plain model."""
+"""Models with windows: keys before a window are never read, and other results equal those of the plain model."""
 
 from __future__ import annotations
 

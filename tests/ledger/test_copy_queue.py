@@ -1,4 +1,4 @@
-"""The copy queue by itself: a ledger, a transport that does what the test says, and a clock that the test sets."""
+"""The copy queue alone: with a ledger, a scripted transport, and a clock that the test sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV events of a ledger without a runtime: what a subscriber has put together finds what `lookup` finds."""
+"""KV events of a ledger without a runtime: a subscriber finds the same hits as `lookup`."""
 
 from __future__ import annotations
 

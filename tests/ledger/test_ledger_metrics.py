@@ -1,4 +1,4 @@
-"""Metrics over a ledger without a runtime: every scrape equals what its statistics say."""
+"""Metrics of a ledger without a runtime: every scrape equals its statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces made up from a seed: conversations that grow turn by turn behind shared beginnings; some come back."""
+"""Traces drawn from a seed: conversations that grow turn by turn after common prefixes. Some return later."""
 
 from __future__ import annotations
 

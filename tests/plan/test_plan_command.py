@@ -1,4 +1,4 @@
-"""The command as a person types it, and the page that it writes."""
+"""The command line of the planner, and the page that it writes."""
 
 from __future__ import annotations
 

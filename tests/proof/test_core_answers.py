@@ -1,4 +1,4 @@
-"""What both builds of the core are asked covers every call of a ledger."""
+"""The comparison of two builds of the core covers every call of a ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The crash model of the disk tier: what it tells, and that it is a story of its seed."""
+"""The crash model of the disk tier: its stories depend only on their seeds."""
 
 from __future__ import annotations
 

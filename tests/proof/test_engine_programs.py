@@ -1,4 +1,4 @@
-"""Programs over a ledger whose device blocks are an engine's: what they find, and what they have found."""
+"""Programs over a `HostCache`: the violations that they find, and the programs that once found one."""
 
 from __future__ import annotations
 

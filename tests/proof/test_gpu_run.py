@@ -1,4 +1,4 @@
-"""`make gpu` on any machine: parts of a line each in place of those that need a device."""
+"""`make gpu` without a GPU: its parts are replaced by one-line programs."""
 
 from __future__ import annotations
 

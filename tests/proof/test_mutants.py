@@ -1,4 +1,4 @@
-"""The planted defects stay planted: a mutant that no longer applies finds nothing, and nobody would notice."""
+"""Each planted defect applies to the current source."""
 
 from __future__ import annotations
 

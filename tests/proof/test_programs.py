@@ -1,4 +1,4 @@
-"""Programs over the ledger: what they find, how they are shortened and replayed, the same in every process."""
+"""Programs over the ledger: the violations that they find, shrinking, replay, and equality in every process."""
 
 from __future__ import annotations
 

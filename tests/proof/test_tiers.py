@@ -1,4 +1,4 @@
-"""The long proof of the disk tier can fail: its judges notice what they are for."""
+"""The long proof of the disk tier can fail: its checks detect planted failures."""
 
 from __future__ import annotations
 

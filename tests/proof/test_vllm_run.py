@@ -1,4 +1,4 @@
-"""`make vllm` on any machine: parts of a line each in place of those that need vLLM."""
+"""`make vllm` without vLLM: its parts are replaced by one-line programs."""
 
 from __future__ import annotations
 

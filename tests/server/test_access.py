@@ -1,4 +1,4 @@
-"""Who may ask: keys, names of the server, content types; and what errors say of others."""
+"""Access control: keys, host names, content types, and errors that reveal nothing about other clients."""
 
 from __future__ import annotations
 

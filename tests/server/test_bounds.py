@@ -1,4 +1,4 @@
-"""What a client can make the server keep before it is admitted: connections, headers, bodies, unread answers."""
+"""Bounds on memory before admission: connections, headers, bodies, unread answers."""
 
 from __future__ import annotations
 

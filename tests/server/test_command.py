@@ -1,4 +1,4 @@
-"""The server as a program: what it prints, how it ends."""
+"""The server as a program: its output, and its exit."""
 
 from __future__ import annotations
 

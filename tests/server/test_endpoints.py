@@ -1,4 +1,4 @@
-"""What each endpoint answers, without sockets."""
+"""The answers of each endpoint, without sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who hangs up is gone at once, wherever its request is: no compute, no pin, no place."""
+"""Clients that hang up: their requests end at once in every state, and keep no compute, pin or place in the queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server with a disk or a shared store: what one has computed, the next one finds."""
+"""Servers with a disk or a shared store: a later server hits the KV of an earlier one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the shell share: an engine whose KV is a function of the prefix, so bytes can be checked."""
+"""Shared parts of the runtime tests: an engine whose KV is a function of the prefix, so that bytes can be checked."""
 
 from __future__ import annotations
 

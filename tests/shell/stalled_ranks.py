@@ -1,4 +1,4 @@
-"""What the rank processes of the shell's tests build: shared tensors, and a copy that stops half-way."""
+"""Builders for rank processes: shared tensors, and a copy that stops half-way."""
 
 from __future__ import annotations
 

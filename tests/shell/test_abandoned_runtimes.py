@@ -1,4 +1,4 @@
-"""A runtime that nobody leaves: its threads end and its directory is free, whatever becomes of its event loop."""
+"""Runtimes that are never closed: their threads end and their directories are released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cancellation at every point, of every kind: the pins go, nobody else notices, the others get the right bytes."""
+"""Cancellation at every point: pins are released, and other requests get the right bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an earlier process left enters the ledger in short turns of the event loop."""
+"""A restore from the disk is split into short turns of the event loop."""
 
 from __future__ import annotations
 

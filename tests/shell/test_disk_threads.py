@@ -1,4 +1,4 @@
-"""A runtime with a disk where threads, room or time are short: typed refusals, nothing left behind, nothing twice."""
+"""A runtime with a disk that is short of threads, disk space or time: typed errors, and no leak."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A runtime over blocks that an engine keeps: hits behind its own, loads that others bring, loads that fall short, and
-requests that end in the middle of a copy. In virtual time."""
+"""A runtime over engine-owned blocks: hits after those of the engine, shared and partial loads, and requests that end
+during a copy. In virtual time."""
 
 from __future__ import annotations
 

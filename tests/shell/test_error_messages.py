@@ -1,4 +1,4 @@
-"""What a mistake is told: the call that is missing, the request that is meant, and what can be done instead."""
+"""Error messages name the missing call or the request, and the remedy."""
 
 from __future__ import annotations
 

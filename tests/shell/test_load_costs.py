@@ -1,4 +1,4 @@
-"""Load or compute: what requests of a runtime load, what they are told, and what the estimates go by."""
+"""Load or compute: the loads of a runtime's requests, the reported decisions, and the estimates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Opening a runtime whose transport takes long: the loop goes on, and whoever gives up leaves nothing open."""
+"""Opening a runtime with a slow transport: the event loop goes on, and an opening that is given up leaves nothing
+open."""
 
 from __future__ import annotations
 

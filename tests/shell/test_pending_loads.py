@@ -1,4 +1,4 @@
-"""Loads that nobody waits for at once: a fence for each region, steps that begin early, and how they end."""
+"""Loads that are awaited later: a fence for each region, steps that overlap them, and their ends."""
 
 from __future__ import annotations
 

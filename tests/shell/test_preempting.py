@@ -1,4 +1,4 @@
-"""Preempting for somebody: what a victim gives up goes to who is in line for it, not back to the victim."""
+"""Preemption: the blocks of a victim go to the waiting request, not back to the victim."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A runtime over a store that is wrong, of which a node is down, or whose threads cannot be started: it goes on, and it
-does nothing while nobody asks for anything."""
+"""A runtime over a store with wrong answers, a failed node, or without threads: it goes on, and stays idle without
+requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What turns out to be wrong once a remote store has it, while a runtime is reset or closes: nobody is to find it."""
+"""Invalidation of KV that a remote store has, also during a reset or while a runtime closes."""
 
 from __future__ import annotations
 

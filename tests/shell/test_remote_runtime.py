@@ -1,4 +1,4 @@
-"""A runtime with a remote tier: what one process computed the next one hits, with the right bytes or as a miss."""
+"""A runtime with a remote tier: a process hits the KV of another one, with the right bytes or as a miss."""
 
 from __future__ import annotations
 

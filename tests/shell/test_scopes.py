@@ -1,4 +1,4 @@
-"""Scopes: what a request, a step and `run` hold, for how long, and what the log says of it."""
+"""Scopes: the blocks that a request, a step and `run` hold, for how long, and their log events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak: real threads, real bytes, requests cut short anywhere. It passes, and it notices what it is there for."""
+"""The soak: real threads, real bytes, cancelled requests. It passes, and it detects planted defects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies that never end: who waits how long for them, what is lost, and how it comes back. In virtual time."""
+"""Copies that never end: waits, time-outs, quarantine, and recovery. In virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Store policies in the runtime: their copies are launched, in the background, behind the right fence."""
+"""Store policies in the runtime: copies are launched in the background, after the right fence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk or a store that fails is left alone, and whoever looks sees it: log, metrics, `explain`, trace."""
+"""The breaker of a failing disk or store disables it. The log, metrics, `explain` and trace show this."""
 
 from __future__ import annotations
 

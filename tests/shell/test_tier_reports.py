@@ -1,4 +1,4 @@
-"""What somebody who looks at a runtime sees of the tiers below its host memory."""
+"""Reports of a runtime on the tiers below its host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`FaultyTransport`: what it was told to do to the n-th job happens, and an engine on it computes what did not come."""
+"""`FaultyTransport` applies a fault to the n-th job, and an engine on it computes the missing tokens."""
 
 from __future__ import annotations
 

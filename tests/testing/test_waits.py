@@ -1,4 +1,4 @@
-"""The oracles of waiting, and threads that nobody waits for any more: what is wrong there is found."""
+"""The checks of waits and of threads: they detect waits that never end and threads that are left over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`aoffload top`: what a live process is doing, in plain text."""
+"""`aoffload top`: the activity of a running process, in plain text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two programs that hang, with the log as it is a minute later; time passes when nobody has anything else to do."""
+"""Two programs that hang, with their logs a minute later. Time passes while all tasks wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trace makes of a log with tiers below host memory."""
+"""Traces of logs with tiers below host memory."""
 
 from __future__ import annotations
 

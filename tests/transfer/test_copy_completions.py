@@ -1,4 +1,4 @@
-"""How copies end: failed, dead, hanging, late, lost; and that it is told exactly once."""
+"""The end of a copy: failed, dead, hanging, late or lost, and reported exactly once."""
 
 from __future__ import annotations
 

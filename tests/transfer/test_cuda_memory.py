@@ -1,4 +1,4 @@
-"""The pinned host pool: in pieces, all or nothing, one warning, and nothing left behind."""
+"""The pinned host pool: allocated in pieces, all or nothing, with one warning, and released."""
 
 from __future__ import annotations
 

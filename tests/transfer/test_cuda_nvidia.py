@@ -1,4 +1,4 @@
-"""NVIDIA's bindings as they are installed, above a driver library without a device: what is really handed over.
+"""NVIDIA's bindings as installed, over a stub of the driver library: the arguments of the driver calls.
 
 `stub_libcuda.c` is compiled for it. Skipped where there are no bindings (`pip install aoffload[cuda]`) or no compiler.
 """

@@ -1,4 +1,4 @@
-"""The whole runtime on a simulated device: what is computed and loaded in any order of streams is read back right."""
+"""A runtime on a simulated device: computed and loaded bytes are right in any order of streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak on streams: real threads, a device that is behind, every byte and every owner looked at.
+"""The soak on streams: real threads, a slow device, and checks of every byte and every owner.
 
 On the simulated device here, and on a real one in `test_cuda_gpu.py`. It passes, and it notices what it is there for.
 """

@@ -1,4 +1,4 @@
-"""What was taken back is found by no restart, whichever writes of the disk fail, and after a loss of power."""
+"""Invalidated KV is not found after a restart, whichever writes fail, and after a loss of power."""
 
 from __future__ import annotations
 

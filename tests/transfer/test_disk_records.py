@@ -1,4 +1,4 @@
-"""The pure parts of the disk tier: records as bytes, neighbours, and what a restart believes."""
+"""The pure parts of the disk tier: records as bytes, neighbours, and the validation after a restart."""
 
 from __future__ import annotations
 

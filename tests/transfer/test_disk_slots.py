@@ -1,4 +1,4 @@
-"""Slots in files of the system: what is stored is loaded, once or after a restart, and what cannot be is said."""
+"""Slots in files of the system: stored blocks are loaded, also after a restart, and failures are reported."""
 
 from __future__ import annotations
 

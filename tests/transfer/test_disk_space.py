@@ -1,4 +1,4 @@
-"""Room on the disk, and the directory: a start that fails changes nothing, and who closes leaves it to the next one."""
+"""Disk space and the directory: a failed start changes nothing, and closing releases the directory."""
 
 from __future__ import annotations
 

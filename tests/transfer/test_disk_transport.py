@@ -1,4 +1,4 @@
-"""A transport with a disk: what is stored comes back, a disk that hangs or fails keeps nobody, and nothing is wrong."""
+"""A transport with a disk: stored blocks are loaded again, and a disk that hangs or fails delays no other job."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Stores that answer what they may not, raise what nobody expects, or use their memory again; threads that cannot be
-started. Each job has its end, no thread is lost, and a store that is well again is used again."""
+"""Stores that return invalid answers, raise any exception, or reuse their memory; threads that cannot be started. Each
+job ends, no thread is lost, and a store that has recovered is used again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies beside a loop that is never idle: the interpreter lock reaches the copy threads, and nothing of it remains."""
+"""Copies beside a busy event loop: copy threads get the interpreter lock, and the switch interval is restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV layouts: which axis counts blocks, what a block then is, and what is refused or warned of."""
+"""KV layouts: the axis of blocks, the bytes of a block, and layouts that are refused or cause a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local transport: what it refuses, what it waits for, what it counts."""
+"""The local transport: refused arguments, fences, and counts."""
 
 from __future__ import annotations
 

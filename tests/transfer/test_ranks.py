@@ -1,4 +1,4 @@
-"""Several ranks behind one transport: when a job is over, what it is worth, and what a fence is."""
+"""Several ranks of one transport: the end and the outcome of a job, and fences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regions: what a block id may address."""
+"""Regions: the block ids that they accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transport with a remote tier: what is stored comes back, and whatever a store does, it makes misses and no more."""
+"""A transport with a remote tier: stored cells are loaded again, and every failure of the store is a miss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripted transport does exactly what the script says, and catches scripts that cannot be."""
+"""The scripted transport follows its script, and refuses invalid scripts."""
 
 from __future__ import annotations
 

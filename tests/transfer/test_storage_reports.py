@@ -1,4 +1,4 @@
-"""What is left alone, in words: each node is named once, and many nodes are summed up."""
+"""Reports on disabled storage: each node is named once, and many nodes are summarised."""
 
 from __future__ import annotations
 

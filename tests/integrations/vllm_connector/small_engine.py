@@ -1,5 +1,5 @@
-"""A scheduler like vLLM's around the connector: it calls the hooks in vLLM's order. The KV of a token is a hash of all
-tokens up to it, so wrong bytes are seen."""
+"""A scheduler that calls the connector's hooks in vLLM's order. The KV of a token is a hash of all tokens up to it, so
+that wrong bytes are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk below the host memory of the connector: what is fetched from it, what a restart finds, what not."""
+"""A disk below the host memory of the connector: fetches, and the contents after a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several KV cache groups: which of them are cached, what a window needs, and what vLLM has of it."""
+"""Several KV cache groups: cached groups, the blocks of a window, and local hits of vLLM."""
 
 from __future__ import annotations
 

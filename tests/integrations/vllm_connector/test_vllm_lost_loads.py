@@ -1,4 +1,4 @@
-"""How vLLM is told that a load has not brought what was promised."""
+"""Reports to vLLM on loads that failed or landed only in part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step carries to the workers, what they do with it, and what a request leaves at its end."""
+"""The metadata of a step for the workers, the work of the workers, and the end of a request."""
 
 from __future__ import annotations
 
