@@ -23,7 +23,7 @@ OWN_RUNS_ONLY = """\
         for run in runs:
             self.cache.tidy(run)
 """
-"""Withdraws the runs behind those that `request` has published, and of the latter only the components that it
+"""Withdraws the runs after those that `request` has published, and of the latter only the components that it
 published."""
 
 LOOKED_AT_FIRST = """\

@@ -41,7 +41,7 @@ FACES: tuple[Face, ...] = (
 """The faces in turn. Most programs are of a ledger, which makes the decisions: a call of a runtime takes twice as
 long. Planted defects are shown to these faces."""
 SEAM_FACES: tuple[Face, ...] = ("kernel", "meddled", "meddled-engine")
-"""The kernel without extensions, and ledgers with an extension that meddles at every hook."""
+"""The kernel without extensions, and ledgers with an extension that interferes at every hook."""
 ALL_FACES: tuple[Face, ...] = (*SEAM_FACES, *dict.fromkeys(FACES))
 NUM_CALLS = 48
 """The calls of a program, about."""

@@ -47,7 +47,7 @@ NUM_THREADS = 6
 """Threads for forwards: at times fewer than forwards, so that some are cancelled before a thread has begun them."""
 REQUESTS_PER_SAMPLE = 16
 PATIENCE_S = 60.0
-"""How long threads whose tasks are gone may take to let go of their blocks."""
+"""How long threads whose tasks are gone may take to release their blocks."""
 HANG_S = 300.0
 """If no request has ended for that long, one hangs."""
 PR_SET_THP_DISABLE = 41

@@ -201,7 +201,7 @@ class Life:
         )
 
     def _wanted(self, root: int, prompt: Path, component: int) -> list[Key]:
-        """The blocks of some units that are not held: behind what is held, or in a window anywhere."""
+        """The blocks of some units that are not held: after what is held, or in a window anywhere."""
         lengths = range(1, len(prompt) + 1)
         missing = [n for n in lengths if self.world.keys(root, prompt[:n], component)[0] not in self.held]
         if not self.world.layout.leading[component]:

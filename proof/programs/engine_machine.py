@@ -93,7 +93,7 @@ class EngineMachine(EngineState, Machine):
         return f"{client.record.match}"
 
     def do_decline(self, who: str, from_token: int) -> str:
-        """Compute what the host has behind `from_token`."""
+        """Compute what the host has after `from_token`."""
         client = self.clients.get(who)
         if client is None or client.record.state is not _S.PINNED or client.marks:
             return "skipped"

@@ -18,7 +18,7 @@ __all__ = ["EngineDrawing", "draw_engine_options", "draw_engine_world"]
 
 
 def draw_engine_world(rng: random.Random) -> World:
-    """Draw a world, often with room for several requests: none waits for room, as engines of programs do not."""
+    """Draw a world, often with room for several requests: none waits for free blocks, as engines of programs do not."""
     world = without_laziness(draw_runtime_world(rng))
     return attrs.evolve(world, num_device_blocks=world.num_device_blocks * rng.choice((1, 2, 3)))
 

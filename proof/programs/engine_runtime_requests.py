@@ -116,7 +116,7 @@ class EngineServed(Served):
         self.is_spent |= not self.own.go_back(self, num_ready)
 
     def check_match(self, *, is_first: bool) -> None:
-        """As of any request, of what lies behind the engine's own hit."""
+        """As of any request, of what lies after the engine's own hit."""
         match, ask = self.request.match, self.ask
         if match.num_tokens >= len(self.tokens):
             raise Violation("hit cap", f"{self.name} hits {match.num_tokens} of {len(self.tokens)} tokens")

@@ -135,7 +135,7 @@ class LedgerState:
         return f"{client.record.state.name} {self.ledger.block_ids(client.record)}"
 
     def _forget(self, client: Client, from_token: int, affected: Sequence[LedgerRequest]) -> None:
-        """Mark as invalid what `client` has computed from `from_token` on, drop the tokens sampled behind it, and mark
+        """Mark as invalid what `client` has computed from `from_token` on, drop the tokens sampled after it, and mark
         the requests that were told."""
         for marks in client.marks[from_token:]:
             self.bytes.invalid |= marks

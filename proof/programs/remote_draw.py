@@ -57,7 +57,7 @@ class RemoteDraw(DiskDraw):
         return sequence + [Call("load", {"who": name}) for name in names]
 
     def store_and_invalidate_in_remote_store(self, evicts: list[Call], *, allocates: bool) -> list[Call]:
-        """What a forward has computed goes out to the store, also what other requests have computed behind it, and then
+        """What a forward has computed goes out to the store, also what other requests have computed after it, and then
         it turns out that the forward has failed. Nobody may find any of it afterwards."""
         rng, who = self.rng, self._name("w")
         prompt = {**self.prompts.identity(), "reads_cache": False}

@@ -105,7 +105,7 @@ class ProgramEngine(SimulatedEngine):
         return extend_chain(self._chains, found, roots, tokens, tuple(spans))
 
     def lengthened(self, chain: list[int], tokens: Sequence[int]) -> list[int]:
-        """`chain` with generated `tokens` behind it, which lie in no span."""
+        """`chain` with generated `tokens` after it, which lie in no span."""
         return extend_chain(self._chains, list(chain), None, tokens, ())
 
     def identity(self, ask: Ask, group: int, tokens: tuple[int, ...]) -> object:

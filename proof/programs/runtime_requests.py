@@ -153,7 +153,7 @@ class Served:
     # -- commits --------------------------------------------------------------------------------------------------
 
     def accepted(self, new: tuple[int, ...]) -> tuple[list[int], int]:
-        """The chain with `new` behind it, and how many of its tokens are computed."""
+        """The chain with `new` after it, and how many of its tokens are computed."""
         self.look()
         chain = self.engine.lengthened(self.chain, new)
         return chain, self.num_written(chain)
@@ -217,7 +217,7 @@ class Served:
             self.written += work.chain[work.start : work.stop]
 
     def _check_refused(self, work: Work, num_ready: int) -> None:
-        """Tokens computed behind a load that fell short can't be committed."""
+        """Tokens computed after a load that fell short can't be committed."""
         if work.stop <= num_ready:
             return
         try:

@@ -118,7 +118,7 @@ class NewestFirst:
 
 @scenario("request_done")
 async def evicted_otherwise(sim: Simulation) -> None:
-    """A custom eviction order takes heads before their tails: blocks behind a gap do not hit, and do no harm."""
+    """A custom eviction order takes heads before their tails: blocks after a gap do not hit, and do no harm."""
     engine = sim.runtime(
         num_device_blocks=8, num_host_blocks=sim.random.choice((5, 16)), eviction=NewestFirst,
         max_job_bytes=sim.random.choice((1, 100)),

@@ -23,7 +23,7 @@ async def growing(sim: Simulation) -> None:
 
 @scenario("request_done")
 async def retries(sim: Simulation) -> None:
-    """A wait for room that was given up, and tried again; the same with a load."""
+    """A wait for free blocks that was given up, and tried again; the same with a load."""
     engine = sim.runtime(num_device_blocks=5, num_host_blocks=8)
     async with engine.runtime:
         await store(sim, engine, "first", tokens(1, 6))

@@ -41,7 +41,7 @@ class Author:
     ready: int = 0
     stop: int = 0
     is_wrong: bool = False
-    """It has read what was taken back: nothing that it commits will be found."""
+    """It has read invalidated KV: nothing that it commits will be found."""
 
 
 class MayHit:

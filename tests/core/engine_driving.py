@@ -101,7 +101,7 @@ class EngineDriven:
                     self.memory[Tier.DEVICE][table[index]] = self.tag(tokens, number, index)
 
     def wrong(self, tokens: Sequence[int], tables: Sequence[Sequence[int]], start: int, stop: int) -> list[Any]:
-        """What a forward that goes on at `stop` would read wrongly behind `start`: (group, index, what is there)."""
+        """What a forward that goes on at `stop` would read wrongly after `start`: (group, index, what is there)."""
         found = []
         for number, (group, table) in enumerate(zip(self.ledger.layout.groups, tables, strict=True)):
             for index in group.attention.required_blocks(stop, group.block_size):

@@ -385,7 +385,7 @@ class Walk:
         self.counts["invalidated"] += 1
 
     def written(self, request: Any, start: int) -> set[int]:
-        """The whole blocks behind token `start` that `request` has computed."""
+        """The whole blocks after token `start` that `request` has computed."""
         found = set()
         for group, table in enumerate(self.ledger.block_ids(request)):
             size = self.groups[group].block_size

@@ -150,7 +150,7 @@ class State:
 
 
 class StateOfTheLastToken(State):
-    """The same, as the block that the state behind the last token lies in."""
+    """The same, as the block that the state after the last token lies in."""
 
     def required_blocks(self, hit_end: int, block_size: int) -> range:
         last = -(-hit_end // block_size)

@@ -114,7 +114,7 @@ def test_ages_count_from_the_last_move() -> None:
 
 
 def test_the_age_of_a_copy_counts_from_its_planning() -> None:
-    """Also before it is launched: what waits behind the bounds in flight shows for how long."""
+    """Also before it is launched: a copy that waits for the bounds in flight shows for how long."""
     driven = Timed(8)
     driven.now = 100.0
     request = driven.allocated(prompt(1, 8), request_id="one")
@@ -317,7 +317,8 @@ def test_a_refused_extension_is_told_and_changes_nothing() -> None:
 
 
 def test_a_wait_that_begins_again_is_as_old_as_before() -> None:
-    """A reset takes back a grant that nobody has accepted: its request has been in line since it joined it first."""
+    """A reset takes back a grant that nobody has accepted: its request has been in the wait queue since it joined it
+    first."""
     driven = Timed(8)
     one = driven.allocated(prompt(1, 32), request_id="one")
     waiter = driven.ledger.queue_allocation(driven.admit(prompt(2, 8), request_id="two"))

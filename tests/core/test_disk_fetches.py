@@ -232,7 +232,7 @@ def test_a_request_in_line_is_not_matched_by_a_fetch() -> None:
 
 
 def queued_after(disk: Disk, head: LedgerRequest, tokens: list[int]) -> Waiter:
-    """A request that has fetched, and waits for room behind `head`."""
+    """A request that has fetched, and waits for room after `head`."""
     found = disk.admit(tokens)
     fetch = disk.ledger.fetches.fetch(
         disk.prefix(tokens), lambda: disk.ledger.fetches.match_again(found), for_request=found
@@ -246,7 +246,7 @@ def queued_after(disk: Disk, head: LedgerRequest, tokens: list[int]) -> Waiter:
 
 
 def full_device_with_queue(disk: Disk) -> tuple[LedgerRequest, LedgerRequest]:
-    """A request that has all the room, and the head of the line for it. Neither is cached anywhere."""
+    """A request that has all the room, and the head of the wait queue for it. Neither is cached anywhere."""
     running = disk.running(prompt(2, 8 * BLOCK), store="none")
     head = disk.admit(prompt(3, 8 * BLOCK), store="none")
     disk.ledger.queue_allocation(head)
@@ -258,8 +258,8 @@ OTHERS = [[*prompt(name, 8 * BLOCK), 7] for name in (4, 5)]
 
 @pytest.mark.parametrize("windows", [False, True])
 def test_what_was_fetched_stays_while_its_request_waits_for_room(windows: bool) -> None:
-    """Behind the head of the line a request gives its match up, but not what the disk was read for: whatever else comes
-    into the host meanwhile, it is loaded once there is room."""
+    """After the head of the wait queue a request gives its match up, but not what the disk was read for: whatever else
+    comes into the host meanwhile, it is loaded once there is room."""
     more = [KVCacheGroup("window", attention=SlidingWindow(2 * BLOCK), block_size=BLOCK)] if windows else []
     groups = [KVCacheGroup("full", block_size=BLOCK), *more]
     disk = Disk(num_device=19 if windows else 10, num_host=24 if windows else 16, groups=groups)

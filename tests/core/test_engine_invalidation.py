@@ -71,7 +71,7 @@ def test_what_is_published_and_what_hangs_on_it_is_not_found_any_more() -> None:
 
 
 def test_who_has_taken_it_back_goes_on() -> None:
-    """What it had generated behind is forgotten; what it computes anew is stored and found."""
+    """What it had generated after is forgotten; what it computes anew is stored and found."""
     driven = EngineDriven()
     request, _ = driven.computed(A[:9])
     tables = driven.fresh(24)
@@ -229,8 +229,8 @@ def test_a_reset_in_the_middle_of_a_store(tier: Tier | None) -> None:
 
 @pytest.mark.parametrize(("from_token", "is_refused"), [(0, False), (7, True), (8, True), (15, True), (16, False)])
 def test_nothing_goes_back_to_where_a_window_reads_what_was_not_loaded(from_token: int, is_refused: bool) -> None:
-    """A load brings of a window what its end needs. Who goes back behind that would compute on blocks that nobody has
-    written, and offer what it computes: it is refused, and told where to begin."""
+    """A load fills only the window before its end. A request that went back further would compute on unwritten blocks
+    and offer the results, so the call is refused, and the error names the first valid token."""
     groups = [KVCacheGroup("window", SlidingWindow(5), 4)]
     driven = EngineDriven(groups=groups)
     driven.serve(A)

@@ -31,7 +31,7 @@ def test_asking_again_with_the_same_number_keeps_the_pins() -> None:
 
 
 def test_asking_again_with_another_number_moves_the_pins() -> None:
-    """The engine's own cache has lost or gained blocks: what lies behind is asked for anew."""
+    """The engine's own cache has lost or gained blocks: what follows is asked for anew."""
     driven = EngineDriven()
     driven.serve(A)
     request = driven.admit(A, 8)
@@ -46,7 +46,7 @@ def test_asking_again_with_another_number_moves_the_pins() -> None:
 
 
 def test_asking_again_over_runs_that_were_cut_and_joined() -> None:
-    """Pins that move let go of runs that join again: what was found is found."""
+    """Pins that move release runs that join again: what was found is found."""
     driven = EngineDriven(32)
     for stop in (5, 9, 13, 17):
         driven.serve([*A[:stop], *B])

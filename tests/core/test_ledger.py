@@ -130,7 +130,7 @@ def test_what_lands_after_a_reset_is_only_freed(direction: str, outcome: Outcome
 
 
 def test_a_waiter_from_before_a_reset_is_served_without_a_hit() -> None:
-    """It stays in line; its match is nothing, since nothing is cached for it any more."""
+    """It stays in the wait queue; its match is nothing, since nothing is cached for it any more."""
     driven = Driven(8)
     driven.serve(A)
     blocker = driven.allocated(prompt(2, 16))
@@ -295,7 +295,7 @@ def test_another_root_is_never_a_hit(on_host: bool) -> None:
     ],
 )
 def test_key_spans_are_part_of_the_prefix(spans: list[KeySpan], expected: int, on_host: bool) -> None:
-    """Equal placeholder tokens with another image behind them never hit from the first block it touches on."""
+    """Equal placeholder tokens with another image after them never hit from the first block it touches on."""
     driven = Driven(16)
     driven.serve(A, key_spans=[KeySpan(6, 10, b"cat")])
     if on_host:

@@ -19,7 +19,7 @@ NUM_UNITS, UNIT, SPEED = 10, 100, 1000.0
 def offer(
     load_s: float, *, wait_s: float = 0.0, queued: int = 0, rest: int = UNIT, speed: float | None = SPEED, **about: Any
 ) -> LoadOffer:
-    """A hit that is copied in `load_s`, behind what takes `wait_s`; `queued` tokens are computed before the request."""
+    """A hit that is copied in `load_s`, after what takes `wait_s`; `queued` tokens are computed before the request."""
     link = {"bytes_per_s": 1000 / load_s, "queued_bytes": int(1000 * wait_s / load_s)}
     return LoadOffer(NUM_UNITS, 1000, UNIT, rest, speed, queued, **link | about)  # type: ignore[arg-type]
 
@@ -30,14 +30,14 @@ def stop(load_s: float, **about: Any) -> int:
 
 @pytest.mark.parametrize(("load_s", "loaded"), [(0.99, NUM_UNITS), (1.0, NUM_UNITS), (1.01, 0)])
 def test_an_idle_engine_computes_what_arrives_later(load_s: float, loaded: int) -> None:
-    """Nobody waits behind the request: its own time decides."""
+    """Nobody waits after the request: its own time decides."""
     assert stop(load_s) == loaded
     assert stop(load_s / 2, latency_s=load_s / 2) == loaded
 
 
 def test_what_is_queued_to_be_computed_makes_computing_dear() -> None:
     """A load that ends before the request's turn costs nothing; one that ends later is weighed against what computing
-    takes from everybody behind."""
+    takes from everybody after."""
     assert stop(5.0, queued=5000) == NUM_UNITS
     assert stop(6.0, queued=5000) == NUM_UNITS
     assert stop(9.0, queued=5000) == 0
@@ -45,7 +45,7 @@ def test_what_is_queued_to_be_computed_makes_computing_dear() -> None:
 
 
 def test_what_is_queued_to_be_copied_makes_loading_dear() -> None:
-    """What waits for the link is before these bytes, and those behind wait for them."""
+    """What waits for the link is before these bytes, and those after wait for them."""
     assert stop(0.6, wait_s=0.3) == 0
     assert stop(0.4, wait_s=0.1) == NUM_UNITS
     assert stop(1.5, wait_s=3.0, queued=5000) == NUM_UNITS

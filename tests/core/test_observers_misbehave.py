@@ -40,7 +40,7 @@ class Raises:
 
 
 def live(driven: Driven) -> tuple[int, int]:
-    """Requests of most kinds: hits in both tiers, a wait for room, a fork, a preemption, a pin, a reset."""
+    """Requests of most kinds: hits in both tiers, a wait for free blocks, a fork, a preemption, a pin, a reset."""
     driven.on_host_only(A)
     request = driven.running(A)
     ready = request.num_computed_tokens

@@ -255,8 +255,8 @@ def test_a_reset_before_the_step_leaves_nothing_to_start_on(tier: Tier | None) -
 
 
 def test_a_forward_keeps_what_it_writes_when_there_is_no_room_to_go_on() -> None:
-    """A load whose destinations are in doubt leaves no room: its request has to let go of everything, but not of what
-    the forward of its step still writes to."""
+    """A load whose destinations are in doubt leaves no room: its request has to release everything, but not of what the
+    forward of its step still writes to."""
     driven = on_host(10)
     request, plans = start(driven)
     crowd = driven.running(prompt(2, 20))
@@ -420,7 +420,7 @@ def num_early_starts(rng: random.Random) -> int:
 
 
 def test_a_load_that_takes_less_than_its_windows_were_made_for_is_waited_for() -> None:
-    """Blocks behind it are missing until it is over, so nobody could write there."""
+    """Blocks after it are missing until it is over, so nobody could write there."""
     groups = [KVCacheGroup("full", block_size=BLOCK), KVCacheGroup("w", attention=SlidingWindow(5), block_size=BLOCK)]
     tokens = prompt(1, 33)
     driven = Driven(64, 64, groups=groups)

@@ -182,7 +182,7 @@ def test_a_pin_is_released_once() -> None:
 
 def test_all_pins_together_keep_a_share_of_each_tier() -> None:
     """Beyond `max_pinned_share`, a pin is refused with the numbers, and nothing is changed. What two pins share counts
-    once; what another has let go of counts no more."""
+    once; what another has released counts no more."""
     driven = Driven(8, max_pinned_share=0.5)
     for tokens in (A, B, C):
         driven.serve(tokens)
@@ -231,7 +231,7 @@ def test_a_pin_yields_to_a_request_that_nobody_else_could_make_room_for() -> Non
 
 
 def test_no_pin_yields_while_somebody_else_will_let_go() -> None:
-    """A request that runs makes room when it ends: who is first in line waits for that, and the pin stays."""
+    """A request that runs makes room when it ends: who is first in the wait queue waits for that, and the pin stays."""
     driven = Driven(8, max_pinned_share=1.0)
     driven.serve(A)
     handle, running = pin(driven, A), driven.running(prompt(8, 20))
@@ -247,7 +247,8 @@ def test_no_pin_yields_while_somebody_else_will_let_go() -> None:
 
 @pytest.mark.parametrize("ends", ["unpin", "lapse", "drop"])
 def test_whoever_waits_is_served_when_a_pin_ends(ends: str) -> None:
-    """The end of a pin changes room like the end of a request: the first in line is granted in the same step."""
+    """The end of a pin changes room like the end of a request: the first in the wait queue is granted in the same
+    step."""
     driven = Driven(8, max_pinned_share=1.0)
     driven.serve(A)
     handle, running = pin(driven, A, 10.0), driven.running(prompt(8, 8))

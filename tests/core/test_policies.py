@@ -125,7 +125,8 @@ def test_a_use_during_the_store_counts(before_it_lands: bool) -> None:
 
 
 def test_what_is_being_stored_counts_and_is_held() -> None:
-    """No more than a watermark is pinned by stores at a time. Who needs room meanwhile takes what lies behind."""
+    """No more than a watermark is pinned by stores at a time. A request that needs blocks meanwhile takes what
+    follows."""
     driven = Lazy(13)
     for tokens in (A, B, C):
         request = driven.running(tokens)

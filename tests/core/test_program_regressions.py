@@ -100,7 +100,7 @@ def test_room_without_its_own_pins_counts_what_a_new_match_would_pin() -> None:
 
 def test_nobody_who_is_matched_again_keeps_what_another_waits_for() -> None:
     """After a reset of the device all who are matched again let go first: one of them kept tombstones alive for which
-    the other one, first in line, waited."""
+    the other one, first in the wait queue, waited."""
     calls = (
         call("demote", name="e4", tokens=[0, 1, 0, 0]),
         call("admit", who="r5", tokens=[0]),
@@ -135,7 +135,7 @@ def test_who_would_have_to_go_back_behind_its_window_publishes_nothing() -> None
 
 
 def test_what_a_fork_that_is_over_has_published_goes_with_the_block_it_has_copied() -> None:
-    """A fork copies half a block, completes and publishes it, and is done. When what it has copied is taken back,
+    """A fork copies half a block, completes and publishes it, and is done. When what it has copied is invalidated,
     nobody finds its block any more."""
     calls = (
         call("admit", who="r2", tokens=[0, 0, 0, 0, 0, 0]),
@@ -169,7 +169,8 @@ def test_what_was_forgotten_by_a_reset_is_not_told_again() -> None:
 
 
 def test_what_a_load_of_nothing_lets_go_of_is_room() -> None:
-    """A window block that was pinned for a hit goes back from who takes nothing of it: the first in line is served."""
+    """A window block that was pinned for a hit goes back from who takes nothing of it: the first in the wait queue is
+    served."""
     calls = (
         call("serve", tokens=[3, 3]),
         call("reset", tier="DEVICE"),

@@ -14,7 +14,7 @@ from aoffload.errors import OutOfBlocks
 
 
 def test_who_was_refused_has_its_match_again() -> None:
-    """A waiter behind the head holds no pins; when quarantine makes its wish hopeless, it is matched again and may ask
+    """A waiter after the head holds no pins; when quarantine makes its wish hopeless, it is matched again and may ask
     for less."""
     driven = Driven(6)
     driven.on_host_only(prompt(1, 9))
@@ -33,7 +33,7 @@ def test_who_was_refused_has_its_match_again() -> None:
 
 
 def test_who_can_never_fit_after_its_own_load_hears_so_behind_others() -> None:
-    """A load quarantines one of its blocks, and its request begins again behind others who wait longer: it is told at
+    """A load quarantines one of its blocks, and its request begins again after others who wait longer: it is told at
     once that it can never fit, not when its turn comes."""
     driven = Driven(6, 20, max_job_bytes=1)
     driven.on_host_only(prompt(1, 21))
@@ -51,7 +51,7 @@ def test_who_can_never_fit_after_its_own_load_hears_so_behind_others() -> None:
 
 
 class NewestFirst:
-    """An order that a program might pass: what was let go of last goes first, so heads go before tails."""
+    """An order that a program might pass: what was released last goes first, so heads go before tails."""
 
     def __init__(self) -> None:
         self._order = LeastRecentlyUsed()
@@ -69,7 +69,7 @@ class NewestFirst:
 
 
 def test_an_island_on_the_device_is_not_shared() -> None:
-    """Whatever order evicts: what the device holds behind its first missing block is no hit."""
+    """Whatever order evicts: what the device holds after its first missing block is no hit."""
     driven = Driven(6, 20, eviction=NewestFirst)
     shared, tail = [1] * 4, [2] * 8
     for tokens in ([*shared, *tail, 0], [*shared, *[3] * 4, 0]):

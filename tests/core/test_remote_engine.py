@@ -97,7 +97,7 @@ def test_a_hit_of_the_engine_s_own_makes_it_wanted_too() -> None:
 
 
 def test_what_an_engine_takes_back_is_removed() -> None:
-    """Its own cells, and those that a request behind it has stored; a queued store is given up with its offers."""
+    """Its own cells, and those that a request after it has stored; a queued store is given up with its offers."""
     engine = Engine()
     request, tables = engine.computed(TOKENS[: 6 * BLOCK])
     engine.land(engine.offer(request, 6 * BLOCK, tables))

@@ -114,7 +114,7 @@ def test_a_load_begins_in_the_middle_of_a_cell() -> None:
 
 
 def test_the_disk_goes_first() -> None:
-    """What it has is fetched from there; the store is for what is behind."""
+    """What it has is fetched from there; the store is for what follows."""
     remote = Remote(num_slots=64)
     remote.in_store_only(TOKENS)
     remote.ledger.reset()
@@ -183,7 +183,7 @@ def test_two_fetches_share_their_copies() -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT])
 def test_a_cell_that_is_gone_ends_the_hit(outcome: Outcome) -> None:
-    """The cells before it hit; those behind it are given back, and no run stays for them."""
+    """The cells before it hit; those after it are given back, and no run stays for them."""
     remote = Remote()
     remote.in_store_only(TOKENS)
     first, second, third = remote.launch(remote.fetch(TOKENS).plans)

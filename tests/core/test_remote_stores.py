@@ -133,7 +133,7 @@ def test_what_is_not_in_the_host_yet_goes_later() -> None:
 
 
 def test_half_of_it_may_be_in_the_host() -> None:
-    """The whole cells before a gap go; those behind it when they are there."""
+    """The whole cells before a gap go; those after it when they are there."""
     remote = Remote()
     remote.ask_for(TOKENS)
     remote.ledger.reset(Tier.HOST)
@@ -318,7 +318,7 @@ def test_cells_of_a_later_request_go_with_those_that_it_read() -> None:
 
 
 def test_what_was_there_already_hands_the_wrong_on() -> None:
-    """A cell in the middle that somebody else has stored: those behind it were computed from what is wrong."""
+    """A cell in the middle that somebody else has stored: those after it were computed from what is wrong."""
     remote = Remote()
     longer = [*TOKENS[:BLOCK], *prompt(3, 2 * CELL), 7]
     request = computed(remote, TOKENS[:BLOCK])
@@ -389,7 +389,7 @@ def test_a_fetch_takes_no_cell_that_is_to_be_removed() -> None:
 
 
 def test_a_load_of_a_wrong_cell_publishes_nothing() -> None:
-    """It was on its way when its KV was taken back."""
+    """It was on its way when its KV was invalidated."""
     remote = Remote()
     request = computed(remote, TOKENS)
     ask_once_more(remote, TOKENS)

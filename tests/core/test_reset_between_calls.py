@@ -212,7 +212,7 @@ def test_what_a_copy_brings_after_a_reset_does_not_count_for_an_engine() -> None
 @pytest.mark.parametrize("tier", [None, Tier.DEVICE])
 def test_a_load_that_is_over_and_of_which_nobody_was_told(driven: Driven, tier: Tier | None) -> None:
     """Asked to load again, the request gives its old KV up and begins at its first token, in blocks of its own; in a
-    step, or with a commit behind it, it keeps what it has."""
+    step, or with a commit after it, it keeps what it has."""
     driven.serve(A)
     record, reader = driven.running(A), driven.running(A)
     with driven.ledger.step([reader]):

@@ -241,7 +241,7 @@ def test_a_copy_that_was_partly_overtaken_brings_the_rest(groups: list[KVCacheGr
 
 @pytest.mark.parametrize(("num_landed", "brought"), [(3, 3), (0, 4), (4, 4), (5, 0)])
 def test_a_transport_that_contradicts_itself_brings_what_it_names(num_landed: int, brought: int) -> None:
-    """LANDED with fewer blocks than its plan has is FAILED behind them, and with more it proves nothing."""
+    """LANDED with fewer blocks than its plan has is FAILED after them, and with more it proves nothing."""
     driven = Driven(8, 8)
     request = driven.running(prompt(1, 17))
     (store,) = driven.launch(driven.commit(request))
@@ -341,7 +341,7 @@ def test_two_requests_share_a_load() -> None:
 
 
 def test_the_second_launches_only_the_rest() -> None:
-    """A longer prompt waits for what is on its way and brings what comes behind it."""
+    """A longer prompt waits for what is on its way and brings the part after it."""
     driven = Driven(24)
     long = prompt(1, 25)
     driven.on_host_only(long)
@@ -423,7 +423,7 @@ def test_when_a_shared_load_fails_each_takes_blocks_of_its_own() -> None:
 
 
 def test_room_lost_under_a_load_fails_its_request() -> None:
-    """Who can't have blocks of its own lets go of everything; if it can never fit again, all it can do is leave."""
+    """Who can't have blocks of its own releases everything; if it can never fit again, all it can do is leave."""
     driven = on_host(num_device=6)
     first, plans = start_load(driven)
     woken: list[str] = []
@@ -442,8 +442,8 @@ def test_room_lost_under_a_load_fails_its_request() -> None:
 
 
 def test_no_room_after_a_failed_load_means_queueing_at_the_old_place() -> None:
-    """Who can't have blocks of its own lets go of everything and stands before everybody who came later. Once granted
-    it computes: two whose loads fail at once would give each other room for the next try for ever."""
+    """Who can't have blocks of its own releases everything and stands before everybody who came later. Once granted it
+    computes: two whose loads fail at once would give each other room for the next try for ever."""
     driven = on_host(num_device=8)
     first, plans = start_load(driven)  # holds 5 of 8: 4 of them its job's
     sharer = driven.admit(A)
@@ -489,7 +489,8 @@ def test_a_grant_after_a_failed_load_is_for_what_is_still_found() -> None:
 
 
 def test_whoever_asks_last_is_woken() -> None:
-    """A wait for room that was cancelled and begun again, after a failed load, wakes the new one and only that."""
+    """A wait for free blocks that was cancelled and begun again, after a failed load, wakes the new one and only
+    that."""
     driven = on_host(num_device=9)
     request, plans = start_load(driven)
     filler = driven.allocated(prompt(9, 16))
@@ -571,7 +572,7 @@ def test_what_an_orphaned_load_has_brought_counts() -> None:
 
 def test_one_corrupt_block_in_the_middle() -> None:
     """What is before it counts, the rest is recomputed, the bad entry is forgotten, and nothing else is; once the gap
-    is stored again, the blocks behind it are good again."""
+    is stored again, the blocks after it are good again."""
     driven = on_host()
     request, (plan,) = start_load(driven)
     driven.launch([plan])
@@ -833,7 +834,7 @@ def test_what_is_stored_does_not_evict_the_prefix_it_hangs_on() -> None:
 
 
 def test_a_gap_in_front_is_stored_again_with_what_follows() -> None:
-    """Host blocks that were evicted at the front of a path are offered again at the next commit behind them."""
+    """Host blocks that were evicted at the front of a path are offered again at the next commit after them."""
     driven = Driven(24, 6)
     first = driven.running(prompt(1, 16))
     stores = driven.commit(first)
@@ -847,7 +848,7 @@ def test_a_gap_in_front_is_stored_again_with_what_follows() -> None:
 
 @pytest.mark.parametrize("at", [4, 8, 12])
 def test_a_split_under_transfers_loses_nothing(at: int) -> None:
-    """A divergent prompt cuts a run while two jobs fill it, at, before or behind the border between them."""
+    """A divergent prompt cuts a run while two jobs fill it, at, before or after the border between them."""
     driven = Driven(24, max_job_bytes=2)
     request = driven.running(A)
     stores = driven.commit(request)

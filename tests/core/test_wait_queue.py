@@ -70,7 +70,7 @@ def test_the_grant_is_there_before_anybody_is_woken() -> None:
 
 
 def test_only_the_head_keeps_pins() -> None:
-    """Waiting must not hold what others wait for: behind the head, hits are let go of and matched again in time."""
+    """Waiting must not hold what others wait for: after the head, hits are released and matched again in time."""
     driver = QueueDriver(6, 0)
     driver.serve(prompt(1, 8))
     driver.serve(prompt(2, 8))
@@ -153,7 +153,7 @@ def test_a_request_waits_once() -> None:
 
 
 def test_extend_goes_before_allocate() -> None:
-    """Who holds room is served before who holds none; the head of the line gives up its pins for it."""
+    """Who holds room is served before who holds none; the head of the wait queue gives up its pins for it."""
     driver = QueueDriver(6, 0)
     driver.serve(prompt(1, 8))
     grows, blocker = driver.allocated(prompt(2, 8), request_id="grows"), driver.allocated(prompt(3, 8))
@@ -198,7 +198,7 @@ def test_the_youngest_extend_fails_when_only_waiters_hold_room() -> None:
 
 
 def test_a_lone_extend_that_cannot_fit_fails_at_once() -> None:
-    """There is no hang: who waits for room that only itself could free is told."""
+    """There is no hang: who waits for free blocks that only itself could free is told."""
     driver = QueueDriver(4)
     request = driver.allocated(prompt(1, 8))
     driver.full(num_tokens=4)
@@ -243,7 +243,7 @@ def test_quarantine_fails_who_can_no_longer_fit() -> None:
 
 
 def test_who_can_no_longer_fit_need_not_come_first_to_hear_of_it() -> None:
-    """Room that is lost fails the waiters that needed it at once, also those behind a head that still fits."""
+    """Room that is lost fails the waiters that needed it at once, also those after a head that still fits."""
     driver = QueueDriver(6, 8)
     driver.on_host_only(prompt(1, 9))
     blocker = driver.allocated(prompt(4, 8))
@@ -335,7 +335,7 @@ def test_the_line_is_served_where_the_ledger_is_left() -> None:
 
 def test_who_is_woken_may_call_the_ledger() -> None:
     """All is decided before anybody is woken: whoever is told that it can never fit may take the refusal and leave at
-    once, and those behind it are told, too."""
+    once, and those after it are told, too."""
     driver = QueueDriver(6, 8)
     driver.on_host_only(prompt(1, 17))
     loading = driver.allocated(prompt(1, 17))

@@ -77,7 +77,7 @@ def test_a_block_on_the_device_and_in_the_host() -> None:
 
 
 def test_what_is_added_names_its_parent() -> None:
-    """Blocks behind others name the last of those, also where a run begins; what is evicted is named, tail first."""
+    """Blocks after others name the last of those, also where a run begins; what is evicted is named, tail first."""
     ledger, root = ledger_of(num_blocks=4), Root("m")
     serve(ledger, Prefix.of(root, TOKENS[:4]))
     (stored, *_) = decode(published(ledger, lambda: serve(ledger, Prefix.of(root, TOKENS)))).events

@@ -395,7 +395,7 @@ def test_who_is_opened_after_a_reset_hears_of_what_comes() -> None:
 
 
 def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that does not let go of a connection is no reason for an engine not to end."""
+    """A library that does not release a connection is no reason for an engine not to end."""
     monkeypatch.setattr("aoffload._observe.kv_events.publisher.CLOSE_TIMEOUT_S", 0.01)
     publisher = published(ledger_of()).__enter__()
     context, lets_go, has_ended = publisher._context, threading.Event(), threading.Event()

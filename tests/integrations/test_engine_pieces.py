@@ -155,7 +155,7 @@ class WaitingModel:
 
 
 def test_finish_waits_for_a_forward_that_runs() -> None:
-    """Whoever stops waiting for the thread can't let go of the blocks while it still writes into them."""
+    """Whoever stops waiting for the thread can't release the blocks while it still writes into them."""
     model = WaitingModel()
     forward = Forward(model, model.new_kv_cache(2, 4), 4, [SequenceSlice([1], 0, [[1]])], 1)
     thread = threading.Thread(target=forward.run)

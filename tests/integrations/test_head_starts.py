@@ -126,7 +126,7 @@ async def test_blocks_that_turn_out_corrupt_are_computed_again() -> None:
 
 
 async def test_a_client_that_leaves_while_its_forward_waits() -> None:
-    """The forward ends at once, everything it held is let go, and who comes next is served."""
+    """The forward ends at once, everything it held is released, and who comes next is served."""
     async with serving() as bench:
         await bench.push_out(prompt_of(1))
         backend = bench.staged
@@ -254,7 +254,7 @@ def next_of(line_up: LineUp) -> Any:
 
 def test_whoever_has_its_prefix_goes_first() -> None:
     """A forward that may have to wait holds nobody up who needs not: ready prompts come first, decoding before loads of
-    which nothing has come, and behind those whose copy has begun."""
+    which nothing has come, and after those whose copy has begun."""
     line_up: Any = LineUp(OPTIONS, SequenceSlice([0], 0, [[9]]))
     assert next_of(line_up) is None
     line_up.head_starts += [Head("over", can_begin=False, is_arriving=True), Head("coming"), Head("later")]

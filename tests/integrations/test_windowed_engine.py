@@ -259,7 +259,7 @@ async def test_a_request_that_can_never_fit_is_refused(kind: str) -> None:
 
 @each_kind
 async def test_closing_ends_who_waits_for_room(kind: str) -> None:
-    """Leaving the engine with requests inside ends them with `EngineClosed`, in the line for room too."""
+    """Leaving the engine with requests inside ends them with `EngineClosed`, in the wait queue too."""
     num_closed = 0
 
     async def ask(bench: Bench, number: int) -> None:

@@ -37,7 +37,7 @@ class Router(EventSubscriber):
             self.apply(self.encoder.batch(told, 0.0))
 
     def hit(self, tokens: Sequence[int], medium: str) -> int:
-        """Leading tokens whose blocks it has been told of, one behind the other in the first group, and as many as
+        """Leading tokens whose blocks it has been told of, one after the other in the first group, and as many as
         attention reads at the end of it in the others."""
         groups, chain = self.ledger.layout.groups, self.chain(tokens, medium)
         for num_blocks in range(len(chain), 0, -1):

@@ -170,7 +170,7 @@ def test_a_request_that_was_told_to_ask_again_is_shown_as_matched() -> None:
 
 @each_program
 def test_a_scrape_from_another_thread_waits_for_the_end_of_a_step(program: Program) -> None:
-    """It reads between two calls, never in the middle of one; a program that does not let go of its lock makes it show
+    """It reads between two calls, never in the middle of one; a program that does not release its lock makes it show
     the last scrape, and how old that is."""
     metrics, lock, inside, scrapes = Metrics(), threading.Lock(), threading.Event(), list[Scrape]()
     steps = program(2, metrics)

@@ -22,8 +22,8 @@ def test_no_story_breaks_a_law() -> None:
 
 
 def test_no_story_in_which_erasures_fail_breaks_a_law() -> None:
-    """Each erasure of what was taken back fails or is cut short, or each second, third or fourth one: no restart finds
-    it, whether the process was closed or killed or power was lost."""
+    """Each erasure of invalidated KV fails or is cut short, or each second, third or fourth one: no restart finds it,
+    whether the process was closed or killed or power was lost."""
     counts = Counter[str]()
     for seed in range(120):
         story, broken = run_story(seed, erases=1 + seed % 4)

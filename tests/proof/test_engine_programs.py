@@ -99,7 +99,7 @@ def test_a_hit_at_whose_end_nothing_is_needed_is_no_load() -> None:
 
 def test_a_block_shorter_than_a_unit_may_be_that_of_other_tokens() -> None:
     """Prompts that part inside of a unit share blocks of the groups whose blocks are shorter: what one of them has
-    computed wrongly is taken back of both."""
+    computed wrongly is invalidated for both."""
     calls = (
         call("admit", who="a", tokens=[0, 1], spans=[(1, 2, b"dog")]),
         call("admit", who="b", tokens=[0, 1]),

@@ -42,7 +42,7 @@ sys.exit(7)
 
 
 def as_lines(text: str) -> dict[str, Reading]:
-    """`name=figure`, and `!` behind what is missed."""
+    """`name=figure`, and `!` after what is missed."""
     pairs = (line.split("=") for line in text.splitlines())
     return {name: Reading(figure.rstrip("!"), "much", not figure.endswith("!")) for name, figure in pairs}
 
@@ -100,7 +100,7 @@ def test_all_that_passes_is_zero(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )  # fmt: skip
 def test_what_fails_is_said_and_the_others_go_on(bad: Part, went: str, figure: str, tmp_path: Path) -> None:
-    """Status 1; the parts behind it have run, and the figures that it did write are there."""
+    """Status 1; the parts after it have run, and the figures that it did write are there."""
     status, how, figures = run(bad, writing("next", "one=5"), out=tmp_path, missing=["triton"])
     assert status == 1
     assert how == {"bad": went, "next": "passed"}

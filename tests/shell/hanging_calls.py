@@ -19,7 +19,7 @@ class Hangs(Protocol):
 
 @asynccontextmanager
 async def serving_until(hanging: Hangs, engine: Engine, token_ids: Sequence[int]) -> AsyncIterator[list[int]]:
-    """Serve in a task, which has come to a call that hangs when the block begins. The call is let go at the block's
+    """Serve in a task, which has come to a call that hangs when the block begins. The call is released at the block's
     end. What is yielded gets the number of tokens that the request has hit."""
     found: list[int] = []
 

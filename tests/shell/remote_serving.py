@@ -94,7 +94,7 @@ class Later(Env):
 
 
 class HangingStore:
-    """Calls of a simulated store that hang until they are let go."""
+    """Calls of a simulated store that hang until they are released."""
 
     def __init__(self, store: SimulatedStore, *kinds: str) -> None:
         self._go_on = threading.Event()

@@ -23,7 +23,7 @@ LOAD_TIMEOUT_S = 30.0
 
 
 class LoadsFail(FaultyTransport):
-    """Every third load. A copy that hangs is given up at once: the clock leaps behind its deadline."""
+    """Every third load. A copy that hangs is given up at once: the clock leaps past its deadline."""
 
     def __init__(self, kv: torch.Tensor, fault: JobFault) -> None:
         # Else in the next turn: what is unproven is proven before the end.

@@ -48,7 +48,7 @@ def loads(engine: OwnEngine) -> list[int]:
 
 
 async def test_a_hit_behind_the_engines_own() -> None:
-    """What the engine's cache has is not copied, what host memory has behind it is, and the bytes are right."""
+    """What the engine's cache has is not copied, what host memory has after it is, and the bytes are right."""
     async with own_engine() as engine:
         await engine.stored(A)
         assert await engine.serve(A) == 16 and loads(engine) == [4]
@@ -60,7 +60,7 @@ async def test_a_hit_behind_the_engines_own() -> None:
 
 
 async def test_what_is_deferred_is_stored_by_later_steps() -> None:
-    """Also after its request has ended, behind the fence that is given. A fence that is none is refused, and nothing is
+    """Also after its request has ended, after the fence that is given. A fence that is none is refused, and nothing is
     lost by that; without engine-owned blocks there is nothing to defer."""
     async with own_engine(max_bytes_in_flight=1) as engine:
         runtime, deferred = engine.runtime, engine.runtime.ledger
@@ -521,7 +521,7 @@ async def test_the_runtime_closes_under_its_requests() -> None:
 
 
 async def test_an_offer_waits_for_its_forward() -> None:
-    """The copy starts behind the fence, and holds its blocks from the offer on, also when the request has left."""
+    """The copy starts after the fence, and holds its blocks from the offer on, also when the request has left."""
     async with own_engine() as engine:
         fence = ScriptedFence()
         table = engine.pool.take(5)

@@ -51,7 +51,7 @@ class Counts:
 @pytest.mark.parametrize("error", RAISED)
 async def test_nothing_of_an_observers_goes_through(error: type[BaseException]) -> None:
     """Not what it raises in the task of a request, nor in the worker, nor in the thread of a copy. Every copy is
-    settled, a flush ends, the observers behind it are told all the same, and all is counted."""
+    settled, a flush ends, the observers after it are told all the same, and all is counted."""
     raises, counts = Raises(error), Counts()
     async with with_bytes(8, num_host_blocks=16) as other:
         made, blocks = other.runtime.config, other.blocks

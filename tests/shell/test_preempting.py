@@ -23,7 +23,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("lands", ["at once", "later"])
 async def test_who_extends_is_served_before_the_victim(lands: str) -> None:
-    """As docs/howto/preempting.md says it: a victim that resumes as soon as it may waits behind who extends, also while
+    """As docs/howto/preempting.md says it: a victim that resumes as soon as it may waits after who extends, also while
     its stores still read the blocks; when that one is done, the victim goes on with what it had computed."""
     async with scripted(8, auto=lands == "at once", num_host_blocks=32) as (engine, transport):
         order: list[str] = []
@@ -70,9 +70,9 @@ async def land_all(transport: Any) -> None:
 
 
 async def test_preempting_what_has_nothing_to_give_is_no_error() -> None:
-    """A task that preempts a request of another one cannot see what becomes of it. `preempt` answers that nothing
-    is freed: when the request has no blocks yet, waits for room, was preempted by a third task, or is over in either
-    way. Only a request that was never entered is a mistake."""
+    """A task that preempts a request of another one cannot see what becomes of it. `preempt` answers that nothing is
+    freed: when the request has no blocks yet, waits for free blocks, was preempted by a third task, or is over in
+    either way. Only a request that was never entered is a mistake."""
     nothing = Preemption(0, 0, ())
     async with scripted(8, num_host_blocks=32) as (engine, _):
         runtime = engine.runtime

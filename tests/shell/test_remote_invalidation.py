@@ -58,7 +58,7 @@ async def commit_wrong_kv(engine: Engine, request: Request) -> None:
 
 
 async def test_a_store_that_ends_while_the_runtime_closes_leaves_nothing_wrong() -> None:
-    """The KV is taken back while it is written, and the runtime closes before that is over: it is removed."""
+    """The KV is invalidated while it is written, and the runtime closes before that is over: it is removed."""
     store = SimulatedStore()
     hanging = HangingStore(store, "put")
     try:

@@ -195,7 +195,7 @@ async def test_requests_of_one_prompt_share_a_fetch() -> None:
 
 
 async def test_behind_a_disk(tmp_path: Any) -> None:
-    """What the disk has is read there, and what is behind it comes from the store."""
+    """What the disk has is read there, and the part after it comes from the store."""
     store = SimulatedStore()
     long = prompt(7, 33)
     async with with_remote(store, 16) as engine:

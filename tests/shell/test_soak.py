@@ -129,7 +129,7 @@ def made_up(rss_bytes: list[int], num_fds: list[int]) -> SoakResult:
 
 
 def test_memory_is_judged_by_its_slope() -> None:
-    """What the first quarter takes is warm-up; 200 bytes a request behind it are a leak, and its slope is right."""
+    """What the first quarter takes is warm-up; 200 bytes a request after it are a leak, and its slope is right."""
     warm = [100 * MB, 150 * MB] + [200 * MB] * 7
     assert made_up(warm, [9] * 9).has_passed
     leaking = [100 * MB + 2 * MB * i // 8 for i in range(9)]

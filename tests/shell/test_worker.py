@@ -90,8 +90,8 @@ async def test_loads_go_before_stores() -> None:
 
 
 async def test_a_hop_that_hangs_stops_only_its_own_copies() -> None:
-    """Stores that never end are given up, and none is launched behind them; loads go on, and so do stores once the
-    hung ones have reported."""
+    """Stores that never end are given up, and none is launched after them; loads go on, and so do stores once the hung
+    ones have reported."""
     async with scripted(store_timeout_s=0.05, transfer_timeout_s=1000, load_timeout_s=900) as (engine, transport):
         await on_the_host_only(engine, A)
         transport.auto = False
@@ -650,7 +650,7 @@ async def test_reset_with_transfers_in_flight() -> None:
 
 
 async def test_room_is_granted_first_come_first_served() -> None:
-    """Those who wait for room get it in the order they came, small ones behind large ones included."""
+    """Those who wait for free blocks get them in the order they came, small ones after large ones included."""
     async with scripted(6) as (engine, _):
         got: list[int] = []
 

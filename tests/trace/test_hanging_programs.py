@@ -362,7 +362,7 @@ async def test_a_refused_extension_is_an_event() -> None:
 async def test_the_summary_of_a_log_up_to_a_time_leaves_out_the_rest(
     written: Written, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--until` goes back, too, before or behind the command: as if the log had ended there."""
+    """`--until` goes back, too, before or after the command: as if the log had ended there."""
     async with stuck(a_forward_hangs) as found:
         log = str(written(found))
     outputs = []

@@ -99,7 +99,7 @@ def test_the_summary_counts_each_hop_apart(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_wait_for_a_fetch_is_told_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not as a wait for room: in the request's story, in the times by state, and on the page."""
+    """Not as a wait for free blocks: in the request's story, in the times by state, and on the page."""
     about = {"request_id": "fetch-1", "num_blocks": 4, "waiter": "a"}
     written = log(
         tmp_path / "log",
@@ -126,7 +126,7 @@ def test_a_wait_for_a_fetch_is_told_as_one(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_log_that_ends_in_a_fetch_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What hangs is the disk, not the line for room."""
+    """What hangs is the disk, not the wait queue."""
     written = log(
         tmp_path / "log",
         line(1001, "request_matched", request_id="a", **MATCH), line(1001, "request_pinned", request_id="a"),

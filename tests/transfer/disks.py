@@ -96,7 +96,7 @@ class DiskCopies:
 
 
 class Hanging:
-    """Calls of a simulated disk that hang until they are let go."""
+    """Calls of a simulated disk that hang until they are released."""
 
     def __init__(self, disk: SimulatedDisk, hangs: Callable[[IOCall], bool]) -> None:
         self._go_on = threading.Event()

@@ -117,7 +117,7 @@ class RemoteCopies:
 
 
 class Waiting:
-    """Calls of a simulated store that wait until they are let go."""
+    """Calls of a simulated store that wait until they are released."""
 
     def __init__(
         self, store: SimulatedStore, waits: Callable[[StoreCall], bool], fault: StoreFault = StoreFault.SLOW

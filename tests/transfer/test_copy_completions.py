@@ -26,7 +26,7 @@ def test_a_broken_fence_fails_its_job_only(open_copies: Callable[..., Copies]) -
 
 
 def test_a_copy_that_fails_half_way_keeps_what_arrived(open_copies: Callable[..., Copies]) -> None:
-    """The leading blocks are proven, also by checksum; those behind are not, and the thread goes on."""
+    """The leading blocks are proven, also by checksum; those after are not, and the thread goes on."""
     pool = numbered_pool()
     copies = open_copies(pool, 6, FailingBackend, verify=True)
     failed = copies.store([1, 2, 3, 4, 5], [0, 1, 2, 4, 5])

@@ -28,7 +28,7 @@ from aoffload.errors import RegionNotLoaded
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_no_event_is_recorded_while_somebody_holds_a_fence_of_it(seed: int) -> None:
-    """Fences are made and let go of in an order of chance; those that are held have an event each."""
+    """Fences are made and released in an order of chance; those that are held have an event each."""
     rng, cuda = random.Random(seed), SimulatedCuda(seed)
     pool = EventPool(cuda, BlockingWait())
     held: list[CudaFence] = []

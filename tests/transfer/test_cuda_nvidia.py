@@ -170,7 +170,7 @@ def test_a_piece_that_no_batch_may_hold_is_copied_alone(run: Run) -> None:
 
 
 def test_waiting_lets_other_threads_run(run: Run) -> None:
-    """The bindings let go of the interpreter's lock: the event loop goes on while a copy thread waits."""
+    """The bindings release the interpreter's lock: the event loop goes on while a copy thread waits."""
     run("waits", wait_ms=300)
 
 

@@ -78,7 +78,7 @@ def hosted(copies: Copies) -> list[int]:
 
 
 def store_after_its_compute(backend: type[CudaBackend], seed: int) -> bool:
-    """A store behind the fence of the forward that writes its source."""
+    """A store after the fence of the forward that writes its source."""
     cuda = SimulatedCuda(seed)
     pool, copies = opened(backend, cuda)
     for value in (97, 98, 99):
@@ -238,7 +238,7 @@ def test_foreign_fences_are_waited_for_on_the_host() -> None:
 
 
 def test_a_store_that_is_held_holds_no_load() -> None:
-    """Directions have a stream and a thread each: a store behind a long forward holds nothing else up."""
+    """Directions have a stream and a thread each: a store after a long forward holds nothing else up."""
     cuda = SimulatedCuda()
     _, copies = opened(CudaBackend, cuda)
     copies.store([1], [0])

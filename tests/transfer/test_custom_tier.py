@@ -214,7 +214,7 @@ async def test_a_small_tier_evicts(opened: Any, eviction: str) -> None:
 
 @attrs.define
 class HeldLoads:
-    """Holds the loads of a directory until it is let go."""
+    """Holds the loads of a directory until it is released."""
 
     has_begun: threading.Event = attrs.field(factory=threading.Event)
     may_end: threading.Event = attrs.field(factory=threading.Event)

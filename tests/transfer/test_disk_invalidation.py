@@ -149,7 +149,7 @@ def test_a_disk_that_takes_no_writes_is_emptied_and_used_no_more(
 
 
 def test_a_disk_on_which_nothing_works_is_used_no_more(open_disk: Callable[[SimulatedDisk], DiskCopies]) -> None:
-    """It says that a restart may find what was taken back, and what to do; a restart on such a disk is refused."""
+    """It says that a restart may find invalidated KV, and what to do; a restart on such a disk is refused."""
     disk = simulated()
     copies = with_three(open_disk, disk)
     disk.fault = lambda call: DiskFault.ERROR if call.kind != "read" else None
@@ -168,8 +168,8 @@ def test_a_disk_on_which_nothing_works_is_used_no_more(open_disk: Callable[[Simu
 def test_what_a_store_under_way_was_to_replace_is_forgotten_with_the_rest(
     open_disk: Callable[[SimulatedDisk], DiskCopies],
 ) -> None:
-    """The slots of a store still have the records of what they held before, which may be what was taken back. If the
-    store fails, they are erased; if it succeeds, its own records outlive a loss of power."""
+    """The slots of a store still have the records of what they held before, which may be invalidated KV. If the store
+    fails, they are erased; if it succeeds, its own records outlive a loss of power."""
     for seed in range(20):
         for fails in (False, True):
             disk = simulated(seed)

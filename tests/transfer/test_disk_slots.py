@@ -273,7 +273,7 @@ def test_a_load_that_is_late_forgets_nothing_of_others(slots: DiskSlots, monkeyp
 def test_ids_out_of_range_are_refused_by_name(
     slots: DiskSlots, name: str, arguments: tuple[list[int], list[int]]
 ) -> None:
-    """Before anything moves: behind the last slot is the end of the file, and of its size."""
+    """Before anything moves: after the last slot is the end of the file, and of its size."""
     with pytest.raises(InvalidArgument) as refusal:
         slots.load(*arguments)
     assert refusal.value.argument == name

@@ -80,7 +80,7 @@ def test_another_process_finds_what_was_stored(open_disk: Callable[..., DiskCopi
 
 
 def test_a_reset_outlives_the_process(open_disk: Callable[..., DiskCopies]) -> None:
-    """What was planned before it is not found, even if it is stored after it; and a reset that ends behind a later one
+    """What was planned before it is not found, even if it is stored after it; and a reset that ends after a later one
     does not take that one back."""
     disk = simulated()
     first = open_disk(disk)

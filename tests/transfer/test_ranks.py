@@ -196,7 +196,7 @@ def test_what_the_first_rank_refuses_nobody_starts() -> None:
 
 
 def test_what_a_later_rank_refuses_is_a_failure_of_the_job() -> None:
-    """An earlier rank is copying: its end is waited for, and the ranks behind are not bothered."""
+    """An earlier rank is copying: its end is waited for, and the ranks after are not bothered."""
     ranks = Ranks(3)
     ranks.scripts[1].refuse_next()
     ranks.launch()
@@ -307,7 +307,7 @@ def is_news(before: Completion | None, now: Completion | None) -> bool:
 
 
 def test_a_fence_is_one_on_every_rank() -> None:
-    """A store named behind it starts on each rank when that rank's own compute is through."""
+    """A store named after it starts on each rank when that rank's own compute is through."""
     ranks = Ranks()
     compute = [ScriptedFence(), ScriptedFence()]
     for script, fence in zip(ranks.scripts, compute, strict=True):

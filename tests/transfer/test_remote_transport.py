@@ -733,7 +733,7 @@ def test_a_load_under_way_does_not_bring_what_is_forgotten(open_remote: Open, is
 
 
 def removed(copies: RemoteCopies, num_cells: int) -> None:
-    """Wait until the store has let go of so many: a thread takes removals before stores."""
+    """Wait until the store has released so many: a thread takes removals before stores."""
     for number in range(100, 200):
         if copies.remote.statistics().cells_removed >= num_cells:
             return
@@ -889,7 +889,7 @@ def test_what_was_stored_before_objects_were_numbered_is_loaded(open_remote: Ope
 
 
 def test_what_cannot_be_removed_is_not_used(open_remote: Open) -> None:
-    """Until the store lets go of it; it is tried again when the store is used again."""
+    """Until the store releases it; it is tried again when the store is used again."""
     store = SimulatedStore()
     copies = open_remote(store)
     copies.store(cell(0))

@@ -171,7 +171,7 @@ def test_a_load_that_has_landed_under_other_weights_is_lost(tenant: Callable[...
 
 
 def test_what_vllm_has_kept_of_other_weights_is_not_stored(tenant: Callable[..., SmallEngine]) -> None:
-    """Its own cache goes by name and path. What a request computes behind a hit there is cached nowhere, until that
+    """Its own cache goes by name and path. What a request computes after a hit there is cached nowhere, until that
     cache has been emptied."""
     engine = tenant()
     engine.manager.evict_all()

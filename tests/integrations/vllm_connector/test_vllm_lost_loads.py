@@ -42,7 +42,7 @@ def reported_failures(engine: SmallEngine) -> tuple[set[str], set[int]]:
 def test_with_one_group_what_has_landed_counts(
     warm: Callable[..., SmallEngine], outcome: Outcome, num_ranks: int
 ) -> None:
-    """vLLM is told the blocks behind it, and no others; it computes on at the first of them, in the same blocks."""
+    """vLLM is told the blocks after it, and no others; it computes on at the first of them, in the same blocks."""
     engine = warm(num_ranks=num_ranks)
     copy_front(engine, 3, outcome)
     request = Request("again", TEXT)

@@ -49,7 +49,7 @@ def remote(
 
 @pytest.fixture
 def filled(remote: Callable[..., SmallEngine], store: SimulatedStore) -> Callable[..., SmallEngine]:
-    """Engines behind one that was asked for TEXT twice, and has stored its three cells."""
+    """Engines after one that was asked for TEXT twice, and has stored its three cells."""
     first = remote()
     for name in ("once", "twice"):
         run(first, Request(name, TEXT))

@@ -145,7 +145,7 @@ def test_a_preempted_request_that_is_aborted_offers_nothing(engines: Callable[..
 
 
 def test_an_aborted_load_that_has_not_started_is_over(warm: Callable[..., SmallEngine]) -> None:
-    """It waits behind another one for room in flight, and is discarded. vLLM hears of it, or it never frees the blocks
+    """It waits after another one for room in flight, and is discarded. vLLM hears of it, or it never frees the blocks
     of the request; the engine steps until it has."""
     engine = warm(num_blocks=40, num_host_blocks=40)
     engine.run(Request("other", range(100, 130)))
