@@ -120,7 +120,7 @@ def test_what_the_page_of_testing_shows_runs_and_prints_what_it_says() -> None:
     ],
 )  # fmt: skip
 def test_every_public_member_of_the_main_classes_is_documented(kind: type) -> None:
-    """Whoever reads docs/api.md has seen every method, property and option there is."""
+    """docs/api.md lists every method, property and option there is."""
     methods = {
         name
         for name, member in inspect.getmembers(kind)

@@ -62,7 +62,7 @@ def test_a_host_hit_makes_few_calls() -> None:
 
 @pytest.mark.pure(COUNTS)
 def test_the_head_of_the_line_is_matched_again_only_if_it_could_matter() -> None:
-    """Who is first in the wait queue is not looked up again while nothing has come to the device and there is no more
+    """The head of the wait queue is not looked up again while nothing has come to the device and there is no more
     room."""
     driven = Driven(6, 12)
     driven.on_host_only(prompt(3, 13))

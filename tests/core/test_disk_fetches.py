@@ -299,7 +299,7 @@ def test_requests_in_line_keep_no_more_than_the_share_of_all_fetches() -> None:
 
 @pytest.mark.parametrize("how", ["release", "reset", "host", "invalidate"])
 def test_what_was_fetched_is_let_go_with_its_request_or_its_cache(how: str) -> None:
-    """Whoever leaves the line leaves nothing pinned, and what is forgotten is kept for nobody."""
+    """A request that leaves the wait queue leaves nothing pinned, and what is forgotten is kept for nobody."""
     disk = Disk(num_device=10)
     disk.on_disk_only(TOKENS)
     running, head = full_device_with_queue(disk)

@@ -423,7 +423,7 @@ def test_the_last_token_is_computed() -> None:
 
 
 def test_a_load_that_is_planned_again_has_the_last_wake() -> None:
-    """Nothing is planned twice; who asks last is told."""
+    """Nothing is planned twice; the last caller is woken."""
     driven, woken = EngineDriven(), list[str]()
     driven.serve(A)
     request = driven.admit(A)
@@ -704,6 +704,6 @@ def test_pins_keep_a_share_of_the_host() -> None:
 
 
 def test_the_default_wait_is_short() -> None:
-    """Who waits for another one's load waits seconds, not minutes."""
+    """A request that waits for the load of another one waits seconds, not minutes."""
     config = OffloadConfig(groups=[KVCacheGroup("full", FullAttention())], num_host_blocks=1)
     assert config.pending_timeout_s == 2.0

@@ -85,7 +85,7 @@ def test_who_needs_what_another_one_brings_is_told_to_ask_again() -> None:
 
 
 def test_the_answer_after_it_may_be_a_load() -> None:
-    """The engine has evicted the blocks again, or never cached them: who was pending loads for itself."""
+    """The engine has evicted the blocks again, or never cached them: the pending request loads for itself."""
     driven, woken = EngineDriven(), list[str]()
     driven.serve(A)
     bringer, plans = driven.loading(A)

@@ -76,7 +76,7 @@ def test_what_two_have_computed_is_taken_back_by_the_first_after_a_reset() -> No
 
 
 def test_a_reset_does_not_clear_who_has_read_what_was_wrong() -> None:
-    """Who has to be aborted stays so: it can't be forked after a reset of the device either."""
+    """A request that has to be aborted stays so: it can't be forked after a reset of the device either."""
     driven = Driven(24, 0)
     request = driven.running(A)
     driven.commit(request)
@@ -200,7 +200,8 @@ def test_invalidate_in_the_middle_of_a_block_takes_the_whole_block() -> None:
 
 
 def test_who_matched_the_wrong_bytes_is_named() -> None:
-    """Holders of a tainted prefix, and of what they computed on it, are returned; whoever matched less is not."""
+    """Holders of a tainted prefix, and of what they computed on it, are returned; requests that matched less are
+    not."""
     driven = Driven(32)
     wrong = driven.running(PROMPT)
     driven.commit(wrong, 8)

@@ -328,7 +328,7 @@ class MatchMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.clients) < 5 and self.ledger.admission.queue.is_empty)
     @rule(text=texts(), outcome=OUTCOMES, where=WHICH)
     def serve_from_the_host(self, text: Text, outcome: Outcome, where: int) -> None:
-        """The same prompt twice, and in between somebody who needs all the room."""
+        """The same prompt twice, and in between a request that needs all blocks."""
         self.serve(text)
         self.end_jobs()
         filler = self.ledger.admit(Prefix.of(Root("filler"), [1]), max_hit_tokens=0)

@@ -76,7 +76,7 @@ def test_nothing_of_an_observers_goes_through(error: type[BaseException], is_cou
 
 @pytest.mark.parametrize("error", RAISED)
 def test_nothing_of_a_watchers_goes_through(error: type[BaseException]) -> None:
-    """The same for who is told which blocks are cached."""
+    """The same for a watcher of cached blocks."""
 
     class Watches:
         num_notified = 0
@@ -356,7 +356,7 @@ def test_an_offer_is_undone_if_foreign_code_raises_in_it(call: str, wrong: Any) 
 
 @pytest.mark.parametrize("call", ["seen", "wanted_stop"])
 def test_a_request_ends_even_if_the_policy_raises(call: str) -> None:
-    """Whoever leaves a request calls once, and no block stays with what is over."""
+    """Each request is left with one call, and no block stays with what is over."""
     policy = AnswersOnce()
     policy.call = call
     driven = Driven(12, 16, store_policy=policy)

@@ -231,7 +231,7 @@ def test_a_pin_yields_to_a_request_that_nobody_else_could_make_room_for() -> Non
 
 
 def test_no_pin_yields_while_somebody_else_will_let_go() -> None:
-    """A request that runs makes room when it ends: who is first in the wait queue waits for that, and the pin stays."""
+    """A request that runs makes room when it ends: the head of the wait queue waits for that, and the pin stays."""
     driven = Driven(8, max_pinned_share=1.0)
     driven.serve(A)
     handle, running = pin(driven, A), driven.running(prompt(8, 20))
@@ -433,7 +433,7 @@ def test_a_prefetch_evicts_only_what_is_unpinned() -> None:
 
 
 def test_a_prefetch_takes_nothing_while_somebody_waits_for_room() -> None:
-    """Whoever is in the line comes first, even if there is something left."""
+    """Requests in the wait queue come first, even if blocks are free."""
     driven = Driven(8, max_prefetch_share=1.0)
     driven.on_host_only(A)
     hog, waits = driven.allocated(prompt(8, 20)), driven.admit(prompt(9, 20))

@@ -104,7 +104,7 @@ def test_being_stored_is_no_use() -> None:
 
 @pytest.mark.parametrize("before_it_lands", [True, False])
 def test_a_use_during_the_store_counts(before_it_lands: bool) -> None:
-    """Whoever hits what is being stored makes it the newest, whether the store or the request ends first."""
+    """A hit on blocks that are being stored makes them the newest, whether the store or the request ends first."""
     driven = Lazy(14)
     for tokens in (A, B):
         driven.serve(tokens)

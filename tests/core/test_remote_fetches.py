@@ -283,7 +283,7 @@ def test_a_reset_meanwhile_publishes_nothing() -> None:
 
 
 def test_a_request_may_compute_what_a_fetch_brings() -> None:
-    """Whoever is first publishes; the other's blocks go back. No block has two owners."""
+    """The first one publishes, and the blocks of the other one are freed. No block has two owners."""
     remote = Remote()
     remote.in_store_only(TOKENS)
     fetch = remote.fetch(TOKENS)

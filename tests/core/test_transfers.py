@@ -113,7 +113,7 @@ def test_limits_narrow_the_match(limit: int | None, alignment: int, expected: in
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 5])
 def test_without_limits_every_whole_block_is_hit(block_size: int) -> None:
-    """Whatever the block size, who asks for no alignment gets every block that is cached."""
+    """Whatever the block size, a request without alignment gets every block that is cached."""
     driven = Driven(16, groups=[KVCacheGroup("full", block_size=block_size)])
     tokens = prompt(1, 3 * block_size + 1)
     driven.serve(tokens)
@@ -200,7 +200,7 @@ def test_a_load_in_flight_is_shared_though_one_behind_it_is_in_doubt() -> None:
 
 
 def test_nobody_waits_for_copies_of_what_is_there() -> None:
-    """Blocks computed meanwhile need no copy: whoever shares the rest goes on when the rest has ended."""
+    """Blocks computed meanwhile need no copy: a request that shares the rest goes on when the rest has ended."""
     driven = on_host(max_job_bytes=1)
     _, plans = start_load(driven)
     driven.launch(plans)
@@ -423,7 +423,8 @@ def test_when_a_shared_load_fails_each_takes_blocks_of_its_own() -> None:
 
 
 def test_room_lost_under_a_load_fails_its_request() -> None:
-    """Who can't have blocks of its own releases everything; if it can never fit again, all it can do is leave."""
+    """A request that can't have its own blocks releases everything; if it can never fit again, all it can do is
+    leave."""
     driven = on_host(num_device=6)
     first, plans = start_load(driven)
     woken: list[str] = []
@@ -442,8 +443,8 @@ def test_room_lost_under_a_load_fails_its_request() -> None:
 
 
 def test_no_room_after_a_failed_load_means_queueing_at_the_old_place() -> None:
-    """Who can't have blocks of its own releases everything and stands before everybody who came later. Once granted it
-    computes: two whose loads fail at once would give each other room for the next try for ever."""
+    """A request that can't have its own blocks releases everything and stands before all that came later. Once granted
+    it computes: two whose loads fail at once would give each other room for the next try for ever."""
     driven = on_host(num_device=8)
     first, plans = start_load(driven)  # holds 5 of 8: 4 of them its job's
     sharer = driven.admit(A)

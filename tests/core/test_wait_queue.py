@@ -56,7 +56,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_the_grant_is_there_before_anybody_is_woken() -> None:
-    """Whoever is woken finds the grant in the waiter, and nobody can take it away in between."""
+    """A woken request finds the grant in its waiter, and no other one can take it in between."""
     driver = QueueDriver(4)
     blocker, request = driver.full(), driver.admit(prompt(1, 16))
     seen: list[bool] = []
@@ -127,7 +127,7 @@ def test_withdrawing_gives_an_unused_grant_back() -> None:
 
 
 def test_withdrawing_from_the_line_pins_again() -> None:
-    """Who leaves the line is as it was before it joined: matched, pinned, free to try again."""
+    """A request that leaves the wait queue is as it was before: matched, pinned, free to try again."""
     driver = QueueDriver(6, 0)
     driver.serve(prompt(1, 8))
     blocker = driver.full(num_tokens=16)
@@ -153,7 +153,8 @@ def test_a_request_waits_once() -> None:
 
 
 def test_extend_goes_before_allocate() -> None:
-    """Who holds room is served before who holds none; the head of the wait queue gives up its pins for it."""
+    """A request that holds blocks is served before one that holds none; the head of the wait queue gives up its pins
+    for it."""
     driver = QueueDriver(6, 0)
     driver.serve(prompt(1, 8))
     grows, blocker = driver.allocated(prompt(2, 8), request_id="grows"), driver.allocated(prompt(3, 8))
@@ -198,7 +199,7 @@ def test_the_youngest_extend_fails_when_only_waiters_hold_room() -> None:
 
 
 def test_a_lone_extend_that_cannot_fit_fails_at_once() -> None:
-    """There is no hang: who waits for free blocks that only itself could free is told."""
+    """A request that waits for blocks that only it could free fails instead of hanging."""
     driver = QueueDriver(4)
     request = driver.allocated(prompt(1, 8))
     driver.full(num_tokens=4)
@@ -334,8 +335,8 @@ def test_the_line_is_served_where_the_ledger_is_left() -> None:
 
 
 def test_who_is_woken_may_call_the_ledger() -> None:
-    """All is decided before anybody is woken: whoever is told that it can never fit may take the refusal and leave at
-    once, and those after it are told, too."""
+    """All is decided before any waiter is woken: a request that can never fit may take the refusal and leave at once,
+    and those after it are told, too."""
     driver = QueueDriver(6, 8)
     driver.on_host_only(prompt(1, 17))
     loading = driver.allocated(prompt(1, 17))

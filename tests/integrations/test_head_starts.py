@@ -126,7 +126,7 @@ async def test_blocks_that_turn_out_corrupt_are_computed_again() -> None:
 
 
 async def test_a_client_that_leaves_while_its_forward_waits() -> None:
-    """The forward ends at once, everything it held is released, and who comes next is served."""
+    """The forward ends at once, everything it held is released, and the next request is served."""
     async with serving() as bench:
         await bench.push_out(prompt_of(1))
         backend = bench.staged
@@ -171,7 +171,7 @@ async def test_a_forward_that_fails_early_is_its_own_clients_error() -> None:
 
 
 async def test_closing_the_engine_does_not_wait_for_a_load() -> None:
-    """Whoever still generates gets `EngineClosed`, though its layers are not there."""
+    """A request that still generates gets `EngineClosed`, though its layers are not there."""
 
     async def ask(bench: Bench) -> None:
         with pytest.raises(EngineClosed):

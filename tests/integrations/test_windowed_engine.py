@@ -88,7 +88,7 @@ async def test_who_came_last_makes_way(kind: str) -> None:
 @each_start
 @pytest.mark.parametrize("seed", [*range(4), 30, 42, 75])
 async def test_hardly_more_room_than_the_largest_needs(kind: str, start: EngineOptions, seed: int) -> None:
-    """Whoever has to make way, however often, gets its answer: nobody is refused, nobody waits for ever."""
+    """A request that is preempted any number of times gets its answer: none is refused, and none waits for ever."""
     draw = random.Random(seed)
     asks = [(draw.randint(1, 60), draw.randint(1, 30)) for _ in range(draw.randint(3, 9))]
     num_blocks = max(2 * OPTIONS.num_blocks(sum(ask)) for ask in asks) + draw.randint(0, 12)
@@ -123,7 +123,7 @@ async def test_a_later_try_tells_only_what_is_new() -> None:
 
 
 async def test_the_last_token_stays_the_last_one_in_a_later_try() -> None:
-    """Who has to make way right after its last token, and begins again, is not asked for more."""
+    """A request that is preempted right after its last token, and begins again, is not asked for more."""
     asked: list[int] = []
 
     def until(token: int) -> bool:

@@ -64,7 +64,7 @@ def test_what_the_engine_is_told_wrongly_is_noticed(name: str, law: str, monkeyp
 
 @pytest.mark.pure("plants a defect in the core")
 def test_who_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever goes on with what a failed forward has left in the engine's cache breaks a law."""
+    """An engine that goes on with the blocks that a failed forward has left in the engine's cache breaks a law."""
 
     def nobody(self: HostCache, other: LedgerRequest, record: LedgerRequest, from_token: int) -> bool:
         return False
@@ -75,7 +75,7 @@ def test_who_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.pure("plants a defect in the core")
 def test_a_wait_that_nobody_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is told to ask again is woken when there is no more to wait for."""
+    """A pending request is woken when there is nothing left to wait for."""
     monkeypatch.setattr(Arrivals, "over", lambda self, record: [])
     assert found().violation.startswith("a wait without a need")
 

@@ -132,7 +132,7 @@ def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_wait_for_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room that comes back without anybody being told is found: who waits would wait for ever."""
+    """Blocks that are freed without waking a waiter are found: the waiter would wait for ever."""
 
     def serves_no_waiter(self: Admission, wakes: Iterable[Callable[[], object]] = ()) -> None:
         self.moves.report()

@@ -116,7 +116,7 @@ def test_waiting_again_for_a_load_that_can_never_fit_is_refused(backend: Face) -
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_pin_that_keeps_no_block_does_not_yield(backend: Face) -> None:
-    """A pin ends for who waits for room only if there is more room without it."""
+    """A pin ends for a waiting request only if that frees blocks."""
     prompt = (3, 1, 3, 3, 1, 2, 2, 2, 2, 1, 3, 1, 3, 1, 2, 1, 2)
     world = World((GroupShape("window", 10, 4), GroupShape("full", 0, 4)), 21, 21, 2000, "eager", 1.0, 0.5)
     calls = (

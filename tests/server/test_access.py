@@ -119,7 +119,7 @@ async def test_nothing_is_redirected() -> None:
 
 @BACKENDS
 async def test_a_salt_may_be_required() -> None:
-    """Whoever sends none, or an empty one, is told which field is missing."""
+    """The error for a missing or empty salt names the field."""
     async with serving(attrs.evolve(OPTIONS, requires_salt=True)) as bench:
         for body in (BODY, BODY.replace(b"}", b', "cache_salt": null}')):
             refused = await bench.post("/v1/completions", body)

@@ -76,7 +76,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @BACKENDS
 async def test_unfinished_bodies_are_bounded_in_sum() -> None:
-    """The oldest one gives way, with 503; whoever finishes is read."""
+    """The oldest one gives way, with 503; a request that is complete is read."""
     readings = Readings(max_bytes=100)
     async with reading(readings, 3) as (senders, ends):
         for sender in senders[:2]:
@@ -316,7 +316,7 @@ class Reader:
 
 
 def test_unread_answers_are_bounded_in_sum() -> None:
-    """The oldest ones go; who has read its answer stays."""
+    """The oldest ones go; a client that has read its answer stays."""
     connections = Connections(max_unread_bytes=100)
     readers: list[Any] = [Reader(size) for size in (60, 0, 30, 50)]
     for reader in readers:

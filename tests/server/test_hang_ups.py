@@ -42,7 +42,7 @@ async def test_a_request_ends_while_its_forward_runs(is_streamed: bool) -> None:
 
 @each_form
 async def test_a_request_ends_while_it_waits_for_the_engine(is_streamed: bool) -> None:
-    """All places of the engine are taken: whoever hangs up in the line has never held a block."""
+    """All places of the engine are taken: a client that hangs up in the queue has never held a block."""
     async with serving() as bench:
         bench.model.may_end.clear()
         waiting = [Caller.of(bench, stream=is_streamed) for _ in range(4)]

@@ -384,7 +384,8 @@ async def loading(engine: Engine, transport: ScriptedTransport, group: anyio.abc
 @pytest.mark.parametrize("victims", [["leader"], ["sharer"], ["leader", "sharer"], ["behind"]])
 @pytest.mark.parametrize("lands", ["before", "after"])
 async def test_cancelled_while_a_load_is_launched(victims: list[str], lands: str) -> None:
-    """A launched load can't be recalled: whoever still waits for it gets its bytes, and nobody is written over."""
+    """A launched load can't be recalled: a request that still waits for it gets its bytes, and no other blocks are
+    overwritten."""
     async with scripted(12, num_host_blocks=8) as (engine, transport), anyio.create_task_group() as group:
         await stored_on_the_host_only(engine, A, B)
         found = await loading(engine, transport, group)
@@ -467,7 +468,7 @@ async def test_a_cancelled_load_may_be_awaited_again() -> None:
 
 
 async def test_two_tasks_may_wait_for_one_load() -> None:
-    """Whoever waits for a load hears of its end, however many wait, and however late they came."""
+    """Each request that waits for a load hears of its end, however many wait, and however late they came."""
     async with scripted(12, num_host_blocks=8) as (engine, transport):
         await stored_on_the_host_only(engine, A)
         transport.auto = False

@@ -96,7 +96,7 @@ def lose(transport: ScriptedTransport) -> LossyTransport:
 
 @pytest.mark.usefixtures("lossy")
 async def test_a_load_that_is_refused_for_good_turns_the_cache_off(events: list[Any]) -> None:
-    """Whoever launches first hears of it: a miss, one event, one question to the transport; nothing in quarantine."""
+    """The first launch reports it: a miss, one event, one question to the transport; nothing in quarantine."""
     async with scripted() as (engine, transport):
         await on_the_host(engine, A, B)
         lost = lose(transport)

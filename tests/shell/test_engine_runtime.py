@@ -495,7 +495,8 @@ async def test_a_load_whose_wait_was_cancelled_goes_on() -> None:
 
 
 async def test_the_runtime_closes_under_its_requests() -> None:
-    """Who waits for another one's load, and who waits for a copy, are told; a copy without an end keeps its blocks."""
+    """Requests that wait for a load of another one, or for a copy, are woken; a copy without an end keeps its
+    blocks."""
     errors: list[str] = []
 
     async def fails(engine: OwnEngine) -> None:

@@ -202,7 +202,7 @@ async def test_a_pin_and_a_step_that_nobody_enters_are_warnings() -> None:
 
 
 async def test_a_step_that_is_abandoned_ends_in_the_loop() -> None:
-    """Whoever throws an entered step away is warned, and its blocks are free at the loop's next turn."""
+    """A dropped step causes a warning, and its blocks are free at the loop's next turn."""
     async with scripted() as (engine, _):
         async with engine.runtime.request(A) as request:
             await request.allocate()

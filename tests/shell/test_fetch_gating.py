@@ -122,7 +122,7 @@ async def test_the_speed_of_computing_is_measured_in_steps() -> None:
 
 
 async def test_a_request_that_fetches_keeps_its_place_in_line() -> None:
-    """Whoever came later waits after it, also if it asked for room while the first one fetched."""
+    """A later request waits after it, also if it asked for room while the first one fetched."""
     disk = simulated()
     async with with_disk(disk, num_blocks=8, **LONG) as engine:
         runtime = engine.runtime

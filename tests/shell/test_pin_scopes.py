@@ -302,7 +302,7 @@ async def test_a_prefetch_ahead_of_a_request() -> None:
 
 
 async def test_two_prefetches_and_a_request_share_a_load() -> None:
-    """Whoever wants the same blocks waits for the same job; one may leave."""
+    """A request for the same blocks waits for the same job; one may leave."""
     async with scripted(max_prefetch_share=1.0) as (engine, transport):
         await on_the_host_only(engine, A)
         transport.auto = False
@@ -534,7 +534,7 @@ async def test_a_reset_with_all_three_in_flight() -> None:
 
 @pytest.mark.parametrize("lands", [True, False])
 async def test_a_close_with_all_three_in_flight(lands: bool) -> None:
-    """Whoever waits hears that the runtime is closed; nothing stays pinned, and leaving a pin's block is legal."""
+    """A waiting call hears that the runtime is closed; nothing stays pinned, and leaving a pin's block is legal."""
     heard: list[str] = []
 
     async def hears(wait: Callable[[], Awaitable[Any]]) -> None:

@@ -120,7 +120,8 @@ async def test_a_request_that_waits_for_more_blocks_keeps_those_that_it_has() ->
 
 
 async def test_a_victim_that_ends_during_its_last_step_frees_nothing_more() -> None:
-    """`preempt` that waits for a step returns when the step is over and the request, too; whoever waited goes on."""
+    """`preempt` that waits for a step returns when the step is over and the request, too; the waiting request goes
+    on."""
     async with scripted(8, num_host_blocks=32) as (engine, _):
         found: list[Preemption] = []
 

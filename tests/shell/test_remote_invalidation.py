@@ -147,7 +147,7 @@ async def test_a_removal_that_fails_after_a_reset_is_tried_again(monkeypatch: py
 
 
 async def test_an_answer_that_comes_after_a_reset_is_of_before() -> None:
-    """Whoever waited for it computes, and nobody hits what was cached before the reset."""
+    """A request that waited for it computes, and none hits KV from before the reset."""
     store = SimulatedStore()
     async with with_remote(store, tier={"ask_timeout_s": 100.0}) as engine:
         await only_in_the_store(engine, A)

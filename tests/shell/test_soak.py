@@ -73,7 +73,7 @@ def test_a_release_that_is_skipped_fails_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_corrupted_byte_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single bit of a single block of a load is wrong: whoever is told that the block is ready says so."""
+    """A single bit of a single block of a load is wrong: the request that reads the block reports it."""
     copy, spared = CpuBackend.copy, iter(range(20))
 
     def careless(self: CpuBackend, plan: TransferPlan) -> Any:

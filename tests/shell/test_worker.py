@@ -456,7 +456,7 @@ async def ledger_fails(engine: Engine, transport: ScriptedTransport) -> None:
 
 async def test_a_bug_where_completions_arrive_turns_the_cache_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Completions are settled in a callback of the loop, which trio does not survive raising: whatever goes wrong there
-    is logged, who waits computes, and the engine goes on."""
+    is logged, waiting requests compute, and the engine goes on."""
     errors: list[BaseException] = []
     with anyio.fail_after(GUARD_S):
         async with scripted() as (engine, transport):
@@ -800,7 +800,7 @@ async def test_closing_with_a_copy_that_hangs(hanging: list[BrokenCopies]) -> No
 
 
 async def test_closing_with_live_requests() -> None:
-    """Whoever waits is woken with `RuntimeClosed`, who computes hears of it at the next call; no pin is left."""
+    """A waiting request is woken with `RuntimeClosed`, and a computing one gets it at the next call; no pin is left."""
     ends: dict[str, str] = {}
     transport = ScriptedTransport(7, auto=True)
     runtime = OffloadRuntime(config(8, close_timeout_s=0.1), transport=transport)

@@ -104,7 +104,7 @@ async def test_a_copy_without_a_proof_writes_late_over_blocks_that_nobody_has() 
 
 
 async def test_a_copy_that_hangs_ends_when_it_is_released() -> None:
-    """Whoever waits for it goes on then, with the right bytes."""
+    """A request that waits for it goes on then, with the right bytes."""
     engine, found = Engine("hang"), list[int]()
 
     async def waits() -> None:

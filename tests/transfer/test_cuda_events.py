@@ -232,7 +232,7 @@ def test_a_region_that_never_comes_ends_the_wait(open_copies: Callable[..., Copi
 
 
 def test_fences_of_a_load_that_never_started_end_with_it() -> None:
-    """Whoever waits is told, and nobody can end them twice."""
+    """Each waiter is notified, and they cannot end twice."""
     fences = RegionFences(2)
     notes: list[str] = []
 
@@ -280,7 +280,7 @@ def test_a_load_that_did_not_land_ends_the_wait_for_its_regions(outcome: Outcome
 
 
 def test_a_load_that_nobody_watches_is_one_batch(open_copies: Callable[..., Copies]) -> None:
-    """Fences for each region cost batches; only who asks for them pays."""
+    """Fences for each region cost batches; only loads that ask for them pay."""
     cuda = SimulatedCuda()
     watched = Watched(open_copies, cuda)
     watched.copies.transport.watch(2, RegionFences(3))

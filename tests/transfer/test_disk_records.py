@@ -62,7 +62,7 @@ def slots_of(found: Sequence[RestoredRun], component: int = 0) -> list[list[int]
 
 
 def test_the_digests_are_those_of_the_index() -> None:
-    """Whoever knows a prompt finds what a restart has proven by the keys that the index has."""
+    """A prompt finds the blocks that a restart has proven by the keys that the index has."""
     ids = prompt(1, 2, 3)
     (found,) = recovered(list(enumerate(labels(ids), start=10)))
     hasher = hashlib.sha256(ROOT.digest)
@@ -73,7 +73,7 @@ def test_the_digests_are_those_of_the_index() -> None:
 
 
 def test_no_key_reaches_a_record() -> None:
-    """A salt is a secret of whoever chose it: only the digest of the root is written."""
+    """A salt is a secret: only the digest of the root is written."""
     assert b"tenant" not in b"".join(FORM.encoded(label, 0, 1, 1, bytes(16)) for label in labels(prompt(1)))
 
 

@@ -64,7 +64,7 @@ def test_two_transports_share_the_process() -> None:
 
 
 def test_what_a_program_has_set_meanwhile_stays() -> None:
-    """Whoever asks for another interval while copies run keeps it."""
+    """An interval that a program sets while copies run stays."""
     turns = Turns()
     turns.begin()
     sys.setswitchinterval(0.02)

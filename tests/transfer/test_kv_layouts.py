@@ -122,7 +122,7 @@ def test_the_layout_is_described_in_a_line() -> None:
 
 @pytest.mark.anyio
 async def test_the_layout_is_in_the_log_when_the_runtime_opens() -> None:
-    """Whoever reads the start of a log sees how the tensors were understood."""
+    """The start of the log says how the tensors were understood."""
     captured = structlog.testing.LogCapture()
     logger = structlog.wrap_logger(structlog.PrintLogger(), processors=[captured])
     async with OffloadRuntime(config_of(16), torch.zeros(N, 2, B, H, D), logger=logger):

@@ -122,7 +122,7 @@ def test_a_load_waits_for_the_compute_at_launch() -> None:
 
 
 def test_a_store_without_a_fence_waits_for_all_compute_so_far() -> None:
-    """Whoever gives no `after` gets the safe one."""
+    """The default of `after` is the safe one."""
     fence = GateFence()
 
     class ComputingBackend(CpuBackend):

@@ -174,7 +174,7 @@ def test_what_lies_in_the_store_tells_nothing(open_remote: Open) -> None:
 
 @each_secret
 def test_an_object_of_another_cell_is_none(open_remote: Open, secret: bytes | None) -> None:
-    """Whoever writes to the store may exchange objects: each says which cell it is."""
+    """Writers to the store may exchange objects, so each names its cell."""
     store = SimulatedStore()
     copies = open_remote(store, secret)
     copies.store(cell(0))
