@@ -129,7 +129,7 @@ def test_every_module_has_a_room() -> None:
 
 
 def test_imports_go_down() -> None:
-    """A package imports from its own floor and lower ones; types may be named upwards. The kernel imports no feature."""
+    """A package imports from its own floor and lower ones; types may be upwards. The kernel imports no feature."""
     upwards: set[str] = set()
     for path in MODULES:
         here = dotted(path)
